@@ -1,0 +1,1 @@
+"""The command line, jobs and configurations that put truespec to work."""

@@ -1,0 +1,1 @@
+"""The server: Ray Serve pools, an OpenAI-compatible front end, metrics."""

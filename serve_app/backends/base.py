@@ -1,0 +1,85 @@
+"""What the server asks of an engine. It sees requests, deltas and sealed handoffs, never a tensor."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from speculative.request import Request, TokenDelta
+from speculative.stats import EngineUsage, StepStats
+
+Handoff = np.ndarray[Any, np.dtype[np.uint8]]
+"""A computed-token state on its way from one engine to another: one contiguous run of bytes that only an engine opens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a prefill gives back: the deltas it emitted, and the handoff to go on from.
+
+    `handoff` is None when the request already ended (its first token was a stop, or it asked for one token only).
+    """
+
+    deltas: tuple[TokenDelta, ...]
+    handoff: Handoff | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served: the name clients use, sizes, and fingerprints of configuration and weights."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+
+
+class Backend(Protocol):
+    """An engine that runs on its own thread or process. All methods are called from one asyncio loop."""
+
+    async def start(self) -> ModelInfo:
+        """Load and warm up; returns when requests may come."""
+        ...
+
+    async def stop(self) -> None:
+        """Abort what runs and let everything go."""
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
+        """Prefill and decode here. Closing the iterator aborts the request and frees what it held."""
+        ...
+
+    async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
+        """Compute the prompt and hand it off.
+
+        With `first_token` the first token is sampled here and is the handoff's pending token; without it the last prompt
+        token stays pending, so that several choices with seeds of their own may go on from one handoff.
+        """
+        ...
+
+    def resume(self, request: Request, handoff: Handoff) -> AsyncIterator[TokenDelta]:
+        """Go on from a handoff. The deltas do not repeat what the prefill emitted.
+
+        Raises:
+            HandoffRefused: the handoff is damaged or belongs to another model, build or request.
+        """
+        ...
+
+    async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
+        """Teacher-forced raw logprobs (nats) of token_ids[first:], on fresh KV and without speculation."""
+        ...
+
+    def usage(self) -> EngineUsage:
+        """What the engine holds right now."""
+        ...
+
+    def take_stats(self) -> StepStats:
+        """Counts since the last call."""
+        ...
+
+    def check_health(self) -> None:
+        """Raises:
+        EngineFault: the engine thread died or stands still.
+        """
+        ...

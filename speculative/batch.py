@@ -1,0 +1,151 @@
+"""One step's work: what the scheduler chose, how it lies in memory, and what came of it.
+
+Rows are packed: an entry that computes c known tokens and n drafts has c + n rows. The last 1 + n rows of an entry that
+draws a token are its verify rows; row j of them holds the target's law after j accepted drafts.
+"""
+
+from collections.abc import Sequence as Entries
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from speculative.request import TokenLogprobs
+from speculative.sequence import Sequence
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One sequence's share of a step.
+
+    num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
+    max_drafts: how many drafts fit; 0 while prefilling.
+    draws: whether the known tokens reach the pending one, so that a token is drawn after it.
+    """
+
+    sequence: Sequence
+    num_known: int
+    max_drafts: int
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes. `admitted` are the sequences that got their blocks in this step."""
+
+    entries: tuple[Entry, ...]
+    admitted: tuple[Sequence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where every token of a step lies. All arrays are int64 on the host.
+
+    input_ids, positions, slots: [N] per row: the token, its position in its sequence, its slot in the KV cache.
+    row_starts: [B + 1] first row of each entry, and N.
+    kv_lengths: [B] positions each entry attends to, its own rows included.
+    context_slots: per entry [kv_lengths[i]] slots of those positions.
+    verify_rows: [R] rows whose logits are needed to draw tokens, entry by entry.
+    verify_entries: [R] the entry of each verify row, counted over the entries that draw.
+    offsets: [R] its offset in its round.
+    drafts: [R] the draft that the row judges; -1 in each entry's last row.
+    drawing: the entries that draw. draft_counts: [E] their drafts.
+    """
+
+    input_ids: Int64s
+    positions: Int64s
+    slots: Int64s
+    row_starts: Int64s
+    kv_lengths: Int64s
+    context_slots: tuple[Int64s, ...]
+    verify_rows: Int64s
+    verify_entries: Int64s
+    offsets: Int64s
+    drafts: Int64s
+    drawing: tuple[Entry, ...]
+    draft_counts: Int64s
+
+
+def lay_out(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> Layout:
+    """Lay out a step: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds them packed."""
+    drafts = np.split(draft_ids, np.cumsum(counts)[:-1])
+    known = np.array([entry.num_known for entry in entries], np.int64)
+    begins = np.array([entry.sequence.num_computed for entry in entries], np.int64)
+    row_counts = known + counts
+    row_starts = np.concatenate([[0], np.cumsum(row_counts)])
+    kv_lengths = begins + row_counts
+    context_slots = tuple(
+        block_slots(entry.sequence.blocks, length, block_size)
+        for entry, length in zip(entries, kv_lengths.tolist(), strict=True)
+    )
+    draws = np.array([entry.draws for entry in entries], bool)
+    verify_counts = np.where(draws, counts + 1, 0)
+    offsets = _ranges(verify_counts)
+    input_ids = np.concatenate([_input_ids(*pair) for pair in zip(entries, drafts, strict=True)])
+    verify_rows = np.repeat(row_starts[:-1] + known - 1, verify_counts) + offsets
+    is_last = offsets == np.repeat(verify_counts - 1, verify_counts)
+    return Layout(
+        input_ids=input_ids,
+        positions=np.repeat(begins, row_counts) + _ranges(row_counts),
+        slots=np.concatenate([slots[begin:] for slots, begin in zip(context_slots, begins.tolist(), strict=True)]),
+        row_starts=row_starts,
+        kv_lengths=kv_lengths,
+        context_slots=context_slots,
+        verify_rows=verify_rows,
+        verify_entries=np.repeat(np.cumsum(draws) - 1, verify_counts),
+        offsets=offsets,
+        drafts=np.where(is_last, -1, input_ids[np.minimum(verify_rows + 1, len(input_ids) - 1)]),
+        drawing=tuple(entry for entry in entries if entry.draws),
+        draft_counts=counts[draws],
+    )
+
+
+def block_slots(blocks: Entries[int], length: int, block_size: int) -> Int64s:
+    """Slots of the first `length` positions of a sequence with these blocks."""
+    starts = np.array(blocks[: -(-length // block_size)], np.int64) * block_size
+    return (starts[:, None] + np.arange(block_size)).reshape(-1)[:length]  # type: ignore[no-any-return]
+
+
+def _input_ids(entry: Entry, drafts: Int64s) -> Int64s:
+    sequence = entry.sequence
+    known = sequence.tokens[sequence.num_computed : sequence.num_computed + entry.num_known]
+    return np.concatenate([np.array(known, np.int64), drafts])
+
+
+def _ranges(counts: Int64s) -> Int64s:
+    """0..c-1 for every count c, one after another."""
+    ends = np.cumsum(counts)
+    return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step decided for one sequence, on the host.
+
+    token_ids: the accepted drafts and the token drawn after them.
+    num_drafted, num_accepted: of this round.
+    logprobs: one per token, when asked for.
+    fault: why nothing may be emitted (a non-finite row, say); then the rest is meaningless.
+    """
+
+    token_ids: tuple[int, ...]
+    num_drafted: int
+    num_accepted: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The host copy of what a step decided.
+
+    drawn: per entry; None where nothing was drawn (a prefill that goes on).
+    scores: per entry; logprobs of known tokens that a scoring request asked for.
+    expected_accepted: sum of the verifier's acceptance probability over the draft positions it reached.
+    """
+
+    drawn: tuple[Drawn | None, ...]
+    scores: tuple[tuple[TokenLogprobs, ...], ...]
+    expected_accepted: float

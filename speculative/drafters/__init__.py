@@ -1,0 +1,1 @@
+"""Drafters: cheap guesses of the next tokens. None imports another."""

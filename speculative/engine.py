@@ -1,0 +1,332 @@
+"""The engine: token ids in, token ids out. One step schedules, drafts, verifies and commits, and only then the next begins."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence as Tokens
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.batch import Batch, Drawn, Entry, Layout, StepOutcome, block_slots, lay_out
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafters.ngram import NgramDrafter
+from speculative.drafting import Drafter, DraftOutput, NoDrafter
+from speculative.errors import ConfigError, HandoffRefused, InvalidRequest
+from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
+from speculative.kv_cache import KVCache, KVShape
+from speculative.logprobs import gather_logprobs, mode_matrix
+from speculative.model.config import ModelConfig
+from speculative.model.decoder import Decoder
+from speculative.model.fingerprint import model_fingerprint
+from speculative.model.loading import load_decoder
+from speculative.outcome import copy_to_host, drawn_per_entry, emitted_at_rows, logprobs_to_host
+from speculative.request import Request, TokenDelta, TokenLogprobs
+from speculative.rng import Purpose, uniforms
+from speculative.runner import ModelRunner
+from speculative.sampling import SamplingRows, process, target_probs
+from speculative.scheduler import Scheduler
+from speculative.sequence import Phase, Sequence
+from speculative.stats import EngineUsage, StepStats
+from speculative.verification.base import VerifyInput
+from speculative.verification.token_wise import verify_point_mass
+
+_SCORED_ROWS_AT_ONCE = 64  # bounds the logits of a scored prompt
+
+
+class EngineCore:
+    """Generates for many requests at once, with speculative decoding that leaves the model's law as it is.
+
+    Not thread-safe: one thread owns it. A request enters by `add` (a prompt) or `insert` (a handoff), moves with every
+    `step`, and leaves finished, aborted, or exported.
+    """
+
+    def __init__(self, decoder: Decoder, model: ModelConfig, config: EngineConfig, fingerprint: str = "") -> None:
+        self.model = model
+        self.config = config
+        self.max_model_len = _max_model_len(model, config)
+        self.stats = StepStats()
+        self.device = next(decoder.parameters()).device
+        self.manifest = Manifest(
+            fingerprint=fingerprint,
+            dtype=config.dtype,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            logprobs_mode=config.logprobs_mode,
+            drafter_state="none",
+        )
+        self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats)
+        self.drafter = _make_drafter(config.drafter)
+        self.verify = verify_point_mass
+        cache = KVCache(
+            KVShape(model.num_layers, model.num_kv_heads, model.head_dim),
+            config.num_blocks * config.block_size,
+            dtype=getattr(torch, config.dtype),
+            device=self.device,
+        )
+        self.runner = ModelRunner(decoder, cache, self.device)
+
+    @classmethod
+    def load(cls, folder: Path, config: EngineConfig) -> "EngineCore":
+        """Load a checkpoint folder and set the process's CPU threads to the engine's share.
+
+        Raises:
+            ConfigError: the settings do not fit the model or the machine.
+            UnsupportedModel: the checkpoint needs what this engine does not do.
+        """
+        torch.set_num_threads(config.num_threads)
+        model = ModelConfig.from_folder(folder)
+        decoder = load_decoder(folder, dtype=getattr(torch, config.dtype), device=resolve_device(config.device))
+        return cls(decoder, model, config, model_fingerprint(folder))
+
+    # -- requests come and go -----------------------------------------------------------------------------------
+
+    def add(self, request: Request, *, hold_after: int | None = None) -> None:
+        """Queue a request. With `hold_after` it stops and waits for `export` once it has emitted so many tokens; 0 holds
+        it with its last prompt token pending.
+
+        Raises:
+            InvalidRequest: it does not fit the model.
+        """
+        self._check(request)
+        self.scheduler.add(Sequence(request, hold_after=hold_after))
+
+    def insert(self, request: Request, blob: Blob) -> None:
+        """Go on from a handoff.
+
+        Raises:
+            HandoffRefused: damaged, of another build, or of another request.
+            InvalidRequest: it does not fit the model.
+        """
+        self._check(request)
+        state = decode_state(blob, self.manifest)
+        num_output = len(state.token_ids) - state.num_prompt
+        if state.token_ids[: state.num_prompt] != request.prompt_token_ids:
+            raise HandoffRefused("request", "The handoff was computed for another prompt.")
+        if num_output >= request.params.max_tokens or len(state.token_ids) >= self.max_model_len:
+            raise HandoffRefused("request", "The handoff has already reached the request's length limit.")
+        if max(state.token_ids) >= self.model.vocab_size:
+            raise HandoffRefused("damaged", "The handoff holds a token outside the vocabulary.")
+        self.scheduler.add(
+            Sequence(request, tokens=state.token_ids, saved_kv=state.kv, num_cached=state.num_cached)
+        )
+
+    def export(self, request_id: str) -> Blob:
+        """Take a held request out, as bytes that another engine can insert. Its blocks become free."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is None or sequence.phase is not Phase.HELD:
+            raise KeyError(f"{request_id} is not held for export.")
+        state = ComputedTokenState(
+            tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, kv=torch.empty(0)
+        )
+        blob, kv = allocate_blob(state, self.manifest)
+        self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
+        self._release(sequence)
+        return seal(blob)
+
+    def abort(self, request_id: str) -> bool:
+        """Let a request go, wherever it stands; False when it is not here."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is not None:
+            self._release(sequence)
+        return sequence is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return self.scheduler.has_work
+
+    @property
+    def held_ids(self) -> tuple[str, ...]:
+        """Requests that wait to be exported."""
+        return tuple(sequence.request.request_id for sequence in self.scheduler.held)
+
+    def usage(self) -> EngineUsage:
+        """What is held right now."""
+        return self.scheduler.usage()
+
+    def take_stats(self) -> StepStats:
+        """Counts since the last call."""
+        taken = StepStats()
+        taken.merge(self.stats)
+        self.stats.clear()
+        return taken
+
+    # -- the hot loop -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenDelta]:
+        """Advance every scheduled sequence: draft, verify, commit. One device-to-host copy."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        self._restore(batch.admitted)
+        if not batch.entries:
+            return []
+        draft = self._propose(batch)
+        outcome = self._verify(batch, draft)
+        deltas = self.scheduler.commit(batch, outcome)
+        self._record(batch, outcome)
+        self._forget(deltas)
+        return deltas
+
+    def _propose(self, batch: Batch) -> DraftOutput:
+        with _timed(self.stats, "draft_s"):
+            return self.drafter.propose(batch)
+
+    def _verify(self, batch: Batch, draft: DraftOutput) -> StepOutcome:
+        with _timed(self.stats, "verify_s"):
+            layout = lay_out(batch.entries, draft.counts, draft.token_ids, self.config.block_size)
+            hidden = self.runner.forward(layout)
+            drawn: Iterator[Drawn] = iter(())
+            expected = 0.0
+            if layout.drawing:
+                all_drawn, expected = self._draw(layout, hidden)
+                drawn = iter(all_drawn)
+            return StepOutcome(
+                drawn=tuple(next(drawn) if entry.draws else None for entry in batch.entries),
+                scores=tuple(self._score(*pair, hidden) for pair in zip(batch.entries, layout.row_starts, strict=False)),
+                expected_accepted=expected,
+            )
+
+    def _draw(self, layout: Layout, hidden: Tensor) -> tuple[list[Drawn], float]:
+        """Draw tokens for the drawing entries; hidden is [N, hidden]."""
+        logits = self.runner.logits(hidden[torch.from_numpy(layout.verify_rows).to(self.device)])  # [R, V]
+        finite = torch.isfinite(logits.amax(dim=-1))  # NaN and +inf win the maximum, a row of -inf has none
+        params = [layout.drawing[index].sequence.params for index in layout.verify_entries]
+        rows = SamplingRows.build(params, logits.shape[-1], self.device)
+        processed = process(logits, rows)
+        step = self._verify_input(layout, target_probs(processed, rows))
+        verified = self.verify(step)
+        emitted = emitted_at_rows(verified, step)
+        logprobs = logprobs_to_host(layout, lambda: mode_matrix(self.config.logprobs_mode, logits, processed), emitted)
+        verdicts = copy_to_host(verified, finite)
+        return drawn_per_entry(layout, verdicts, logprobs), verdicts.expected_accepted
+
+    def _verify_input(self, layout: Layout, probs: Tensor) -> VerifyInput:
+        sequences = [entry.sequence for entry in layout.drawing]
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)[layout.verify_entries]
+        rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)[layout.verify_entries]
+        offsets = layout.offsets.astype(np.uint64)
+        coin = np.full_like(offsets, Purpose.COIN)
+        final = np.where(layout.drafts < 0, np.uint64(Purpose.BONUS), np.uint64(Purpose.RESIDUAL))
+        ends = np.cumsum(layout.draft_counts + 1)
+        return VerifyInput(
+            probs=probs,
+            drafts=self._on_device(layout.drafts),
+            entries=self._on_device(layout.verify_entries),
+            offsets=self._on_device(layout.offsets),
+            first_rows=self._on_device(ends - layout.draft_counts - 1),
+            counts=self._on_device(layout.draft_counts),
+            coins=self._on_device(uniforms(seeds, rounds, offsets, coin)),
+            finals=self._on_device(uniforms(seeds, rounds, offsets, final)),
+        )
+
+    def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        """Raw logprobs of the known tokens that this entry's rows predict and its request wants scored."""
+        sequence = entry.sequence
+        if sequence.request.score_from is None:
+            return ()
+        begin = max(sequence.request.score_from - 1, sequence.num_computed)
+        end = sequence.num_computed + entry.num_known
+        scores: list[TokenLogprobs] = []
+        for start in range(begin, end, _SCORED_ROWS_AT_ONCE):
+            stop = min(start + _SCORED_ROWS_AT_ONCE, end)
+            offset = int(row_start) - sequence.num_computed
+            token_ids = sequence.tokens[start + 1 : stop + 1]
+            matrix = self.runner.logits(hidden[offset + start : offset + stop]).log_softmax(dim=-1)
+            host = gather_logprobs(matrix, torch.tensor(token_ids, device=self.device), 0).to_host()
+            scores.extend(host.entry(row, token, 0) for row, token in enumerate(token_ids))
+        return tuple(scores)
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _restore(self, admitted: Tokens[Sequence]) -> None:
+        """Write what was computed elsewhere into the blocks of sequences that came by handoff."""
+        for sequence in admitted:
+            if sequence.saved_kv is not None:
+                start, stop = sequence.num_shared, len(sequence.tokens) - 1
+                self.runner.cache.write_all(self._slots(sequence, start, stop), sequence.saved_kv[:, :, start:stop])
+                sequence.saved_kv = None
+
+    def _record(self, batch: Batch, outcome: StepOutcome) -> None:
+        self.stats.num_steps += 1
+        self.stats.expected_accepted += outcome.expected_accepted
+        for entry, drawn in zip(batch.entries, outcome.drawn, strict=True):
+            if drawn is None or entry.num_known > 1:
+                self.stats.num_prompt_tokens += entry.num_known
+            if drawn is not None and drawn.fault is None:
+                self.stats.count_round(drawn.num_drafted, drawn.num_accepted)
+
+    def _forget(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self.stats.num_emitted += len(delta.token_ids)
+            if delta.finished:
+                self.drafter.forget(delta.request_id)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.scheduler.release(sequence)
+        self.drafter.forget(sequence.request.request_id)
+
+    def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
+        return self._on_device(block_slots(sequence.blocks, stop, self.config.block_size)[start:])
+
+    def _on_device(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        return torch.from_numpy(array).to(self.device)
+
+    def _check(self, request: Request) -> None:
+        if self.scheduler.find(request.request_id) is not None:
+            raise InvalidRequest("request_id", f"A request {request.request_id!r} is already running.")
+        length = len(request.prompt_token_ids) + (request.score_from is None)
+        if length > self.max_model_len:
+            raise InvalidRequest(
+                "prompt",
+                f"The prompt has {len(request.prompt_token_ids)} tokens; this model takes at most "
+                f"{self.max_model_len} of prompt and output together.",
+            )
+        if max(request.prompt_token_ids) >= self.model.vocab_size or min(request.prompt_token_ids) < 0:
+            raise InvalidRequest("prompt", f"Token ids must lie between 0 and {self.model.vocab_size - 1}.")
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a setting means; `auto` takes a GPU when there is one.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: there is no CUDA device here; use auto or cpu.")
+    return device
+
+
+def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    longest = min(model.max_position_embeddings, config.kv_cache_tokens)
+    wanted = config.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the model has {model.max_position_embeddings} positions and the KV cache "
+            f"holds {config.kv_cache_tokens} tokens; lower max_model_len or raise kv_cache_tokens."
+        )
+    return wanted
+
+
+def _make_drafter(config: DrafterConfig) -> Drafter:
+    makers: dict[str, Callable[[], Drafter]] = {"none": NoDrafter, "ngram": lambda: NgramDrafter(config)}
+    return makers[config.kind]()
+
+
+@contextmanager
+def _timed(stats: StepStats, name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(stats, name, getattr(stats, name) + time.perf_counter() - started)

@@ -1,0 +1,63 @@
+"""Everything the engine may raise.
+
+TruespecError
+├── ConfigError            a setting is wrong, or two settings contradict each other
+│   └── UnsupportedModel   the checkpoint needs something this engine does not do
+├── InvalidRequest         a request can never be served as it is
+├── EngineOverloaded       the request is fine, there is no room for it now
+├── HandoffRefused         a computed-token state does not belong to this engine, or is damaged
+└── EngineFault            the engine broke one of its own rules; the request fails, no token is made up
+"""
+
+
+class TruespecError(Exception):
+    """The root: catch this to catch whatever truespec raises on purpose."""
+
+
+class ConfigError(TruespecError):
+    """A setting is wrong; the message names the field and the mend."""
+
+
+class UnsupportedModel(ConfigError):
+    """The checkpoint asks for something this engine does not do; the message says what to use instead."""
+
+
+class InvalidRequest(TruespecError):
+    """A request that cannot be served as it is.
+
+    `field` is the request's field at fault, in the words of the OpenAI API.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type["InvalidRequest"], tuple[str, str]]:
+        return type(self), (self.field, self.message)
+
+
+class EngineOverloaded(TruespecError):
+    """No room now. `retry_after_s` is an honest guess of when there will be."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type["EngineOverloaded"], tuple[str, float]]:
+        return type(self), (str(self), self.retry_after_s)
+
+
+class HandoffRefused(TruespecError):
+    """A handoff that this engine will not take in. `reason` is one word for the metric's label."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["HandoffRefused"], tuple[str, str]]:
+        return type(self), (self.reason, str(self))
+
+
+class EngineFault(TruespecError):
+    """An internal rule was broken (a NaN row, a lost block): the request fails loudly."""

@@ -1,0 +1,196 @@
+"""The handoff: a sequence between two steps, on its way from one engine to another.
+
+Wire format, little-endian, one contiguous run of bytes:
+
+    magic "TSPC" | version u16 | zero u16 | header length u64 | header (JSON) | zero padding to 64 | keys and values
+    | xxh3-64 of everything before
+
+Keys and values are [num_layers, 2, num_computed, num_kv_heads, head_dim] in the engine's dtype: only computed positions
+travel, and their order does not depend on the block size of either side. The header is the manifest: what the state is,
+and what it was computed with. An engine takes in nothing whose manifest differs from its own; nothing is guessed.
+"""
+
+import dataclasses
+import json
+import struct
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from speculative.errors import HandoffRefused
+from speculative.kv_cache import KVShape
+
+Blob = np.ndarray[Any, np.dtype[np.uint8]]
+
+VERSION = 1
+_MAGIC = b"TSPC"
+_PREFIX = struct.Struct("<4sHHQ")
+_CHECKSUM = struct.Struct("<Q")
+_ALIGNMENT = 64
+_MAX_HEADER_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a state was computed with; both sides must agree on all of it."""
+
+    fingerprint: str  # of the model's configuration and weights
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    logprobs_mode: str  # the pending token's logprobs were reported in it
+    drafter_state: str  # which drafter's state travels along: "none" for drafters that rebuild theirs from the tokens
+
+    @property
+    def shape(self) -> KVShape:
+        """What one position holds."""
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTokenState:
+    """All tokens but the last are computed; the last one is pending.
+
+    kv: [num_layers, 2, len(token_ids) - 1, num_kv_heads, head_dim].
+    """
+
+    token_ids: tuple[int, ...]
+    num_prompt: int
+    num_cached: int  # prompt tokens that were found in a prefix cache
+    kv: Tensor
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are here."""
+        return len(self.token_ids) - 1
+
+
+def encode_state(state: ComputedTokenState, manifest: Manifest) -> Blob:
+    """Pack a state for the wire."""
+    blob, kv = allocate_blob(state, manifest)
+    kv.copy_(state.kv)
+    return seal(blob)
+
+
+def allocate_blob(state: ComputedTokenState, manifest: Manifest) -> tuple[Blob, Tensor]:
+    """A blob with its header written, and a view of the place for its keys and values; `seal` it when they are there.
+
+    `state.kv` is not read, so the cache may be copied straight into the blob.
+    """
+    header = json.dumps(
+        {
+            "manifest": dataclasses.asdict(manifest),
+            "token_ids": state.token_ids,
+            "num_prompt": state.num_prompt,
+            "num_cached": state.num_cached,
+        }
+    ).encode()
+    start = _aligned(_PREFIX.size + len(header))
+    shape = _kv_shape(manifest, state.num_computed)
+    dtype = getattr(torch, manifest.dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    blob = np.empty(start + size + _CHECKSUM.size, np.uint8)
+    blob[:start] = 0
+    blob[: _PREFIX.size + len(header)] = np.frombuffer(
+        _PREFIX.pack(_MAGIC, VERSION, 0, len(header)) + header, np.uint8
+    )
+    kv = torch.from_numpy(blob[start : start + size]).view(dtype).view(shape)
+    return blob, kv
+
+
+def seal(blob: Blob) -> Blob:
+    """Write the checksum."""
+    body, checksum = blob[: -_CHECKSUM.size], blob[-_CHECKSUM.size :]
+    checksum[:] = np.frombuffer(_CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)), np.uint8)
+    return blob
+
+
+def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
+    """Unpack a state; its `kv` is a view of the blob.
+
+    Args:
+        manifest: the taking engine's own.
+
+    Raises:
+        HandoffRefused: reason `damaged`, `version`, or `manifest`; the message names both sides.
+    """
+    data = _checked_bytes(blob)
+    header, start = _read_header(data)
+    theirs = header.get("manifest")
+    ours = dataclasses.asdict(manifest)
+    if theirs != ours:
+        differing = sorted(key for key in ours if not isinstance(theirs, dict) or theirs.get(key) != ours[key])
+        detail = ", ".join(
+            f"{key}: theirs {theirs.get(key) if isinstance(theirs, dict) else None!r}, ours {ours[key]!r}"
+            for key in differing
+        )
+        raise HandoffRefused("manifest", f"The handoff was computed with something else ({detail or 'extra fields'}).")
+    token_ids, num_prompt, num_cached = _read_counts(header)
+    shape = _kv_shape(manifest, len(token_ids) - 1)
+    kv = _as_tensor(data[start : -_CHECKSUM.size], getattr(torch, manifest.dtype))
+    if kv.numel() != int(np.prod(shape)):
+        raise HandoffRefused("damaged", f"The handoff holds {kv.numel()} values, its header promises {shape}.")
+    return ComputedTokenState(token_ids, num_prompt, num_cached, kv.view(shape))
+
+
+def _checked_bytes(blob: Blob) -> Blob:
+    data = np.ascontiguousarray(blob).reshape(-1)
+    if data.dtype != np.uint8 or data.size < _PREFIX.size + _CHECKSUM.size:
+        raise HandoffRefused("damaged", f"The handoff is no run of bytes of a possible length ({data.size}).")
+    magic, version, _, _ = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
+    if magic == _MAGIC and version != VERSION:
+        raise HandoffRefused("version", f"The handoff has wire version {version}, this engine speaks {VERSION}.")
+    (promised,) = _CHECKSUM.unpack(data[-_CHECKSUM.size :].tobytes())
+    if magic != _MAGIC or xxhash.xxh3_64_intdigest(data[: -_CHECKSUM.size]) != promised:
+        raise HandoffRefused("damaged", "The handoff's checksum does not match: it was cut or altered on its way.")
+    return data
+
+
+def _read_header(data: Blob) -> tuple[dict[str, Any], int]:
+    _, _, _, length = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
+    start = _aligned(_PREFIX.size + length)
+    if length > _MAX_HEADER_BYTES or start > data.size - _CHECKSUM.size:
+        raise HandoffRefused("damaged", f"The handoff's header claims {length} bytes.")
+    try:
+        header = json.loads(data[_PREFIX.size : _PREFIX.size + length].tobytes())
+    except ValueError as error:
+        raise HandoffRefused("damaged", f"The handoff's header is not readable: {error}.") from error
+    if not isinstance(header, dict):
+        raise HandoffRefused("damaged", "The handoff's header is no object.")
+    return header, start
+
+
+def _read_counts(header: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
+    token_ids, num_prompt, num_cached = (header.get(key) for key in ("token_ids", "num_prompt", "num_cached"))
+    sound = (
+        isinstance(token_ids, list)
+        and all(type(token) is int and token >= 0 for token in token_ids)
+        and type(num_prompt) is int
+        and type(num_cached) is int
+        and 0 <= num_cached < num_prompt <= len(token_ids)
+    )
+    if not sound:
+        raise HandoffRefused("damaged", "The handoff's tokens and counts contradict each other.")
+    return tuple(token_ids), num_prompt, num_cached  # type: ignore[arg-type, return-value]
+
+
+def _as_tensor(data: Blob, dtype: torch.dtype) -> Tensor:
+    if data.size % dtype.itemsize:
+        raise HandoffRefused("damaged", f"The handoff's {data.size} bytes are no whole number of {dtype} values.")
+    with warnings.catch_warnings():  # arrays out of shared memory are read-only, and so is our use of them
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(data).view(dtype)
+
+
+def _kv_shape(manifest: Manifest, num_computed: int) -> tuple[int, ...]:
+    return (manifest.num_layers, 2, num_computed, manifest.num_kv_heads, manifest.head_dim)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

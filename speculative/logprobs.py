@@ -1,0 +1,79 @@
+"""Logprobs: one matrix per mode, one gather.
+
+Whatever is reported about a row (the emitted token, the most likely tokens, scored tokens) is gathered from the same
+matrix, so two reports about one row cannot disagree.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.config import LogprobsMode
+from speculative.request import TokenLogprobs
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def mode_matrix(mode: LogprobsMode, logits: Tensor, processed: Tensor) -> Tensor:
+    """The matrix [R, V] float32 that everything is gathered from.
+
+    logits: [R, V] of the model. processed: [R, V] after the request's temperature and filters.
+    """
+    source = processed if mode.startswith("processed") else logits
+    return source.log_softmax(dim=-1) if mode.endswith("logprobs") else source
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """What was gathered, on the device until `to_host`.
+
+    values: [R] of the row's own token. ranks: [R], 1 = the most likely.
+    top_ids, top_values: [R, k], most likely first.
+    """
+
+    values: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+    def to_host(self) -> "HostLogprobs":
+        """Copy to the host."""
+        fields = (self.values, self.ranks, self.top_ids, self.top_values)
+        return HostLogprobs(*(field.cpu().numpy() for field in fields))
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """The host copy of `LogprobRows`."""
+
+    values: Array
+    ranks: Array
+    top_ids: Array
+    top_values: Array
+
+    def entry(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """The logprobs entry of one row. Tokens that are masked out (-inf) are left out of `top`."""
+        top = zip(self.top_ids[row, :num_top].tolist(), self.top_values[row, :num_top].tolist(), strict=True)
+        return TokenLogprobs(
+            token_id=token_id,
+            logprob=float(self.values[row]),
+            rank=int(self.ranks[row]),
+            top=tuple((token, value) for token, value in top if value > -np.inf),
+        )
+
+
+def gather_logprobs(matrix: Tensor, token_ids: Tensor, num_top: int) -> LogprobRows:
+    """Read token_ids [R] and the num_top best of each row out of the mode's matrix [R, V]."""
+    values = matrix.gather(1, token_ids[:, None])
+    ranks = (matrix > values).sum(dim=-1) + 1
+    top = matrix.topk(num_top, dim=-1) if num_top else None
+    nothing = matrix.new_empty((matrix.shape[0], 0))
+    return LogprobRows(
+        values=values[:, 0],
+        ranks=ranks,
+        top_ids=nothing.to(torch.int64) if top is None else top.indices,
+        top_values=nothing if top is None else top.values,
+    )

@@ -1,0 +1,1 @@
+"""Dense decoder models of the Llama family, on one device."""

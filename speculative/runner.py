@@ -1,0 +1,29 @@
+"""Runs the model on one step's rows."""
+
+import torch
+from torch import Tensor
+
+from speculative.batch import Layout
+from speculative.kv_cache import KVCache
+from speculative.model.attention import StepAttention
+from speculative.model.decoder import Decoder
+
+
+class ModelRunner:
+    """The target model and its KV cache, eagerly."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, device: torch.device) -> None:
+        self.cache = cache
+        self.device = device
+        self._decoder = decoder
+
+    def forward(self, layout: Layout) -> Tensor:
+        """Hidden states [N, hidden] of the step's rows; their keys and values are in the cache afterwards."""
+        input_ids = torch.from_numpy(layout.input_ids).to(self.device)
+        positions = torch.from_numpy(layout.positions).to(self.device)
+        hidden: Tensor = self._decoder(input_ids, positions, StepAttention(self.cache, layout, self.device))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] float32 of chosen rows [R, hidden]."""
+        return self._decoder.logits(hidden)

@@ -1,0 +1,268 @@
+"""Which sequences run in a step, and what becomes of what the step decided.
+
+Synchronous: nothing is scheduled on tokens that the host has not seen. Every running sequence that decodes gets its one
+pending token into each step; what is left of the token budget goes to drafts, then to chunks of prefills, oldest first.
+When blocks run out, drafts are cut first, then the youngest sequence is preempted: its blocks are freed and its tokens
+are computed again later.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from speculative.batch import Batch, Drawn, Entry, StepOutcome
+from speculative.config import EngineConfig
+from speculative.kv_cache import BlockPool
+from speculative.request import FinishReason, TokenDelta, TokenKind
+from speculative.sequence import Phase, Sequence
+from speculative.stats import EngineUsage, StepStats
+
+
+class Scheduler:
+    """Owns the queue, the running sequences and their blocks.
+
+    Args:
+        config: sizes.
+        max_model_len: the longest sequence, prompt and output together.
+        eos_token_ids: tokens that end a request unless it ignores them.
+        stats: counts preemptions and prefix-cache hits.
+    """
+
+    def __init__(
+        self, config: EngineConfig, max_model_len: int, eos_token_ids: Iterable[int], stats: StepStats
+    ) -> None:
+        self.pool = BlockPool(config.num_blocks, caching=config.prefix_caching)
+        self.stats = stats
+        self._config = config
+        self._max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # oldest first
+        self._held: dict[str, Sequence] = {}
+
+    # -- what comes and goes ------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Requests come before scoring, which has time."""
+        if sequence.scores_only:
+            self._waiting.append(sequence)
+            return
+        position = next((i for i, other in enumerate(self._waiting) if other.scores_only), len(self._waiting))
+        self._waiting.insert(position, sequence)
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The live sequence of a request."""
+        everything = (*self._running, *self._waiting, *self._held.values())
+        return next((seq for seq in everything if seq.request.request_id == request_id), None)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let a sequence go, wherever it stands; its blocks become free."""
+        if sequence.phase is Phase.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.phase is Phase.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.phase is Phase.HELD:
+            del self._held[sequence.request.request_id]
+        sequence.phase = Phase.FINISHED
+        self._free(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def held(self) -> tuple[Sequence, ...]:
+        """Sequences that wait to be exported."""
+        return tuple(self._held.values())
+
+    def usage(self) -> EngineUsage:
+        """What is held right now."""
+        return EngineUsage(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_held=len(self._held),
+            num_free_blocks=self.pool.num_free,
+            num_blocks=self.pool.num_blocks,
+            block_size=self._config.block_size,
+        )
+
+    # -- before the step ----------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """Choose this step's work and give it its blocks. None when there is nothing to compute."""
+        self._make_room()
+        admitted = self._admit()
+        decoding = [seq for seq in self._running if seq.decoding]
+        budget = self._config.max_batched_tokens - len(decoding)
+        entries = []
+        for sequence in decoding:
+            max_drafts = self._fit_drafts(sequence, budget)
+            budget -= max_drafts
+            entries.append(Entry(sequence, num_known=1, max_drafts=max_drafts, draws=True))
+        for sequence in self._running:
+            if not sequence.decoding and budget > 0:
+                chunk = min(sequence.num_to_compute, budget)
+                budget -= chunk
+                draws = sequence.num_computed + chunk == len(sequence.tokens)
+                entries.append(Entry(sequence, num_known=chunk, max_drafts=0, draws=draws))
+        return Batch(tuple(entries), admitted) if entries or admitted else None
+
+    def _admit(self) -> tuple[Sequence, ...]:
+        admitted: list[Sequence] = []
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._take_first_blocks(sequence):
+                break
+            self._waiting.popleft()
+            sequence.phase = Phase.RUNNING
+            self._running.append(sequence)
+            admitted.append(sequence)
+            if sequence.num_to_compute == 0:  # a hold that the prefix cache has wholly computed
+                self._hold(sequence)
+        return tuple(admitted)
+
+    def _take_first_blocks(self, sequence: Sequence) -> bool:
+        """Blocks for all known tokens at once, so that a prefill under way never waits for one."""
+        cached = self._find_prefix(sequence)
+        needed = -(-len(sequence.tokens) // self._config.block_size) - len(cached)
+        if needed + self.pool.num_free_of(cached) > self.pool.num_free:
+            return False
+        self.pool.hold(cached)
+        sequence.blocks = cached + (self.pool.take(needed) or [])
+        sequence.num_published = len(cached)
+        sequence.num_shared = sequence.num_computed = len(cached) * self._config.block_size
+        if sequence.saved_kv is not None:  # written before this step's forward pass, so it may be shared at once
+            sequence.num_computed = len(sequence.tokens) - 1
+            self.publish(sequence)
+        elif not sequence.was_admitted and not sequence.scores_only:
+            sequence.num_cached = sequence.num_shared
+            self.stats.prefix_cache_queries += sequence.num_prompt
+            self.stats.prefix_cache_hits += sequence.num_shared
+        sequence.was_admitted = True
+        return True
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks to share. At least the pending token is left to compute; scoring computes everything afresh."""
+        if sequence.scores_only or not self._config.prefix_caching:
+            return []
+        return self.pool.find(sequence.block_hashes(len(sequence.tokens) - 1, self._config.block_size))
+
+    def _make_room(self) -> None:
+        """A block for the pending token of every decoding sequence; the youngest make way, newest first."""
+        for sequence in tuple(self._running):
+            while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
+                self._preempt(self._running[-1])
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` more positions; False, and nothing taken, when there are not enough."""
+        needed = -(-(sequence.num_computed + num_tokens) // self._config.block_size) - len(sequence.blocks)
+        blocks = self.pool.take(needed) if needed > 0 else []
+        sequence.blocks.extend(blocks or ())
+        return blocks is not None
+
+    def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
+        """How many drafts fit: the one place where the drafter's setting, the request's own choice, the length limits,
+        the token budget and the free blocks meet, for each sequence on its own."""
+        wanted = self._config.drafter.max_drafts if sequence.params.speculate else 0
+        fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
+        while fits > 0 and not self._grow(sequence, 1 + fits):
+            fits -= 1
+        return max(fits, 0)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._free(sequence)
+        sequence.phase = Phase.WAITING
+        self._waiting.appendleft(sequence)
+        self.stats.num_preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0
+        sequence.num_published = 0
+        sequence.saved_kv = None
+
+    def _hold(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        sequence.phase = Phase.HELD
+        self._held[sequence.request.request_id] = sequence
+
+    # -- after the step -----------------------------------------------------------------------------------------
+
+    def commit(self, batch: Batch, outcome: StepOutcome) -> list[TokenDelta]:
+        """Write what the step decided into its sequences; the deltas go to whoever asked."""
+        deltas = []
+        for entry, drawn, scores in zip(batch.entries, outcome.drawn, outcome.scores, strict=True):
+            entry.sequence.scores.extend(scores)
+            delta = self._advance(entry, drawn)
+            if delta is not None:
+                deltas.append(delta)
+            self._settle(entry.sequence, delta)
+        return deltas
+
+    def _advance(self, entry: Entry, drawn: Drawn | None) -> TokenDelta | None:
+        sequence = entry.sequence
+        num_computed = sequence.num_computed + entry.num_known
+        if drawn is None:
+            sequence.advance(num_computed)
+            return self._finish_scoring(sequence)
+        if drawn.fault is not None:
+            return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=drawn.fault)
+        kept, reason = self._until_stop(sequence, drawn.token_ids)
+        delta = TokenDelta(
+            request_id=sequence.request.request_id,
+            token_ids=drawn.token_ids[:kept],
+            kinds=_kinds(drawn, first=sequence.num_output == 0)[:kept],
+            logprobs=None if drawn.logprobs is None else drawn.logprobs[:kept],
+            num_drafted=drawn.num_drafted,
+            num_accepted=min(drawn.num_accepted, kept),
+            num_cached_tokens=sequence.num_cached,
+            finish_reason=reason,
+            stop_token_id=drawn.token_ids[kept - 1] if reason is FinishReason.STOP else None,
+        )
+        sequence.advance(num_computed + drawn.num_accepted, delta.token_ids)
+        return delta
+
+    def _until_stop(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
+        """How many of the emitted tokens count, and why the request ends there if it does.
+
+        Raises no error when a limit lies inside an accepted run: what follows it was never emitted.
+        """
+        room = min(sequence.params.max_tokens - sequence.num_output, self._max_model_len - len(sequence.tokens))
+        for count, token in enumerate(token_ids[:room], start=1):
+            if token in sequence.params.stop_token_ids or (token in self._eos and not sequence.params.ignore_eos):
+                return count, FinishReason.STOP
+        return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
+
+    def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
+        if not sequence.scores_only or sequence.num_to_compute > 0:
+            return None
+        return TokenDelta(
+            sequence.request.request_id, logprobs=tuple(sequence.scores), finish_reason=FinishReason.STOP
+        )
+
+    def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
+        """Publish what is newly computed, then let the sequence go, hold it, or run on."""
+        if delta is None or delta.finish_reason is not FinishReason.ERROR:
+            self.publish(sequence)
+        if delta is not None and delta.finished:
+            self.release(sequence)
+        elif sequence.num_to_compute == 0:
+            self._hold(sequence)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offer the sequence's full blocks of verified tokens to the prefix cache."""
+        if sequence.scores_only or not self._config.prefix_caching:
+            return
+        hashes = sequence.block_hashes(sequence.num_computed, self._config.block_size)
+        for index in range(sequence.num_published, len(hashes)):
+            self.pool.publish(sequence.blocks[index], hashes[index])
+        sequence.num_published = len(hashes)
+
+
+def _kinds(drawn: Drawn, *, first: bool) -> tuple[TokenKind, ...]:
+    if first:
+        return (TokenKind.FIRST,)
+    last = TokenKind.BONUS if drawn.num_accepted == drawn.num_drafted else TokenKind.RECOVERED
+    return (TokenKind.ACCEPTED,) * drawn.num_accepted + (last,)

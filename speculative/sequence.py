@@ -1,0 +1,106 @@
+"""A request on its way through the engine: its tokens, and how many of them are computed.
+
+The pending-token invariant: between steps a sequence that can be decoded obeys len(tokens) == num_computed + 1: all
+tokens but the last have their keys and values in the cache, the last one is pending. While tokens are still being
+prefilled (a new prompt, or everything again after a preemption) num_computed is smaller, and nothing is emitted.
+"""
+
+import enum
+from collections.abc import Sequence as Tokens
+
+from torch import Tensor
+
+from speculative.kv_cache import hash_block
+from speculative.request import Request, TokenLogprobs
+
+
+class Phase(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"
+    HELD = "held"  # computed, keeps its blocks until exported or aborted
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One request's state inside the engine.
+
+    Args:
+        request: what to generate.
+        hold_after: stop and hold for export once this many tokens are emitted (0: when only the last prompt token
+            is pending); None: run to the end.
+        tokens: prompt and output so far, when it goes on from a handoff.
+        saved_kv: [num_layers, 2, len(tokens) - 1, num_kv_heads, head_dim], computed elsewhere for those tokens.
+        num_cached: prompt tokens that were found in a prefix cache where they were computed.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        hold_after: int | None = None,
+        tokens: Tokens[int] | None = None,
+        saved_kv: Tensor | None = None,
+        num_cached: int = 0,
+    ) -> None:
+        self.request = request
+        self.params = request.params
+        self.hold_after = hold_after
+        self.saved_kv = saved_kv  # None once it is written into the cache
+        self.tokens = list(request.prompt_token_ids if tokens is None else tokens)
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_computed = 0
+        self.phase = Phase.WAITING
+        self.blocks: list[int] = []
+        self.num_cached = num_cached
+        self.num_shared = 0  # leading positions whose blocks were found in this engine's prefix cache
+        self.was_admitted = False
+        self.num_published = 0  # leading blocks already offered to the prefix cache
+        self.scores: list[TokenLogprobs] = []  # of a scoring request, so far
+        self._hashes: list[bytes] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id!r}, {self.phase.value}, tokens={len(self.tokens)}, "
+            f"computed={self.num_computed}, blocks={len(self.blocks)})"
+        )
+
+    @property
+    def num_output(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the request is teacher-forced: its tokens are scored, and none is drawn."""
+        return self.request.score_from is not None
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens that still have to run through the model before a token can be drawn (or the sequence held)."""
+        leave_pending = self.scores_only or (self.hold_after is not None and self.hold_after == self.num_output)
+        return len(self.tokens) - self.num_computed - leave_pending
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the pending token is left to compute."""
+        return len(self.tokens) == self.num_computed + 1 and not self.scores_only
+
+    def num_drafts_that_fit(self, wanted: int, max_model_len: int) -> int:
+        """How many drafts the length limits leave room for: after all of them one more token must fit."""
+        room = min(max_model_len - len(self.tokens), self.params.max_tokens - self.num_output)
+        return max(0, min(wanted, room - 1))
+
+    def advance(self, num_computed: int, emitted: Tokens[int] = ()) -> None:
+        """Take in what a step decided. The only place where tokens and num_computed move forward."""
+        self.tokens.extend(emitted)
+        self.num_computed = min(num_computed, len(self.tokens) - 1)
+
+    def block_hashes(self, num_tokens: int, block_size: int) -> list[bytes]:
+        """Names of the blocks that the first `num_tokens` tokens fill."""
+        count = num_tokens // block_size
+        for index in range(len(self._hashes), count):
+            parent = self._hashes[-1] if self._hashes else b""
+            self._hashes.append(hash_block(parent, self.tokens[index * block_size : (index + 1) * block_size]))
+        return self._hashes[:count]

@@ -1,0 +1,1 @@
+"""Verifiers: which drafts survive, and which token follows them."""
