@@ -1,6 +1,8 @@
 """The engine's settings: frozen, and complete before anything runs."""
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from speculative.errors import ConfigError
@@ -72,6 +74,12 @@ class EngineConfig:
     def num_blocks(self) -> int:
         """Blocks in the KV cache."""
         return self.kv_cache_tokens // self.block_size
+
+
+def models_folder(cache_dir: Path | None = None) -> Path:
+    """Where fetched models live: `<cache>/models`, the cache being TRUESPEC_CACHE or ~/.cache/truespec."""
+    cache = cache_dir or Path(os.environ.get("TRUESPEC_CACHE") or Path.home() / ".cache" / "truespec")
+    return cache / "models"
 
 
 def _check(holds: bool, name: str, rule: str) -> None:

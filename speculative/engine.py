@@ -83,15 +83,22 @@ class EngineCore:
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
-    def add(self, request: Request, *, hold_after: int | None = None) -> None:
-        """Queue a request. With `hold_after` it stops and waits for `export` once it has emitted so many tokens; 0 holds
-        it with its last prompt token pending.
+    def add(self, request: Request, *, hold_after: int | None = None, emitted: Tokens[int] = ()) -> None:
+        """Queue a request.
+
+        Args:
+            request: what to generate.
+            hold_after: stop and wait for `export` once so many tokens are emitted; 0 holds it with its last prompt token
+                pending.
+            emitted: tokens that another engine has already emitted for it; they are computed again, and generation goes
+                on after them as if it had never moved.
 
         Raises:
             InvalidRequest: it does not fit the model.
         """
-        self._check(request)
-        self.scheduler.add(Sequence(request, hold_after=hold_after))
+        tokens = (*request.prompt_token_ids, *emitted)
+        self._check(request, tokens)
+        self.scheduler.add(Sequence(request, hold_after=hold_after, tokens=tokens))
 
     def insert(self, request: Request, blob: Blob) -> None:
         """Go on from a handoff.
@@ -100,18 +107,11 @@ class EngineCore:
             HandoffRefused: damaged, of another build, or of another request.
             InvalidRequest: it does not fit the model.
         """
-        self._check(request)
         state = decode_state(blob, self.manifest)
-        num_output = len(state.token_ids) - state.num_prompt
         if state.token_ids[: state.num_prompt] != request.prompt_token_ids:
             raise HandoffRefused("request", "The handoff was computed for another prompt.")
-        if num_output >= request.params.max_tokens or len(state.token_ids) >= self.max_model_len:
-            raise HandoffRefused("request", "The handoff has already reached the request's length limit.")
-        if max(state.token_ids) >= self.model.vocab_size:
-            raise HandoffRefused("damaged", "The handoff holds a token outside the vocabulary.")
-        self.scheduler.add(
-            Sequence(request, tokens=state.token_ids, saved_kv=state.kv, num_cached=state.num_cached)
-        )
+        self._check(request, state.token_ids)
+        self.scheduler.add(Sequence(request, tokens=state.token_ids, saved_kv=state.kv, num_cached=state.num_cached))
 
     def export(self, request_id: str) -> Blob:
         """Take a held request out, as bytes that another engine can insert. Its blocks become free."""
@@ -121,10 +121,11 @@ class EngineCore:
         state = ComputedTokenState(
             tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, kv=torch.empty(0)
         )
-        blob, kv = allocate_blob(state, self.manifest)
-        self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
-        self._release(sequence)
-        return seal(blob)
+        with _timed(self.stats, "export_s"):
+            blob, kv = allocate_blob(state, self.manifest)
+            self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
+            self._release(sequence)
+            return seal(blob)
 
     def abort(self, request_id: str) -> bool:
         """Let a request go, wherever it stands; False when it is not here."""
@@ -247,9 +248,10 @@ class EngineCore:
         """Write what was computed elsewhere into the blocks of sequences that came by handoff."""
         for sequence in admitted:
             if sequence.saved_kv is not None:
-                start, stop = sequence.num_shared, len(sequence.tokens) - 1
-                self.runner.cache.write_all(self._slots(sequence, start, stop), sequence.saved_kv[:, :, start:stop])
-                sequence.saved_kv = None
+                with _timed(self.stats, "insert_s"):
+                    start, stop = sequence.num_shared, len(sequence.tokens) - 1
+                    self.runner.cache.write_all(self._slots(sequence, start, stop), sequence.saved_kv[:, :, start:stop])
+                    sequence.saved_kv = None
 
     def _record(self, batch: Batch, outcome: StepOutcome) -> None:
         self.stats.num_steps += 1
@@ -276,17 +278,19 @@ class EngineCore:
     def _on_device(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
         return torch.from_numpy(array).to(self.device)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, tokens: Tokens[int]) -> None:
         if self.scheduler.find(request.request_id) is not None:
             raise InvalidRequest("request_id", f"A request {request.request_id!r} is already running.")
-        length = len(request.prompt_token_ids) + (request.score_from is None)
-        if length > self.max_model_len:
+        if len(tokens) + (request.score_from is None) > self.max_model_len:
             raise InvalidRequest(
                 "prompt",
-                f"The prompt has {len(request.prompt_token_ids)} tokens; this model takes at most "
-                f"{self.max_model_len} of prompt and output together.",
+                f"The prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len} of prompt and output "
+                "together.",
             )
-        if max(request.prompt_token_ids) >= self.model.vocab_size or min(request.prompt_token_ids) < 0:
+        num_emitted = len(tokens) - len(request.prompt_token_ids)
+        if num_emitted >= request.params.max_tokens:
+            raise InvalidRequest("max_tokens", f"{num_emitted} tokens are there, and max_tokens allows no more.")
+        if max(tokens) >= self.model.vocab_size or min(tokens) < 0:
             raise InvalidRequest("prompt", f"Token ids must lie between 0 and {self.model.vocab_size - 1}.")
 
 

@@ -5,6 +5,7 @@ TruespecError
 │   └── UnsupportedModel   the checkpoint needs something this engine does not do
 ├── InvalidRequest         a request can never be served as it is
 ├── EngineOverloaded       the request is fine, there is no room for it now
+├── RequestTimeout         the request took longer than it may
 ├── HandoffRefused         a computed-token state does not belong to this engine, or is damaged
 └── EngineFault            the engine broke one of its own rules; the request fails, no token is made up
 """
@@ -46,6 +47,10 @@ class EngineOverloaded(TruespecError):
 
     def __reduce__(self) -> tuple[type["EngineOverloaded"], tuple[str, float]]:
         return type(self), (str(self), self.retry_after_s)
+
+
+class RequestTimeout(TruespecError):
+    """The request took longer than it may; what it held is freed."""
 
 
 class HandoffRefused(TruespecError):

@@ -127,6 +127,7 @@ class TokenDelta:
     num_drafted: int = 0
     num_accepted: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
+    queue_s: float = 0.0  # how long the request waited for its first blocks
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that stopped it, when one did
     error: str | None = None  # set with FinishReason.ERROR

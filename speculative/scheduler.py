@@ -6,6 +6,7 @@ When blocks run out, drafts are cut first, then the youngest sequence is preempt
 are computed again later.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -134,11 +135,12 @@ class Scheduler:
         if sequence.saved_kv is not None:  # written before this step's forward pass, so it may be shared at once
             sequence.num_computed = len(sequence.tokens) - 1
             self.publish(sequence)
-        elif not sequence.was_admitted and not sequence.scores_only:
+        elif sequence.queue_s is None and not sequence.scores_only:
             sequence.num_cached = sequence.num_shared
             self.stats.prefix_cache_queries += sequence.num_prompt
             self.stats.prefix_cache_hits += sequence.num_shared
-        sequence.was_admitted = True
+        if sequence.queue_s is None:
+            sequence.queue_s = time.monotonic() - sequence.arrived_at
         return True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
@@ -218,6 +220,7 @@ class Scheduler:
             num_drafted=drawn.num_drafted,
             num_accepted=min(drawn.num_accepted, kept),
             num_cached_tokens=sequence.num_cached,
+            queue_s=sequence.queue_s or 0.0,
             finish_reason=reason,
             stop_token_id=drawn.token_ids[kept - 1] if reason is FinishReason.STOP else None,
         )

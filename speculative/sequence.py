@@ -6,6 +6,7 @@ prefilled (a new prompt, or everything again after a preemption) num_computed is
 """
 
 import enum
+import time
 from collections.abc import Sequence as Tokens
 
 from torch import Tensor
@@ -55,7 +56,8 @@ class Sequence:
         self.blocks: list[int] = []
         self.num_cached = num_cached
         self.num_shared = 0  # leading positions whose blocks were found in this engine's prefix cache
-        self.was_admitted = False
+        self.arrived_at = time.monotonic()
+        self.queue_s: float | None = None  # from arrival to the first blocks
         self.num_published = 0  # leading blocks already offered to the prefix cache
         self.scores: list[TokenLogprobs] = []  # of a scoring request, so far
         self._hashes: list[bytes] = []

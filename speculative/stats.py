@@ -23,6 +23,8 @@ class StepStats:
     prefix_cache_hits: int = 0  # prompt tokens found
     draft_s: float = 0.0
     verify_s: float = 0.0
+    export_s: float = 0.0  # copying computed-token state out of the cache
+    insert_s: float = 0.0  # and into it
 
     @property
     def num_drafted(self) -> int:

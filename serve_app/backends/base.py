@@ -1,6 +1,6 @@
 """What the server asks of an engine. It sees requests, deltas and sealed handoffs, never a tensor."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,8 @@ class ModelInfo:
     model_name: str
     max_model_len: int
     vocab_size: int
-    fingerprint: str
+    fingerprint: str  # of configuration and weights
+    folder: str  # where the checkpoint and its tokenizer lie on this machine
     eos_token_ids: tuple[int, ...]
 
 
@@ -46,8 +47,12 @@ class Backend(Protocol):
         """Abort what runs and let everything go."""
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """Prefill and decode here. Closing the iterator aborts the request and frees what it held."""
+    def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
+        """Prefill and decode here. Closing the iterator aborts the request and frees what it held.
+
+        `emitted` are tokens that another engine has already emitted for it: they are computed again, are not repeated in
+        the deltas, and generation goes on after them.
+        """
         ...
 
     async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
@@ -58,7 +63,7 @@ class Backend(Protocol):
         """
         ...
 
-    def resume(self, request: Request, handoff: Handoff) -> AsyncIterator[TokenDelta]:
+    def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
         """Go on from a handoff. The deltas do not repeat what the prefill emitted.
 
         Raises:

@@ -1,0 +1,58 @@
+# Every target sets up .venv by itself. On a machine without a GPU, a CPU wheel of torch saves gigabytes:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+PYTHON ?= python3
+SELECT ?= not gpu and not slow
+ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test slow test-all check clean
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+help: ## show this list
+	@echo "truespec: make TARGET"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r target text; do \
+	  printf '%-12s %s\n' "$$target" "$$text"; done
+	@echo "PYTHON=python3.12 chooses the Python for .venv; ARGS='...' is passed on to pytest."
+
+setup: $(STAMP) ## set up .venv (the other targets do it when it is missing or out of date)
+
+demo: $(STAMP) ## serve a real model on this machine, ask it a question, print acceptance, speed and the logprob check
+	@mkdir -p build
+	$(VENV)/bin/truespec demo --json build/demo.json
+
+serve: $(STAMP) ## serve deploy/configs/demo.yaml until Ctrl-C
+	$(VENV)/bin/truespec serve deploy/configs/demo.yaml
+
+test: $(STAMP) ## run the tests that need neither a GPU nor minutes; says what it left out
+	$(VENV)/bin/python -m pytest -m "$(SELECT)" $(ARGS)
+
+slow: $(STAMP) ## run the slow tests only
+	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-all: $(STAMP) ## run every test; those for a GPU skip themselves where there is none
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(STAMP) ## lint, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean: ## remove .venv, build output and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "truespec needs Python 3.11 or newer, and $(PYTHON) says: $$($(PYTHON) --version 2>&1 || true)" >&2; \
+	  echo "Install one and name it, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(VENV)/bin/python || { echo "Creating $(VENV)"; rm -rf $(VENV); \
+	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }; }
+	@echo "Installing torch into $(VENV) (the largest download; minutes on a fresh machine)"
+	@$(PIP) torch
+	@echo "Installing truespec and what it needs into $(VENV)"
+	@$(PIP) -e '.[dev]'
+	@touch $(STAMP)

@@ -1,0 +1,86 @@
+"""Start the application on Ray, and stop it: what `serve`, `demo` and the tests share."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray import serve
+
+from serve_app.app import build_app
+from serve_app.config import AppConfig, ServeFile
+from speculative.errors import ConfigError
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningApp:
+    """Where a running application is reached."""
+
+    base_url: str
+    model_name: str
+
+
+@contextmanager
+def running_app(file: ServeFile, progress: Progress, *, address: str | None = None) -> Iterator[RunningApp]:
+    """Run the application of a checked file until the block ends.
+
+    Args:
+        file: what to run.
+        progress: is told what is going on.
+        address: of a Ray cluster to run on; None starts one on this machine and stops it afterwards.
+
+    Raises:
+        ConfigError: a replica could not start; the message is the replica's own.
+    """
+    config = file.application.args
+    _connect(config, progress, address)
+    try:
+        yield _deploy(file, progress)
+    finally:
+        progress("stopping")
+        if address is None:
+            serve.shutdown()
+            ray.shutdown()
+        else:
+            serve.delete(file.application.name)
+            ray.shutdown()
+
+
+def _connect(config: AppConfig, progress: Progress, address: str | None) -> None:
+    if address is not None:
+        progress(f"connecting to Ray at {address}")
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        return
+    cores = os.cpu_count() or 1
+    needed = sum(config.pool(name).replicas * config.pool(name).num_cpus for name in config.pool_names)
+    if needed > cores:
+        progress(f"warning: the pools ask for {needed:g} CPUs and this machine has {cores}; they will slow each other down")
+    progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
+    ray.init(num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
+
+
+def _deploy(file: ServeFile, progress: Progress) -> RunningApp:
+    http, application = file.http_options, file.application
+    progress(f"starting Serve on http://{http.host}:{http.port}")
+    serve.start(proxy_location=file.proxy_location, http_options={"host": http.host, "port": http.port})
+    config = application.args
+    pools = " and ".join(f"{config.pool(name).replicas} {name}" for name in config.pool_names)
+    progress(f"loading {config.model.source} ({pools})")
+    app = build_app(config.model_dump(exclude_unset=True))
+    try:
+        serve.run(app, name=application.name, route_prefix=application.route_prefix)
+    except RuntimeError as error:
+        raise ConfigError(f"The application did not start: {_reason(application.name) or error}") from error
+    prefix = application.route_prefix.rstrip("/")
+    return RunningApp(f"http://{http.host}:{http.port}{prefix}", config.model.served_name)
+
+
+def _reason(name: str) -> str:
+    """Why Serve says that an application is not running: the last line of each unhealthy deployment's message."""
+    application = serve.status().applications.get(name)
+    deployments = application.deployments.values() if application is not None else ()
+    lines = (status.message.strip().splitlines() for status in deployments if status.message)
+    return "; ".join(found[-1] for found in lines if found)

@@ -1,0 +1,50 @@
+"""The composition root: from the YAML's `args` to a Ray Serve application."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve import Application
+
+from serve_app.config import AppConfig, PoolName, parse_args
+from serve_app.deployments import DecodeServer, MonolithServer, PrefillServer, RefereeServer
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """The application that `import_path: serve_app.app:build_app` names.
+
+    Raises:
+        ConfigError: a field of `args` is wrong; the message names it and the mend.
+    """
+    config = parse_args(args)
+    referee = RefereeServer.options(num_replicas=1, ray_actor_options={"num_cpus": 0}).bind(config)
+    if config.topology == "monolith":
+        return MonolithServer.options(**_options(config, "monolith")).bind(config, referee)
+    prefill = PrefillServer.options(**_options(config, "prefill")).bind(config)
+    return DecodeServer.options(**_options(config, "decode")).bind(config, prefill, referee)
+
+
+def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
+    pool = config.pool(name)
+    return {
+        "num_replicas": pool.replicas,
+        "max_ongoing_requests": config.limits.max_ongoing_requests,
+        "max_queued_requests": config.limits.max_queued_requests,
+        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
+        "ray_actor_options": {
+            "num_cpus": pool.num_cpus,
+            "num_gpus": pool.num_gpus,
+            "runtime_env": {"env_vars": _thread_environment(pool.num_threads)},
+        },
+    }
+
+
+def _thread_environment(num_threads: int) -> dict[str, str]:
+    """A replica computes with its share of the cores, and its idle threads sleep: two replicas whose threads wait actively
+    on the same cores make each other fifty times slower."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -1,0 +1,231 @@
+"""A backend for tests: no model, no tensors, every token computable by hand.
+
+The next token is `(previous * multiplier + position + seed) mod vocab_size`, where position is the token's own in the
+whole sequence and greedy requests have seed 0; or whatever the `next_token` rule given says.
+"""
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+
+from serve_app.backends.base import Handoff, ModelInfo, Prefilled
+from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused
+from speculative.request import FinishReason, Request, TokenDelta, TokenKind, TokenLogprobs
+from speculative.stats import EngineUsage, StepStats
+
+NextToken = Callable[[Request, Sequence[int]], int]
+"""Gives the token that follows prompt and output so far. May raise EngineFault."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeConfig:
+    """What the fake engine is like."""
+
+    model_name: str = "fake"
+    fingerprint: str = "fake-fingerprint"
+    folder: str = ""  # where a tokenizer lies
+    vocab_size: int = 97
+    max_model_len: int = 256
+    eos_token_id: int = 0
+    multiplier: int = 3
+    run_length: int = 4  # tokens a step: all but the last are accepted drafts; one more draft is rejected
+    step_s: float = 0.0
+    max_num_seqs: int = 64
+    num_cached_tokens: int = 0  # what every request reports as found in the prefix cache
+
+
+class FakeBackend:
+    """A deterministic stand-in for an engine, for tests only.
+
+    `num_live` counts requests that hold something; it is back at 0 when nothing leaks. `aborted` lists requests that
+    were closed before they finished.
+    """
+
+    def __init__(self, config: FakeConfig | None = None, next_token: NextToken | None = None) -> None:
+        self.config = config or FakeConfig()
+        self._next_token = next_token or self._by_formula
+        self._stats = StepStats()
+        self._started = False
+        self.num_live = 0
+        self.num_started = 0
+        self.aborted: list[str] = []
+
+    async def start(self) -> ModelInfo:
+        """Be ready at once."""
+        self._started = True
+        return self.info
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        config = self.config
+        return ModelInfo(
+            model_name=config.model_name,
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            fingerprint=config.fingerprint,
+            folder=config.folder,
+            eos_token_ids=(config.eos_token_id,),
+        )
+
+    async def stop(self) -> None:
+        """Let go; requests that still run are their callers' to close."""
+        self._started = False
+
+    async def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
+        """Prefill and decode; `emitted` tokens are taken as said."""
+        async with aclosing(self._decode(request, [*request.prompt_token_ids, *emitted])) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
+        """Compute the prompt: a handoff of JSON with a checksum in front."""
+        tokens = list(request.prompt_token_ids)
+        deltas: tuple[TokenDelta, ...] = ()
+        self._admit()
+        try:
+            await asyncio.sleep(self.config.step_s)
+            if first_token:
+                deltas = (self._round(request, tokens),)
+        finally:
+            self.num_live -= 1
+        if deltas and deltas[-1].finished:
+            return Prefilled(deltas, None)
+        return Prefilled(deltas, self._pack(tokens))
+
+    async def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
+        """Go on from a handoff of another fake of the same fingerprint."""
+        tokens = self._unpack(handoff)
+        prompt = list(request.prompt_token_ids)
+        if tokens[: len(prompt)] != prompt:
+            raise HandoffRefused("request", f"The handoff is not of {request.request_id}: its prompt differs.")
+        async with aclosing(self._decode(request, tokens)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
+        """The same logprobs that generation reported."""
+        await asyncio.sleep(self.config.step_s)
+        return [fake_logprob(token) for token in token_ids[first:]]
+
+    def usage(self) -> EngineUsage:
+        """One block a live request."""
+        num_blocks = self.config.max_num_seqs
+        return EngineUsage(self.num_live, 0, 0, num_blocks - self.num_live, num_blocks, self.config.max_model_len)
+
+    def take_stats(self) -> StepStats:
+        """Counts since the last call."""
+        taken, self._stats = self._stats, StepStats()
+        return taken
+
+    def check_health(self) -> None:
+        """Raises:
+        EngineFault: it was not started, or was stopped.
+        """
+        if not self._started:
+            raise EngineFault("The fake backend is not running; start it first.")
+
+    async def _decode(self, request: Request, tokens: list[int]) -> AsyncGenerator[TokenDelta, None]:
+        self._admit()
+        finished = False
+        try:
+            while not finished:
+                await asyncio.sleep(self.config.step_s)
+                delta = self._round(request, tokens)
+                finished = delta.finished
+                yield delta
+        finally:
+            self.num_live -= 1
+            if not finished:
+                self.aborted.append(request.request_id)
+
+    def _admit(self) -> None:
+        if self.num_live >= self.config.max_num_seqs:
+            raise EngineOverloaded(f"All {self.config.max_num_seqs} slots are taken.", retry_after_s=2.0)
+        self.num_live += 1
+        self.num_started += 1
+
+    def _round(self, request: Request, tokens: list[int]) -> TokenDelta:
+        """One step: append a run to `tokens`, and tell of it."""
+        num_before = len(tokens)
+        is_first = num_before == len(request.prompt_token_ids)
+        drafting = request.params.speculate and not is_first
+        reason: FinishReason | None = None
+        try:
+            while reason is None and len(tokens) - num_before < (self.config.run_length if drafting else 1):
+                tokens.append(self._next_token(request, tokens))
+                reason = self._finish_reason(request, tokens)
+        except EngineFault as fault:
+            del tokens[num_before:]
+            return TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error=str(fault))
+        emitted = tuple(tokens[num_before:])
+        return self._delta(request, emitted, is_first, reason)
+
+    def _delta(
+        self, request: Request, emitted: tuple[int, ...], is_first: bool, reason: FinishReason | None
+    ) -> TokenDelta:
+        drafting = request.params.speculate and not is_first
+        num_accepted = len(emitted) - 1 if drafting else 0
+        num_drafted = self.config.run_length if drafting else 0
+        last = TokenKind.FIRST if is_first else TokenKind.RECOVERED if drafting else TokenKind.BONUS
+        asked = request.params.logprobs
+        self._count(num_drafted, num_accepted, len(emitted))
+        return TokenDelta(
+            request_id=request.request_id,
+            token_ids=emitted,
+            kinds=(TokenKind.ACCEPTED,) * (len(emitted) - 1) + (last,),
+            logprobs=None if asked is None else tuple(self._logprobs(token, asked) for token in emitted),
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            num_cached_tokens=self.config.num_cached_tokens if is_first else 0,
+            finish_reason=reason,
+            stop_token_id=emitted[-1] if reason is FinishReason.STOP else None,
+        )
+
+    def _count(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+        self._stats.num_steps += 1
+        self._stats.num_emitted += num_emitted
+        self._stats.count_round(num_drafted, num_accepted)
+
+    def _finish_reason(self, request: Request, tokens: list[int]) -> FinishReason | None:
+        params, last = request.params, tokens[-1]
+        is_eos = last == self.config.eos_token_id and not params.ignore_eos
+        if is_eos or last in params.stop_token_ids:
+            return FinishReason.STOP
+        full = len(tokens) >= self.config.max_model_len
+        done = len(tokens) - len(request.prompt_token_ids) >= params.max_tokens
+        return FinishReason.LENGTH if done or full else None
+
+    def _by_formula(self, request: Request, tokens: Sequence[int]) -> int:
+        seed = 0 if request.params.greedy else request.seed
+        return (tokens[-1] * self.config.multiplier + len(tokens) + seed) % self.config.vocab_size
+
+    def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
+        """The emitted token is the most likely; each runner-up is the next id, half as likely."""
+        base = fake_logprob(token)
+        top = tuple(((token + rank) % self.config.vocab_size, base - 0.5 * rank) for rank in range(num_top))
+        return TokenLogprobs(token, base, rank=1, top=top)
+
+    def _pack(self, tokens: Sequence[int]) -> Handoff:
+        body = json.dumps({"fingerprint": self.config.fingerprint, "tokens": list(tokens)}).encode()
+        return np.frombuffer(zlib.crc32(body).to_bytes(4, "little") + body, dtype=np.uint8)
+
+    def _unpack(self, handoff: Handoff) -> list[int]:
+        raw = handoff.tobytes()
+        if zlib.crc32(raw[4:]) != int.from_bytes(raw[:4], "little"):
+            raise HandoffRefused("damaged", "The handoff's checksum does not fit. Prefill again.")
+        packed = json.loads(raw[4:])
+        theirs, ours = packed["fingerprint"], self.config.fingerprint
+        if theirs != ours:
+            raise HandoffRefused("model", f"The handoff is of model {theirs}, this engine serves {ours}.")
+        return [int(token) for token in packed["tokens"]]
+
+
+def fake_logprob(token: int) -> float:
+    """The logprob that the fake engine gives a token, in nats."""
+    return -(token % 16 + 1) / 16

@@ -1,0 +1,265 @@
+"""Our own engine behind the `Backend` protocol: it runs on one thread, commands go in, deltas come out.
+
+Serving code never touches engine state. A command is a function that the engine thread calls between two steps; what a
+step emitted is handed to the event loop in one call.
+"""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+
+from serve_app.backends.base import Handoff, ModelInfo, Prefilled
+from speculative.config import EngineConfig
+from speculative.engine import EngineCore
+from speculative.errors import EngineFault
+from speculative.model.loading import resolve_model
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from speculative.stats import EngineUsage, StepStats
+
+_logger = logging.getLogger("truespec.engine")
+
+_IDLE_S = 0.02  # how long to wait for a command when work is there but nothing can run (all blocks are held)
+_STALLED_AFTER_S = 120.0  # one step that takes longer is taken for dead
+_WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+
+Command = Callable[[EngineCore], None]
+Event = TokenDelta | Handoff | Exception
+"""What a request's queue carries: deltas; the handoff once it is held; or why it could not even start."""
+
+
+class TorchBackend:
+    """Runs an `EngineCore` on a thread of its own.
+
+    Args:
+        source: a model folder, a catalogue name, or a hub id.
+        model_name: the name clients use.
+        config: the engine's settings.
+        make_engine: how the engine is loaded; tests put faulty ones here.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        model_name: str,
+        config: EngineConfig,
+        make_engine: Callable[[Path, EngineConfig], EngineCore] = EngineCore.load,
+    ) -> None:
+        self._source = source
+        self._model_name = model_name
+        self._config = config
+        self._make_engine = make_engine
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._streams: dict[str, asyncio.Queue[Event]] = {}
+        self._to_export: set[str] = set()  # engine thread only
+        self._engine: EngineCore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="truespec-engine", daemon=True)
+        self._ready: asyncio.Future[ModelInfo] | None = None
+        self._stats = StepStats()
+        self._stats_lock = threading.Lock()
+        self._fault: Exception | None = None
+        self._step_began: float | None = None
+
+    # -- the event loop's side ----------------------------------------------------------------------------------
+
+    async def start(self) -> ModelInfo:
+        """Load the model, run a few tokens, and wait for requests."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        self._thread.start()
+        return await self._ready
+
+    async def stop(self) -> None:
+        """End the engine thread; what still runs ends with an error."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
+        """Prefill and decode here."""
+        return self._deltas(request, lambda engine: engine.add(request, emitted=emitted))
+
+    def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
+        """Go on from a handoff."""
+        return self._deltas(request, lambda engine: engine.insert(request, handoff))
+
+    async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
+        """Compute the prompt and hand it off."""
+
+        def begin(engine: EngineCore) -> None:
+            engine.add(request, hold_after=1 if first_token else 0)
+            self._to_export.add(request.request_id)
+
+        deltas: list[TokenDelta] = []
+        async with contextlib.aclosing(self._events(request, begin)) as events:
+            async for event in events:
+                if not isinstance(event, TokenDelta):
+                    return Prefilled(tuple(deltas), event)
+                deltas.append(event)
+                if event.error is not None:
+                    raise EngineFault(event.error)
+                if event.finished:
+                    return Prefilled(tuple(deltas), None)
+        raise EngineFault("The prefill ended without a result.")
+
+    async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
+        """Teacher-forced raw logprobs of token_ids[first:]."""
+        request = Request(f"replay-{id(token_ids)}-{time.monotonic_ns()}", tuple(token_ids), score_from=first)
+        async with contextlib.aclosing(self.generate(request)) as deltas:
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise EngineFault(delta.error)
+                if delta.logprobs is not None:
+                    return [entry.logprob for entry in delta.logprobs]
+        raise EngineFault("The replay ended without a result.")
+
+    def usage(self) -> EngineUsage:
+        """What the engine holds right now (read without stopping it: the counts are those between two steps, or near)."""
+        return self._live_engine().usage()
+
+    def take_stats(self) -> StepStats:
+        """Counts since the last call."""
+        with self._stats_lock:
+            taken, self._stats = self._stats, StepStats()
+        return taken
+
+    def check_health(self) -> None:
+        """Raise if the engine thread died or hangs in a step."""
+        if self._fault is not None:
+            raise EngineFault(f"The engine stopped: {self._fault}")
+        if not self._thread.is_alive():
+            raise EngineFault("The engine thread is not running.")
+        began = self._step_began
+        if began is not None and time.monotonic() - began > _STALLED_AFTER_S:
+            raise EngineFault(f"A step has been running for more than {_STALLED_AFTER_S:.0f} s.")
+
+    async def _deltas(self, request: Request, begin: Command) -> AsyncGenerator[TokenDelta, None]:
+        async with contextlib.aclosing(self._events(request, begin)) as events:
+            async for event in events:
+                assert isinstance(event, TokenDelta)
+                yield event
+                if event.finished:
+                    return
+
+    async def _events(self, request: Request, begin: Command) -> AsyncGenerator[TokenDelta | Handoff, None]:
+        """What happens to a request, from its start to its end; leaving early aborts it."""
+        self.check_health()
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise EngineFault(f"A request {request_id!r} is already running.")
+        events = self._streams[request_id] = asyncio.Queue()
+        self._commands.put(lambda engine: self._begin(engine, request_id, begin))
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            del self._streams[request_id]
+            self._commands.put(lambda engine: self._abort(engine, request_id))
+
+    def _publish(self, events: list[tuple[str, Event]]) -> None:
+        for request_id, event in events:
+            if request_id in self._streams:
+                self._streams[request_id].put_nowait(event)
+
+    def _live_engine(self) -> EngineCore:
+        if self._engine is None:
+            raise EngineFault("The engine is not started.")
+        return self._engine
+
+    # -- the engine thread's side -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            folder = resolve_model(self._source)
+            engine = self._make_engine(folder, self._config)
+            engine.add(_WARM_UP)
+            while engine.has_work:
+                engine.step()
+            engine.take_stats()
+            engine.scheduler.pool.drop_prefixes()
+        except Exception as error:
+            _logger.exception("The engine could not start.")
+            self._call(self._settle_start, error)
+            return
+        self._engine = engine
+        info = ModelInfo(
+            model_name=self._model_name,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.model.vocab_size,
+            fingerprint=engine.manifest.fingerprint,
+            folder=str(folder),
+            eos_token_ids=engine.model.eos_token_ids,
+        )
+        self._call(self._settle_start, info)
+        self._serve(engine)
+
+    def _settle_start(self, result: ModelInfo | Exception) -> None:
+        assert self._ready is not None
+        if self._ready.cancelled():
+            return
+        if isinstance(result, Exception):
+            self._ready.set_exception(result)
+        else:
+            self._ready.set_result(result)
+
+    def _serve(self, engine: EngineCore) -> None:
+        try:
+            stalled = False
+            while self._take_commands(engine, wait=stalled or not engine.has_work):
+                self._step_began = time.monotonic()
+                deltas = engine.step()
+                self._step_began = None
+                with self._stats_lock:
+                    self._stats.merge(engine.take_stats())
+                events: list[tuple[str, Event]] = [(delta.request_id, delta) for delta in deltas]
+                for request_id in self._to_export.intersection(engine.held_ids):
+                    self._to_export.discard(request_id)
+                    events.append((request_id, engine.export(request_id)))
+                stalled = not events and engine.usage().num_running == 0
+                if events:
+                    self._call(self._publish, events)
+        except Exception as error:
+            _logger.exception("The engine stopped; every running request fails.")
+            self._fault = error
+            self._call(self._fail_all, error)
+            return
+        self._call(self._fail_all, EngineFault("The engine was stopped."))
+
+    def _take_commands(self, engine: EngineCore, *, wait: bool) -> bool:
+        """Run what was asked for; False when the engine is to stop. With nothing to do it waits for a command."""
+        timeout = (_IDLE_S if engine.has_work else None) if wait else 0.0
+        try:
+            command = self._commands.get(block=timeout != 0.0, timeout=timeout)
+            while command is not None:
+                command(engine)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _begin(self, engine: EngineCore, request_id: str, begin: Command) -> None:
+        try:
+            begin(engine)
+        except Exception as error:  # the request's fault, or that of its handoff: nobody else is to suffer
+            self._call(self._publish, [(request_id, error)])
+
+    def _abort(self, engine: EngineCore, request_id: str) -> None:
+        self._to_export.discard(request_id)
+        engine.abort(request_id)
+
+    def _fail_all(self, error: Exception) -> None:
+        for request_id, events in self._streams.items():
+            events.put_nowait(TokenDelta(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        """Have the event loop call something. A loop that has gone needs nothing told."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)

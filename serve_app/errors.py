@@ -1,0 +1,120 @@
+"""What a client is told when something goes wrong: one table from exception to HTTP error in OpenAI's form.
+
+InvalidRequest (speculative.errors)
+├── ModelNotFound          this server has no model of that name
+├── UnknownParameter       a field nobody knows
+├── UnsupportedParameter   a field or value of the OpenAI API that is not served (yet)
+├── ContextLengthExceeded  prompt and output do not fit into the model
+├── MalformedBody          the body is not a JSON object
+└── BodyTooLarge           the body is longer than the server takes
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculative.errors import (
+    EngineFault,
+    EngineOverloaded,
+    HandoffRefused,
+    InvalidRequest,
+    RequestTimeout,
+    TruespecError,
+)
+
+
+class ModelNotFound(InvalidRequest):
+    """This server has no model of that name."""
+
+
+class UnknownParameter(InvalidRequest):
+    """A field that neither the OpenAI API nor this server knows."""
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A field or value of the OpenAI API that is not served here; the message says what is possible instead."""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and output together are longer than the model's context."""
+
+
+class MalformedBody(InvalidRequest):
+    """The body is not a JSON object in UTF-8. The field is empty: no field is at fault."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body is longer than the server takes."""
+
+
+class RequestAborted(TruespecError):
+    """The engine let go of a request that its client still waits for (a shutdown, say)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """An HTTP error in OpenAI's form."""
+
+    status: int
+    kind: str  # OpenAI's `type`
+    code: str
+    message: str
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    status: int
+    kind: str
+    code: str
+    told_instead: str | None = None  # what the client reads where the exception's own words are internal
+
+
+_INTERNAL = "The server failed while it worked on this request; nothing of it was made up. Send it again."
+
+_RULES: dict[type[BaseException], _Rule] = {
+    ModelNotFound: _Rule(404, "invalid_request_error", "model_not_found"),
+    UnknownParameter: _Rule(400, "invalid_request_error", "unknown_parameter"),
+    UnsupportedParameter: _Rule(400, "invalid_request_error", "unsupported_parameter"),
+    ContextLengthExceeded: _Rule(400, "invalid_request_error", "context_length_exceeded"),
+    MalformedBody: _Rule(400, "invalid_request_error", "malformed_body"),
+    BodyTooLarge: _Rule(413, "invalid_request_error", "body_too_large"),
+    InvalidRequest: _Rule(400, "invalid_request_error", "invalid_value"),
+    EngineOverloaded: _Rule(429, "rate_limit_error", "engine_overloaded"),
+    RequestTimeout: _Rule(504, "server_error", "request_timeout"),
+    RequestAborted: _Rule(503, "server_error", "request_aborted", "The server let go of this request. Send it again."),
+    HandoffRefused: _Rule(500, "server_error", "handoff_refused", _INTERNAL),
+    EngineFault: _Rule(500, "server_error", "engine_fault", _INTERNAL),
+    BaseException: _Rule(500, "server_error", "internal_error", _INTERNAL),
+}
+
+
+def reply_for(error: BaseException) -> ErrorReply:
+    """The HTTP error for an exception: the rule of its nearest listed ancestor.
+
+    Exceptions that are the server's fault are told in general words; their own words belong in the log.
+    """
+    rule = next(_RULES[ancestor] for ancestor in type(error).__mro__ if ancestor in _RULES)
+    param = (error.field or None) if isinstance(error, InvalidRequest) else None
+    message = rule.told_instead or (error.message if isinstance(error, InvalidRequest) else str(error))
+    return ErrorReply(rule.status, rule.kind, rule.code, message, param, _headers(error))
+
+
+def route_error(status: int, message: str) -> ErrorReply:
+    """The error for a path or method that is not served."""
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    return ErrorReply(status, "invalid_request_error", codes.get(status, "invalid_request"), message)
+
+
+def _headers(error: BaseException) -> dict[str, str]:
+    if isinstance(error, EngineOverloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, RequestAborted):
+        return {"retry-after": "1"}
+    return {}

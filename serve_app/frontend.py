@@ -1,0 +1,465 @@
+"""From a checked wire request to engine requests, and from token deltas back to replies and SSE chunks.
+
+The front end knows a tokenizer and a source of token deltas, nothing else: decode replicas, monoliths and the stream
+router mount the same one.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from serve_app.backends.base import ModelInfo
+from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, reply_for
+from serve_app.protocol import (
+    LEGACY_MAX_TOKENS,
+    ChatCompletionRequest,
+    ChatFormat,
+    CompletionFormat,
+    CompletionRequest,
+    Piece,
+    ReplyFormat,
+    ReplyHead,
+    TokenEntry,
+    TopEntry,
+    Usage,
+    finite_logprob,
+    join,
+    model_card,
+)
+from serve_app.tokenizer import StopMatcher, StopStrings, Tokenizer
+from speculative.errors import EngineFault, InvalidRequest
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LONG_TEXT = 4096  # characters; encoding more than this leaves the event loop
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+class TokenSource(Protocol):
+    """Where tokens come from: a local engine, or replicas behind handles."""
+
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        """Generate for requests that share one prompt and its parameters, each with a seed of its own.
+
+        The deltas of all requests come interleaved, each request's in order. Closing the generator (`aclose`, or
+        cancelling the task that waits in it) aborts every request that still runs.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one of the requests; the others go on. What it still emits is ignored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one HTTP request may ask for."""
+
+    max_body_bytes: int = 8 * 2**20
+    max_prompts: int = 64
+    max_choices: int = 64  # of each prompt
+    default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request, checked and tokenised: what to generate and how to answer."""
+
+    head: ReplyHead
+    format: ReplyFormat
+    groups: tuple[tuple[Request, ...], ...]  # one group a prompt, one request a choice
+    stops: StopStrings
+    stream: bool
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All requests; their order gives the choices' indices."""
+        return tuple(request for group in self.groups for request in group)
+
+
+class FrontEnd:
+    """An OpenAI-compatible front end over one model.
+
+    Everything that can be refused is refused in `prepare`, before a token is generated. `collect` and `events` free
+    what the engine holds however they end: finished, closed or cancelled.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        tokenizer: Tokenizer,
+        model: ModelInfo,
+        limits: Limits | None = None,
+        aliases: Sequence[str] = (),
+    ) -> None:
+        """`aliases` are further names under which clients may ask for the model."""
+        self._source = source
+        self._tokenizer = tokenizer
+        self._model = model
+        self.limits = limits or Limits()
+        self._names = tuple(dict.fromkeys((model.model_name, *aliases)))
+        self._created = int(time.time())
+
+    def models(self) -> dict[str, Any]:
+        """The body of GET /v1/models."""
+        return {"object": "list", "data": [self.model(name) for name in self._names]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """The body of GET /v1/models/{name}.
+
+        Raises:
+            ModelNotFound: no such model is served here.
+        """
+        if name not in self._names:
+            served = ", ".join(self._names)
+            raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {served}.")
+        return model_card(name, self._created, self._model.max_model_len)
+
+    async def prepare(self, wire: CompletionRequest | ChatCompletionRequest) -> Job:
+        """Check a wire request against the model, and tokenise it.
+
+        Raises:
+            InvalidRequest: it can never be served; `field` names what is wrong.
+        """
+        self.model(wire.model)
+        num_choices = wire.n or 1
+        if num_choices > self.limits.max_choices:
+            raise InvalidRequest("n", f"n may be at most {self.limits.max_choices} here, got {num_choices}.")
+        prompts = await self._prompts(wire)
+        reply_format: ReplyFormat = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
+        head = ReplyHead(
+            reply_id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=wire.model,
+            system_fingerprint=f"fp_{self._model.fingerprint[:12]}",
+            prompts=tuple(prompts),
+            num_choices=num_choices,
+            with_token_ids=bool(wire.return_token_ids),
+            with_usage=wire.include_usage,
+        )
+        groups = tuple(self._group(wire, head, index) for index in range(len(prompts)))
+        return Job(head, reply_format, groups, StopStrings(wire.stop_strings), bool(wire.stream))
+
+    async def collect(self, job: Job) -> dict[str, Any]:
+        """Generate and give the whole reply.
+
+        Raises:
+            TruespecError: the source refused the request or failed.
+        """
+        run = _Run(job, self._tokenizer)
+        pieces: list[list[Piece]] = [[] for _ in job.requests]
+        async with aclosing(self._pieces(job, run)) as arriving:
+            async for piece in arriving:
+                pieces[piece.index].append(piece)
+        return job.format.whole(job.head, [join(parts) for parts in pieces], run.usage())
+
+    async def events(self, job: Job) -> AsyncGenerator[bytes, None]:
+        """Generate and give server-sent events, one for each delta that has something to say.
+
+        What goes wrong before the first event is raised, so that it can still become an HTTP status; later it becomes
+        an error event, and the stream ends without `[DONE]`.
+        """
+        run = _Run(job, self._tokenizer)
+        opening = b"".join(_event(chunk) for chunk in job.format.opening(job.head))
+        begun = False
+        try:
+            async with aclosing(self._pieces(job, run)) as arriving:
+                async for piece in arriving:
+                    event = _event(job.format.chunk(job.head, piece))
+                    yield event if begun else opening + event
+                    begun = True
+        except Exception as error:
+            if not begun:
+                raise
+            logger.error("%s failed while streaming: %r", job.head.reply_id, error, exc_info=error)
+            yield _event(reply_for(error).body())
+            return
+        usage = _event(job.format.usage_chunk(job.head, run.usage())) if job.head.with_usage else b""
+        yield usage + b"data: [DONE]\n\n"
+
+    async def _prompts(self, wire: CompletionRequest | ChatCompletionRequest) -> list[tuple[int, ...]]:
+        if isinstance(wire, ChatCompletionRequest):
+            messages = [message.for_template() for message in wire.messages]
+            num_characters = sum(len(message["content"]) for message in messages)
+            encode_chat = self._tokenizer.encode_chat
+            ids = await _off_loop(num_characters, lambda: encode_chat(messages))
+            return [self._checked(tuple(ids), "messages")]
+        prompts = wire.prompts()
+        if len(prompts) > self.limits.max_prompts:
+            raise InvalidRequest("prompt", f"prompt may hold at most {self.limits.max_prompts} prompts here.")
+        return [self._checked(await self._encode(prompt), "prompt") for prompt in prompts]
+
+    async def _encode(self, prompt: str | list[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(await _off_loop(len(prompt), lambda: self._tokenizer.encode(prompt)))
+        size = self._model.vocab_size
+        if min(prompt) < 0 or max(prompt) >= size:
+            wrong = next(token for token in prompt if not 0 <= token < size)
+            raise InvalidRequest("prompt", f"prompt holds the token id {wrong}; ids run from 0 to {size - 1}.")
+        return tuple(prompt)
+
+    def _checked(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
+        if not ids:
+            raise InvalidRequest(name, f"{name} must hold at least one token.")
+        longest = self._model.max_model_len
+        if len(ids) + 1 > longest:
+            raise ContextLengthExceeded(
+                name,
+                f"The model's context is {longest} tokens, and {name} has {len(ids)}, which leaves no room for an "
+                "answer. Shorten it.",
+            )
+        return ids
+
+    def _group(
+        self, wire: CompletionRequest | ChatCompletionRequest, head: ReplyHead, index: int
+    ) -> tuple[Request, ...]:
+        prompt = head.prompts[index]
+        params = self._params(wire, len(prompt))
+        first = index * head.num_choices
+        return tuple(
+            Request(f"{head.reply_id}-{first + choice}", prompt, params)
+            if wire.seed is None
+            else Request(f"{head.reply_id}-{first + choice}", prompt, params, choice_seed(wire.seed, choice))
+            for choice in range(head.num_choices)
+        )
+
+    def _params(self, wire: CompletionRequest | ChatCompletionRequest, num_prompt: int) -> SamplingParams:
+        stop_ids = tuple(dict.fromkeys(wire.stop_token_ids or ()))
+        if stop_ids and max(stop_ids) >= self._model.vocab_size:
+            raise InvalidRequest("stop_token_ids", f"stop_token_ids run from 0 to {self._model.vocab_size - 1}.")
+        return SamplingParams(
+            max_tokens=self._max_tokens(wire, num_prompt),
+            temperature=1.0 if wire.temperature is None else wire.temperature,
+            top_k=max(wire.top_k or 0, 0),
+            top_p=1.0 if wire.top_p is None else wire.top_p,
+            stop_token_ids=stop_ids,
+            ignore_eos=bool(wire.ignore_eos),
+            logprobs=wire.num_logprobs,
+            speculate=wire.speculate is not False,
+        )
+
+    def _max_tokens(self, wire: CompletionRequest | ChatCompletionRequest, num_prompt: int) -> int:
+        name, asked = wire.token_budget
+        longest = self._model.max_model_len
+        room = longest - num_prompt
+        if asked is None:
+            default = LEGACY_MAX_TOKENS if isinstance(wire, CompletionRequest) else self.limits.default_max_tokens
+            return room if default is None else min(default, room)
+        if asked > room:
+            raise ContextLengthExceeded(
+                name,
+                f"The model's context is {longest} tokens, and {num_prompt} of prompt with {asked} of output are "
+                f"more. {name} may be at most {room} for this prompt.",
+            )
+        return asked
+
+    async def _pieces(self, job: Job, run: "_Run") -> AsyncGenerator[Piece, None]:
+        """The pieces of all choices as they come; ends when every choice has ended."""
+        async with aclosing(merge([self._source.stream(group) for group in job.groups])) as deltas:
+            async for delta in deltas:
+                if delta.request_id not in run.unfinished:
+                    continue
+                piece = run.push(delta)
+                if delta.request_id not in run.unfinished and not delta.finished:
+                    await self._source.abort(delta.request_id)
+                if piece is not None:
+                    yield piece
+                if not run.unfinished:
+                    return
+        raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of n choices: the request's own for choice 0, an independent one for each other.
+
+    A negative seed stands for its two's complement in 64 bits, as OpenAI's seed is an int64.
+    """
+    seed %= 2**64
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of several async generators as they come, each generator's in order.
+
+    An error of one ends all. Closing closes all of them; at most one item of each waits to be taken.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    arrived: asyncio.Queue[_Arrival[T]] = asyncio.Queue(maxsize=len(streams))
+    pumps = [asyncio.create_task(_pump(stream, arrived)) for stream in streams]
+    try:
+        running = len(pumps)
+        while running:
+            arrival = await arrived.get()
+            if arrival.error is not None:
+                raise arrival.error
+            for item in arrival.items:
+                yield item
+            running -= not arrival.items
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival(Generic[T]):
+    items: tuple[T, ...] = ()  # none: the stream ended
+    error: Exception | None = None
+
+
+async def _pump(stream: AsyncGenerator[T, None], arrived: "asyncio.Queue[_Arrival[T]]") -> None:
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                await arrived.put(_Arrival((item,)))
+    except Exception as error:
+        await arrived.put(_Arrival(error=error))
+    else:
+        await arrived.put(_Arrival())
+
+
+class _Choice:
+    """One choice of a reply while it is generated."""
+
+    def __init__(self, index: int, request: Request, job: Job, tokenizer: Tokenizer) -> None:
+        self._index = index
+        self._with_logprobs = request.params.logprobs is not None
+        self._with_tokens = self._with_logprobs or job.head.with_token_ids
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(continuation=True)
+        self._matcher = StopMatcher(job.stops)
+        self._text_offset = 0
+        self._begun = False
+        self.num_delivered = 0
+        self.num_accepted = 0
+        self.num_rejected = 0
+        self.num_cached = 0
+
+    def push(self, delta: TokenDelta) -> Piece | None:
+        """Take in a delta; None when it has nothing to tell the client.
+
+        Raises:
+            EngineFault: the engine failed on this request.
+            RequestAborted: the engine let go of it.
+        """
+        _refuse_failure(delta)
+        released, offsets = self._release(delta)
+        reason = self._end(delta, released)
+        num_delivered = len(offsets)
+        self._count(delta, num_delivered)
+        text = "".join(released)
+        if reason is None and not text and not (self._with_tokens and num_delivered):
+            return None
+        first, self._begun = not self._begun, True
+        entries = self._entries(delta, offsets) if self._with_logprobs else None
+        return Piece(self._index, text, delta.token_ids[:num_delivered], entries, reason, first)
+
+    def _release(self, delta: TokenDelta) -> tuple[list[str], list[int]]:
+        """The text that may go out, and each delivered token's offset; a token that completes a stop string is last."""
+        ids = delta.token_ids
+        stopped_by_token = bool(ids) and delta.stop_token_id == ids[-1]  # such a token has no text
+        texts = [*self._detokenizer.push(ids[:-1]), ""] if stopped_by_token else self._detokenizer.push(ids)
+        released: list[str] = []
+        offsets: list[int] = []
+        for text in texts:
+            offsets.append(self._text_offset)
+            self._text_offset += len(text)
+            released.append(self._matcher.push(text))
+            if self._matcher.stopped:
+                break
+        return released, offsets
+
+    def _end(self, delta: TokenDelta, released: list[str]) -> str | None:
+        """The finish reason, if the choice ends here; the text held back until now is added to `released`."""
+        if delta.finished and not self._matcher.stopped:
+            released.append(self._matcher.push(self._detokenizer.finish()))
+        if self._matcher.stopped:
+            return FinishReason.STOP.value
+        if delta.finish_reason is None:
+            return None
+        released.append(self._matcher.finish())
+        return delta.finish_reason.value
+
+    def _count(self, delta: TokenDelta, num_delivered: int) -> None:
+        self.num_delivered += num_delivered
+        self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
+        self.num_rejected += delta.num_drafted - delta.num_accepted
+        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+
+    def _entries(self, delta: TokenDelta, offsets: list[int]) -> tuple[TokenEntry, ...]:
+        logprobs = delta.logprobs or ()
+        if len(logprobs) != len(delta.token_ids):
+            raise EngineFault(f"{delta.request_id}: {len(delta.token_ids)} tokens came with {len(logprobs)} logprobs.")
+        return tuple(self._entry(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False))
+
+    def _entry(self, entry: TokenLogprobs, offset: int) -> TokenEntry:
+        names = self._tokenizer
+        top = tuple(
+            TopEntry(names.token_text(token), names.token_bytes(token), finite_logprob(logprob))
+            for token, logprob in entry.top
+        )
+        token = entry.token_id
+        return TokenEntry(names.token_text(token), names.token_bytes(token), finite_logprob(entry.logprob), top, offset)
+
+
+class _Run:
+    """One job while it is generated: its choices by request id."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self._job = job
+        self._choices = {
+            request.request_id: _Choice(index, request, job, tokenizer) for index, request in enumerate(job.requests)
+        }
+        self.unfinished = set(self._choices)
+
+    def push(self, delta: TokenDelta) -> Piece | None:
+        """Take in a delta of an unfinished choice."""
+        piece = self._choices[delta.request_id].push(delta)
+        if piece is not None and piece.finish_reason is not None:
+            self.unfinished.discard(delta.request_id)
+        return piece
+
+    def usage(self) -> Usage:
+        """Tokens up to now. A prompt and its cached part count once, however many choices it has."""
+        choices = list(self._choices.values())
+        return Usage(
+            prompt_tokens=sum(len(prompt) for prompt in self._job.head.prompts),
+            completion_tokens=sum(choice.num_delivered for choice in choices),
+            cached_tokens=sum(choice.num_cached for choice in choices[:: self._job.head.num_choices]),
+            accepted_tokens=sum(choice.num_accepted for choice in choices),
+            rejected_tokens=sum(choice.num_rejected for choice in choices),
+        )
+
+
+def _refuse_failure(delta: TokenDelta) -> None:
+    if delta.finish_reason is FinishReason.ERROR:
+        raise EngineFault(f"{delta.request_id}: {delta.error or 'the engine gave no reason'}")
+    if delta.finish_reason is FinishReason.ABORT:
+        raise RequestAborted(f"{delta.request_id} was aborted by the engine.")
+
+
+async def _off_loop(num_characters: int, work: Callable[[], T]) -> T:
+    """Do long text work on a thread, so that other streams keep flowing; short work at once."""
+    return await asyncio.to_thread(work) if num_characters > _LONG_TEXT else work()
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    """One server-sent event. ASCII only: some clients take U+2028 for the end of a line."""
+    return b"data: " + _to_json(payload).encode("ascii") + b"\n\n"

@@ -1,0 +1,119 @@
+"""Every metric truespec exports, as data: dashboards, alerts and both exporters read this list and nothing else.
+
+Counters end in `_total` and count from 0 at the start of the process that keeps them. Means and shares are to be made
+from counters; histograms serve quantiles (Ray's agent only estimates a histogram's sum).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "truespec_"
+COMMON_LABELS = ("model_name", "pool")
+REPLICA_LABEL = "replica"  # gauges carry it beside the common labels, since they do not add up
+DRIFT_THRESHOLDS_NATS = (0.1, 1.0, 5.0)
+DRIFT_CLIP_NATS = 10.0  # a single drift beyond this would drown the sum of the others
+
+_REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_DRIFT_NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 5.0, 10.0)
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric of the catalogue. `labels` come after the common ones; `unit` is what one counts in."""
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram, ascending and positive; +Inf is implied
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The common labels and the metric's own, in the order in which values are kept."""
+        return COMMON_LABELS + self.labels
+
+
+def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return Metric(PREFIX + name, "counter", unit, text, labels)
+
+
+def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return Metric(PREFIX + name, "gauge", unit, text, labels)
+
+
+def _histogram(name: str, unit: str, text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(PREFIX + name, "histogram", unit, text, (), buckets)
+
+
+CATALOGUE: tuple[Metric, ...] = (
+    # Speculation
+    _counter("drafts_total", "rounds", "Rounds in which a sequence had at least one draft token."),
+    _counter("draft_tokens_total", "tokens", "Draft tokens proposed."),
+    _counter("accepted_tokens_total", "tokens", "Draft tokens accepted by the verifier."),
+    _counter("emitted_tokens_total", "tokens", "Tokens emitted: accepted drafts and the token after each round."),
+    _counter("prompt_tokens_total", "tokens", "Prompt tokens computed, recomputation after preemption included."),
+    _counter(
+        "draft_tokens_per_position_total", "tokens", "Draft tokens proposed at a position, 0 = first.", "position"
+    ),
+    _counter(
+        "accepted_tokens_per_position_total", "tokens", "Draft tokens accepted at a position, 0 = first.", "position"
+    ),
+    _counter(
+        "expected_accepted_tokens_total",
+        "tokens",
+        "Sum of the verifier's own acceptance probabilities over the positions it reached; accepted tokens follow it.",
+    ),
+    _counter("draft_seconds_total", "seconds", "Time spent drafting."),
+    _counter("verify_seconds_total", "seconds", "Time spent in the target's forward pass and in verification."),
+    # Handoff
+    _counter(
+        "handoffs_total", "handoffs", "Handoffs from prefill to decode, by result: ok, refused, failed.", "result"
+    ),
+    _counter("handoff_bytes_total", "bytes", "Bytes of computed-token state handed off."),
+    _counter("handoff_seconds_total", "seconds", "Time spent on handoffs, by phase: prefill, fetch, insert.", "phase"),
+    _counter("handoff_refusals_total", "handoffs", "Handoffs that the decode side refused, by reason.", "reason"),
+    # Requests
+    _counter(
+        "requests_total",
+        "requests",
+        "Requests that ended, by outcome: stop, length, abort, error, rejected.",
+        "outcome",
+    ),
+    _gauge("requests_running", "requests", "Requests that are being computed."),
+    _gauge("requests_waiting", "requests", "Requests that wait for room in the engine."),
+    _histogram("time_to_first_token_seconds", "seconds", "From a request's arrival to its first token.", _REQUEST_S),
+    _histogram(
+        "inter_token_latency_seconds", "seconds", "Between two messages of a stream, per token of the later.", _TOKEN_S
+    ),
+    _histogram("queue_time_seconds", "seconds", "From a request's arrival to its first step.", _REQUEST_S),
+    # KV cache
+    _gauge("kv_cache_usage_ratio", "ratio", "Share of the KV blocks that sequences hold, 0 to 1."),
+    _counter("prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits_total", "tokens", "Prompt tokens found in the prefix cache."),
+    _counter("preemptions_total", "preemptions", "Sequences that lost their KV and were computed again."),
+    # Logprob check
+    _counter("replays_total", "replays", "Replays of finished requests, by result: ok, failed, skipped.", "result"),
+    _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's."),
+    _counter(
+        "replay_tme_excess_total",
+        "ratio",
+        "Sum of exp|d| - 1 over replayed tokens, d = logprob given minus logprob replayed, |d| clipped at 10 nats; "
+        "TME = 1 + this / replay tokens.",
+    ),
+    _histogram("replay_drift_nats", "nats", "|logprob given - logprob replayed| of a token.", _DRIFT_NATS),
+    _counter("replay_drift_over_total", "tokens", "Replayed tokens that drifted by more than `nats`.", "nats"),
+    # Build
+    _gauge(
+        "build_info",
+        "info",
+        "1, labelled with what runs: version and the model's fingerprint.",
+        "version",
+        "fingerprint",
+    ),
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}

@@ -1,0 +1,63 @@
+"""Read acceptance, drift and handoffs off a `/metrics` text: what a person asks of it first."""
+
+from typing import TypedDict
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+class MetricSummary(TypedDict):
+    """Figures of a whole app since it started; None where nothing was counted to make a ratio of.
+
+    Acceptance follows vLLM's definitions: rate = accepted / drafted, mean accepted length = 1 + accepted / drafts, and
+    per position = accepted at the position / drafts, so that length = 1 + the sum over positions.
+    """
+
+    drafts: float
+    draft_tokens: float
+    accepted_tokens: float
+    emitted_tokens: float
+    acceptance_rate: float | None
+    mean_accepted_length: float | None
+    acceptance_per_position: list[float]
+    replayed_tokens: float
+    tme: float | None  # mean of exp|logprob given - logprob replayed|; 1 = no drift
+    handoffs: float  # those that were taken in
+    handoffs_by_result: dict[str, float]
+
+
+def summarise(text: str) -> MetricSummary:
+    """Sum a Prometheus text over models, pools and replicas, and make the ratios.
+
+    Raises:
+        ValueError: the text is not in Prometheus' format.
+    """
+    totals: dict[str, float] = {}
+    by_position: dict[int, float] = {}
+    by_result: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+            if sample.name == "truespec_accepted_tokens_per_position_total":
+                position = int(sample.labels["position"])
+                by_position[position] = by_position.get(position, 0.0) + sample.value
+            elif sample.name == "truespec_handoffs_total":
+                result = sample.labels["result"]
+                by_result[result] = by_result.get(result, 0.0) + sample.value
+    drafts = totals.get("truespec_drafts_total", 0.0)
+    drafted = totals.get("truespec_draft_tokens_total", 0.0)
+    accepted = totals.get("truespec_accepted_tokens_total", 0.0)
+    replayed = totals.get("truespec_replay_tokens_total", 0.0)
+    excess = totals.get("truespec_replay_tme_excess_total", 0.0)
+    return MetricSummary(
+        drafts=drafts,
+        draft_tokens=drafted,
+        accepted_tokens=accepted,
+        emitted_tokens=totals.get("truespec_emitted_tokens_total", 0.0),
+        acceptance_rate=accepted / drafted if drafted else None,
+        mean_accepted_length=1 + accepted / drafts if drafts else None,
+        acceptance_per_position=[by_position[i] / drafts for i in sorted(by_position)] if drafts else [],
+        replayed_tokens=replayed,
+        tme=1 + excess / replayed if replayed else None,
+        handoffs=by_result.get("ok", 0.0),
+        handoffs_by_result=by_result,
+    )

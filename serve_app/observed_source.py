@@ -1,0 +1,142 @@
+"""Watches a token source from outside: latencies, outcomes, the deadline, and which requests are to be replayed."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serve_app.metrics import Metrics
+from serve_app.referee import ReplayJob
+from speculative.errors import RequestTimeout
+from speculative.request import FinishReason, Request, TokenDelta
+
+
+class TokenSource(Protocol):
+    """What is watched."""
+
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of all requests, interleaved."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one of them."""
+        ...
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One request on its way."""
+
+    request: Request
+    replayed: bool
+    last_at: float
+    outcome: str = "abort"  # unless it comes to an end of its own
+    waiting: bool = True  # for its first token
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class ObservedSource:
+    """A token source that measures, and hands finished requests to the referee.
+
+    Args:
+        source: where the tokens come from.
+        metrics: latencies and outcomes are recorded here.
+        choose: whether a request, by its id, is to be replayed.
+        submit: takes the replay jobs; must not block.
+        timeout_s: the longest a request may take.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        metrics: Metrics,
+        *,
+        choose: Callable[[str], bool],
+        submit: Callable[[ReplayJob], None],
+        timeout_s: float,
+    ) -> None:
+        self._source = source
+        self._metrics = metrics
+        self._choose = choose
+        self._submit = submit
+        self._timeout_s = timeout_s
+        self._watched: dict[str, _Watched] = {}
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas as the source gives them; what only the referee asked for is taken out again."""
+        now = time.monotonic()
+        watched = {r.request_id: _Watched(r, self._choose(r.request_id), last_at=now) for r in requests}
+        self._watched |= watched
+        asked = [_with_logprobs(entry.request) if entry.replayed else entry.request for entry in watched.values()]
+        try:
+            async with contextlib.aclosing(self._source.stream(asked)) as deltas:
+                async for delta in _until(deltas, asyncio.get_running_loop().time() + self._timeout_s):
+                    entry = watched[delta.request_id]
+                    self._see(entry, delta)
+                    yield delta if entry.request.params.logprobs is not None else delta.replace(logprobs=None)
+        except Exception:
+            for entry in watched.values():
+                entry.outcome = "error" if entry.outcome == "abort" else entry.outcome
+            raise
+        finally:
+            for request_id, entry in watched.items():
+                del self._watched[request_id]
+                self._end(entry)
+
+    async def abort(self, request_id: str) -> None:
+        """End one request early: its front end has seen its stop string."""
+        if request_id in self._watched:
+            self._watched[request_id].outcome = "stop"
+        await self._source.abort(request_id)
+
+    def _see(self, entry: _Watched, delta: TokenDelta) -> None:
+        now = time.monotonic()
+        if delta.token_ids:
+            elapsed = now - entry.last_at
+            if entry.waiting:
+                self._metrics.observe("truespec_time_to_first_token_seconds", elapsed)
+                self._metrics.observe("truespec_queue_time_seconds", delta.queue_s)
+            else:
+                self._metrics.observe("truespec_inter_token_latency_seconds", elapsed / len(delta.token_ids))
+            entry.last_at, entry.waiting = now, False
+        if delta.finish_reason is not None:
+            entry.outcome = delta.finish_reason.value
+        if entry.replayed:
+            entry.token_ids.extend(delta.token_ids)
+            entry.logprobs.extend(item.logprob for item in delta.logprobs or ())
+
+    def _end(self, entry: _Watched) -> None:
+        self._metrics.count("truespec_requests_total", outcome=entry.outcome)
+        whole = len(entry.token_ids) == len(entry.logprobs)
+        if entry.replayed and entry.token_ids and whole and entry.outcome != FinishReason.ERROR:
+            prompt = entry.request.prompt_token_ids
+            self._submit(
+                ReplayJob(entry.request.request_id, (*prompt, *entry.token_ids), len(prompt), tuple(entry.logprobs))
+            )
+
+
+def _with_logprobs(request: Request) -> Request:
+    if request.params.logprobs is not None:
+        return request
+    return dataclasses.replace(request, params=dataclasses.replace(request.params, logprobs=0))
+
+
+async def _until(deltas: AsyncGenerator[TokenDelta, None], deadline: float) -> AsyncIterator[TokenDelta]:
+    """The deltas that come before the deadline (the loop's time).
+
+    Raises:
+        RequestTimeout: it passed.
+    """
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                delta = await anext(deltas)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise RequestTimeout("The request took longer than the server allows; ask for fewer tokens.") from error
+        yield delta

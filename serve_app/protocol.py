@@ -1,0 +1,657 @@
+"""The OpenAI API on the wire: what requests may hold, and what replies look like.
+
+Requests are checked here as far as that needs neither model nor tokenizer. Replies are built as plain dictionaries, one
+`Piece` of a choice at a time; a whole reply is rendered from the joined pieces by the same code as a streamed chunk.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
+from speculative.errors import InvalidRequest
+from speculative.request import MAX_LOGPROBS, MAX_SEED
+
+MAX_STOP_STRINGS = 16
+LEGACY_MAX_TOKENS = 16  # what /v1/completions generates when nothing is said
+_INT32_MAX = 2**31 - 1
+
+Harmless = Callable[[Any, Mapping[str, Any]], bool]
+"""Whether a value of an unsupported field asks for nothing; sees the value and the whole body."""
+
+
+def _one_of(*values: Any) -> Harmless:
+    return lambda value, body: value is None or any(type(value) is type(v) and value == v for v in values)
+
+
+def _zero(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is None or (type(value) in (int, float) and value == 0)
+
+
+def _empty(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is None or value in ([], {}, "")
+
+
+def _same_as_n(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is None or (type(value) is int and value == (body.get("n") or 1))
+
+
+def _plain_text(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is None or value == {"type": "text"}
+
+
+_NO_TOOLS = "tools are not served yet; describe them in the prompt and parse the answer."
+_NO_PENALTIES = "penalties are not served yet; leave it out or send 0, and use temperature, top_p or top_k."
+_NO_CONSTRAINTS = "constrained output is not served yet; ask for the format in the prompt."
+_NO_REASONING = "there is no reasoning control; leave it out."
+
+UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
+    "tools": (_empty, _NO_TOOLS),
+    "tool_choice": (_one_of("none", "auto"), _NO_TOOLS),
+    "functions": (_empty, _NO_TOOLS),
+    "function_call": (_one_of("none", "auto"), _NO_TOOLS),
+    "response_format": (_plain_text, 'only {"type": "text"} is served; ask for the format in the prompt.'),
+    "frequency_penalty": (_zero, _NO_PENALTIES),
+    "presence_penalty": (_zero, _NO_PENALTIES),
+    "repetition_penalty": (_one_of(1, 1.0), "penalties are not served yet; leave it out or send 1."),
+    "logit_bias": (_empty, "logit bias is not served yet; leave it out or send {}."),
+    "min_p": (_zero, "min-p is not served yet; use top_p or top_k."),
+    "min_tokens": (_zero, "a least length is not served yet; use ignore_eos with max_tokens."),
+    "echo": (_one_of(False), "echo is not served yet; put the prompt before the text yourself."),
+    "suffix": (_empty, "filling in before a suffix is not served; send a prompt only."),
+    "best_of": (_same_as_n, "only best_of = n is served; ask for n choices with logprobs and pick the best."),
+    "modalities": (lambda value, body: value is None or value == ["text"], "only text is served."),
+    "audio": (_empty, "audio is not served; only text is."),
+    "prediction": (_empty, "predicted outputs are not served; the server drafts by itself."),
+    "reasoning_effort": (_one_of("none"), _NO_REASONING),
+    "verbosity": (_one_of("medium"), "there is no verbosity control; ask for it in the prompt."),
+    "web_search_options": (lambda value, body: value is None, "there is no web search."),
+    "moderation": (lambda value, body: value is None, "there is no moderation."),
+    "store": (_one_of(False), "nothing is stored; leave it out or send false."),
+    "guided_json": (_empty, _NO_CONSTRAINTS),
+    "guided_regex": (_empty, _NO_CONSTRAINTS),
+    "guided_choice": (_empty, _NO_CONSTRAINTS),
+    "guided_grammar": (_empty, _NO_CONSTRAINTS),
+    "structured_outputs": (_empty, _NO_CONSTRAINTS),
+    "prompt_logprobs": (lambda value, body: value is None, "prompt logprobs are not served yet."),
+    "chat_template": (_empty, "the model's own chat template is used; send a ready prompt to /v1/completions instead."),
+    "lora_request": (_empty, "LoRA adapters are not served; merge the adapter into the weights."),
+}
+"""Fields that OpenAI's or vLLM's API has and this server does not, with the values that ask for nothing."""
+
+_SUPPORTED: tuple[Harmless, str] = (lambda value, body: True, "")
+
+UNSUPPORTED_ENDPOINTS: dict[str, str] = {
+    "embeddings": "embeddings are not served; this server generates text.",
+    "responses": "the responses API is not served; use /v1/chat/completions.",
+    "images": "images are not served; this server generates text.",
+    "audio": "audio is not served; this server generates text.",
+    "moderations": "moderation is not served; this server generates text.",
+    "rerank": "reranking is not served; this server generates text.",
+    "score": "scoring is not served; ask for logprobs with /v1/completions.",
+    "batches": "batches are not served; send the requests themselves.",
+    "files": "files are not served; send text in the request.",
+    "fine_tuning": "fine-tuning is not served.",
+    "assistants": "assistants are not served; use /v1/chat/completions.",
+    "threads": "threads are not served; use /v1/chat/completions.",
+    "load_lora_adapter": "LoRA adapters are not served; merge the adapter into the weights.",
+}
+"""First path parts under /v1 that clients may try, and what to use instead."""
+
+
+# ---------------------------------------------------------------- requests
+
+
+def _content_kind(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+def _prompt_kind(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return "<text>" if not isinstance(value, list) else "<ids>"
+    first = value[0]
+    return "<texts>" if isinstance(first, str) else "<id lists>" if isinstance(first, list) else "<ids>"
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class TextPart(_Wire):
+    """One part of a message's content. Only text is served."""
+
+    type: str
+    text: str
+
+    @field_validator("type")
+    @classmethod
+    def _only_text(cls, kind: str) -> str:
+        if kind != "text":
+            raise PydanticCustomError("unsupported", "only text parts are served, not '{kind}'.", {"kind": kind[:40]})
+        return kind
+
+
+class Message(_Wire):
+    """One message of a conversation."""
+
+    role: str
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
+        Discriminator(_content_kind),
+    ]
+    name: str | None = None
+    refusal: None = None
+    tool_calls: list[Any] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: list[Any] | None = None
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, role: str) -> str:
+        if role in ("tool", "function"):
+            raise PydanticCustomError("unsupported", _NO_TOOLS)
+        if role not in ("system", "developer", "user", "assistant"):
+            raise PydanticCustomError("role", "must be system, developer, user or assistant.")
+        return role
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _no_calls(cls, calls: list[Any] | None) -> list[Any] | None:
+        if calls:
+            raise PydanticCustomError("unsupported", _NO_TOOLS)
+        return calls
+
+    def for_template(self) -> dict[str, str]:
+        """Role and text as chat templates know them."""
+        role = "system" if self.role == "developer" else self.role
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": role, "content": content}
+
+
+class StreamOptions(_Wire):
+    """What a stream tells besides the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted: OpenAI's padding of chunks, not done here
+
+
+class WireRequest(_Wire):
+    """What both generation endpoints take."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, le=_INT32_MAX)
+    n: int | None = Field(None, ge=1, le=_INT32_MAX)
+    seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=_INT32_MAX)]] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    speculate: bool | None = None
+    # accepted and not used: clients send them to be told apart, billed or cached
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _few_whole_strings(cls, stop: Any) -> Any:
+        strings = [stop] if isinstance(stop, str) else stop
+        if strings is None:
+            return None
+        if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+            raise PydanticCustomError("stop", "must be a string or a list of strings.")
+        if len(strings) > MAX_STOP_STRINGS:
+            raise PydanticCustomError("stop", "may hold at most {most} strings.", {"most": MAX_STOP_STRINGS})
+        if "" in strings:
+            raise PydanticCustomError("stop", "must not hold an empty string.")
+        return stop
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, however they were sent."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def token_budget(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+    def check_together(self) -> None:
+        """Check fields against each other.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "stream_options needs stream = true.")
+
+
+class CompletionRequest(WireRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[str], Tag("<texts>")]
+        | Annotated[list[int], Tag("<ids>")]
+        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Tag("<id lists>")],
+        Discriminator(_prompt_kind),
+    ]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _not_empty(cls, prompt: Any) -> Any:
+        if not prompt or (isinstance(prompt, list) and "" in prompt):
+            raise PydanticCustomError("empty", "must hold at least one token.")
+        return prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in SamplingParams: None = off, 0 = the emitted token only."""
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, however they were sent: each a text or token ids."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+class ChatCompletionRequest(WireRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in SamplingParams: None = off, 0 = the emitted token only."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_budget(self) -> tuple[str, int | None]:
+        """`max_completion_tokens`, or its older name `max_tokens`."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    def check_together(self) -> None:
+        """Check fields against each other.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+        super().check_together()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs = true.")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
+
+
+W = TypeVar("W", bound=WireRequest)
+
+# What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can spell neither here.
+_SUSPECT_ESCAPE = re.compile(r"\\u(0000|[dD][89a-fA-F])")
+_UNCLEAN = re.compile("[\x00\ud800-\udfff]")
+
+
+def parse(body: bytes, kind: type[W]) -> W:
+    """Read a request body.
+
+    Raises:
+        MalformedBody: not a JSON object.
+        UnsupportedParameter, UnknownParameter: a field this server does not serve, or nobody knows.
+        InvalidRequest: a value is wrong; `field` is its path, such as `messages.0.content`.
+    """
+    fields = _load(body)
+    for name, value in fields.items():
+        harmless, reason = UNSUPPORTED.get(name, _SUPPORTED)
+        if not harmless(value, fields):
+            raise UnsupportedParameter(name, f"{name}: {reason}")
+    supported = {name: value for name, value in fields.items() if name not in UNSUPPORTED}
+    try:
+        wire = kind.model_validate(supported)
+    except ValidationError as error:
+        _complain(error.errors(include_url=False)[0])
+    wire.check_together()
+    return wire
+
+
+def _load(body: bytes) -> dict[str, Any]:
+    try:
+        text = body.decode("utf-8")
+        fields = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise MalformedBody("", f"The body is not valid JSON in UTF-8: {reason}.") from error
+    if not isinstance(fields, dict):
+        raise MalformedBody("", "The body must be a JSON object.")
+    if _SUSPECT_ESCAPE.search(text):
+        _refuse_unclean(fields)
+    return fields
+
+
+def _refuse_unclean(fields: dict[str, Any]) -> None:
+    try:
+        for path, string in _strings(fields, ""):
+            if _UNCLEAN.search(string):
+                raise InvalidRequest(path, f"{path} holds a NUL or half a surrogate pair; send whole characters.")
+    except RecursionError as error:
+        raise MalformedBody("", "The body is nested too deeply.") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every string of a JSON value with its path; a key counts as its own value."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _strings(item, f"{path}.{index}" if path else str(index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            clean = _UNCLEAN.sub("\ufffd", key)
+            yield clean, key
+            yield from _strings(item, f"{path}.{clean}" if path else clean)
+
+
+def _complain(error: ErrorDetails) -> NoReturn:
+    """Turn pydantic's first complaint into ours, in OpenAI's words for the field."""
+    path = ".".join(str(part) for part in error["loc"] if not (isinstance(part, str) and part.startswith("<")))
+    if error["type"] == "extra_forbidden":
+        raise UnknownParameter(path, f"Unknown field '{path}'. Remove it, or check its spelling.")
+    if error["type"] == "missing":
+        raise InvalidRequest(path, f"The field '{path}' is missing.")
+    if error["type"] == "unsupported":
+        raise UnsupportedParameter(path, f"{path}: {error['msg']}")
+    got = error.get("input")
+    shown = f"{got}"[:24] if isinstance(got, int | float) else _json_type(got)
+    raise InvalidRequest(path, f"{path}: {error['msg'].rstrip('.')}. Got {shown}.")
+
+
+def _json_type(value: Any) -> str:
+    names = {str: "a string", dict: "an object", list: "a list", type(None): "null"}
+    return names.get(type(value), "something else")
+
+
+# ---------------------------------------------------------------- replies
+
+
+@dataclass(frozen=True, slots=True)
+class TopEntry:
+    """One candidate token of a logprobs entry."""
+
+    text: str
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """The logprobs entry of one delivered token."""
+
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[TopEntry, ...]  # most likely first
+    text_offset: int  # characters of the choice before this token
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step adds to one choice of a reply."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenEntry, ...] | None = None
+    finish_reason: str | None = None
+    first: bool = False  # the choice's first piece
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """One piece that says what all the pieces of a choice say."""
+    asked = pieces[0].logprobs is not None
+    return Piece(
+        index=pieces[0].index,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs or ()) if asked else None,
+        finish_reason=pieces[-1].finish_reason,
+        first=True,
+    )
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one reply: what was delivered, and how much of it came from drafts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
+
+    def to_wire(self) -> dict[str, Any]:
+        """OpenAI's usage object; draft tokens stand where OpenAI counts predicted outputs."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.rejected_tokens,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What all chunks of one reply share."""
+
+    reply_id: str
+    created: int  # unix seconds
+    model: str
+    system_fingerprint: str
+    prompts: tuple[tuple[int, ...], ...]  # token ids
+    num_choices: int  # of each prompt
+    with_token_ids: bool
+    with_usage: bool  # streams only
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A reply object or a chunk."""
+        return {
+            "id": self.reply_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+    def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A chunk of a stream; it says `usage: null` when a usage chunk is to come, as OpenAI does."""
+        envelope = self.envelope(kind, choices)
+        if self.with_usage:
+            envelope["usage"] = None
+        return envelope
+
+    def token_fields(self, piece: Piece) -> dict[str, Any]:
+        """`token_ids` and plain `token_logprobs`, where they were asked for."""
+        if not self.with_token_ids:
+            return {}
+        fields: dict[str, Any] = {"token_ids": list(piece.token_ids)}
+        if piece.logprobs is not None:
+            fields["token_logprobs"] = [entry.logprob for entry in piece.logprobs]
+        return fields
+
+
+class ReplyFormat(Protocol):
+    """How one endpoint's replies look."""
+
+    id_prefix: str
+
+    def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
+        """The chunks before the first piece."""
+        ...
+
+    def chunk(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
+        """The chunk of one piece."""
+        ...
+
+    def usage_chunk(self, head: ReplyHead, usage: Usage) -> dict[str, Any]:
+        """The last chunk, where usage was asked for."""
+        ...
+
+    def whole(self, head: ReplyHead, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """The whole reply."""
+        ...
+
+
+class CompletionFormat:
+    """Replies of /v1/completions. Chunks and whole replies share one shape."""
+
+    id_prefix = "cmpl"
+    _kind = "text_completion"
+
+    def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
+        """No chunk: the text starts at once."""
+        return []
+
+    def chunk(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
+        """The chunk of one piece."""
+        return head.chunk(self._kind, [self._choice(head, piece)])
+
+    def usage_chunk(self, head: ReplyHead, usage: Usage) -> dict[str, Any]:
+        """The last chunk, where usage was asked for."""
+        return head.envelope(self._kind, []) | {"usage": usage.to_wire()}
+
+    def whole(self, head: ReplyHead, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """The whole reply."""
+        rendered = [self._choice(head, piece) for piece in choices]
+        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()}
+
+    def _choice(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
+        choice = {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None if piece.logprobs is None else _legacy_logprobs(piece.logprobs),
+            "finish_reason": piece.finish_reason,
+        }
+        if head.with_token_ids and piece.first:
+            choice["prompt_token_ids"] = list(head.prompts[piece.index // head.num_choices])
+        return choice | head.token_fields(piece)
+
+
+class ChatFormat:
+    """Replies of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+    _kind = "chat.completion"
+
+    def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
+        """One chunk a choice that tells the role."""
+        delta = {"role": "assistant", "content": ""}
+        chunks = [
+            head.chunk(self._kind + ".chunk", [_chat_choice(index, "delta", delta, None, None)])
+            for index in range(head.num_choices)
+        ]
+        chunks[0] |= self._prompt_fields(head)
+        return chunks
+
+    def chunk(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
+        """The chunk of one piece."""
+        delta = {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
+        return head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)])
+
+    def usage_chunk(self, head: ReplyHead, usage: Usage) -> dict[str, Any]:
+        """The last chunk, where usage was asked for."""
+        return head.envelope(self._kind + ".chunk", []) | {"usage": usage.to_wire()}
+
+    def whole(self, head: ReplyHead, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """The whole reply."""
+        rendered = [
+            self._choice(head, piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
+            for piece in choices
+        ]
+        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | self._prompt_fields(head)
+
+    def _choice(self, head: ReplyHead, piece: Piece, name: str, said: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
+        return _chat_choice(piece.index, name, said, logprobs, piece.finish_reason) | head.token_fields(piece)
+
+    def _prompt_fields(self, head: ReplyHead) -> dict[str, Any]:
+        return {"prompt_token_ids": list(head.prompts[0])} if head.with_token_ids else {}
+
+
+def _chat_choice(index: int, name: str, said: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+    return {"index": index, name: said, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _legacy_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
+    """The parallel arrays of the old completions API; the emitted token is always among the top ones."""
+    return {
+        "tokens": [entry.text for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [_legacy_top(entry) for entry in entries],
+        "text_offset": [entry.text_offset for entry in entries],
+    }
+
+
+def _legacy_top(entry: TokenEntry) -> dict[str, float]:
+    top: dict[str, float] = {}
+    for candidate in entry.top:
+        top.setdefault(candidate.text, candidate.logprob)
+    top.setdefault(entry.text, entry.logprob)
+    return top
+
+
+def _chat_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
+    def render(entry: TokenEntry | TopEntry) -> dict[str, Any]:
+        return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}
+
+    content = [render(entry) | {"top_logprobs": [render(candidate) for candidate in entry.top]} for entry in entries]
+    return {"content": content, "refusal": None}
+
+
+def finite_logprob(logprob: float) -> float:
+    """A logprob that JSON can hold: OpenAI writes -9999.0 for a token that cannot occur."""
+    return -9999.0 if logprob == -math.inf else logprob
+
+
+def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """One entry of /v1/models."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "truespec",
+        "max_model_len": max_model_len,
+    }

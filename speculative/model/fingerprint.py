@@ -1,0 +1,76 @@
+"""Tells whether two engines serve the same model: one hash over what is computed and with which weights."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import xxhash
+
+from speculative.model.config import ModelConfig
+from speculative.model.loading import checkpoint_files
+
+CACHE_FILE = ".truespec-fingerprint.json"
+_CHUNK_BYTES = 1 << 24
+
+
+def model_fingerprint(folder: Path) -> str:
+    """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
+
+    Kept beside the model, where its folder can be written, for as long as no file changes size or time.
+
+    Raises:
+        ConfigError: the folder holds no readable checkpoint.
+        UnsupportedModel: the model needs something this engine does not do.
+    """
+    config = _canonical(ModelConfig.from_folder(folder))
+    files = checkpoint_files(folder)
+    key = {"config": config, "files": {file.name: _size_and_time(file) for file in files}}
+    kept = _read_cache(folder / CACHE_FILE)
+    if kept.get("key") == key:
+        return str(kept["fingerprint"])
+    fingerprint = _hash(config, files)
+    with contextlib.suppress(OSError):  # a read-only folder only costs the next start some seconds
+        _write_whole(folder / CACHE_FILE, json.dumps({"key": key, "fingerprint": fingerprint}))
+    return fingerprint
+
+
+def _canonical(config: ModelConfig) -> str:
+    return json.dumps(dataclasses.asdict(config), sort_keys=True)
+
+
+def _size_and_time(file: Path) -> list[int]:
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _hash(config: str, files: list[Path]) -> str:
+    digest = xxhash.xxh3_128(config.encode())
+    for path in files:
+        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read_cache(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write beside, then rename: another replica never reads half a file."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise

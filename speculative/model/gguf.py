@@ -1,0 +1,223 @@
+"""Turns a GGUF file of the Llama architecture into an ordinary Hugging Face folder.
+
+Weights are dequantised to float32 and stored in bfloat16; the tokenizer and the chat template come along.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+
+from speculative.errors import ConfigError, UnsupportedModel
+
+_MEND = "convert the original checkpoint instead (a folder with config.json and safetensors)"
+
+_LAYER_TENSORS = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_MODEL_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+# GGUF names the splitting rule and leaves it to the reader to know it.
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_SINGLE_DIGITS = {"type": "Digits", "individual_digits": True}
+_PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "gpt-2": _BYTE_LEVEL,
+    "smollm": {"type": "Sequence", "pretokenizers": [_SINGLE_DIGITS, _BYTE_LEVEL]},
+}
+_CONTROL_TOKEN = 3  # token_type of a special token
+_USER_DEFINED_TOKEN = 4  # token_type of an added token that is plain text
+
+
+def convert_gguf(gguf_path: Path, folder: Path) -> None:
+    """Write config, weights and tokenizer of a GGUF file into an existing folder.
+
+    Raises:
+        ConfigError: the file is damaged or no GGUF file.
+        UnsupportedModel: it holds something other than a dense Llama with a byte-level BPE tokenizer.
+    """
+    try:
+        reader = GGUFReader(gguf_path)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{gguf_path} cannot be read as GGUF ({error}); download it again.") from error
+    header = GGUFHeader(reader, gguf_path.name)
+    config = llama_config(header, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
+    _write_json(folder / "config.json", config)
+    token_ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    _write_json(folder / "generation_config.json", token_ids)
+    _write_json(folder / "tokenizer.json", byte_level_bpe(header))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(header))
+    weights = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in _tensors(reader, config)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
+
+
+class GGUFHeader:
+    """The key-value section of a GGUF file."""
+
+    def __init__(self, reader: GGUFReader, file_name: str) -> None:
+        self._reader = reader
+        self._file_name = file_name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, as plain Python."""
+        field = self._reader.fields.get(key)
+        return default if field is None else field.contents()
+
+    def require(self, key: str) -> Any:
+        """The value of a key that must be there.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        value = self.get(key)
+        if value is None:
+            raise ConfigError(f"{self._file_name} lacks {key}; {_MEND}.")
+        return value
+
+
+def llama_config(header: GGUFHeader, *, tied: bool) -> dict[str, Any]:
+    """What config.json says of the model in the file."""
+    _refuse_unknown(header)
+    hidden_size, num_heads = header.require("llama.embedding_length"), header.require("llama.attention.head_count")
+    head_dim = header.get("llama.attention.key_length", hidden_size // num_heads)
+    if header.get("llama.rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModel(f"llama.rope.dimension_count differs from the head dimension {head_dim}; {_MEND}.")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": header.get("llama.vocab_size", len(header.require("tokenizer.ggml.tokens"))),
+        "hidden_size": hidden_size,
+        "intermediate_size": header.require("llama.feed_forward_length"),
+        "num_hidden_layers": header.require("llama.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": header.get("llama.attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _shortest(header.require("llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(header.get("llama.rope.freq_base", 10000.0)),
+        "max_position_embeddings": header.require("llama.context_length"),
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": header.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": header.get("tokenizer.ggml.eos_token_id"),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
+    """What tokenizer.json (of the `tokenizers` library) says of a byte-level BPE tokenizer in the file."""
+    kind, split = header.require("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or split not in _PRE_TOKENIZERS:
+        raise UnsupportedModel(f"The GGUF tokenizer is {kind!r} with pre-tokenizer {split!r}; {_MEND}.")
+    tokens, types = header.require("tokenizer.ggml.tokens"), header.require("tokenizer.ggml.token_type")
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            _added_token(token_id, token, special=type_ == _CONTROL_TOKEN)
+            for token_id, (token, type_) in enumerate(zip(tokens, types, strict=True))
+            if type_ in (_CONTROL_TOKEN, _USER_DEFINED_TOKEN)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": _PRE_TOKENIZERS[split],
+        "post_processor": _bos_first(header, tokens) if header.get("tokenizer.ggml.add_bos_token", False) else None,
+        "decoder": _BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in header.require("tokenizer.ggml.merges")],
+        },
+    }
+
+
+def _added_token(token_id: int, token: str, *, special: bool) -> dict[str, Any]:
+    """A token that is cut out of the text before anything else looks at it, so it always encodes as one id."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": token, "special": special, **flags}
+
+
+def _bos_first(header: GGUFHeader, tokens: list[str]) -> dict[str, Any]:
+    bos = header.require("tokenizer.ggml.bos_token_id")
+    template = [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}}
+    return {"type": "TemplateProcessing", "single": template, "pair": template, "special_tokens": special}
+
+
+def _tokenizer_config(header: GGUFHeader) -> dict[str, Any]:
+    tokens = header.require("tokenizer.ggml.tokens")
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": header.require("llama.context_length"),
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = header.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            config[f"{name}_token"] = tokens[token_id]
+    template = header.get("tokenizer.chat_template")
+    if template is not None:
+        config["chat_template"] = template
+    return config
+
+
+def _refuse_unknown(header: GGUFHeader) -> None:
+    for key, known in (
+        ("general.architecture", ("llama",)),
+        ("llama.rope.scaling.type", (None, "none")),
+        ("llama.rope.scale_linear", (None, 1.0)),
+        ("llama.expert_count", (None, 0)),
+        ("llama.attention.sliding_window", (None, 0)),
+    ):
+        value = header.get(key)
+        if value not in known:
+            raise UnsupportedModel(f"The GGUF file says {key} = {value!r}, which is not converted; {_MEND}.")
+
+
+def _tensors(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    num_heads = {"attn_q.weight": config["num_attention_heads"], "attn_k.weight": config["num_key_value_heads"]}
+    for tensor in reader.tensors:
+        weights = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        if tensor.name in _MODEL_TENSORS:
+            yield _MODEL_TENSORS[tensor.name], weights
+            continue
+        block, _, name = tensor.name.removeprefix("blk.").partition(".")
+        if name not in _LAYER_TENSORS:
+            raise UnsupportedModel(f"The GGUF tensor {tensor.name} is not one of a plain Llama; {_MEND}.")
+        if name in num_heads:
+            weights = _rotate_half_rows(weights, num_heads[name])
+        yield f"model.layers.{block}.{_LAYER_TENSORS[name]}", weights
+
+
+def _rotate_half_rows(weights: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """Undo llama.cpp's reordering of query and key rows (`LlamaModel.permute` of its convert_hf_to_gguf.py).
+
+    llama.cpp rotates neighbouring rows of a head (0, 1), (2, 3), ...; Hugging Face rotates row i with row i + D/2.
+    """
+    pairs = weights.reshape(num_heads, -1, 2, weights.shape[1])  # [heads, D/2, 2, in]
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 9.999999747378752e-06 is 1e-05 again."""
+    return float(str(np.float32(value)))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

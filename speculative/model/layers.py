@@ -1,0 +1,163 @@
+"""The layers of a Llama-like decoder, over packed rows: N tokens of any number of sequences, no batch dimension."""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speculative.model.config import Llama3RopeScaling, ModelConfig
+
+
+class Attend(Protocol):
+    """Attention of one layer, given by the caller: it stores key and value, then attends causally.
+
+    query is [N, num_heads, head_dim], key and value are [N, num_kv_heads, head_dim] (views, seldom contiguous); query
+    and key are already rotated. Returns [N, num_heads, head_dim].
+    """
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, /) -> Tensor: ...
+
+
+def nan_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter full of NaN, so that a weight nobody loaded is found."""
+    return nn.Parameter(torch.full(shape, math.nan, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x W^T + b, with the rows of several projections in one weight where they share their input."""
+
+    def __init__(
+        self, num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = nan_parameter(num_outputs, num_inputs, dtype=dtype, device=device)
+        self.bias = nan_parameter(num_outputs, dtype=dtype, device=device) if bias else None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, num_inputs] -> [N, num_outputs]."""
+        return functional.linear(rows, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich, 2019), computed in float32 whatever the weights' type."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nan_parameter(size, dtype=dtype, device=device)
+        self.shape, self.eps = (size,), eps
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, size] -> [N, size]. torch's rms_norm sums and scales bfloat16 in float32."""
+        return functional.rms_norm(rows, self.shape, self.weight, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """Qwen3's RMSNorm of each head: one weight for all query heads, one for all key heads, kept a row per head."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        num_heads = config.num_heads + config.num_kv_heads
+        self.weight = nan_parameter(num_heads, config.head_dim, dtype=dtype, device=device)
+        self.shape, self.eps = (config.head_dim,), config.rms_norm_eps
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[N, num_heads + num_kv_heads, head_dim], normalised over the last."""
+        return functional.rms_norm(heads, self.shape, None, self.eps) * self.weight
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (Su et al., 2021) in the rotate-half convention: i turns with i + head_dim/2."""
+
+    table: Tensor  # [P, 2, head_dim/2] float32; cosines, sines
+
+    def __init__(self, config: ModelConfig, *, device: torch.device) -> None:
+        super().__init__()
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)  # [P, head_dim/2]
+        self.register_buffer("table", torch.stack((angles.cos(), angles.sin()), dim=1).to(device), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What `rotate` needs at these positions: two of [N, 1, head_dim]. Once a forward, not once a layer."""
+        cos, sin = self.table[positions].to(dtype).unsqueeze(1).unbind(2)  # [N, 1, head_dim/2]
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Turn heads [N, H, head_dim] to their positions. Rolling swaps the halves; the sign is in the sine."""
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: Llama3RopeScaling | None) -> Tensor:
+    """Radians a position, [head_dim/2] float32, in transformers' order of operations.
+
+    Llama 3's stretch divides the frequency of long wavelengths by `factor`, leaves short ones, and blends between.
+    """
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    share = (context / wavelengths - low) / (high - low)
+    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
+    stretched = torch.where(wavelengths > context / low, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < context / high, frequencies, stretched)
+
+
+class Attention(nn.Module):
+    """Projections around the caller's attention; query, key and value come from one matrix."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.sizes = (query_size, kv_size, kv_size)
+        hidden_size = config.hidden_size
+        self.qkv_proj = Linear(hidden_size, sum(self.sizes), bias=config.qkv_bias, dtype=dtype, device=device)
+        self.qk_norm = HeadNorm(config, dtype=dtype, device=device) if config.qk_norm else None
+        self.o_proj = Linear(query_size, hidden_size, bias=config.o_bias, dtype=dtype, device=device)
+
+    def forward(self, rows: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+        """[N, hidden_size] -> [N, hidden_size]."""
+        heads = self.qkv_proj(rows).view(len(rows), -1, self.head_dim)
+        query_key = heads[:, : self.num_heads + self.num_kv_heads]  # normalised and rotated together
+        if self.qk_norm is not None:
+            query_key = self.qk_norm(query_key)
+        query_key = rotate(query_key, *rotary)
+        query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
+        attended = attend(layer, query, key, heads[:, -self.num_kv_heads :])
+        return self.o_proj(attended.reshape(len(rows), -1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)); gate and up come from one matrix."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.size = size
+        self.gate_up_proj = Linear(hidden_size, 2 * size, bias=bias, dtype=dtype, device=device)
+        self.down_proj = Linear(size, hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, hidden_size] -> [N, hidden_size]."""
+        gate, up = self.gate_up_proj(rows).split(self.size, dim=-1)
+        return self.down_proj(functional.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """One block: attention, then the MLP, each after a norm and added to what came in."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.attention = Attention(config, dtype=dtype, device=device)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.mlp = MLP(config, dtype=dtype, device=device)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+        """[N, hidden_size] -> [N, hidden_size]."""
+        hidden = hidden + self.attention(self.input_norm(hidden), rotary, attend, layer)
+        return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]

@@ -1,0 +1,161 @@
+"""Finds a checkpoint and loads it: safetensors read directly, every parameter accounted for."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from speculative.config import models_folder
+from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.config import ModelConfig
+from speculative.model.decoder import Decoder
+from speculative.model.packed import can_pack, pack_weights
+
+_WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model"]  # nothing that runs code
+# Tables that old versions of transformers saved; they follow from the configuration.
+_DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".self_attn.masked_bias")
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """The folder of a model: a folder, a fetched catalogue name, or a Hugging Face hub id (`org/name[@revision]`).
+
+    Raises:
+        ConfigError: it is none of these, or the hub cannot be reached; the message says how to get a model.
+    """
+    name = str(name_or_path)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    fetched = models_folder() / name
+    if name and (fetched / "config.json").is_file():
+        return fetched
+    if isinstance(name_or_path, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"No model {name!r}: there is no such folder, and it is not among the fetched models in {models_folder()}. "
+            f"Fetch it with `truespec model get {name or 'NAME'}`, or give a folder or a hub id (org/name)."
+        )
+    return _from_hub(name)
+
+
+def load_decoder(folder: Path, *, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A decoder with the folder's weights, converted to `dtype`.
+
+    Raises:
+        ConfigError: files or tensors are missing, unexpected, damaged or of another shape, or a weight is NaN.
+        UnsupportedModel: the model needs something this engine does not do, or its weights are pickled.
+    """
+    config = ModelConfig.from_folder(folder)
+    files = checkpoint_files(folder)
+    decoder = Decoder(config, dtype=dtype, device=torch.device(device))
+    slots = decoder.checkpoint_slots()
+    loaded: set[str] = set()
+    for name, tensor in _read_tensors(files):
+        if name.endswith(_DERIVED) or (name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        if name not in slots:
+            raise ConfigError(
+                f"{folder}: unexpected tensor {name}; config.json and the weights do not belong together."
+            )
+        _fill(slots[name], name, tensor)
+        loaded.add(name)
+    _require_all(folder, slots, loaded)
+    del slots  # views that would keep the plain weights alive
+    if can_pack(dtype, decoder.device):
+        pack_weights(decoder)
+    return decoder.eval()
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, whole or sharded.
+
+    Raises:
+        ConfigError: there are none, or the index names one that is missing.
+        UnsupportedModel: there are only pickled weights.
+    """
+    if (folder / _WEIGHTS_FILE).is_file():
+        return [folder / _WEIGHTS_FILE]
+    if (folder / _INDEX_FILE).is_file():
+        return _sharded_files(folder)
+    if any(file for pattern in _PICKLED for file in folder.glob(pattern)):
+        raise UnsupportedModel(
+            f"{folder} holds pickled weights only, which can run code when read; convert them to safetensors: "
+            "load the model with transformers and call save_pretrained."
+        )
+    raise ConfigError(f"{folder} has neither {_WEIGHTS_FILE} nor {_INDEX_FILE}; give the folder of a whole checkpoint.")
+
+
+def _sharded_files(folder: Path) -> list[Path]:
+    try:
+        names = set(json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder / _INDEX_FILE} cannot be read ({error!r}); take it from its source again."
+        ) from error
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise ConfigError(f"{folder} lacks {_listed(missing)}, named in {_INDEX_FILE}; download the rest.")
+    return [folder / name for name in sorted(names)]
+
+
+def _read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
+
+
+def _fill(slot: Tensor, name: str, tensor: Tensor) -> None:
+    expected = slot.shape[-1:] if name.endswith("norm.weight") else slot.shape  # one norm row serves all heads
+    if tensor.shape != expected:
+        raise ConfigError(
+            f"Tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(expected)}; "
+            "config.json and the weights do not belong together."
+        )
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise UnsupportedModel(f"Tensor {name} is {tensor.dtype}: quantised weights are not read; use `engine: vllm`.")
+    slot.copy_(tensor)
+    if slot.isnan().any():
+        raise ConfigError(f"Tensor {name} holds NaN; download the checkpoint again.")
+
+
+def _require_all(folder: Path, slots: dict[str, Tensor], loaded: set[str]) -> None:
+    missing = [name for name in slots if name not in loaded]
+    if missing:
+        raise ConfigError(f"{folder} lacks the tensors {_listed(missing)}; download the checkpoint again.")
+    for name, slot in slots.items():
+        if slot.isnan().any():
+            raise ConfigError(f"Tensor {name} was not loaded whole; download the checkpoint again.")
+
+
+def _from_hub(hub_id: str) -> Path:
+    repository, _, revision = hub_id.partition("@")
+    try:
+        folder = snapshot_download(
+            repository, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise ConfigError(
+            f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({_first_line(error)}). "
+            "Without a hub, fetch a model with `truespec model get smollm2-135m`, or give a local folder."
+        ) from error
+    return Path(folder)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

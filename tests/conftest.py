@@ -1,0 +1,33 @@
+"""Settings for every test: one thread a process, no network, and a word on what was not selected."""
+
+import os
+from collections import Counter
+
+import pytest
+
+# Before anything imports torch: two OpenMP threads beside another busy process are far slower than one.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+LEFT_OUT_BY_DEFAULT = ("gpu", "slow")
+_deselected = pytest.StashKey[Counter[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_deselected] = Counter()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = [name for name in LEFT_OUT_BY_DEFAULT if item.get_closest_marker(name)]
+        item.config.stash[_deselected][" and ".join(marks) or "other"] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    counts = config.stash[_deselected]
+    if counts:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        terminalreporter.write_line(f"Not selected: {counts.total()} tests ({kinds}). `make test-all` runs them too.")

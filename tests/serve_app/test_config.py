@@ -1,0 +1,241 @@
+"""The YAML: shipped files load, and each kind of fault is told with its field."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from serve_app.config import AppConfig, load_config, parse_args
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
+GOOD: dict[str, Any] = {
+    "proxy_location": "HeadOnly",
+    "http_options": {"host": "127.0.0.1", "port": 8000},
+    "applications": [
+        {
+            "name": "truespec",
+            "route_prefix": "/",
+            "import_path": "serve_app.app:build_app",
+            "args": {"version": 1, "model": {"source": "smollm2-135m"}},
+        }
+    ],
+}
+
+
+def written(tmp_path: Path, path: str, value: object) -> Path:
+    """The good file with one field changed; `args.` stands for the application's args."""
+    data = copy.deepcopy(GOOD)
+    *sections, last = path.split(".")
+    place = data
+    if sections[:1] == ["args"]:
+        place, sections = data["applications"][0]["args"], sections[1:]
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[last] = value
+    file = tmp_path / "app.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "monolith.yaml"])
+def test_shipped_files_load_and_are_ray_serve_configs(name: str) -> None:
+    schema = pytest.importorskip("ray.serve.schema")
+    ours = load_config(CONFIGS / name)
+    rays = schema.ServeDeploySchema.model_validate(yaml.safe_load((CONFIGS / name).read_text()))
+    assert rays.http_options.port == ours.http_options.port == 8000
+    assert rays.proxy_location.value == ours.proxy_location
+    assert rays.applications[0].import_path == ours.application.import_path
+    assert parse_args(rays.applications[0].args) == ours.application.args
+
+
+def test_the_demo_is_one_prefill_and_one_decode_replica_with_a_core_each() -> None:
+    config = load_config(CONFIGS / "demo.yaml").application.args
+    assert config.model.source == "smollm2-135m"
+    assert config.pool_names == ("prefill", "decode")
+    for name in config.pool_names:
+        assert (config.pool(name).replicas, config.pool(name).num_cpus) == (1, 1)
+        assert config.engine_config(name).num_threads == 1
+    assert config.engine_config("decode").dtype == "bfloat16"
+    assert config.engine_config("decode").drafter.kind == "ngram"
+
+
+def test_the_monolith_is_one_replica_with_two_cores() -> None:
+    config = load_config(CONFIGS / "monolith.yaml").application.args
+    assert config.pool_names == ("monolith",)
+    assert config.engine_config("monolith").num_threads == 2
+    with pytest.raises(ConfigError, match="no pool decode"):
+        config.pool("decode")
+
+
+def test_every_engine_setting_reaches_the_engine() -> None:
+    config = parse_args(
+        {
+            "model": {"source": "models/tiny/"},
+            "engine": {
+                "dtype": "float32",
+                "device": "cpu",
+                "max_model_len": 100,
+                "max_num_seqs": 3,
+                "max_batched_tokens": 64,
+                "kv_cache_tokens": 256,
+                "block_size": 32,
+                "prefix_caching": False,
+                "logprobs_mode": "processed_logprobs",
+            },
+            "drafter": {"kind": "ngram", "num_draft_tokens": 7, "ngram_max": 5, "ngram_min": 3},
+            "pools": {"prefill": {"num_cpus": 3.5}},
+        }
+    )
+    assert config.engine_config("prefill") == EngineConfig(
+        max_model_len=100,
+        max_num_seqs=3,
+        max_batched_tokens=64,
+        kv_cache_tokens=256,
+        block_size=32,
+        prefix_caching=False,
+        dtype="float32",
+        device="cpu",
+        num_threads=3,
+        logprobs_mode="processed_logprobs",
+        drafter=DrafterConfig("ngram", 7, 5, 3),
+    )
+    assert config.model.served_name == "tiny"
+
+
+def test_a_replica_with_less_than_a_core_gets_one_thread() -> None:
+    config = parse_args({"model": {"source": "m"}, "pools": {"decode": {"num_cpus": 0.5}}})
+    assert config.engine_config("decode").num_threads == 1
+
+
+def test_our_defaults_are_the_engines() -> None:
+    config = parse_args({"model": {"source": "hub/name", "name": "served"}})
+    assert config.engine_config("decode") == EngineConfig()
+    assert config.model.served_name == "served"
+
+
+def test_settings_are_frozen() -> None:
+    config = parse_args({"model": {"source": "m"}})
+    with pytest.raises(ValidationError, match="frozen"):
+        config.version = 2  # type: ignore[assignment, misc]
+
+
+FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told, part of the message)
+    ("proxy_location", "Everywhere", "proxy_location", "HeadOnly"),
+    ("http_options.port", 70000, "http_options.port", "65535"),
+    ("http_options.prot", 8000, "http_options.prot", "did you mean port?"),
+    ("grpc_options", {}, "grpc_options", "is not a field"),
+    ("applications", [], "applications", "at least 1"),
+    ("applications", GOOD["applications"] * 2, "applications", "at most 1"),
+    ("args.version", 2, "args.version", "should be 1"),
+    ("args.model", {}, "args.model.source", "is missing"),
+    ("args.model", "smollm2-135m", "args.model", "dictionary"),
+    ("args.model.source", "", "args.model.source", "at least 1 character"),
+    ("args.modle", {}, "args.modle", "did you mean model?"),
+    ("args.engine.kind", "vllm", "args.engine.kind", "not there yet; use torch"),
+    ("args.engine.dtype", "float16", "args.engine.dtype", "bfloat16"),
+    ("args.engine.device", "gpu", "args.engine.device", "cuda"),
+    ("args.engine.max_num_seqs", 0, "args.engine.max_num_seqs", "greater than or equal to 1"),
+    ("args.engine.max_num_seqs", "16", "args.engine.max_num_seqs", "valid integer"),
+    ("args.engine.max_num_seqs", True, "args.engine.max_num_seqs", "valid integer"),
+    ("args.engine.max_model_len", 1, "args.engine.max_model_len", "greater than or equal to 2"),
+    ("args.engine.max_model_len", 32768, "args.engine.kv_cache_tokens", "lower max_model_len"),
+    ("args.engine.max_batched_tokens", 79, "args.engine.max_batched_tokens", "= 80"),
+    ("args.engine.kv_cache_tokens", 1000, "args.engine.kv_cache_tokens", "multiple of block_size (16)"),
+    ("args.engine.prefix_caching", "yes", "args.engine.prefix_caching", "boolean"),
+    ("args.engine.logprobs_mode", "raw", "args.engine.logprobs_mode", "raw_logprobs"),
+    ("args.drafter.kind", "eagle3", "args.drafter.kind", "ngram"),
+    ("args.drafter.num_draft_tokens", 65, "args.drafter.num_draft_tokens", "64"),
+    ("args.drafter.ngram_min", 9, "args.drafter.ngram_min", "at most ngram_max (4)"),
+    ("args.topology", "both", "args.topology", "monolith"),
+    ("args.pools.monolith", {"replicas": 1}, "args.pools.monolith", "remove it or change topology"),
+    ("args.pools.decode.replicas", 0, "args.pools.decode.replicas", "greater than or equal to 1"),
+    ("args.pools.decode.num_cpus", -1, "args.pools.decode.num_cpus", "greater than or equal to 0"),
+    ("args.pools.decode.num_cpus", float("nan"), "args.pools.decode.num_cpus", "finite"),
+    ("args.replay.share", 1.5, "args.replay.share", "less than or equal to 1"),
+    ("args.replay.max_queue", 0, "args.replay.max_queue", "greater than or equal to 1"),
+    ("args.limits.request_timeout_s", 0, "args.limits.request_timeout_s", "greater than 0"),
+    ("args.limits.max_choices", 2.5, "args.limits.max_choices", "valid integer"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "field", "part"), FAULTS, ids=[f"{f[0]}={f[1]!r}"[:60] for f in FAULTS])
+def test_a_bad_value_is_told_with_file_and_field(
+    tmp_path: Path, path: str, value: object, field: str, part: str
+) -> None:
+    file = written(tmp_path, path, value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    (line,) = str(caught.value).splitlines()
+    field = re.sub(r"^args", "applications[0].args", field)
+    assert line.startswith(f"{file}: {field}: ")
+    assert part in line
+
+
+@pytest.mark.parametrize(
+    ("engine", "pools", "field"),
+    [
+        ({"device": "cpu"}, {"prefill": {"num_gpus": 1}}, "pools.prefill.num_gpus"),
+        ({"device": "cuda"}, {"prefill": {"num_gpus": 1}}, "pools.decode.num_gpus"),
+    ],
+)
+def test_device_and_gpus_must_agree(engine: dict[str, Any], pools: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^args\.{re.escape(field)}: ") as caught:
+        parse_args({"model": {"source": "m"}, "engine": engine, "pools": pools})
+    assert "set it to" in str(caught.value)
+
+
+def test_a_monolith_with_a_prefill_pool_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^args\.pools\.prefill: is set, but topology monolith has only monolith"):
+        parse_args({"model": {"source": "m"}, "topology": "monolith", "pools": {"prefill": {}}})
+
+
+def test_every_fault_gets_a_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args({"model": {"source": "m"}, "engine": {"dtype": "int8"}, "replay": {"share": -1}})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["args.engine.dtype", "args.replay.share"]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "the file: "),
+        ("- 1\n", "the file: "),
+        ("applications: [\n", "is not YAML: "),
+        ("a: 1\na: 2\n", "'a' is given twice"),
+        ("\ta: 1\n", "is not YAML: "),
+    ],
+)
+def test_a_file_that_is_no_config_is_told(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "app.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: ")) as caught:
+        load_config(file)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
+    file = tmp_path / "app.yaml"
+    file.write_text(
+        "applications:\n- args:\n    model: {source: m}\n    pools:\n      prefill: &pool {num_cpus: 2}\n"
+        "      decode: {<<: *pool, replicas: 3}\n"
+    )
+    decode = load_config(file).application.args.pool("decode")
+    assert (decode.num_cpus, decode.replicas) == (2, 3)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_the_schema_of_the_args_can_be_written_down() -> None:
+    schema = AppConfig.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) == set(AppConfig.model_fields)

@@ -1,0 +1,151 @@
+"""The import rules of the house, read off the source: arrows point down, and heavy libraries have one owner."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
+LEAVES = {f"speculative.{name}" for name in ("request", "config", "stats", "errors")}
+MAX_FUNCTION_LINES = 100
+
+# A module of a layer imports its own layer and those below it; what is not named lies between.
+LAYERS = (
+    LEAVES,
+    {f"speculative.{name}" for name in ("rng", "kv_cache", "sequence", "batch", "sampling", "logprobs", "model")},
+    set(),  # scheduler, runner, drafters, verification, selfcheck, handoff, ...
+    {"speculative.engine", "speculative.training"},
+)
+# Whose modules (a package stands for all in it) may import a library or one of our packages.
+OWNERS = {
+    "click": {"deploy"},
+    "fastapi": {"serve_app.ingress"},
+    "gguf": {"speculative.model"},
+    "grafana_api": {"dashboards.push"},
+    "openai": set(),
+    "prometheus_client": {"serve_app.metrics", "serve_app.metric_summary"},
+    "pydantic": {"serve_app.config", "serve_app.protocol", "serve_app.ingress"},
+    "pytest": set(),
+    "ray": {"serve_app.app", "serve_app.deployments", "serve_app.routing", "serve_app.metrics", "deploy"},
+    "rich": {"deploy"},
+    "safetensors": {"speculative", "deploy"},
+    "starlette": {"serve_app.ingress"},
+    "tokenizers": {"serve_app.tokenizer", "speculative.model.gguf"},
+    "torch": {"speculative", "serve_app.backends.torch_backend", "deploy"},
+    "transformers": {"serve_app.tokenizer", "speculative.model.loading"},
+    "vllm": {"serve_app.backends.vllm_backend"},
+    "xxhash": {"speculative"},
+    "dashboards": {"dashboards", "deploy"},
+    "deploy": {"deploy"},
+    "serve_app": {"serve_app", "deploy", "dashboards"},
+    "speculative": {"speculative", "serve_app", "deploy"},
+}
+# Packages whose modules never import each other, with what they share.
+SIBLINGS = {
+    "speculative.drafters": set(),
+    "speculative.verification": {"speculative.verification.base"},
+    "serve_app.backends": {"serve_app.backends.base"},
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {
+    name_of(path): ast.parse(path.read_text(encoding="utf-8"), str(path))
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+INITS = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("__init__.py"))
+
+
+def imports(module: str) -> set[str]:
+    """What a module imports, at the top or inside a function; our own by module, not by name within it."""
+    found = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} line {node.lineno}: a relative import"
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (full & TREES.keys()) or {str(node.module)}
+    return found
+
+
+def within(module: str, places: set[str]) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places)
+
+
+def layer(module: str) -> int:
+    return next((height for height, names in enumerate(LAYERS) if within(module, names)), 2)
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_libraries_and_packages_have_their_owners(module: str) -> None:
+    strangers = {name for name in imports(module) if not within(module, OWNERS.get(name.split(".")[0], {module}))}
+    assert not strangers, f"{module} may not import these; OWNERS names who may"
+
+
+@pytest.mark.parametrize("module", [name for name in TREES if name.startswith("speculative.")])
+def test_the_engine_imports_downwards(module: str) -> None:
+    own = {name for name in imports(module) if name.startswith("speculative")}
+    assert not {name for name in own if layer(name) > layer(module)}
+    assert module not in LEAVES or "torch" not in {name.split(".")[0] for name in imports(module)}
+
+
+@pytest.mark.parametrize("module", [name for name in TREES if name.startswith(("serve_app", "dashboards"))])
+def test_the_server_sees_only_the_leaves_of_the_engine(module: str) -> None:
+    if module == "serve_app.backends.torch_backend":
+        return
+    assert not {name for name in imports(module) if name.startswith("speculative")} - LEAVES
+    if module.startswith("dashboards"):
+        assert {name for name in imports(module) if name.startswith("serve_app")} <= {"serve_app.metric_names"}
+    if module.startswith("serve_app.backends."):
+        ours = {name for name in imports(module) if name.startswith("serve_app")}
+        assert all(within(name, {"serve_app.backends"}) for name in ours)
+
+
+@pytest.mark.parametrize("package", SIBLINGS)
+def test_siblings_do_not_import_each_other(package: str) -> None:
+    for module in (name for name in TREES if name.startswith(f"{package}.")):
+        siblings = {name for name in imports(module) if name.startswith(f"{package}.")}
+        assert not siblings - SIBLINGS[package], f"{module} imports a sibling"
+
+
+def test_there_are_no_cycles() -> None:
+    try:
+        TopologicalSorter({module: imports(module) & TREES.keys() - {module} for module in TREES}).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("path", INITS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_init_holds_only_a_docstring(path: Path) -> None:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    assert len(body) == 1
+    assert isinstance(body[0], ast.Expr)
+    assert isinstance(body[0].value, ast.Constant)
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_no_types_only_imports_and_no_environment_reads_in_the_engine(module: str) -> None:
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    assert "TYPE_CHECKING" not in names, "an import for types only hides a cycle"
+    if module.startswith("speculative.") and module != "speculative.config":
+        assert not names & {"environ", "getenv"}, "settings are complete before the engine runs"
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_functions_are_short(module: str) -> None:
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{module}.{node.name} has {length} lines"

@@ -1,0 +1,112 @@
+"""Writes tiny checkpoints with random weights, one for each family the engine serves. Their answers mean nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+EOS_TOKEN_ID = 2
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": EOS_TOKEN_ID,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama_biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama3": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
+    "smollm": {"model_type": "llama", "tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1}
+    | {"hidden_size": 48},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_biased": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
+}
+
+
+def write_tiny_model(
+    folder: Path,
+    family: str = "llama",
+    vocab_size: int = 512,
+    *,
+    tokenizer: bool = False,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """Write config, float32 weights and, if asked, a byte-level tokenizer with a chat template; returns the folder.
+
+    `overrides` are fields of the transformers configuration. Weights are drawn wide enough that logits differ clearly.
+    """
+    settings = {**_COMMON, **FAMILIES[family], **overrides, "vocab_size": vocab_size}
+    config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    model = AutoModelForCausalLM.from_config(config)
+    _randomise(model, seed)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    if tokenizer:
+        write_tiny_tokenizer(folder, vocab_size)
+    return folder
+
+
+def write_tiny_tokenizer(folder: Path, vocab_size: int = 512) -> None:
+    """Write a byte-level BPE: three special tokens, the 256 bytes, then short English pieces up to `vocab_size`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*SPECIAL_TOKENS, *alphabet]
+    merges: list[tuple[str, str]] = []
+    letters = "etaoinshrdlu"
+    for pair in (("Ġ", letter) for letter in letters):
+        merges.append(pair)
+    merges += [(first, second) for first in letters for second in letters]
+    merges = merges[: max(0, vocab_size - len(pieces))]
+    vocab = {piece: index for index, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
+    built = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    built.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[1],
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[2],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    """Fill every parameter, biases and norms too, from one seed that touches no global state."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.15 * noise)
