@@ -91,7 +91,6 @@ def config_check(file: Path) -> None:
 @click.option("--address", help="Run on this Ray cluster instead of one started here (auto, or host:port).")
 def serve(file: Path, address: str | None) -> None:
     """Serve the application of a configuration until interrupted."""
-    from deploy.client import Client
     from deploy.demo import curl_line
 
     checked = load_config(file)

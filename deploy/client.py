@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -63,7 +64,8 @@ class Client:
         }
         began = time.perf_counter()
         first = last = None
-        text, usage = "", {}
+        text = ""
+        usage: dict[str, Any] = {}
         for chunk in self._events("/v1/chat/completions", body):
             for choice in chunk.get("choices", ()):
                 piece = choice["delta"].get("content")
@@ -97,7 +99,7 @@ class Client:
             raise ServiceError(f"{self.base_url}{path}: {error}") from error
         return response.text
 
-    def _events(self, path: str, body: dict[str, object]) -> Iterator[dict]:  # type: ignore[type-arg]
+    def _events(self, path: str, body: dict[str, object]) -> Iterator[dict[str, Any]]:
         try:
             with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from deploy.client import Answer, Client, ServiceError
+from serve_app.metric_summary import MetricSummary
 
 QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
 _LIST = "apples, pears, plums, cherries, grapes, melons, lemons, oranges, figs, dates, peaches, apricots"
@@ -72,7 +73,7 @@ def curl_line(client: Client) -> str:
     return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 
-def _wait_for_replay(client: Client):  # type: ignore[no-untyped-def]
+def _wait_for_replay(client: Client) -> MetricSummary:
     """The metrics, once no more replays are on their way.
 
     Raises:

@@ -39,8 +39,10 @@ def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
 
 
 def _thread_environment(num_threads: int) -> dict[str, str]:
-    """A replica computes with its share of the cores, and its idle threads sleep: two replicas whose threads wait actively
-    on the same cores make each other fifty times slower."""
+    """A replica computes with its share of the cores, and its idle threads sleep.
+
+    Two replicas whose threads wait actively on the same cores make each other fifty times slower.
+    """
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),

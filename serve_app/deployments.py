@@ -1,15 +1,15 @@
 """The pools as Ray Serve deployments: thin classes that put an engine, a front end and metrics together.
 
 DecodeServer is the HTTP ingress and the orchestrator: it asks a prefill replica for the handoff, goes on from it, and
-streams. MonolithServer is the same without a prefill pool. PrefillServer computes prompts, and replays finished requests
-for the referee. RefereeServer is one actor: it checks logprobs and keeps the sums of the whole app for `/metrics`.
+streams. MonolithServer is the same without a prefill pool. PrefillServer computes prompts, and replays finished
+requests for the referee. RefereeServer is one actor: it checks logprobs and keeps the sums of the whole app for
+`/metrics`.
 """
 
 import asyncio
-import contextlib
 import importlib.metadata
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ray import serve
@@ -45,9 +45,7 @@ class EngineReplica:
         self._app_name = context.app_name
         self._buffer = BufferSink(context.replica_tag)
         self.metrics = Metrics([RaySink(), self._buffer], model_name=config.model.served_name, pool=pool)
-        self.backend: Backend = TorchBackend(
-            config.model.source, config.model.served_name, config.engine_config(pool)
-        )
+        self.backend: Backend = TorchBackend(config.model.source, config.model.served_name, config.engine_config(pool))
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> ModelInfo:
@@ -159,7 +157,9 @@ class HttpReplica(EngineReplica):
 class DecodeServer(HttpReplica):
     """HTTP, orchestration and decoding; prompts are computed by the prefill pool."""
 
-    async def __init__(self, config: AppConfig, prefill: "DeploymentHandle[Any]", referee: object) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: AppConfig, prefill: "DeploymentHandle[Any]", referee: object
+    ) -> None:
         del referee  # bound so that it belongs to the app; found by name, as the referee's own replicas are
         super().__init__(config, "decode", prefill)
         await self.start()
@@ -174,7 +174,7 @@ class DecodeServer(HttpReplica):
 class MonolithServer(HttpReplica):
     """HTTP, prefill and decoding in one replica."""
 
-    async def __init__(self, config: AppConfig, referee: object) -> None:
+    async def __init__(self, config: AppConfig, referee: object) -> None:  # type: ignore[misc]
         del referee
         super().__init__(config, "monolith", None)
         await self.start()
@@ -188,12 +188,12 @@ class MonolithServer(HttpReplica):
 class PrefillServer(EngineReplica):
     """Computes prompts and hands them off; replays finished requests when asked."""
 
-    async def __init__(self, config: AppConfig) -> None:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
         super().__init__(config, "prefill")
         await self.start()
 
     async def prefill(self, request: Request, first_token: bool) -> tuple[tuple[Any, ...], Handoff | None]:
-        """Deltas so far and the handoff. It is a return value, so that the caller owns it and it outlives this replica."""
+        """Deltas so far and the handoff: a return value, so that the caller owns it and it outlives this replica."""
         prefilled = await self.backend.prefill(request, first_token=first_token)
         return prefilled.deltas, prefilled.handoff
 
@@ -202,7 +202,7 @@ class PrefillServer(EngineReplica):
 class RefereeServer:
     """One actor for the whole app: it has finished requests replayed, and keeps everybody's counts."""
 
-    async def __init__(self, config: AppConfig) -> None:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
         context = serve.get_replica_context()
         pool = config.pool_names[0]
         replayer = "PrefillServer" if pool == "prefill" else "MonolithServer"
@@ -238,6 +238,3 @@ def _own_error(error: RayTaskError) -> Exception:
     """What a replica raised: our own exceptions as they are, anything else as a prefill that did not happen."""
     cause = error.cause
     return cause if isinstance(cause, TruespecError) else ConnectionError(f"a prefill replica failed: {cause}")
-
-
-__all__ = ["DecodeServer", "EngineReplica", "MonolithServer", "PrefillServer", "RefereeServer"]

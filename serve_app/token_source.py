@@ -1,8 +1,8 @@
 """Where a front end's tokens come from: prefill elsewhere when there is a prefill pool, decode on the local engine.
 
 It knows a local `Backend` and, in a disaggregated service, a function that asks the prefill pool; it does not know how
-that function reaches it. Whatever goes wrong with a prefill or its handoff, the local engine computes the prompt itself:
-the request is slower, and nothing is lost or said twice.
+that function reaches it. Whatever goes wrong with a prefill or its handoff, the local engine computes the prompt
+itself: the request is slower, and nothing is lost or said twice.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from speculative.request import Request, TokenDelta
 _logger = logging.getLogger("truespec.handoff")
 
 RemotePrefill = Callable[[Request, bool], Awaitable[Prefilled]]
-"""Asks the prefill pool: (request, first_token) -> Prefilled. Raises ConnectionError when no replica could be reached."""
+"""Asks the prefill pool: (request, first_token) -> Prefilled. Raises ConnectionError when no replica answered."""
 
 Deltas = AsyncGenerator[TokenDelta, None]
 

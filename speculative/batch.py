@@ -105,7 +105,7 @@ def lay_out(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_si
 def block_slots(blocks: Entries[int], length: int, block_size: int) -> Int64s:
     """Slots of the first `length` positions of a sequence with these blocks."""
     starts = np.array(blocks[: -(-length // block_size)], np.int64) * block_size
-    return (starts[:, None] + np.arange(block_size)).reshape(-1)[:length]  # type: ignore[no-any-return]
+    return (starts[:, None] + np.arange(block_size)).reshape(-1)[:length]
 
 
 def _input_ids(entry: Entry, drafts: Int64s) -> Int64s:
@@ -117,7 +117,7 @@ def _input_ids(entry: Entry, drafts: Int64s) -> Int64s:
 def _ranges(counts: Int64s) -> Int64s:
     """0..c-1 for every count c, one after another."""
     ends = np.cumsum(counts)
-    return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)  # type: ignore[no-any-return]
+    return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)

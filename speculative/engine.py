@@ -1,7 +1,11 @@
-"""The engine: token ids in, token ids out. One step schedules, drafts, verifies and commits, and only then the next begins."""
+"""The engine: token ids in, token ids out.
+
+One step schedules, drafts, verifies and commits, and only then the next begins.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence as Tokens
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import Batch, Drawn, Entry, Layout, StepOutcome, block_slots, lay_out
+from speculative.batch import Batch, Drawn, Entry, Int64s, Layout, StepOutcome, block_slots, lay_out
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafters.ngram import NgramDrafter
 from speculative.drafting import Drafter, DraftOutput, NoDrafter
@@ -23,7 +27,7 @@ from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import load_decoder
 from speculative.outcome import copy_to_host, drawn_per_entry, emitted_at_rows, logprobs_to_host
 from speculative.request import Request, TokenDelta, TokenLogprobs
-from speculative.rng import Purpose, uniforms
+from speculative.rng import Float64s, Purpose, uniforms
 from speculative.runner import ModelRunner
 from speculative.sampling import SamplingRows, process, target_probs
 from speculative.scheduler import Scheduler
@@ -88,10 +92,10 @@ class EngineCore:
 
         Args:
             request: what to generate.
-            hold_after: stop and wait for `export` once so many tokens are emitted; 0 holds it with its last prompt token
-                pending.
-            emitted: tokens that another engine has already emitted for it; they are computed again, and generation goes
-                on after them as if it had never moved.
+            hold_after: stop and wait for `export` once so many tokens are emitted; 0 holds it with its last prompt
+                token pending.
+            emitted: tokens that another engine has already emitted for it; they are computed again, and generation
+                goes on after them as if it had never moved.
 
         Raises:
             InvalidRequest: it does not fit the model.
@@ -118,9 +122,7 @@ class EngineCore:
         sequence = self.scheduler.find(request_id)
         if sequence is None or sequence.phase is not Phase.HELD:
             raise KeyError(f"{request_id} is not held for export.")
-        state = ComputedTokenState(
-            tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, kv=torch.empty(0)
-        )
+        state = ComputedTokenState(tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, kv=torch.empty(0))
         with _timed(self.stats, "export_s"):
             blob, kv = allocate_blob(state, self.manifest)
             self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
@@ -188,7 +190,10 @@ class EngineCore:
                 drawn = iter(all_drawn)
             return StepOutcome(
                 drawn=tuple(next(drawn) if entry.draws else None for entry in batch.entries),
-                scores=tuple(self._score(*pair, hidden) for pair in zip(batch.entries, layout.row_starts, strict=False)),
+                scores=tuple(
+                    self._score(entry, start, hidden)
+                    for entry, start in zip(batch.entries, layout.row_starts[:-1].tolist(), strict=True)
+                ),
                 expected_accepted=expected,
             )
 
@@ -235,7 +240,7 @@ class EngineCore:
         scores: list[TokenLogprobs] = []
         for start in range(begin, end, _SCORED_ROWS_AT_ONCE):
             stop = min(start + _SCORED_ROWS_AT_ONCE, end)
-            offset = int(row_start) - sequence.num_computed
+            offset = row_start - sequence.num_computed
             token_ids = sequence.tokens[start + 1 : stop + 1]
             matrix = self.runner.logits(hidden[offset + start : offset + stop]).log_softmax(dim=-1)
             host = gather_logprobs(matrix, torch.tensor(token_ids, device=self.device), 0).to_host()
@@ -275,7 +280,7 @@ class EngineCore:
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
         return self._on_device(block_slots(sequence.blocks, stop, self.config.block_size)[start:])
 
-    def _on_device(self, array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def _on_device(self, array: Int64s | Float64s) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _check(self, request: Request, tokens: Tokens[int]) -> None:
@@ -284,8 +289,8 @@ class EngineCore:
         if len(tokens) + (request.score_from is None) > self.max_model_len:
             raise InvalidRequest(
                 "prompt",
-                f"The prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len} of prompt and output "
-                "together.",
+                f"The prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len} of prompt and "
+                "output together.",
             )
         num_emitted = len(tokens) - len(request.prompt_token_ids)
         if num_emitted >= request.params.max_tokens:

@@ -97,9 +97,7 @@ def allocate_blob(state: ComputedTokenState, manifest: Manifest) -> tuple[Blob, 
     size = int(np.prod(shape)) * dtype.itemsize
     blob = np.empty(start + size + _CHECKSUM.size, np.uint8)
     blob[:start] = 0
-    blob[: _PREFIX.size + len(header)] = np.frombuffer(
-        _PREFIX.pack(_MAGIC, VERSION, 0, len(header)) + header, np.uint8
-    )
+    blob[: _PREFIX.size + len(header)] = np.frombuffer(_PREFIX.pack(_MAGIC, VERSION, 0, len(header)) + header, np.uint8)
     kv = torch.from_numpy(blob[start : start + size]).view(dtype).view(shape)
     return blob, kv
 
@@ -107,7 +105,7 @@ def allocate_blob(state: ComputedTokenState, manifest: Manifest) -> tuple[Blob, 
 def seal(blob: Blob) -> Blob:
     """Write the checksum."""
     body, checksum = blob[: -_CHECKSUM.size], blob[-_CHECKSUM.size :]
-    checksum[:] = np.frombuffer(_CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)), np.uint8)
+    checksum[:] = np.frombuffer(_CHECKSUM.pack(_digest(body)), np.uint8)
     return blob
 
 
@@ -147,7 +145,7 @@ def _checked_bytes(blob: Blob) -> Blob:
     if magic == _MAGIC and version != VERSION:
         raise HandoffRefused("version", f"The handoff has wire version {version}, this engine speaks {VERSION}.")
     (promised,) = _CHECKSUM.unpack(data[-_CHECKSUM.size :].tobytes())
-    if magic != _MAGIC or xxhash.xxh3_64_intdigest(data[: -_CHECKSUM.size]) != promised:
+    if magic != _MAGIC or _digest(data[: -_CHECKSUM.size]) != promised:
         raise HandoffRefused("damaged", "The handoff's checksum does not match: it was cut or altered on its way.")
     return data
 
@@ -190,6 +188,10 @@ def _as_tensor(data: Blob, dtype: torch.dtype) -> Tensor:
 
 def _kv_shape(manifest: Manifest, num_computed: int) -> tuple[int, ...]:
     return (manifest.num_layers, 2, num_computed, manifest.num_kv_heads, manifest.head_dim)
+
+
+def _digest(data: Blob) -> int:
+    return xxhash.xxh3_64_intdigest(data.data)
 
 
 def _aligned(size: int) -> int:

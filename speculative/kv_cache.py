@@ -113,9 +113,7 @@ class KVCache:
     `data` is [num_layers, 2, num_slots, num_kv_heads, head_dim]: 0 = keys, 1 = values.
     """
 
-    def __init__(
-        self, shape: KVShape, num_slots: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: KVShape, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
         self.data = torch.zeros(size, dtype=dtype, device=device)

@@ -45,7 +45,7 @@ def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64
     """
     words = _philox((rounds, offsets, purposes, np.zeros_like(rounds)), (seeds & _MASK, seeds >> _SHIFT))
     high, low = words[0] >> np.uint64(6), words[1] >> np.uint64(6)  # 26 bits each
-    return ((high << np.uint64(26)) + low + 0.5) * 2.0**-52  # type: ignore[no-any-return]
+    return ((high << np.uint64(26)) + low + 0.5) * 2.0**-52
 
 
 def _philox(counter: tuple[Uint64s, ...], key: tuple[Uint64s, Uint64s]) -> tuple[Uint64s, ...]:

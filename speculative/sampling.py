@@ -1,7 +1,7 @@
 """From logits to the target's law p: each request's own temperature and filters, on every verify row.
 
-Nothing here draws a token and nothing writes to the logits it is given. The law is a function of one row's logits and of
-that request's parameters alone; neighbours do not enter it.
+Nothing here writes to the logits it is given. The law is a function of one row's logits and of that request's
+parameters alone; neighbours do not enter it.
 """
 
 from collections.abc import Sequence

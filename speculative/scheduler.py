@@ -241,9 +241,7 @@ class Scheduler:
     def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
         if not sequence.scores_only or sequence.num_to_compute > 0:
             return None
-        return TokenDelta(
-            sequence.request.request_id, logprobs=tuple(sequence.scores), finish_reason=FinishReason.STOP
-        )
+        return TokenDelta(sequence.request.request_id, logprobs=tuple(sequence.scores), finish_reason=FinishReason.STOP)
 
     def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
         """Publish what is newly computed, then let the sequence go, hold it, or run on."""

@@ -118,7 +118,7 @@ class TorchBackend:
         raise EngineFault("The replay ended without a result.")
 
     def usage(self) -> EngineUsage:
-        """What the engine holds right now (read without stopping it: the counts are those between two steps, or near)."""
+        """What the engine holds right now, read without stopping it."""
         return self._live_engine().usage()
 
     def take_stats(self) -> StepStats:

@@ -1,6 +1,7 @@
 """Prompt-lookup drafting: what followed the last time these tokens were seen.
 
-Source: Saxena, "Prompt Lookup Decoding" (2023). Drafts are point masses; they depend on the sequence's own tokens alone.
+Source: Saxena, "Prompt Lookup Decoding" (2023). Drafts are point masses; they depend on the sequence's own tokens
+alone.
 """
 
 from collections.abc import Sequence as Tokens
@@ -34,7 +35,7 @@ class NgramDrafter:
 
 
 class NgramIndex:
-    """Where each n-gram of one sequence was last followed by another token. Grows with the sequence, in O(1) a token."""
+    """Where each n-gram of one sequence was last followed by another token. Grows with it, in O(1) a token."""
 
     def __init__(self, sizes: range) -> None:
         self._after: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in sizes}

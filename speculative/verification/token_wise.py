@@ -2,8 +2,8 @@
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2211.17192); Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling" (2302.01318). For a point-mass draft x the rule
-"accept with probability min(1, p(x)/q(x)), else draw from (p - q)+" reads: accept with probability p(x), else draw from p
-without x.
+"accept with probability min(1, p(x)/q(x)), else draw from (p - q)+" reads: accept with probability p(x), else draw
+from p without x.
 """
 
 import torch
@@ -27,7 +27,7 @@ def verify_point_mass(step: VerifyInput) -> VerifyOutput:
     rejected_ids = step.drafts[final_rows].clamp(min=0)[:, None]
     kept = torch.where(rejected[:, None], 0.0, law.gather(1, rejected_ids))
     residual = law.scatter(1, rejected_ids, kept)
-    empty = residual.sum(dim=-1, keepdim=True) <= 0  # p(x) rounded to 1 and yet rejected: p itself is the residual's limit
+    empty = residual.sum(dim=-1, keepdim=True) <= 0  # p(x) is 1 up to rounding, and yet x was rejected
     reached = judged & (step.offsets <= num_accepted[step.entries])
     return VerifyOutput(
         num_accepted=num_accepted,

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from serve_app.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
 
-MIXED = "Hello wörld 🙂🏳️‍🌈 — 你好\r\n\ttab é e\u0301"
 any_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 
 

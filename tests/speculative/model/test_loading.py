@@ -1,0 +1,172 @@
+"""Every tensor of a checkpoint is accounted for, and models are found where they should be."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model import loading
+from speculative.model.config import ModelConfig
+from speculative.model.decoder import Decoder
+from speculative.model.loading import load_decoder, resolve_model
+
+WEIGHTS = "model.safetensors"
+CPU = torch.device("cpu")
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:
+    weights = load_file(folder / WEIGHTS)
+    edit(weights)
+    save_file(weights, folder / WEIGHTS)
+    return folder
+
+
+def load(folder: Path) -> Decoder:
+    return load_decoder(folder, dtype=torch.float32, device="cpu")
+
+
+def test_a_new_decoder_is_all_nan_and_a_loaded_one_has_none(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "qwen3_biased")
+    fresh = Decoder(ModelConfig.from_folder(folder), dtype=torch.float32, device=CPU)
+    assert all(parameter.isnan().all() for parameter in fresh.parameters())
+    assert not any(parameter.isnan().any() for parameter in load(folder).parameters())
+
+
+def test_slots_cover_every_parameter(tmp_path: Path) -> None:
+    decoder = Decoder(
+        ModelConfig.from_folder(write_tiny_model(tmp_path, "qwen3_biased")), dtype=torch.float32, device=CPU
+    )
+    for slot in decoder.checkpoint_slots().values():
+        slot.zero_()
+    assert all((parameter == 0).all() for parameter in decoder.parameters())
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = edit_weights(write_tiny_model(tmp_path), lambda weights: weights.pop(name))
+    with pytest.raises(ConfigError, match=f"lacks the tensors {name}"):
+        load(folder)
+
+
+def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    extra = "model.layers.0.self_attn.q_proj.bias"
+    folder = edit_weights(write_tiny_model(tmp_path), lambda weights: weights.update({extra: torch.zeros(64)}))
+    with pytest.raises(ConfigError, match=f"unexpected tensor {extra}"):
+        load(folder)
+
+
+def test_tensors_that_follow_from_others_are_ignored(tmp_path: Path) -> None:
+    def add(weights: dict[str, Tensor]) -> None:
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+
+    decoder = load(edit_weights(write_tiny_model(tmp_path, "smollm"), add))
+    assert decoder.lm_head.weight is decoder.embedding
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
+def test_a_wrong_shape_is_named(name: str, tmp_path: Path) -> None:
+    folder = edit_weights(write_tiny_model(tmp_path), lambda weights: weights.update({name: torch.zeros(3, 64)}))
+    with pytest.raises(ConfigError, match=rf"Tensor {name} has shape \[3, 64\]"):
+        load(folder)
+
+
+def test_a_nan_in_the_checkpoint_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    folder = edit_weights(write_tiny_model(tmp_path), lambda weights: weights[name][3, 5].fill_(torch.nan))
+    with pytest.raises(ConfigError, match=f"Tensor {name} holds NaN"):
+        load(folder)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    folder = edit_weights(
+        write_tiny_model(tmp_path), lambda weights: weights.update({name: weights[name].to(torch.int8)})
+    )
+    with pytest.raises(UnsupportedModel, match=rf"{name} is torch.int8.*engine: vllm"):
+        load(folder)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        load(folder)
+
+
+def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    whole = write_tiny_model(tmp_path / "whole")
+    sharded = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(sharded, max_shard_size="100KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    expected, found = load(whole).state_dict(), load(sharded).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    next(iter(sorted(sharded.glob("model-*.safetensors")))).unlink()
+    with pytest.raises(ConfigError, match=r"lacks model-00001-of-.*named in model\.safetensors\.index\.json"):
+        load(sharded)
+
+
+def test_an_index_that_makes_no_sense(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    (folder / WEIGHTS).unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
+    with pytest.raises(ConfigError, match=r"index\.json cannot be read"):
+        load(folder)
+
+
+def test_pickled_weights_are_refused_and_none_at_all_said_so(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        load(folder)
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match="save_pretrained"):
+        load(folder)
+
+
+def test_a_folder_and_a_fetched_name_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
+    fetched = write_tiny_model(tmp_path / "models" / "some-name")
+    assert resolve_model("some-name") == fetched
+    assert resolve_model(str(fetched)) == fetched
+    assert resolve_model(fetched) == fetched
+
+
+@pytest.mark.parametrize("name", ["some-name", "/no/such/folder", "./a/b", "a/b/c", ""])
+def test_a_model_that_is_nowhere_says_how_to_get_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="truespec model get") as raised:
+        resolve_model(name)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_a_hub_id_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"org/no-such-model.*truespec model get smollm2-135m"):
+        resolve_model("org/no-such-model")
+
+
+def test_a_hub_id_fetches_no_file_that_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake hub that records what it was asked for."""
+    asked = {}
+
+    def fake_download(repository: str, **options: object) -> str:
+        asked.update(options, repository=repository)
+        return str(tmp_path)
+
+    monkeypatch.setattr(loading, "snapshot_download", fake_download)
+    assert resolve_model("org/model@abc123") == tmp_path
+    assert (asked["repository"], asked["revision"]) == ("org/model", "abc123")
+    patterns = asked["allow_patterns"]
+    assert isinstance(patterns, list)
+    assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns)
