@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ray import serve
 from ray.serve import Application
 
 from serve_app.config import AppConfig, PoolName, parse_args
@@ -16,11 +17,11 @@ def build_app(args: Mapping[str, Any]) -> Application:
         ConfigError: a field of `args` is wrong; the message names it and the mend.
     """
     config = parse_args(args)
-    referee = RefereeServer.options(num_replicas=1, ray_actor_options={"num_cpus": 0}).bind(config)
+    referee = serve.deployment(num_replicas=1, ray_actor_options={"num_cpus": 0})(RefereeServer).bind(config)
     if config.topology == "monolith":
-        return MonolithServer.options(**_options(config, "monolith")).bind(config, referee)
-    prefill = PrefillServer.options(**_options(config, "prefill")).bind(config)
-    return DecodeServer.options(**_options(config, "decode")).bind(config, prefill, referee)
+        return serve.deployment(**_options(config, "monolith"))(MonolithServer).bind(config, referee)
+    prefill = serve.deployment(**_options(config, "prefill"))(PrefillServer).bind(config)
+    return serve.deployment(**_options(config, "decode"))(DecodeServer).bind(config, prefill, referee)
 
 
 def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:

@@ -152,7 +152,6 @@ class HttpReplica(EngineReplica):
         return Prefilled(deltas, handoff)
 
 
-@serve.deployment
 @serve.ingress()
 class DecodeServer(HttpReplica):
     """HTTP, orchestration and decoding; prompts are computed by the prefill pool."""
@@ -169,7 +168,6 @@ class DecodeServer(HttpReplica):
         return self.asgi_app()
 
 
-@serve.deployment
 @serve.ingress()
 class MonolithServer(HttpReplica):
     """HTTP, prefill and decoding in one replica."""
@@ -184,7 +182,6 @@ class MonolithServer(HttpReplica):
         return self.asgi_app()
 
 
-@serve.deployment
 class PrefillServer(EngineReplica):
     """Computes prompts and hands them off; replays finished requests when asked."""
 
@@ -198,7 +195,6 @@ class PrefillServer(EngineReplica):
         return prefilled.deltas, prefilled.handoff
 
 
-@serve.deployment
 class RefereeServer:
     """One actor for the whole app: it has finished requests replayed, and keeps everybody's counts."""
 
