@@ -9,6 +9,8 @@ from ray.serve import Application
 from serve_app.config import AppConfig, PoolName, parse_args
 from serve_app.deployments import DecodeServer, MonolithServer, PrefillServer, RefereeServer
 
+_PROXY_RETRY_AFTER_S = 2
+
 
 def build_app(args: Mapping[str, Any]) -> Application:
     """The application that `import_path: serve_app.app:build_app` names.
@@ -28,8 +30,11 @@ def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
     pool = config.pool(name)
     return {
         "num_replicas": pool.replicas,
-        "max_ongoing_requests": config.limits.max_ongoing_requests,
+        # Serve lets more in than the replica takes on, so that it is the replica that answers 429 with a reason and an
+        # honest Retry-After; what even that cannot hold, Serve's own proxy turns away.
+        "max_ongoing_requests": 2 * config.limits.max_ongoing_requests,
         "max_queued_requests": config.limits.max_queued_requests,
+        "backpressure_config": {"status_code": 429, "retry_after_s": _PROXY_RETRY_AFTER_S},
         "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
         "ray_actor_options": {
             "num_cpus": pool.num_cpus,

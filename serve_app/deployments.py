@@ -23,7 +23,7 @@ from serve_app.config import AppConfig, PoolName
 from serve_app.frontend import FrontEnd, Limits
 from serve_app.ingress import build_ingress
 from serve_app.metrics import BufferSink, MetricBatch, Metrics, PrometheusSink, RaySink
-from serve_app.observed_source import ObservedSource
+from serve_app.observed_source import ObservedSource, SourceLimits
 from serve_app.referee import Referee, ReplayJob, chosen
 from serve_app.token_source import PooledTokenSource
 from serve_app.tokenizer import Tokenizer
@@ -102,14 +102,14 @@ class HttpReplica(EngineReplica):
     async def start(self) -> ModelInfo:
         """Load the engine and build the front end over it."""
         info = await super().start()
+        limits = self._config.limits
         source = ObservedSource(
             PooledTokenSource(self.backend, self.metrics, self._ask_prefill if self._prefill else None),
             self.metrics,
             choose=lambda request_id: chosen(request_id, self._config.replay.share),
             submit=self._submit,
-            timeout_s=self._config.limits.request_timeout_s,
+            limits=SourceLimits(limits.max_ongoing_requests, limits.request_timeout_s),
         )
-        limits = self._config.limits
         self._front_end = FrontEnd(
             source,
             Tokenizer.from_folder(info.folder),

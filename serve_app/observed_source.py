@@ -1,4 +1,4 @@
-"""Watches a token source from outside: latencies, outcomes, the deadline, and which requests are to be replayed."""
+"""Watches a token source from outside: admission, latencies, outcomes, the deadline, and what is to be replayed."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from serve_app.metrics import Metrics
 from serve_app.referee import ReplayJob
-from speculative.errors import RequestTimeout
+from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta
 
 
@@ -26,12 +26,21 @@ class TokenSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SourceLimits:
+    """What one replica takes on."""
+
+    max_running: int  # requests at once; a request with n choices counts n times
+    timeout_s: float  # the longest a request may take
+
+
 @dataclass(slots=True)
 class _Watched:
     """One request on its way."""
 
     request: Request
     replayed: bool
+    began_at: float
     last_at: float
     outcome: str = "abort"  # unless it comes to an end of its own
     waiting: bool = True  # for its first token
@@ -47,7 +56,7 @@ class ObservedSource:
         metrics: latencies and outcomes are recorded here.
         choose: whether a request, by its id, is to be replayed.
         submit: takes the replay jobs; must not block.
-        timeout_s: the longest a request may take.
+        limits: how many requests may run at once, and how long each.
     """
 
     def __init__(
@@ -57,24 +66,31 @@ class ObservedSource:
         *,
         choose: Callable[[str], bool],
         submit: Callable[[ReplayJob], None],
-        timeout_s: float,
+        limits: SourceLimits,
     ) -> None:
         self._source = source
         self._metrics = metrics
         self._choose = choose
         self._submit = submit
-        self._timeout_s = timeout_s
+        self._limits = limits
+        self._mean_duration_s = 1.0  # of the last requests, for an honest Retry-After
         self._watched: dict[str, _Watched] = {}
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas as the source gives them; what only the referee asked for is taken out again."""
+        """Deltas as the source gives them; what only the referee asked for is taken out again.
+
+        Raises:
+            EngineOverloaded: too many requests are running.
+            RequestTimeout: it took too long.
+        """
+        self._admit(len(requests))
         now = time.monotonic()
-        watched = {r.request_id: _Watched(r, self._choose(r.request_id), last_at=now) for r in requests}
+        watched = {r.request_id: _Watched(r, self._choose(r.request_id), now, now) for r in requests}
         self._watched |= watched
         asked = [_with_logprobs(entry.request) if entry.replayed else entry.request for entry in watched.values()]
         try:
             async with contextlib.aclosing(self._source.stream(asked)) as deltas:
-                async for delta in _until(deltas, asyncio.get_running_loop().time() + self._timeout_s):
+                async for delta in _until(deltas, asyncio.get_running_loop().time() + self._limits.timeout_s):
                     entry = watched[delta.request_id]
                     self._see(entry, delta)
                     yield delta if entry.request.params.logprobs is not None else delta.replace(logprobs=None)
@@ -93,6 +109,20 @@ class ObservedSource:
             self._watched[request_id].outcome = "stop"
         await self._source.abort(request_id)
 
+    def _admit(self, count: int) -> None:
+        limit = self._limits.max_running
+        if len(self._watched) + count <= limit:
+            return
+        for _ in range(count):
+            self._metrics.count("truespec_requests_total", outcome="rejected")
+        if count > limit:
+            raise InvalidRequest("n", f"n asks for {count} choices; this server runs at most {limit} at once.")
+        freed = len(self._watched) + count - limit
+        raise EngineOverloaded(
+            f"{len(self._watched)} requests are running here, and the limit is {limit}; try again soon.",
+            retry_after_s=self._mean_duration_s * freed / limit,
+        )
+
     def _see(self, entry: _Watched, delta: TokenDelta) -> None:
         now = time.monotonic()
         if delta.token_ids:
@@ -103,13 +133,14 @@ class ObservedSource:
             else:
                 self._metrics.observe("truespec_inter_token_latency_seconds", elapsed / len(delta.token_ids))
             entry.last_at, entry.waiting = now, False
-        if delta.finish_reason is not None:
-            entry.outcome = delta.finish_reason.value
+        if delta.finish_reason not in (None, FinishReason.ABORT):
+            entry.outcome = str(delta.finish_reason)
         if entry.replayed:
             entry.token_ids.extend(delta.token_ids)
             entry.logprobs.extend(item.logprob for item in delta.logprobs or ())
 
     def _end(self, entry: _Watched) -> None:
+        self._mean_duration_s += 0.1 * (time.monotonic() - entry.began_at - self._mean_duration_s)
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
         whole = len(entry.token_ids) == len(entry.logprobs)
         if entry.replayed and entry.token_ids and whole and entry.outcome != FinishReason.ERROR:

@@ -5,13 +5,13 @@ that function reaches it. Whatever goes wrong with a prefill or its handoff, the
 itself: the request is slower, and nothing is lost or said twice.
 """
 
-import asyncio
 import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from serve_app.backends.base import Backend, Prefilled
+from serve_app.frontend import merge
 from serve_app.metrics import Metrics
 from speculative.errors import HandoffRefused
 from speculative.request import Request, TokenDelta
@@ -37,23 +37,17 @@ class PooledTokenSource:
         self._backend = backend
         self._metrics = metrics
         self._remote_prefill = remote_prefill
-        self._pumps: dict[str, asyncio.Task[None]] = {}
 
     async def stream(self, requests: Sequence[Request]) -> Deltas:
         """Generate for requests that share one prompt; their deltas come interleaved. Closing it aborts them all."""
-        if len(requests) == 1:
-            streams = [self._one(requests[0])]
-        else:
-            streams = await self._many(requests)
-        async with contextlib.aclosing(self._merge(requests, streams)) as deltas:
+        streams = [self._one(requests[0])] if len(requests) == 1 else await self._many(requests)
+        async with contextlib.aclosing(merge(streams)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices; the others go on."""
-        pump = self._pumps.get(request_id)
-        if pump is not None:
-            pump.cancel()
+        self._backend.abort(request_id)
 
     async def _one(self, request: Request) -> Deltas:
         prefilled = await self._prefill(request, first_token=True)
@@ -115,43 +109,3 @@ class PooledTokenSource:
                 self._metrics.count("truespec_handoffs_total", result="ok")
                 self._metrics.count("truespec_handoff_bytes_total", num_bytes)
             yield delta
-
-    async def _merge(self, requests: Sequence[Request], streams: Sequence[Deltas]) -> Deltas:
-        if len(streams) == 1:
-            async with contextlib.aclosing(streams[0]) as deltas:
-                async for delta in deltas:
-                    yield delta
-            return
-        ready: asyncio.Queue[TokenDelta | Exception | None] = asyncio.Queue()
-        pumps = {
-            request.request_id: asyncio.create_task(_pump(stream, ready))
-            for request, stream in zip(requests, streams, strict=True)
-        }
-        self._pumps |= pumps
-        try:
-            num_running = len(pumps)
-            while num_running:
-                item = await ready.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_running -= 1
-                else:
-                    yield item
-        finally:
-            for request_id, pump in pumps.items():
-                pump.cancel()
-                del self._pumps[request_id]
-            await asyncio.gather(*pumps.values(), return_exceptions=True)
-
-
-async def _pump(stream: Deltas, ready: "asyncio.Queue[TokenDelta | Exception | None]") -> None:
-    """Move one choice's deltas into the common queue; None marks its end, an exception its failure."""
-    try:
-        async with contextlib.aclosing(stream) as deltas:
-            async for delta in deltas:
-                ready.put_nowait(delta)
-    except Exception as error:
-        ready.put_nowait(error)
-    finally:
-        ready.put_nowait(None)

@@ -200,10 +200,10 @@ class EngineCore:
     def _draw(self, layout: Layout, hidden: Tensor) -> tuple[list[Drawn], float]:
         """Draw tokens for the drawing entries; hidden is [N, hidden]."""
         logits = self.runner.logits(hidden[torch.from_numpy(layout.verify_rows).to(self.device)])  # [R, V]
-        finite = torch.isfinite(logits.amax(dim=-1))  # NaN and +inf win the maximum, a row of -inf has none
         params = [layout.drawing[index].sequence.params for index in layout.verify_entries]
         rows = SamplingRows.build(params, logits.shape[-1], self.device)
         processed = process(logits, rows)
+        finite = torch.isfinite(processed.amax(dim=-1))  # NaN and +inf win the maximum, a row of -inf has none
         step = self._verify_input(layout, target_probs(processed, rows))
         verified = self.verify(step)
         emitted = emitted_at_rows(verified, step)

@@ -157,7 +157,7 @@ def _read_header(data: Blob) -> tuple[dict[str, Any], int]:
         raise HandoffRefused("damaged", f"The handoff's header claims {length} bytes.")
     try:
         header = json.loads(data[_PREFIX.size : _PREFIX.size + length].tobytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HandoffRefused("damaged", f"The handoff's header is not readable: {error}.") from error
     if not isinstance(header, dict):
         raise HandoffRefused("damaged", "The handoff's header is no object.")
@@ -171,7 +171,8 @@ def _read_counts(header: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
         and all(type(token) is int and token >= 0 for token in token_ids)
         and type(num_prompt) is int
         and type(num_cached) is int
-        and 0 <= num_cached < num_prompt <= len(token_ids)
+        and 0 <= num_cached <= num_prompt
+        and 1 <= num_prompt <= len(token_ids)
     )
     if not sound:
         raise HandoffRefused("damaged", "The handoff's tokens and counts contradict each other.")

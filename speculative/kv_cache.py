@@ -77,6 +77,11 @@ class BlockPool:
             self._hash_of[block] = digest
             self._block_of[digest] = block
 
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Let nobody else find these blocks: what they hold is suspect."""
+        for block in blocks:
+            self._forget(block)
+
     def drop_prefixes(self) -> None:
         """Forget every cached prefix; held blocks stay held."""
         self._hash_of.clear()

@@ -69,7 +69,7 @@ def gather_logprobs(matrix: Tensor, token_ids: Tensor, num_top: int) -> LogprobR
     """Read token_ids [R] and the num_top best of each row out of the mode's matrix [R, V]."""
     values = matrix.gather(1, token_ids[:, None])
     ranks = (matrix > values).sum(dim=-1) + 1
-    top = matrix.topk(num_top, dim=-1) if num_top else None
+    top = matrix.topk(min(num_top, matrix.shape[-1]), dim=-1) if num_top else None
     nothing = matrix.new_empty((matrix.shape[0], 0))
     return LogprobRows(
         values=values[:, 0],

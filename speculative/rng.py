@@ -32,7 +32,7 @@ class Purpose(enum.IntEnum):
 
 
 def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
-    """One uniform in the open interval (0, 1) per row, with 53 random bits.
+    """One uniform in the open interval (0, 1) per row, with 52 random bits.
 
     Args:
         seeds: [R] uint64, the request's seed.

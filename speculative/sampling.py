@@ -12,6 +12,7 @@ from torch import Tensor
 
 from speculative.request import SamplingParams
 
+_COLDEST = 1e-6  # colder, logits overflow float32; at this temperature a gap of 1e-4 is already certainty
 _NUCLEUS_GUESS = 1024  # most nuclei are smaller; sorting a whole vocabulary is the slowest thing a CPU sampler can do
 
 
@@ -33,7 +34,7 @@ class SamplingRows:
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingRows":
         """`params` holds one entry per verify row."""
         greedy = torch.tensor([p.greedy for p in params], dtype=torch.bool, device=device)
-        temperature = torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device)
+        temperature = torch.tensor([1.0 if p.greedy else max(p.temperature, _COLDEST) for p in params], device=device)
         rows = [row for row, p in enumerate(params) if not p.greedy and (p.top_k > 0 or p.top_p < 1)]
         filtered = None
         if rows:
@@ -81,15 +82,18 @@ def _keep_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020).
     """
+    limited = top_p < 1
+    if not bool(limited.any()):
+        return logits
     probs = torch.softmax(logits, dim=-1)
     size = min(_NUCLEUS_GUESS, probs.shape[-1])
     best = probs.topk(size, dim=-1).values
-    if bool((best.sum(-1) < top_p).any()):
+    if bool((limited & (best.sum(-1) < top_p)).any()):
         best = probs.sort(dim=-1, descending=True).values
     before = best.cumsum(dim=-1) - best  # mass of the tokens ranked higher
-    size_of_nucleus = (before < top_p[:, None]).sum(dim=-1, keepdim=True)
+    size_of_nucleus = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)  # a top_p may round to 0
     floor = best.gather(1, size_of_nucleus - 1)
-    floor = torch.where((top_p < 1)[:, None], floor, 0.0)
+    floor = torch.where(limited[:, None], floor, 0.0)
     return logits.masked_fill(probs < floor, -torch.inf)
 
 
@@ -101,10 +105,10 @@ def draw(law: Tensor, uniform: Tensor) -> Tensor:
         uniform: [E] float64 in (0, 1).
 
     Returns:
-        [E] int64; a token of mass 0 is never drawn.
+        [E] int64; a token of mass 0 is never drawn. From a row of NaN some token of the vocabulary, to be thrown away.
     """
     cdf = law.cumsum(dim=-1, dtype=torch.float64)
     total = cdf[:, -1:]
     token = torch.searchsorted(cdf, uniform[:, None] * total, right=True)
     last_possible = torch.searchsorted(cdf, total)  # the product above may round up to the total
-    return torch.minimum(token, last_possible)[:, 0]
+    return torch.minimum(token, last_possible).clamp(max=law.shape[-1] - 1)[:, 0]

@@ -1,11 +1,13 @@
 """Which sequences run in a step, and what becomes of what the step decided.
 
 Synchronous: nothing is scheduled on tokens that the host has not seen. Every running sequence that decodes gets its one
-pending token into each step; what is left of the token budget goes to drafts, then to chunks of prefills, oldest first.
+pending token into each step; what is left of the token budget goes to drafts, then to chunks of prefills, oldest first,
+and to scoring last.
 When blocks run out, drafts are cut first, then the youngest sequence is preempted: its blocks are freed and its tokens
 are computed again later.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -46,9 +48,8 @@ class Scheduler:
         """Queue a sequence. Requests come before scoring, which has time."""
         if sequence.scores_only:
             self._waiting.append(sequence)
-            return
-        position = next((i for i, other in enumerate(self._waiting) if other.scores_only), len(self._waiting))
-        self._waiting.insert(position, sequence)
+        else:
+            self._waiting.insert(self._num_waiting_requests, sequence)
 
     def find(self, request_id: str) -> Sequence | None:
         """The live sequence of a request."""
@@ -65,6 +66,11 @@ class Scheduler:
             del self._held[sequence.request.request_id]
         sequence.phase = Phase.FINISHED
         self._free(sequence)
+
+    @property
+    def _num_waiting_requests(self) -> int:
+        """Those that generate stand in front of those that score."""
+        return sum(not sequence.scores_only for sequence in self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +106,7 @@ class Scheduler:
             max_drafts = self._fit_drafts(sequence, budget)
             budget -= max_drafts
             entries.append(Entry(sequence, num_known=1, max_drafts=max_drafts, draws=True))
-        for sequence in self._running:
+        for sequence in sorted(self._running, key=lambda seq: seq.scores_only):
             if not sequence.decoding and budget > 0:
                 chunk = min(sequence.num_to_compute, budget)
                 budget -= chunk
@@ -118,7 +124,7 @@ class Scheduler:
             sequence.phase = Phase.RUNNING
             self._running.append(sequence)
             admitted.append(sequence)
-            if sequence.num_to_compute == 0:  # a hold that the prefix cache has wholly computed
+            if sequence.ready_to_hold:  # the prefix cache had it wholly computed
                 self._hold(sequence)
         return tuple(admitted)
 
@@ -136,9 +142,9 @@ class Scheduler:
             sequence.num_computed = len(sequence.tokens) - 1
             self.publish(sequence)
         elif sequence.queue_s is None and not sequence.scores_only:
-            sequence.num_cached = sequence.num_shared
+            sequence.num_cached = min(sequence.num_shared, sequence.num_prompt)  # what was emitted may be cached too
             self.stats.prefix_cache_queries += sequence.num_prompt
-            self.stats.prefix_cache_hits += sequence.num_shared
+            self.stats.prefix_cache_hits += sequence.num_cached
         if sequence.queue_s is None:
             sequence.queue_s = time.monotonic() - sequence.arrived_at
         return True
@@ -174,8 +180,9 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._free(sequence)
+        sequence.scores.clear()  # they are computed again
         sequence.phase = Phase.WAITING
-        self._waiting.appendleft(sequence)
+        self._waiting.insert(self._num_waiting_requests if sequence.scores_only else 0, sequence)
         self.stats.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
@@ -241,15 +248,20 @@ class Scheduler:
     def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
         if not sequence.scores_only or sequence.num_to_compute > 0:
             return None
-        return TokenDelta(sequence.request.request_id, logprobs=tuple(sequence.scores), finish_reason=FinishReason.STOP)
+        scores, request_id = tuple(sequence.scores), sequence.request.request_id
+        if not all(math.isfinite(entry.logprob) for entry in scores):
+            return TokenDelta(request_id, finish_reason=FinishReason.ERROR, error="The model's logits were not finite.")
+        return TokenDelta(request_id, logprobs=scores, finish_reason=FinishReason.STOP)
 
     def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
         """Publish what is newly computed, then let the sequence go, hold it, or run on."""
         if delta is None or delta.finish_reason is not FinishReason.ERROR:
             self.publish(sequence)
+        else:  # what it computed may be at fault, or what it found in the cache
+            self.pool.withdraw(sequence.blocks)
         if delta is not None and delta.finished:
             self.release(sequence)
-        elif sequence.num_to_compute == 0:
+        elif sequence.ready_to_hold:
             self._hold(sequence)
 
     def publish(self, sequence: Sequence) -> None:

@@ -80,9 +80,19 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Known tokens that still have to run through the model before a token can be drawn (or the sequence held)."""
-        leave_pending = self.scores_only or (self.hold_after is not None and self.hold_after == self.num_output)
+        """Known tokens to run through the model before the sequence is drawn from, decoded on, or held.
+
+        A prompt is computed whole, and the first token drawn at its end with nothing drafted. What is computed again
+        after a preemption or a move leaves the last token pending, so that the next round is the round it would have
+        been: the same drafts, the same random numbers.
+        """
+        leave_pending = self.scores_only or self.num_output > 0 or self.hold_after == 0
         return len(self.tokens) - self.num_computed - leave_pending
+
+    @property
+    def ready_to_hold(self) -> bool:
+        """Whether it has come to where it is to be held for export."""
+        return self.hold_after is not None and self.hold_after <= self.num_output and self.num_to_compute == 0
 
     @property
     def decoding(self) -> bool:
@@ -90,8 +100,14 @@ class Sequence:
         return len(self.tokens) == self.num_computed + 1 and not self.scores_only
 
     def num_drafts_that_fit(self, wanted: int, max_model_len: int) -> int:
-        """How many drafts the length limits leave room for: after all of them one more token must fit."""
-        room = min(max_model_len - len(self.tokens), self.params.max_tokens - self.num_output)
+        """How many drafts the length limits leave room for: after all of them one more token must fit.
+
+        None before the first token, wherever it is drawn: prefill and decode replicas then draw the same one.
+        """
+        if self.num_output == 0:
+            return 0
+        last = self.params.max_tokens if self.hold_after is None else min(self.hold_after, self.params.max_tokens)
+        room = min(max_model_len - len(self.tokens), last - self.num_output)
         return max(0, min(wanted, room - 1))
 
     def advance(self, num_computed: int, emitted: Tokens[int] = ()) -> None:

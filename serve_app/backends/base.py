@@ -10,7 +10,7 @@ from speculative.request import Request, TokenDelta
 from speculative.stats import EngineUsage, StepStats
 
 Handoff = np.ndarray[Any, np.dtype[np.uint8]]
-"""A computed-token state on its way from one engine to another: one contiguous run of bytes that only an engine opens."""
+"""A computed-token state on its way from one engine to another: one run of bytes that only an engine opens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class Backend(Protocol):
     def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode here. Closing the iterator aborts the request and frees what it held.
 
-        `emitted` are tokens that another engine has already emitted for it: they are computed again, are not repeated in
-        the deltas, and generation goes on after them.
+        `emitted` are tokens that another engine has already emitted for it: they are computed again, are not repeated
+        in the deltas, and generation goes on after them.
         """
         ...
 
     async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
         """Compute the prompt and hand it off.
 
-        With `first_token` the first token is sampled here and is the handoff's pending token; without it the last prompt
-        token stays pending, so that several choices with seeds of their own may go on from one handoff.
+        With `first_token` the first token is sampled here and is the handoff's pending token; without it the last
+        prompt token stays pending, so that several choices with seeds of their own may go on from one handoff.
         """
         ...
 
@@ -69,6 +69,10 @@ class Backend(Protocol):
         Raises:
             HandoffRefused: the handoff is damaged or belongs to another model, build or request.
         """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a running request; its stream ends with a last delta (`FinishReason.ABORT`)."""
         ...
 
     async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:

@@ -43,7 +43,7 @@ class FakeBackend:
     """A deterministic stand-in for an engine, for tests only.
 
     `num_live` counts requests that hold something; it is back at 0 when nothing leaks. `aborted` lists requests that
-    were closed before they finished.
+    were aborted or closed before they finished.
     """
 
     def __init__(self, config: FakeConfig | None = None, next_token: NextToken | None = None) -> None:
@@ -51,6 +51,8 @@ class FakeBackend:
         self._next_token = next_token or self._by_formula
         self._stats = StepStats()
         self._started = False
+        self._running: set[str] = set()  # ids of requests that decode
+        self._ending: set[str] = set()  # those of them that were aborted
         self.num_live = 0
         self.num_started = 0
         self.aborted: list[str] = []
@@ -108,6 +110,11 @@ class FakeBackend:
             async for delta in deltas:
                 yield delta
 
+    def abort(self, request_id: str) -> None:
+        """End a running request at its next step, with a last delta."""
+        if request_id in self._running:
+            self._ending.add(request_id)
+
     async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
         """The same logprobs that generation reported."""
         await asyncio.sleep(self.config.step_s)
@@ -132,16 +139,19 @@ class FakeBackend:
 
     async def _decode(self, request: Request, tokens: list[int]) -> AsyncGenerator[TokenDelta, None]:
         self._admit()
-        finished = False
+        self._running.add(request.request_id)
+        reason: FinishReason | None = None
         try:
-            while not finished:
+            while reason is None:
                 await asyncio.sleep(self.config.step_s)
                 delta = self._round(request, tokens)
-                finished = delta.finished
+                reason = delta.finish_reason
                 yield delta
         finally:
             self.num_live -= 1
-            if not finished:
+            self._running.discard(request.request_id)
+            self._ending.discard(request.request_id)
+            if reason in (None, FinishReason.ABORT):
                 self.aborted.append(request.request_id)
 
     def _admit(self) -> None:
@@ -152,6 +162,8 @@ class FakeBackend:
 
     def _round(self, request: Request, tokens: list[int]) -> TokenDelta:
         """One step: append a run to `tokens`, and tell of it."""
+        if request.request_id in self._ending:
+            return TokenDelta(request.request_id, finish_reason=FinishReason.ABORT)
         num_before = len(tokens)
         is_first = num_before == len(request.prompt_token_ids)
         drafting = request.params.speculate and not is_first

@@ -106,6 +106,12 @@ class TorchBackend:
                     return Prefilled(tuple(deltas), None)
         raise EngineFault("The prefill ended without a result.")
 
+    def abort(self, request_id: str) -> None:
+        """End a running request; its stream ends with a last delta."""
+        events = self._streams.get(request_id)
+        if events is not None:
+            events.put_nowait(TokenDelta(request_id, finish_reason=FinishReason.ABORT))
+
     async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
         """Teacher-forced raw logprobs of token_ids[first:]."""
         request = Request(f"replay-{id(token_ids)}-{time.monotonic_ns()}", tuple(token_ids), score_from=first)

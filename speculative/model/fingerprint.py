@@ -70,6 +70,7 @@ def _write_whole(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes it readable by its owner only
         os.replace(temporary, path)
     except OSError:
         os.unlink(temporary)

@@ -32,7 +32,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
     """
     name = str(name_or_path)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     fetched = models_folder() / name
     if name and (fetched / "config.json").is_file():
@@ -66,7 +66,7 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: torch.device | str
             )
         _fill(slots[name], name, tensor)
         loaded.add(name)
-    _require_all(folder, slots, loaded)
+    _require_all(folder, decoder, loaded)
     del slots  # views that would keep the plain weights alive
     if can_pack(dtype, decoder.device):
         pack_weights(decoder)
@@ -125,17 +125,15 @@ def _fill(slot: Tensor, name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UnsupportedModel(f"Tensor {name} is {tensor.dtype}: quantised weights are not read; use `engine: vllm`.")
     slot.copy_(tensor)
-    if slot.isnan().any():
-        raise ConfigError(f"Tensor {name} holds NaN; download the checkpoint again.")
 
 
-def _require_all(folder: Path, slots: dict[str, Tensor], loaded: set[str]) -> None:
-    missing = [name for name in slots if name not in loaded]
+def _require_all(folder: Path, decoder: Decoder, loaded: set[str]) -> None:
+    missing = [name for name in decoder.checkpoint_slots() if name not in loaded]
     if missing:
         raise ConfigError(f"{folder} lacks the tensors {_listed(missing)}; download the checkpoint again.")
-    for name, slot in slots.items():
-        if slot.isnan().any():
-            raise ConfigError(f"Tensor {name} was not loaded whole; download the checkpoint again.")
+    for name, parameter in decoder.named_parameters():
+        if parameter.isnan().any():
+            raise ConfigError(f"Parameter {name} holds NaN after loading {folder}; download the checkpoint again.")
 
 
 def _from_hub(hub_id: str) -> Path:

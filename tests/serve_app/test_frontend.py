@@ -1,12 +1,12 @@
 import asyncio
 import json
 import pickle
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-from conftest import BackendSource, Script, make_backend
+from fake_serving import BackendSource, Script, make_backend
 
 from serve_app.backends.base import ModelInfo
 from serve_app.backends.fake import fake_logprob
@@ -80,6 +80,10 @@ async def chunks_of(front: FrontEnd, wire: Any) -> list[Any]:
     assert raw.endswith("\n\n")
     data = [block.removeprefix("data: ") for block in raw[:-2].split("\n\n")]
     return [text if text == "[DONE]" else json.loads(text) for text in data]
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return [item for part in lists for item in part]
 
 
 def run_of(tokenizer: Tokenizer, text: str, index: int = 0, **fields: Any) -> TokenDelta:
@@ -278,9 +282,9 @@ async def test_a_completion_stream_says_what_the_whole_reply_says(
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
         if "return_token_ids" in extra:
-            assert sum((part["token_ids"] for part in parts), []) == choice["token_ids"]
-            assert sum((part["token_logprobs"] for part in parts), []) == choice["token_logprobs"]
-            assert sum((part["logprobs"]["text_offset"] for part in parts), []) == choice["logprobs"]["text_offset"]
+            assert joined(part["token_ids"] for part in parts) == choice["token_ids"]
+            assert joined(part["token_logprobs"] for part in parts) == choice["token_logprobs"]
+            assert joined(part["logprobs"]["text_offset"] for part in parts) == choice["logprobs"]["text_offset"]
             assert [part.get("prompt_token_ids") for part in parts] == [choice["prompt_token_ids"]] + [None] * (
                 len(parts) - 1
             )

@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -34,9 +35,7 @@ def pushed(tokenizer: Tokenizer, ids: list[int], cuts: list[int], **options: boo
     """Decode in chunks that end at the cuts."""
     detokenizer = tokenizer.detokenizer(**options)
     borders = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    parts = [
-        "".join(detokenizer.push(ids[start:stop])) for start, stop in zip(borders, borders[1:], strict=False)
-    ]
+    parts = ["".join(detokenizer.push(ids[start:stop])) for start, stop in itertools.pairwise(borders)]
     return "".join(parts) + detokenizer.finish()
 
 

@@ -1,0 +1,122 @@
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.errors import UnsupportedParameter
+from serve_app.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest, parse
+from speculative.errors import InvalidRequest
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), ChatCompletionRequest)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), CompletionRequest)
+
+
+def test_what_langchain_sends_by_default_is_taken() -> None:
+    wire = chat(
+        stream=False, n=1, temperature=0.7, max_completion_tokens=5, stop=None, logit_bias=None, seed=None, top_p=1,
+        frequency_penalty=0, presence_penalty=0.0, parallel_tool_calls=None, service_tier=None, store=False, user="u",
+        metadata={"a": "b"}, reasoning_effort=None, response_format={"type": "text"}, tools=[], tool_choice="none",
+    )  # fmt: skip
+    assert wire.token_budget == ("max_completion_tokens", 5)
+    old = completion(
+        prompt=["a", "b"], temperature=0.7, max_tokens=256, top_p=1, frequency_penalty=0, presence_penalty=0, n=2,
+        best_of=2, logit_bias={}, echo=False, suffix=None, logprobs=None,
+    )  # fmt: skip
+    assert old.prompts() == ["a", "b"]
+
+
+def test_an_answer_can_be_sent_back_as_the_client_library_dumps_it() -> None:
+    dumped = {
+        "role": "assistant", "content": "hello", "refusal": None, "annotations": [], "audio": None,
+        "function_call": None, "tool_calls": None,
+    }  # fmt: skip
+    wire = chat(messages=[*MESSAGES, dumped, {"role": "user", "content": "and?", "name": "ann"}])
+    assert [message.for_template() for message in wire.messages][1] == {"role": "assistant", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_prompts_come_in_four_forms(sent: Any, prompts: Any) -> None:
+    assert completion(prompt=sent).prompts() == prompts
+
+
+def test_null_means_the_default() -> None:
+    names = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
+    assert chat(**dict.fromkeys(names)) == chat()
+
+
+ASKING = {
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "frequency_penalty": 0.1,
+    "presence_penalty": -1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1},
+    "min_p": 0.1,
+    "min_tokens": 3,
+    "echo": True,
+    "suffix": "x",
+    "best_of": 2,
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x"},
+    "prediction": {"type": "content"},
+    "reasoning_effort": "high",
+    "verbosity": "high",
+    "web_search_options": {},
+    "moderation": {},
+    "store": True,
+    "guided_json": {"a": 1},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "a",
+    "structured_outputs": {"json": 1},
+    "prompt_logprobs": 0,
+    "chat_template": "x",
+    "lora_request": {"name": "x"},
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_field_is_refused_by_name_and_null_is_harmless(name: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        chat(**{name: ASKING[name]})
+    assert caught.value.field == name
+    assert caught.value.message.startswith(f"{name}: ")
+    assert chat(**{name: None}) == chat()
+
+
+def test_a_flag_is_not_taken_for_a_number() -> None:
+    with pytest.raises(UnsupportedParameter):
+        chat(frequency_penalty=False)
+    with pytest.raises(UnsupportedParameter):
+        chat(store=0)
+
+
+def test_an_escaped_emoji_is_whole_and_half_of_one_is_not() -> None:
+    assert chat(messages=[{"role": "user", "content": "🙂"}]).messages[0].content == "🙂"
+    assert completion(prompt="the text \\u0000 is not NUL").prompts() == ["the text \\u0000 is not NUL"]
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=[*MESSAGES, {"role": "user", "content": "\ud83d"}])
+    assert caught.value.field == "messages.1.content"
+
+
+@pytest.mark.parametrize("stop", [["a"] * 16, "a", ["a", "b"]])
+def test_stop_takes_a_string_or_up_to_sixteen(stop: Any) -> None:
+    assert completion(stop=stop).stop_strings == ((stop,) if isinstance(stop, str) else tuple(stop))

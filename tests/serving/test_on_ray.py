@@ -1,0 +1,245 @@
+"""The service as its users meet it: on a real local Ray, over HTTP."""
+
+import concurrent.futures
+import os
+import re
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import ray
+import yaml
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+from tests.serving.conftest import MODEL, Service, app_args, deployed, gauge_total, wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
+LOOPING = "one two three one two three one two three one two"
+
+
+def test_chat_through_prefill_handoff_and_decode(disaggregated: Service) -> None:
+    before = disaggregated.metrics()["handoffs"]
+    reply = disaggregated.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=12, temperature=0
+    )
+    assert reply.choices[0].finish_reason in ("length", "stop")
+    assert reply.usage is not None and 0 < reply.usage.completion_tokens <= 12
+    assert disaggregated.metrics()["handoffs"] == before + 1
+
+
+def test_same_text_and_logprobs_as_the_monolith(disaggregated: Service, monolith: Service) -> None:
+    # One request at a time: every step then has the same shapes on both sides, and float32 gives the same bits.
+    for temperature in (0.0, 0.9):
+        for prompt in ("abc", LOOPING, "long " * 150):
+            body = {
+                "prompt": prompt,
+                "max_tokens": 24,
+                "temperature": temperature,
+                "seed": 7,
+                "logprobs": 3,
+                "return_token_ids": True,
+                "ignore_eos": True,
+            }
+            (apart,) = disaggregated.completion(**body)["choices"]
+            (together,) = monolith.completion(**body)["choices"]
+            assert len(apart["token_ids"]) == 24
+            assert apart["token_ids"] == together["token_ids"]
+            assert apart["logprobs"] == together["logprobs"]
+
+
+def test_speculation_changes_nothing_but_the_number_of_rounds(disaggregated: Service) -> None:
+    body = {"prompt": LOOPING, "max_tokens": 40, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    on, off = disaggregated.completion(**body), disaggregated.completion(**body, speculate=False)
+    assert on["choices"][0]["token_ids"] == off["choices"][0]["token_ids"]
+    assert off["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+
+
+def test_n_choices_share_one_prefill_and_keep_their_own_seeds(disaggregated: Service, monolith: Service) -> None:
+    body = {"prompt": "once upon", "max_tokens": 16, "temperature": 1.0, "return_token_ids": True, "seed": 3}
+    before = disaggregated.metrics_text()
+    choices = disaggregated.completion(**body, n=4)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) == 4
+    alone = disaggregated.completion(**body)["choices"][0]
+    assert alone["token_ids"] == choices[0]["token_ids"]
+    assert [c["token_ids"] for c in monolith.completion(**body, n=4)["choices"]] == [c["token_ids"] for c in choices]
+    prefilled = r'truespec_prompt_tokens_total\{.*pool="prefill".*\} ([\d.]+)'
+    wait_for(lambda: _sum(prefilled, disaggregated.metrics_text()) > _sum(prefilled, before), "prefill counts")
+
+
+def test_sixty_four_mixed_requests_all_finish_and_everything_is_freed(disaggregated: Service) -> None:
+    def ask(number: int) -> int:
+        reply = disaggregated.completion(
+            prompt=f"{number} " + "word " * (1 + 37 * number % 200),
+            max_tokens=1 + number % 40,
+            temperature=(0.0, 0.7, 1.3)[number % 3],
+            seed=number,
+            ignore_eos=True,
+        )
+        return int(reply["usage"]["completion_tokens"])
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        counts = list(pool.map(ask, range(64)))
+    assert counts == [1 + number % 40 for number in range(64)]
+    wait_for(lambda: _idle(disaggregated), "return to idle")
+
+
+def test_a_client_that_leaves_frees_what_it_held(disaggregated: Service) -> None:
+    body = {"model": MODEL, "prompt": "go on", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    with disaggregated.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+        for number, _ in enumerate(response.iter_lines()):
+            if number > 4:
+                break
+    wait_for(lambda: _idle(disaggregated), "return to idle")
+    assert 'outcome="abort"' in disaggregated.metrics_text()
+
+
+def test_metrics_agree_with_what_clients_were_told(ray_port: int, tiny_folder: Path) -> None:
+    with deployed(ray_port, "counted", app_args(tiny_folder, "disaggregated")) as service:
+        usages = [
+            service.completion(prompt=LOOPING + " " * number, max_tokens=50, temperature=0, ignore_eos=True)["usage"]
+            for number in range(4)
+        ]
+        wait_for(lambda: service.metrics()["replayed_tokens"] == 200, "replay of all tokens")
+        wait_for(lambda: service.metrics()["emitted_tokens"] >= 200, "the prefill replica's report")
+        metrics = service.metrics()
+        details = [usage["completion_tokens_details"] for usage in usages]
+        assert metrics["emitted_tokens"] == sum(usage["completion_tokens"] for usage in usages) == 200
+        assert metrics["draft_tokens"] > 0
+        assert metrics["acceptance_rate"] == metrics["accepted_tokens"] / metrics["draft_tokens"]
+        assert metrics["mean_accepted_length"] == pytest.approx(1 + sum(metrics["acceptance_per_position"]))
+        # What was accepted behind the last token of a request is counted, and not delivered.
+        delivered = sum(one["accepted_prediction_tokens"] for one in details)
+        assert delivered <= metrics["accepted_tokens"] <= delivered + 4 * len(usages)
+        assert metrics["handoffs_by_result"] == {"ok": 4}
+        assert metrics["tme"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_rays_agent_exports_the_same_counters(disaggregated: Service) -> None:
+    disaggregated.completion(prompt="count me", max_tokens=4)
+    port = next(node["MetricsExportPort"] for node in ray.nodes() if node["Alive"])
+
+    def exported() -> bool:
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+        names = ("ray_truespec_emitted_tokens_total", "ray_truespec_replay_tokens_total", "ray_truespec_handoffs_total")
+        return all(f"{name}{{" in text for name in names)
+
+    wait_for(exported, "Ray's agent exporting our metrics")
+
+
+def test_a_killed_prefill_replica_loses_no_request(ray_port: int, tiny_folder: Path) -> None:
+    with deployed(ray_port, "killed", app_args(tiny_folder, "disaggregated")) as service:
+        body = {"prompt": LOOPING, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
+        expected = service.completion(**body)["choices"][0]["token_ids"]
+        os.kill(_pid_of("PrefillServer", "killed"), signal.SIGKILL)
+        answers = [service.completion(**body)["choices"][0]["token_ids"] for _ in range(5)]
+        assert answers == [expected] * 5
+
+
+def test_too_many_requests_are_told_when_to_come_again(ray_port: int, tiny_folder: Path) -> None:
+    args = app_args(tiny_folder, "monolith", limits={"max_ongoing_requests": 2, "max_queued_requests": 4})
+    with deployed(ray_port, "full", args) as service, concurrent.futures.ThreadPoolExecutor(24) as pool:
+        with service.http() as http:
+            replies = list(
+                pool.map(
+                    lambda _: http.post(
+                        "/v1/completions",
+                        json={"model": MODEL, "prompt": "x", "max_tokens": 200, "ignore_eos": True},
+                    ),
+                    range(24),
+                )
+            )
+        statuses = {reply.status_code for reply in replies}
+        assert statuses <= {200, 429, 503} and {200, 429} <= statuses
+        refused = [reply for reply in replies if reply.status_code != 200]
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+        wait_for(lambda: _idle(service), "return to idle")
+        assert service.completion(prompt="x", max_tokens=2)["usage"]["completion_tokens"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/completions", {"model": "other", "prompt": "x"}, 404, "model"),
+        ("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": -1}, 400, "max_tokens"),
+        ("/v1/completions", {"model": MODEL, "prompt": "word " * 5000}, 400, "prompt"),
+        ("/v1/completions", {"model": MODEL, "prompt": "x", "top_p": "much"}, 400, "top_p"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400,
+         "tools"),
+    ],
+)  # fmt: skip
+def test_bad_requests_name_the_field(
+    disaggregated: Service, path: str, body: dict[str, object], status: int, param: str
+) -> None:
+    with disaggregated.http() as http:
+        reply = http.post(path, json=body)
+    assert reply.status_code == status
+    error = reply.json()["error"]
+    assert error["param"] == param and error["message"] and error["type"]
+
+
+def test_broken_json_is_a_bad_request(disaggregated: Service) -> None:
+    with disaggregated.http() as http:
+        reply = http.post("/v1/completions", content=b'{"model": ')
+    assert reply.status_code == 400 and "error" in reply.json()
+
+
+def test_streams_end_with_usage_and_the_same_text(disaggregated: Service) -> None:
+    client = disaggregated.openai
+    body = {"model": MODEL, "prompt": LOOPING, "max_tokens": 30, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**body)
+    chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
+    streamed = [p for c in chunks if c.choices and c.choices[0].logprobs for p in c.choices[0].logprobs.token_logprobs]
+    assert streamed == whole.choices[0].logprobs.token_logprobs
+
+
+def test_cached_prompt_tokens_are_told(disaggregated: Service) -> None:
+    body = {"prompt": "a prompt that comes again " * 8, "max_tokens": 2}
+    disaggregated.completion(**body)
+    usage = disaggregated.completion(**body)["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (usage["prompt_tokens"] - 1) // 16 * 16 > 0
+
+
+def test_the_openai_client_raises_its_own_errors(disaggregated: Service) -> None:
+    with pytest.raises(openai.NotFoundError):
+        disaggregated.openai.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        disaggregated.openai.completions.create(model=MODEL, prompt="x", temperature=-3)
+
+
+def test_health_and_models(disaggregated: Service) -> None:
+    with disaggregated.http() as http:
+        assert http.get("/healthz").json() == {"status": "ok"}
+    assert [model.id for model in disaggregated.openai.models.list()] == [MODEL]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_configs_are_also_ray_serve_configs(path: Path) -> None:
+    ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+
+
+def _pid_of(deployment: str, app: str) -> int:
+    """By the title Ray gives its worker processes; its state API would need the dashboard."""
+    title = f"ray::ServeReplica:{app}:{deployment}".encode()
+    return next(int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if title in path.read_bytes())
+
+
+def _idle(service: Service) -> bool:
+    text = service.metrics_text()
+    names = ("truespec_requests_running", "truespec_requests_waiting", "truespec_kv_cache_usage_ratio")
+    return all(gauge_total(text, name) == 0 for name in names)
+
+
+def _sum(pattern: str, text: str) -> float:
+    return sum(float(value) for value in re.findall(pattern, text))

@@ -1,0 +1,117 @@
+"""A GGUF file becomes the checkpoint it was made from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import CHAT_TEMPLATE, write_tiny_gguf, write_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from deploy.models import CATALOGUE, download_gguf
+from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.config import ModelConfig
+from speculative.model.gguf import convert_gguf
+from speculative.model.loading import load_decoder
+
+
+def converted(folder: Path, family: str = "llama", **changes: object) -> tuple[Path, Path]:
+    """The folder a GGUF was written from, and the folder it was converted to."""
+    origin, made = write_tiny_model(folder / "origin", family, tokenizer=True), folder / "made"
+    gguf_path = write_tiny_gguf(folder / "model.gguf", origin, **changes)
+    made.mkdir()
+    convert_gguf(gguf_path, made)
+    return origin, made
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm"])
+def test_the_way_through_gguf_and_back(family: str, tmp_path: Path) -> None:
+    origin, made = converted(tmp_path, family)
+    expected, found = load_file(origin / "model.safetensors"), load_file(made / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(torch.bfloat16)), name
+    assert ModelConfig.from_folder(made) == ModelConfig.from_folder(origin)
+    load_decoder(made, dtype=torch.float32, device="cpu")
+
+
+def test_the_tokenizer_survives(tmp_path: Path) -> None:
+    origin, made = converted(tmp_path, tokenizer__ggml__pre="gpt-2")
+    before, after = AutoTokenizer.from_pretrained(origin), AutoTokenizer.from_pretrained(made)
+    text = "<|im_start|>user\nThe other  sail, café 1234 😀<|im_end|>\n"
+    ids = after(text)["input_ids"]
+    assert ids == before(text)["input_ids"]
+    assert (ids[0], ids[-2]) == (1, 2), "special tokens are one id each"
+    assert after.decode(ids) == text
+    assert (after.bos_token_id, after.eos_token_id, after.chat_template) == (1, 2, CHAT_TEMPLATE)
+
+
+def test_smollm_splits_digits_before_anything_merges_across_them(tmp_path: Path) -> None:
+    _, made = converted(tmp_path)
+    backend = AutoTokenizer.from_pretrained(made).backend_tokenizer
+    assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a  12")] == ["a", "ĠĠ", "1", "2"]
+
+
+def test_a_tokenizer_that_puts_bos_first(tmp_path: Path) -> None:
+    _, made = converted(tmp_path, tokenizer__ggml__add_bos_token=True)
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    assert tokenizer("the")["input_ids"][0] == 1
+    assert 1 not in tokenizer("the", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("general.architecture", "gemma3"),
+        ("llama.expert_count", 8),
+        ("llama.rope.scaling.type", "yarn"),
+        ("llama.rope.dimension_count", 8),
+        ("tokenizer.ggml.model", "llama"),
+        ("tokenizer.ggml.pre", "chatglm-bpe"),
+    ],
+)
+def test_what_is_not_a_plain_llama_is_refused(field: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="convert the original checkpoint"):
+        converted(tmp_path, **{field.replace(".", "__"): value})
+
+
+def test_a_header_that_lacks_something_says_what(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks llama\.block_count"):
+        converted(tmp_path, llama__block_count=None)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a GGUF file at all, but long enough to look at", b"GGUF\x03\0\0\0"])
+def test_a_file_that_is_no_gguf(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"broken\.gguf cannot be read"):
+        convert_gguf(path, tmp_path)
+
+
+def test_a_tensor_of_some_other_model_is_named(tmp_path: Path) -> None:
+    origin = write_tiny_model(tmp_path / "origin", "llama_biased", tokenizer=True)
+    gguf_path = write_tiny_gguf(tmp_path / "model.gguf", origin)
+    with pytest.raises(UnsupportedModel, match=r"GGUF tensor blk\.0\.\w+\.bias is not one of a plain Llama"):
+        convert_gguf(gguf_path, tmp_path)
+
+
+def test_the_real_model_equals_transformers_own_conversion(tmp_path: Path) -> None:
+    gguf_path = download_gguf(CATALOGUE["smollm2-135m"], tmp_path, lambda line: None)
+    made = tmp_path / "made"
+    made.mkdir()
+    convert_gguf(gguf_path, made)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        gguf_file=gguf_path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    expected, found = reference.state_dict(), load_file(made / "model.safetensors")
+    assert expected.keys() - found.keys() == {"lm_head.weight"}, "tied to the embedding"
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    config = json.loads((made / "config.json").read_text())
+    for name in ("hidden_size", "num_key_value_heads", "vocab_size", "max_position_embeddings", "eos_token_id"):
+        assert config[name] == getattr(reference.config, name), name
+    assert ModelConfig.from_folder(made).rope_theta == reference.config.rope_parameters["rope_theta"]
