@@ -1,5 +1,6 @@
 """Start the application on Ray, and stop it: what `serve`, `demo` and the tests share."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,17 +37,14 @@ def running_app(file: ServeFile, progress: Progress, *, address: str | None = No
         ConfigError: a replica could not start; the message is the replica's own.
     """
     config = file.application.args
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # progress tells it in fewer words
     _connect(config, progress, address)
     try:
         yield _deploy(file, progress)
     finally:
         progress("stopping")
-        if address is None:
-            serve.shutdown()
-            ray.shutdown()
-        else:
-            serve.delete(file.application.name)
-            ray.shutdown()
+        serve.delete(file.application.name)
+        ray.shutdown()  # ends the cluster too, where it was started here
 
 
 def _connect(config: AppConfig, progress: Progress, address: str | None) -> None:

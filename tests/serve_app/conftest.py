@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from fake_serving import BackendSource, Served, ServeFake, make_backend
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from serve_app.frontend import FrontEnd, Limits
@@ -51,6 +51,22 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def sentencepiece() -> Tokenizer:
+    """A tokenizer made like Llama 2's: metaspace, byte fallback, a leading space that decoding takes away."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", "▁▁", *"Helowrd", "▁H", "▁He", "▁w", "ö"]
+    merges = [("▁", "H"), ("▁H", "e"), ("▁", "w"), ("▁", "▁")]
+    vocab = {word: index for index, word in enumerate(words)}
+    raw = RawTokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,13 @@ async def test_a_token_that_stops_counts_but_has_no_text(tokenizer: Tokenizer) -
     assert reply["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_a_completion_keeps_the_space_between_itself_and_the_prompt(sentencepiece: Tokenizer) -> None:
+    ids = tuple(sentencepiece.encode("world"))
+    source = ScriptedSource(TokenDelta("0", ids, finish_reason=FinishReason.LENGTH))
+    reply = await reply_to(front_end(source, sentencepiece), completion())
+    assert reply["choices"][0]["text"] == " world"
+
+
 # ---- usage, logprobs, token ids
 
 

@@ -6,29 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from serve_app.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
 
 any_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-
-
-@pytest.fixture(scope="module")
-def sentencepiece() -> Tokenizer:
-    """A tokenizer made like Llama 2's: metaspace, byte fallback, a leading space that decoding takes away."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words += ["▁", "▁▁", *"Helowrd", "▁H", "▁He", "▁w", "ö"]
-    merges = [("▁", "H"), ("▁H", "e"), ("▁", "w"), ("▁", "▁")]
-    vocab = {word: index for index, word in enumerate(words)}
-    raw = RawTokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    raw.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
 
 
 def pushed(tokenizer: Tokenizer, ids: list[int], cuts: list[int], **options: bool) -> str:

@@ -11,7 +11,6 @@ import openai
 import pytest
 import ray
 import yaml
-from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from tests.serving.conftest import MODEL, Service, app_args, deployed, gauge_total, wait_for
