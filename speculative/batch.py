@@ -121,6 +121,24 @@ def _ranges(counts: Int64s) -> Int64s:
 
 
 @dataclass(frozen=True, slots=True)
+class RowContext:
+    """What one verify row draws after: its sequence's tokens, then these drafts of the round."""
+
+    sequence: Sequence
+    drafts: tuple[int, ...]
+
+
+def row_contexts(layout: Layout) -> list[RowContext]:
+    """One context per verify row, in order."""
+    contexts, first_row = [], 0
+    for entry, count in zip(layout.drawing, layout.draft_counts.tolist(), strict=True):
+        drafts = tuple(layout.drafts[first_row : first_row + count].tolist())
+        contexts += [RowContext(entry.sequence, drafts[:offset]) for offset in range(count + 1)]
+        first_row += count + 1
+    return contexts
+
+
+@dataclass(frozen=True, slots=True)
 class Drawn:
     """What a step decided for one sequence, on the host.
 

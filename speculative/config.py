@@ -7,6 +7,7 @@ from typing import Literal
 
 from speculative.errors import ConfigError
 
+VerifierName = Literal["token_wise", "block", "coupled", "synthetic"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -51,6 +52,9 @@ class EngineConfig:
     device: str = "auto"  # a CUDA device when there is one, else the CPU
     num_threads: int = 1  # CPU threads: the replica's share of the cores, never the machine's
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    verifier: VerifierName = "token_wise"  # requests that ask to be reproducible get the coupled one in any case
+    synthetic_acceptance: float | None = None  # only in benchmarks, and only with the synthetic verifier
+    benchmark: bool = False  # this engine serves nobody; what is wrong on purpose may be switched on
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
     def __post_init__(self) -> None:
@@ -62,6 +66,7 @@ class EngineConfig:
             "kv_cache_tokens",
             f"must be a multiple of block_size ({self.block_size})",
         )
+        self._check_verifier()
         tokens_per_round = 1 + self.drafter.max_drafts
         _check(
             self.max_batched_tokens >= self.max_num_seqs * tokens_per_round,
@@ -69,6 +74,20 @@ class EngineConfig:
             f"must be at least max_num_seqs x (1 + num_draft_tokens) = {self.max_num_seqs * tokens_per_round}, "
             "so that every running sequence fits into a step",
         )
+
+    def _check_verifier(self) -> None:
+        rate = self.synthetic_acceptance
+        _check(
+            self.verifier != "synthetic" or self.benchmark,
+            "verifier",
+            "may be synthetic in benchmarks only: what it emits is wrong on purpose",
+        )
+        _check(
+            (self.verifier == "synthetic") == (rate is not None),
+            "synthetic_acceptance",
+            "belongs to the synthetic verifier, which needs it",
+        )
+        _check(rate is None or 0 <= rate <= 1, "synthetic_acceptance", "must lie between 0 and 1")
 
     @property
     def num_blocks(self) -> int:

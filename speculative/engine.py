@@ -7,16 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import Batch, Drawn, Entry, Int64s, Layout, StepOutcome, block_slots, lay_out
+from speculative.batch import Batch, Drawn, Entry, Int64s, StepOutcome, block_slots, lay_out
 from speculative.config import DrafterConfig, EngineConfig
+from speculative.constraint import Bools, ConstraintMaker, TokenConstraint
 from speculative.drafters.ngram import NgramDrafter
-from speculative.drafting import Drafter, DraftOutput, NoDrafter
+from speculative.drafting import Drafter, DraftOutput, NoDrafter, constrain
+from speculative.drawing import TokenDrawer
 from speculative.errors import ConfigError, HandoffRefused, InvalidRequest
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 from speculative.kv_cache import KVCache, KVShape
@@ -25,16 +27,20 @@ from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import load_decoder
-from speculative.outcome import copy_to_host, drawn_per_entry, emitted_at_rows, logprobs_to_host
 from speculative.request import Request, TokenDelta, TokenLogprobs
-from speculative.rng import Float64s, Purpose, uniforms
 from speculative.runner import ModelRunner
-from speculative.sampling import SamplingRows, process, target_probs
 from speculative.scheduler import Scheduler
 from speculative.sequence import Phase, Sequence
 from speculative.stats import EngineUsage, StepStats
-from speculative.verification.base import VerifyInput
-from speculative.verification.token_wise import verify_point_mass
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A step's drafts, and the tokens that structured entries may emit, by entry."""
+
+    draft: DraftOutput
+    masks: dict[int, list[Bools]]
+
 
 _SCORED_ROWS_AT_ONCE = 64  # bounds the logits of a scored prompt
 
@@ -46,12 +52,20 @@ class EngineCore:
     `step`, and leaves finished, aborted, or exported.
     """
 
-    def __init__(self, decoder: Decoder, model: ModelConfig, config: EngineConfig, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        model: ModelConfig,
+        config: EngineConfig,
+        fingerprint: str = "",
+        make_constraint: ConstraintMaker | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.max_model_len = _max_model_len(model, config)
         self.stats = StepStats()
         self.device = next(decoder.parameters()).device
+        self._make_constraint = make_constraint
         self.manifest = Manifest(
             fingerprint=fingerprint,
             dtype=config.dtype,
@@ -63,7 +77,7 @@ class EngineCore:
         )
         self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats)
         self.drafter = _make_drafter(config.drafter)
-        self.verify = verify_point_mass
+        self.drawer = TokenDrawer(config, self.device)
         cache = KVCache(
             KVShape(model.num_layers, model.num_kv_heads, model.head_dim),
             config.num_blocks * config.block_size,
@@ -73,7 +87,7 @@ class EngineCore:
         self.runner = ModelRunner(decoder, cache, self.device)
 
     @classmethod
-    def load(cls, folder: Path, config: EngineConfig) -> "EngineCore":
+    def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "EngineCore":
         """Load a checkpoint folder and set the process's CPU threads to the engine's share.
 
         Raises:
@@ -83,7 +97,7 @@ class EngineCore:
         torch.set_num_threads(config.num_threads)
         model = ModelConfig.from_folder(folder)
         decoder = load_decoder(folder, dtype=getattr(torch, config.dtype), device=resolve_device(config.device))
-        return cls(decoder, model, config, model_fingerprint(folder))
+        return cls(decoder, model, config, model_fingerprint(folder), make_constraint)
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -102,7 +116,8 @@ class EngineCore:
         """
         tokens = (*request.prompt_token_ids, *emitted)
         self._check(request, tokens)
-        self.scheduler.add(Sequence(request, hold_after=hold_after, tokens=tokens))
+        constraint = self._constraint(request)
+        self.scheduler.add(Sequence(request, hold_after=hold_after, tokens=tokens, constraint=constraint))
 
     def insert(self, request: Request, blob: Blob) -> None:
         """Go on from a handoff.
@@ -115,7 +130,15 @@ class EngineCore:
         if state.token_ids[: state.num_prompt] != request.prompt_token_ids:
             raise HandoffRefused("request", "The handoff was computed for another prompt.")
         self._check(request, state.token_ids)
-        self.scheduler.add(Sequence(request, tokens=state.token_ids, saved_kv=state.kv, num_cached=state.num_cached))
+        self.scheduler.add(
+            Sequence(
+                request,
+                tokens=state.token_ids,
+                saved_kv=state.kv,
+                constraint=self._constraint(request),
+                num_cached=state.num_cached,
+            )
+        )
 
     def export(self, request_id: str) -> Blob:
         """Take a held request out, as bytes that another engine can insert. Its blocks become free."""
@@ -168,25 +191,28 @@ class EngineCore:
         self._restore(batch.admitted)
         if not batch.entries:
             return []
-        draft = self._propose(batch)
-        outcome = self._verify(batch, draft)
+        proposal = self._propose(batch)
+        outcome = self._verify(batch, proposal)
         deltas = self.scheduler.commit(batch, outcome)
         self._record(batch, outcome)
         self._forget(deltas)
         return deltas
 
-    def _propose(self, batch: Batch) -> DraftOutput:
+    def _propose(self, batch: Batch) -> Proposal:
         with _timed(self.stats, "draft_s"):
-            return self.drafter.propose(batch)
+            return Proposal(*constrain(batch, self.drafter.propose(batch)))
 
-    def _verify(self, batch: Batch, draft: DraftOutput) -> StepOutcome:
+    def _verify(self, batch: Batch, proposal: Proposal) -> StepOutcome:
         with _timed(self.stats, "verify_s"):
+            draft = proposal.draft
             layout = lay_out(batch.entries, draft.counts, draft.token_ids, self.config.block_size)
             hidden = self.runner.forward(layout)
             drawn: Iterator[Drawn] = iter(())
             expected = 0.0
             if layout.drawing:
-                all_drawn, expected = self._draw(layout, hidden)
+                logits = self.runner.logits(hidden[self._on_device(layout.verify_rows)])  # [R, V]
+                masks = [proposal.masks.get(index) for index, entry in enumerate(batch.entries) if entry.draws]
+                all_drawn, expected = self.drawer.draw(layout, logits, draft.law, masks)
                 drawn = iter(all_drawn)
             return StepOutcome(
                 drawn=tuple(next(drawn) if entry.draws else None for entry in batch.entries),
@@ -197,54 +223,23 @@ class EngineCore:
                 expected_accepted=expected,
             )
 
-    def _draw(self, layout: Layout, hidden: Tensor) -> tuple[list[Drawn], float]:
-        """Draw tokens for the drawing entries; hidden is [N, hidden]."""
-        logits = self.runner.logits(hidden[torch.from_numpy(layout.verify_rows).to(self.device)])  # [R, V]
-        params = [layout.drawing[index].sequence.params for index in layout.verify_entries]
-        rows = SamplingRows.build(params, logits.shape[-1], self.device)
-        processed = process(logits, rows)
-        finite = torch.isfinite(processed.amax(dim=-1))  # NaN and +inf win the maximum, a row of -inf has none
-        step = self._verify_input(layout, target_probs(processed, rows))
-        verified = self.verify(step)
-        emitted = emitted_at_rows(verified, step)
-        logprobs = logprobs_to_host(layout, lambda: mode_matrix(self.config.logprobs_mode, logits, processed), emitted)
-        verdicts = copy_to_host(verified, finite)
-        return drawn_per_entry(layout, verdicts, logprobs), verdicts.expected_accepted
-
-    def _verify_input(self, layout: Layout, probs: Tensor) -> VerifyInput:
-        sequences = [entry.sequence for entry in layout.drawing]
-        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)[layout.verify_entries]
-        rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)[layout.verify_entries]
-        offsets = layout.offsets.astype(np.uint64)
-        coin = np.full_like(offsets, Purpose.COIN)
-        final = np.where(layout.drafts < 0, np.uint64(Purpose.BONUS), np.uint64(Purpose.RESIDUAL))
-        ends = np.cumsum(layout.draft_counts + 1)
-        return VerifyInput(
-            probs=probs,
-            drafts=self._on_device(layout.drafts),
-            entries=self._on_device(layout.verify_entries),
-            offsets=self._on_device(layout.offsets),
-            first_rows=self._on_device(ends - layout.draft_counts - 1),
-            counts=self._on_device(layout.draft_counts),
-            coins=self._on_device(uniforms(seeds, rounds, offsets, coin)),
-            finals=self._on_device(uniforms(seeds, rounds, offsets, final)),
-        )
-
     def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
-        """Raw logprobs of the known tokens that this entry's rows predict and its request wants scored."""
+        """Logprobs of the known tokens that this entry's rows predict and its request wants told."""
         sequence = entry.sequence
-        if sequence.request.score_from is None:
-            return ()
-        begin = max(sequence.request.score_from - 1, sequence.num_computed)
-        end = sequence.num_computed + entry.num_known
+        wanted = sequence.scored_positions
+        begin = max(wanted.start - 1, sequence.num_computed)
+        end = min(wanted.stop - 1, sequence.num_computed + entry.num_known)
+        mode = "raw_logprobs" if sequence.scores_only else self.config.logprobs_mode
+        num_top = sequence.params.prompt_logprobs or 0
+        offset = row_start - sequence.num_computed
         scores: list[TokenLogprobs] = []
         for start in range(begin, end, _SCORED_ROWS_AT_ONCE):
             stop = min(start + _SCORED_ROWS_AT_ONCE, end)
-            offset = row_start - sequence.num_computed
             token_ids = sequence.tokens[start + 1 : stop + 1]
-            matrix = self.runner.logits(hidden[offset + start : offset + stop]).log_softmax(dim=-1)
-            host = gather_logprobs(matrix, torch.tensor(token_ids, device=self.device), 0).to_host()
-            scores.extend(host.entry(row, token, 0) for row, token in enumerate(token_ids))
+            logits = self.runner.logits(hidden[offset + start : offset + stop])
+            matrix = mode_matrix(mode, logits, logits)  # nothing is drawn here, so nothing processes it
+            host = gather_logprobs(matrix, torch.tensor(token_ids, device=self.device), num_top).to_host()
+            scores.extend(host.entry(row, token, num_top) for row, token in enumerate(token_ids))
         return tuple(scores)
 
     # -- helpers ------------------------------------------------------------------------------------------------
@@ -280,8 +275,16 @@ class EngineCore:
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
         return self._on_device(block_slots(sequence.blocks, stop, self.config.block_size)[start:])
 
-    def _on_device(self, array: Int64s | Float64s) -> Tensor:
+    def _on_device(self, array: Int64s) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+    def _constraint(self, request: Request) -> TokenConstraint | None:
+        structure = request.params.structure
+        if structure is None:
+            return None
+        if self._make_constraint is None:
+            raise InvalidRequest("response_format", "This engine was started without support for structured output.")
+        return self._make_constraint(structure)
 
     def _check(self, request: Request, tokens: Tokens[int]) -> None:
         if self.scheduler.find(request.request_id) is not None:

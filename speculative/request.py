@@ -5,10 +5,12 @@ import enum
 import math
 import secrets
 from dataclasses import dataclass, field
+from typing import Literal
 
 from speculative.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_SCORED_IDS = 1024
 MAX_SEED = 2**64 - 1
 
 
@@ -31,21 +33,45 @@ class TokenKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Structure:
+    """The form an answer must have; `text` is a JSON schema, a regular expression, a Lark grammar, or a JSON list of
+    choices."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled; checked on construction.
+
+    The law of a token is made of the model's logits in this order: allowed ids, bad words, min_tokens, logit_bias and
+    the structure; then repetition, frequency and presence penalty; temperature; min_p; top_k; top_p.
 
     Raises:
         InvalidRequest: a value is out of range; `field` names it.
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0  # no stop token before so many are emitted
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest; 0 = off
+    presence_penalty: float = 0.0  # subtracted once from every token that was emitted
+    frequency_penalty: float = 0.0  # subtracted for each time a token was emitted
+    repetition_penalty: float = 1.0  # divides the positive logits of tokens in prompt and output, multiplies the others
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be emitted
+    allowed_token_ids: tuple[int, ...] | None = None  # None = all
+    structure: Structure | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None = off, 0 = the emitted token only, k = and the k most likely
+    logprob_token_ids: tuple[int, ...] = ()  # further tokens whose logprobs are told at every position
+    prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens
     speculate: bool = True  # False = plain decoding for this request
+    reproducible: bool = False  # coupled verifier: the text is a function of seed and prompt, whatever is drafted
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens)
@@ -55,19 +81,46 @@ class SamplingParams:
             "must lie between 0 (greedy) and 100",
             self.temperature,
         )
+        self._check_penalties()
+        self._check_tokens()
         _require(self.top_k >= 0, "top_k", "must be 0 (off) or positive", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "must lie between 0 and 1", self.min_p)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must lie between 0 and {MAX_LOGPROBS}", count)
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, "must lie between -2 and 2", getattr(self, name))
+        penalty = self.repetition_penalty
+        _require(math.isfinite(penalty) and penalty > 0, "repetition_penalty", "must be above 0", penalty)
+        for _, bias in self.logit_bias:
+            _require(-100 <= bias <= 100, "logit_bias", "must lie between -100 and 100", bias)
+
+    def _check_tokens(self) -> None:
         _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            f"must lie between 0 and {MAX_LOGPROBS}",
-            self.logprobs,
+            0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"must lie between 0 and max_tokens ({self.max_tokens})",
+            self.min_tokens,
+        )
+        _require(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty", [])
+        _require(all(self.bad_words), "bad_words", "must not hold an empty word", list(self.bad_words))
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name) or ()
+            _require(all(token >= 0 for token in ids), name, "must not be negative", list(ids))
+        _require(
+            len(self.logprob_token_ids) <= MAX_SCORED_IDS,
+            "logprob_token_ids",
+            f"may hold at most {MAX_SCORED_IDS} ids",
+            len(self.logprob_token_ids),
         )
         _require(
-            all(token >= 0 for token in self.stop_token_ids),
-            "stop_token_ids",
-            "must not be negative",
-            list(self.stop_token_ids),
+            self.structure is None or not (self.ignore_eos or self.min_tokens),
+            "structure",
+            "ends an answer by itself: it cannot be combined with ignore_eos or min_tokens",
+            self.structure,
         )
 
     @property
@@ -110,6 +163,7 @@ class TokenLogprobs:
     logprob: float  # nats
     rank: int  # 1 = the most likely token
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    scored: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of logprob_token_ids, in the request's order
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +178,7 @@ class TokenDelta:
     token_ids: tuple[int, ...] = ()
     kinds: tuple[TokenKind, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of prompt tokens 1.., with the first delta
     num_drafted: int = 0
     num_accepted: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache

@@ -4,31 +4,36 @@ Every uniform is named by (request seed, round, offset in the round, purpose) th
 "Parallel random numbers: as easy as 1, 2, 3", 2011). The round is the number of tokens at its start: it is unique, and
 can be told after a handoff, a preemption or a resume, so nothing about randomness travels but the seed.
 
-The uniforms are made on the host for all rows of a step at once, so the CPU and the GPU share them.
+The uniforms are made on the host for all rows of a step at once, so the CPU and the GPU share them. The coupled
+verifier's Gumbel noise, one number per token of the vocabulary, is made where the probabilities are, by the same
+integer arithmetic, and is keyed by (request seed, position) alone.
 """
 
 import enum
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
+Words = Any  # 32-bit words, in uint64 arrays or int64 tensors
 
-_MASK = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(32)
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
 _NUM_ROUNDS = 10
 
 
 class Purpose(enum.IntEnum):
-    """What a uniform decides. Two purposes never share one: a shared draw biases the output."""
+    """What a random number decides. Two purposes never share one: a shared draw biases the output."""
 
     DRAFT = 0
     COIN = 1
     RESIDUAL = 2
     BONUS = 3
+    NOISE = 4
 
 
 def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
@@ -43,20 +48,48 @@ def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64
     Returns:
         [R] float64; never 0 (a coin of 0 would accept a token of probability 0) and never 1.
     """
-    words = _philox((rounds, offsets, purposes, np.zeros_like(rounds)), (seeds & _MASK, seeds >> _SHIFT))
-    high, low = words[0] >> np.uint64(6), words[1] >> np.uint64(6)  # 26 bits each
-    return ((high << np.uint64(26)) + low + 0.5) * 2.0**-52
+    words = _philox((rounds, offsets, purposes, np.zeros_like(rounds)), _key(seeds))
+    drawn: Float64s = (_bits(words[0], words[1]) + 0.5) * 2.0**-52
+    return drawn
 
 
-def _philox(counter: tuple[Uint64s, ...], key: tuple[Uint64s, Uint64s]) -> tuple[Uint64s, ...]:
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Gumbel noise for every token of the vocabulary: argmax(log p + noise) is a draw from p.
+
+    Args:
+        seeds: [R] int64, the request's seed as two's complement.
+        positions: [R] int64, the position of the token that is drawn, < 2**32.
+
+    Returns:
+        [R, vocab_size] float64, finite; a function of (seed, position, token) alone.
+    """
+    pairs = torch.arange((vocab_size + 1) // 2, device=seeds.device).expand(seeds.shape[0], -1)
+    purpose = torch.full_like(pairs, Purpose.NOISE)
+    low, high = _key(seeds[:, None].expand_as(pairs))
+    words = _philox((pairs, positions[:, None].expand_as(pairs), purpose, torch.zeros_like(pairs)), (low, high))
+    bits = torch.stack((_bits(words[0], words[1]), _bits(words[2], words[3])), dim=-1)  # two tokens a call
+    unit = (bits.reshape(seeds.shape[0], -1)[:, :vocab_size].double() + 0.5) * 2.0**-52
+    return -(-unit.log()).log()
+
+
+def _key(seeds: Words) -> tuple[Words, Words]:
+    return seeds & _MASK, (seeds >> 32) & _MASK
+
+
+def _bits(first: Words, second: Words) -> Words:
+    """52 bits of two words: as many as a float64 can hold together with the half that keeps them off 0 and 1."""
+    return ((first >> 6) << 26) + (second >> 6)
+
+
+def _philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # 64 bits; signed tensors wrap around
         c0, c1, c2, c3 = (
-            (product1 >> _SHIFT) ^ c1 ^ k0,
+            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
             product1 & _MASK,
-            (product0 >> _SHIFT) ^ c3 ^ k1,
+            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
             product0 & _MASK,
         )
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK

@@ -108,7 +108,7 @@ def draw(law: Tensor, uniform: Tensor) -> Tensor:
         [E] int64; a token of mass 0 is never drawn. From a row of NaN some token of the vocabulary, to be thrown away.
     """
     cdf = law.cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[:, -1:]
+    total = cdf[:, -1:].contiguous()
     token = torch.searchsorted(cdf, uniform[:, None] * total, right=True)
     last_possible = torch.searchsorted(cdf, total)  # the product above may round up to the total
     return torch.minimum(token, last_possible).clamp(max=law.shape[-1] - 1)[:, 0]

@@ -180,7 +180,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._free(sequence)
-        sequence.scores.clear()  # they are computed again
+        sequence.prompt_logprobs.clear()  # they are computed again
         sequence.phase = Phase.WAITING
         self._waiting.insert(self._num_waiting_requests if sequence.scores_only else 0, sequence)
         self.stats.num_preemptions += 1
@@ -203,7 +203,7 @@ class Scheduler:
         """Write what the step decided into its sequences; the deltas go to whoever asked."""
         deltas = []
         for entry, drawn, scores in zip(batch.entries, outcome.drawn, outcome.scores, strict=True):
-            entry.sequence.scores.extend(scores)
+            entry.sequence.prompt_logprobs.extend(scores)
             delta = self._advance(entry, drawn)
             if delta is not None:
                 deltas.append(delta)
@@ -248,7 +248,7 @@ class Scheduler:
     def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
         if not sequence.scores_only or sequence.num_to_compute > 0:
             return None
-        scores, request_id = tuple(sequence.scores), sequence.request.request_id
+        scores, request_id = tuple(sequence.prompt_logprobs), sequence.request.request_id
         if not all(math.isfinite(entry.logprob) for entry in scores):
             return TokenDelta(request_id, finish_reason=FinishReason.ERROR, error="The model's logits were not finite.")
         return TokenDelta(request_id, logprobs=scores, finish_reason=FinishReason.STOP)

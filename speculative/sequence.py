@@ -11,6 +11,7 @@ from collections.abc import Sequence as Tokens
 
 from torch import Tensor
 
+from speculative.constraint import TokenConstraint
 from speculative.kv_cache import hash_block
 from speculative.request import Request, TokenLogprobs
 
@@ -33,6 +34,7 @@ class Sequence:
             is pending); None: run to the end.
         tokens: prompt and output so far, when it goes on from a handoff.
         saved_kv: [num_layers, 2, len(tokens) - 1, num_kv_heads, head_dim], computed elsewhere for those tokens.
+        constraint: which tokens may come next, where the request asks for a form.
         num_cached: prompt tokens that were found in a prefix cache where they were computed.
     """
 
@@ -43,6 +45,7 @@ class Sequence:
         hold_after: int | None = None,
         tokens: Tokens[int] | None = None,
         saved_kv: Tensor | None = None,
+        constraint: TokenConstraint | None = None,
         num_cached: int = 0,
     ) -> None:
         self.request = request
@@ -54,12 +57,13 @@ class Sequence:
         self.num_computed = 0
         self.phase = Phase.WAITING
         self.blocks: list[int] = []
+        self.constraint = constraint
         self.num_cached = num_cached
         self.num_shared = 0  # leading positions whose blocks were found in this engine's prefix cache
         self.arrived_at = time.monotonic()
         self.queue_s: float | None = None  # from arrival to the first blocks
         self.num_published = 0  # leading blocks already offered to the prefix cache
-        self.scores: list[TokenLogprobs] = []  # of a scoring request, so far
+        self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are asked for
         self._hashes: list[bytes] = []
 
     def __repr__(self) -> str:
@@ -77,6 +81,14 @@ class Sequence:
     def scores_only(self) -> bool:
         """Whether the request is teacher-forced: its tokens are scored, and none is drawn."""
         return self.request.score_from is not None
+
+    @property
+    def scored_positions(self) -> range:
+        """Known tokens whose logprobs are to be told: of a scoring request, or of a prompt that is computed anew."""
+        if self.request.score_from is not None:
+            return range(self.request.score_from, len(self.tokens))
+        wanted = self.params.prompt_logprobs is not None and self.num_output == 0
+        return range(1, self.num_prompt if wanted else 1)
 
     @property
     def num_to_compute(self) -> int:

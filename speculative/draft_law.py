@@ -1,0 +1,51 @@
+"""The law a draft was drawn from, as the verifiers read it: q, in float32, row by row.
+
+It travels with the drafts it belongs to. A drafter that draws its drafts and forgets to say from what would be read as
+one that chose them: lossless, and slow for no visible reason.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PointMass:
+    """Drafts that were chosen, not drawn: all mass lies on the token."""
+
+    def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of each row's draft, [R] float32; 0 in bonus rows (draft -1)."""
+        del packed
+        return (drafts >= 0).float()
+
+    def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
+        """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
+        del packed
+        mass = (drafts >= 0).float()[:, None]
+        rows = torch.zeros((drafts.shape[0], vocab_size), device=drafts.device)
+        return rows.scatter_(1, drafts.clamp(min=0)[:, None], mass)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Drafts that were drawn. probs: [D, V] float32, row d is what packed draft d was drawn from."""
+
+    probs: Tensor
+
+    def __post_init__(self) -> None:
+        if self.probs.dtype != torch.float32:
+            raise TypeError(f"q must be float32, as it was drawn from; got {self.probs.dtype}.")
+
+    def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
+        q = self.probs[packed.clamp(max=max(self.probs.shape[0] - 1, 0)), drafts.clamp(min=0)]
+        return torch.where(drafts >= 0, q, 0.0)
+
+    def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
+        """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
+        rows = self.probs[packed.clamp(max=max(self.probs.shape[0] - 1, 0))]
+        return torch.where(drafts[:, None] >= 0, rows, 0.0)
+
+
+DraftLaw = PointMass | Dense
