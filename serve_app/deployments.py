@@ -25,6 +25,7 @@ from serve_app.ingress import build_ingress
 from serve_app.metrics import BufferSink, MetricBatch, Metrics, PrometheusSink, RaySink
 from serve_app.observed_source import ObservedSource, SourceLimits
 from serve_app.referee import Referee, ReplayJob, chosen
+from serve_app.scoring import ScoreLimits, Scorer
 from serve_app.token_source import PooledTokenSource
 from serve_app.tokenizer import Tokenizer
 from speculative.errors import EngineFault, TruespecError
@@ -98,6 +99,7 @@ class HttpReplica(EngineReplica):
         super().__init__(config, pool)
         self._prefill = prefill
         self._front_end: FrontEnd | None = None
+        self._scorer: Scorer | None = None
 
     async def start(self) -> ModelInfo:
         """Load the engine and build the front end over it."""
@@ -110,11 +112,22 @@ class HttpReplica(EngineReplica):
             submit=self._submit,
             limits=SourceLimits(limits.max_ongoing_requests, limits.request_timeout_s),
         )
+        tokenizer = Tokenizer.from_folder(info.folder)
         self._front_end = FrontEnd(
             source,
-            Tokenizer.from_folder(info.folder),
+            tokenizer,
             info,
             Limits(max_body_bytes=limits.max_body_bytes, max_choices=limits.max_choices),
+        )
+        self._scorer = Scorer(
+            source,
+            tokenizer,
+            info,
+            logprobs_mode=self._config.engine.logprobs_mode,
+            limits=ScoreLimits(
+                max_concurrent=min(self._config.engine.max_num_seqs, limits.max_ongoing_requests),
+                timeout_s=limits.request_timeout_s,
+            ),
         )
         return info
 
@@ -122,7 +135,7 @@ class HttpReplica(EngineReplica):
         """The HTTP application of this replica."""
         if self._front_end is None:
             raise EngineFault("The replica is not started.")
-        return build_ingress(self._front_end, metrics=self.exposition, health=self.check_health)
+        return build_ingress(self._front_end, scorer=self._scorer, metrics=self.exposition, health=self.check_health)
 
     async def exposition(self) -> tuple[bytes, str]:
         """The whole app's metrics, this replica's newest counts included."""

@@ -5,6 +5,7 @@ router mount the same one.
 """
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import logging
@@ -24,11 +25,13 @@ from serve_app.protocol import (
     CompletionFormat,
     CompletionRequest,
     Piece,
+    RankedEntry,
     ReplyFormat,
     ReplyHead,
     TokenEntry,
     TopEntry,
     Usage,
+    WireRequest,
     finite_logprob,
     join,
     model_card,
@@ -50,6 +53,8 @@ class TokenSource(Protocol):
 
     def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         """Generate for requests that share one prompt and its parameters, each with a seed of its own.
+
+        Only the first may ask for prompt_logprobs, which then come with its first delta.
 
         The deltas of all requests come interleaved, each request's in order. Closing the generator (`aclose`, or
         cancelling the task that waits in it) aborts every request that still runs.
@@ -145,9 +150,11 @@ class FrontEnd:
             prompts=tuple(prompts),
             num_choices=num_choices,
             with_token_ids=bool(wire.return_token_ids),
+            with_scored=bool(wire.logprob_token_ids),
             with_usage=wire.include_usage,
         )
-        groups = tuple(self._group(wire, head, index) for index in range(len(prompts)))
+        bad_words = await self._bad_words(wire)
+        groups = tuple(self._group(wire, head, index, bad_words) for index in range(len(prompts)))
         return Job(head, reply_format, groups, StopStrings(wire.stop_strings), bool(wire.stream))
 
     async def collect(self, job: Job) -> dict[str, Any]:
@@ -220,33 +227,50 @@ class FrontEnd:
             )
         return ids
 
+    async def _bad_words(self, wire: WireRequest) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of the bad words, each as it begins a text and as it follows a space."""
+        texts: list[str] = []
+        for word in wire.bad_words or ():
+            bare = word.lstrip()
+            texts += [bare, " " + bare] if bare else [word]
+        encode = self._tokenizer.encode
+        sequences = await _off_loop(
+            sum(map(len, texts)), lambda: [tuple(encode(text, continuation=True)) for text in texts]
+        )
+        return tuple(dict.fromkeys(sequences))
+
     def _group(
-        self, wire: CompletionRequest | ChatCompletionRequest, head: ReplyHead, index: int
+        self,
+        wire: CompletionRequest | ChatCompletionRequest,
+        head: ReplyHead,
+        index: int,
+        bad_words: tuple[tuple[int, ...], ...],
     ) -> tuple[Request, ...]:
         prompt = head.prompts[index]
-        params = self._params(wire, len(prompt))
+        params = self._params(wire, len(prompt), bad_words)
+        others = dataclasses.replace(params, prompt_logprobs=None)
         first = index * head.num_choices
+        seeds = [{} if wire.seed is None else {"seed": choice_seed(wire.seed, n)} for n in range(head.num_choices)]
         return tuple(
-            Request(f"{head.reply_id}-{first + choice}", prompt, params)
-            if wire.seed is None
-            else Request(f"{head.reply_id}-{first + choice}", prompt, params, choice_seed(wire.seed, choice))
-            for choice in range(head.num_choices)
+            Request(f"{head.reply_id}-{first + choice}", prompt, others if choice else params, **seed)
+            for choice, seed in enumerate(seeds)
         )
 
-    def _params(self, wire: CompletionRequest | ChatCompletionRequest, num_prompt: int) -> SamplingParams:
-        stop_ids = tuple(dict.fromkeys(wire.stop_token_ids or ()))
-        if stop_ids and max(stop_ids) >= self._model.vocab_size:
-            raise InvalidRequest("stop_token_ids", f"stop_token_ids run from 0 to {self._model.vocab_size - 1}.")
-        return SamplingParams(
+    def _params(
+        self,
+        wire: CompletionRequest | ChatCompletionRequest,
+        num_prompt: int,
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> SamplingParams:
+        params = SamplingParams(
             max_tokens=self._max_tokens(wire, num_prompt),
-            temperature=1.0 if wire.temperature is None else wire.temperature,
-            top_k=max(wire.top_k or 0, 0),
-            top_p=1.0 if wire.top_p is None else wire.top_p,
-            stop_token_ids=stop_ids,
-            ignore_eos=bool(wire.ignore_eos),
             logprobs=wire.num_logprobs,
-            speculate=wire.speculate is not False,
+            bad_words=bad_words,
+            **wire.sampling_fields(),
         )
+        params.check_vocabulary(self._model.vocab_size)
+        _refuse_dead_end(params, self._model.eos_token_ids)
+        return params
 
     def _max_tokens(self, wire: CompletionRequest | ChatCompletionRequest, num_prompt: int) -> int:
         name, asked = wire.token_budget
@@ -340,13 +364,15 @@ class _Choice:
 
     def __init__(self, index: int, request: Request, job: Job, tokenizer: Tokenizer) -> None:
         self._index = index
-        self._with_logprobs = request.params.logprobs is not None
+        self._request = request
+        self._with_logprobs = request.params.tells_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(continuation=True)
         self._matcher = StopMatcher(job.stops)
         self._text_offset = 0
         self._begun = False
+        self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
         self.num_delivered = 0
         self.num_accepted = 0
         self.num_rejected = 0
@@ -359,7 +385,8 @@ class _Choice:
             EngineFault: the engine failed on this request.
             RequestAborted: the engine let go of it.
         """
-        _refuse_failure(delta)
+        refuse_failure(delta)
+        self._take_prompt_logprobs(delta)
         released, offsets = self._release(delta)
         reason = self._end(delta, released)
         num_delivered = len(offsets)
@@ -369,7 +396,26 @@ class _Choice:
             return None
         first, self._begun = not self._begun, True
         entries = self._entries(delta, offsets) if self._with_logprobs else None
-        return Piece(self._index, text, delta.token_ids[:num_delivered], entries, reason, first)
+        prompt_entries = self._prompt_entries if first else None
+        return Piece(self._index, text, delta.token_ids[:num_delivered], entries, reason, first, prompt_entries)
+
+    def _take_prompt_logprobs(self, delta: TokenDelta) -> None:
+        """Keep them for the first piece; they must have come when the first token does."""
+        due = self._request.params.prompt_logprobs is not None and self._prompt_entries is None
+        if not due or (delta.prompt_logprobs is None and not delta.token_ids):
+            return
+        told, num_prompt = delta.prompt_logprobs or (), len(self._request.prompt_token_ids)
+        if len(told) != num_prompt - 1:
+            raise EngineFault(f"{delta.request_id}: a prompt of {num_prompt} tokens came with {len(told)} logprobs.")
+        self._prompt_entries = tuple(self._ranked(entry) for entry in told)
+
+    def _ranked(self, entry: TokenLogprobs) -> tuple[RankedEntry, ...]:
+        own = (entry.token_id, entry.logprob, entry.rank)
+        top = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
+        return tuple(
+            RankedEntry(token, self._tokenizer.token_text(token), finite_logprob(logprob), rank)
+            for token, logprob, rank in (own, *(each for each in top if each[0] != entry.token_id))
+        )
 
     def _release(self, delta: TokenDelta) -> tuple[list[str], list[int]]:
         """The text that may go out, and each delivered token's offset; a token that completes a stop string is last."""
@@ -378,10 +424,12 @@ class _Choice:
         texts = [*self._detokenizer.push(ids[:-1]), ""] if stopped_by_token else self._detokenizer.push(ids)
         released: list[str] = []
         offsets: list[int] = []
-        for text in texts:
+        for number, text in enumerate(texts, start=self.num_delivered):
             offsets.append(self._text_offset)
             self._text_offset += len(text)
-            released.append(self._matcher.push(text))
+            # No stop before min_tokens: what was said until then is not searched for stop strings either.
+            may_stop = number >= self._request.params.min_tokens
+            released.append(self._matcher.push(text) if may_stop else text)
             if self._matcher.stopped:
                 break
         return released, offsets
@@ -407,6 +455,9 @@ class _Choice:
         logprobs = delta.logprobs or ()
         if len(logprobs) != len(delta.token_ids):
             raise EngineFault(f"{delta.request_id}: {len(delta.token_ids)} tokens came with {len(logprobs)} logprobs.")
+        asked = self._request.params.logprob_token_ids
+        if any(tuple(token for token, _ in entry.scored) != asked for entry in logprobs):
+            raise EngineFault(f"{delta.request_id}: a token came without the logprobs of logprob_token_ids.")
         return tuple(self._entry(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False))
 
     def _entry(self, entry: TokenLogprobs, offset: int) -> TokenEntry:
@@ -415,8 +466,15 @@ class _Choice:
             TopEntry(names.token_text(token), names.token_bytes(token), finite_logprob(logprob))
             for token, logprob in entry.top
         )
-        token = entry.token_id
-        return TokenEntry(names.token_text(token), names.token_bytes(token), finite_logprob(entry.logprob), top, offset)
+        scored = tuple((token, finite_logprob(logprob)) for token, logprob in entry.scored)
+        return TokenEntry(
+            names.token_text(entry.token_id),
+            names.token_bytes(entry.token_id),
+            finite_logprob(entry.logprob),
+            top,
+            offset,
+            scored,
+        )
 
 
 class _Run:
@@ -448,11 +506,31 @@ class _Run:
         )
 
 
-def _refuse_failure(delta: TokenDelta) -> None:
+def refuse_failure(delta: TokenDelta) -> None:
+    """Raise what a last delta tells of a request that failed.
+
+    Raises:
+        EngineFault: the engine failed on this request.
+        RequestAborted: the engine let go of it.
+    """
     if delta.finish_reason is FinishReason.ERROR:
         raise EngineFault(f"{delta.request_id}: {delta.error or 'the engine gave no reason'}")
     if delta.finish_reason is FinishReason.ABORT:
         raise RequestAborted(f"{delta.request_id} was aborted by the engine.")
+
+
+def _refuse_dead_end(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """Refuse parameters that together allow no first token."""
+    if params.allowed_token_ids is None:
+        return
+    forbidden = {word[0] for word in params.bad_words if len(word) == 1}
+    if params.min_tokens:
+        forbidden.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
+    if forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            "allowed_token_ids",
+            "allowed_token_ids leaves nothing to say: bad_words and min_tokens forbid every one of them.",
+        )
 
 
 async def _off_loop(num_characters: int, work: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.errors import BodyTooLarge, ErrorReply, UnsupportedParameter, reply_for, route_error
 from serve_app.frontend import FrontEnd
 from serve_app.protocol import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest, parse
+from serve_app.scoring import Scorer, ScoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +33,19 @@ _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 
 
 def build_ingress(
-    front_end: FrontEnd, *, metrics: MetricsPage | None = None, health: HealthCheck | None = None
+    front_end: FrontEnd,
+    *,
+    scorer: Scorer | None = None,
+    metrics: MetricsPage | None = None,
+    health: HealthCheck | None = None,
 ) -> FastAPI:
-    """The app that serves one front end over HTTP."""
+    """The app that serves one front end over HTTP, and /v1/score where there is a scorer."""
     app = FastAPI(title="truespec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestIds)
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_generation(app, front_end)
+    if scorer is not None:
+        _add_scoring(app, front_end, scorer)
     _add_operations(app, metrics, health)
 
     @app.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
@@ -64,6 +71,12 @@ def _add_generation(app: FastAPI, front_end: FrontEnd) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await _guarded(request, _generate(front_end, request, ChatCompletionRequest))
+
+
+def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer) -> None:
+    @app.post("/v1/score")
+    async def score(request: Request) -> Response:
+        return await _guarded(request, _score(front_end, scorer, request))
 
 
 def _add_operations(app: FastAPI, metrics: MetricsPage | None, health: HealthCheck | None) -> None:
@@ -159,6 +172,12 @@ async def _generate(
     return EventStream(first, events)
 
 
+async def _score(front_end: FrontEnd, scorer: Scorer, request: Request) -> Response:
+    wire = parse(await _read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
+    front_end.model(wire.model)
+    return JSONResponse(await _unless_disconnected(request.receive, scorer.score(wire)))
+
+
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
@@ -236,8 +255,8 @@ def _unserved(request: Request, path: str) -> Response:
     first = path.partition("/")[0]
     if first in UNSUPPORTED_ENDPOINTS:
         return _error_response(reply_for(UnsupportedParameter("", f"/v1/{path}: {UNSUPPORTED_ENDPOINTS[first]}")))
-    allowed = {"models": "GET", "completions": "POST", "chat/completions": "POST"}.get(path)
-    if allowed is not None:
+    allowed = {"models": "GET", "completions": "POST", "chat/completions": "POST", "score": "POST"}.get(path)
+    if allowed not in (None, request.method):
         response = _error_response(route_error(405, f"{request.method} is not served here; use {allowed} /v1/{path}."))
         response.headers["allow"] = allowed
         return response

@@ -7,6 +7,8 @@ from counters; histograms serve quantiles (Ray's agent only estimates a histogra
 from dataclasses import dataclass
 from typing import Literal
 
+from speculative.stats import LOGPROB_RULES
+
 PREFIX = "truespec_"
 COMMON_LABELS = ("model_name", "pool")
 REPLICA_LABEL = "replica"  # gauges carry it beside the common labels, since they do not add up
@@ -74,7 +76,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "handoffs_total", "handoffs", "Handoffs from prefill to decode, by result: ok, refused, failed.", "result"
     ),
     _counter("handoff_bytes_total", "bytes", "Bytes of computed-token state handed off."),
-    _counter("handoff_seconds_total", "seconds", "Time spent on handoffs, by phase: prefill, fetch, insert.", "phase"),
+    _counter("handoff_seconds_total", "seconds", "Time spent on handoffs, by phase: prefill, export, insert.", "phase"),
     _counter("handoff_refusals_total", "handoffs", "Handoffs that the decode side refused, by reason.", "reason"),
     # Requests
     _counter(
@@ -96,6 +98,12 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("prefix_cache_hits_total", "tokens", "Prompt tokens found in the prefix cache."),
     _counter("preemptions_total", "preemptions", "Sequences that lost their KV and were computed again."),
     # Logprob check
+    _counter(
+        "logprob_violations_total",
+        "requests",
+        f"Requests that were failed because their logprobs broke the contract, by kind: {', '.join(LOGPROB_RULES)}.",
+        "kind",
+    ),
     _counter("replays_total", "replays", "Replays of finished requests, by result: ok, failed, skipped.", "result"),
     _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's."),
     _counter(

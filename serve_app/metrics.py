@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from serve_app.metric_names import CATALOGUE, METRICS, REPLICA_LABEL, Kind, Metric
-from speculative.stats import EngineUsage, StepStats
+from speculative.stats import LOGPROB_RULES, EngineUsage, StepStats
 
 LabelValues = tuple[str, ...]  # in the order of Metric.label_names
 Series = tuple[str, LabelValues]  # (metric name, label values)
@@ -91,6 +91,8 @@ class Metrics:
         self.count("truespec_expected_accepted_tokens_total", stats.expected_accepted)
         self.count("truespec_draft_seconds_total", stats.draft_s)
         self.count("truespec_verify_seconds_total", stats.verify_s)
+        self.count("truespec_handoff_seconds_total", stats.export_s, phase="export")
+        self.count("truespec_handoff_seconds_total", stats.insert_s, phase="insert")
         self.count("truespec_preemptions_total", stats.num_preemptions)
         self.count("truespec_prefix_cache_queries_total", stats.prefix_cache_queries)
         self.count("truespec_prefix_cache_hits_total", stats.prefix_cache_hits)
@@ -98,6 +100,8 @@ class Metrics:
             self.count("truespec_draft_tokens_per_position_total", value, position=str(position))
         for position, value in enumerate(stats.accepted_per_position):
             self.count("truespec_accepted_tokens_per_position_total", value, position=str(position))
+        for kind in LOGPROB_RULES:
+            self.count("truespec_logprob_violations_total", stats.logprob_violations.get(kind, 0), kind=kind)
         self.gauge("truespec_requests_running", usage.num_running)
         self.gauge("truespec_requests_waiting", usage.num_waiting)
         self.gauge("truespec_kv_cache_usage_ratio", usage.kv_usage)

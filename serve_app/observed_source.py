@@ -93,7 +93,7 @@ class ObservedSource:
                 async for delta in _until(deltas, asyncio.get_running_loop().time() + self._limits.timeout_s):
                     entry = watched[delta.request_id]
                     self._see(entry, delta)
-                    yield delta if entry.request.params.logprobs is not None else delta.replace(logprobs=None)
+                    yield delta if _asked_for_logprobs(entry.request) else delta.replace(logprobs=None)
         except Exception:
             for entry in watched.values():
                 entry.outcome = "error" if entry.outcome == "abort" else entry.outcome
@@ -150,8 +150,12 @@ class ObservedSource:
             )
 
 
+def _asked_for_logprobs(request: Request) -> bool:
+    return request.params.tells_logprobs or request.score_from is not None
+
+
 def _with_logprobs(request: Request) -> Request:
-    if request.params.logprobs is not None:
+    if _asked_for_logprobs(request):
         return request
     return dataclasses.replace(request, params=dataclasses.replace(request.params, logprobs=0))
 

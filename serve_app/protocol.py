@@ -16,9 +16,11 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
 from speculative.errors import InvalidRequest
-from speculative.request import MAX_LOGPROBS, MAX_SEED
+from speculative.request import MAX_LOGPROBS, MAX_SCORED_IDS, MAX_SEED, Structure
 
 MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIASES = 300
+MAX_BAD_WORDS = 1024
 LEGACY_MAX_TOKENS = 16  # what /v1/completions generates when nothing is said
 _INT32_MAX = 2**31 - 1
 
@@ -30,10 +32,6 @@ def _one_of(*values: Any) -> Harmless:
     return lambda value, body: value is None or any(type(value) is type(v) and value == v for v in values)
 
 
-def _zero(value: Any, body: Mapping[str, Any]) -> bool:
-    return value is None or (type(value) in (int, float) and value == 0)
-
-
 def _empty(value: Any, body: Mapping[str, Any]) -> bool:
     return value is None or value in ([], {}, "")
 
@@ -42,13 +40,8 @@ def _same_as_n(value: Any, body: Mapping[str, Any]) -> bool:
     return value is None or (type(value) is int and value == (body.get("n") or 1))
 
 
-def _plain_text(value: Any, body: Mapping[str, Any]) -> bool:
-    return value is None or value == {"type": "text"}
-
-
 _NO_TOOLS = "tools are not served yet; describe them in the prompt and parse the answer."
-_NO_PENALTIES = "penalties are not served yet; leave it out or send 0, and use temperature, top_p or top_k."
-_NO_CONSTRAINTS = "constrained output is not served yet; ask for the format in the prompt."
+_OLD_NAME = "is an old name; send structured_outputs with json, regex, choice or grammar in it."
 _NO_REASONING = "there is no reasoning control; leave it out."
 
 UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
@@ -56,13 +49,6 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "tool_choice": (_one_of("none", "auto"), _NO_TOOLS),
     "functions": (_empty, _NO_TOOLS),
     "function_call": (_one_of("none", "auto"), _NO_TOOLS),
-    "response_format": (_plain_text, 'only {"type": "text"} is served; ask for the format in the prompt.'),
-    "frequency_penalty": (_zero, _NO_PENALTIES),
-    "presence_penalty": (_zero, _NO_PENALTIES),
-    "repetition_penalty": (_one_of(1, 1.0), "penalties are not served yet; leave it out or send 1."),
-    "logit_bias": (_empty, "logit bias is not served yet; leave it out or send {}."),
-    "min_p": (_zero, "min-p is not served yet; use top_p or top_k."),
-    "min_tokens": (_zero, "a least length is not served yet; use ignore_eos with max_tokens."),
     "echo": (_one_of(False), "echo is not served yet; put the prompt before the text yourself."),
     "suffix": (_empty, "filling in before a suffix is not served; send a prompt only."),
     "best_of": (_same_as_n, "only best_of = n is served; ask for n choices with logprobs and pick the best."),
@@ -74,12 +60,10 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "web_search_options": (lambda value, body: value is None, "there is no web search."),
     "moderation": (lambda value, body: value is None, "there is no moderation."),
     "store": (_one_of(False), "nothing is stored; leave it out or send false."),
-    "guided_json": (_empty, _NO_CONSTRAINTS),
-    "guided_regex": (_empty, _NO_CONSTRAINTS),
-    "guided_choice": (_empty, _NO_CONSTRAINTS),
-    "guided_grammar": (_empty, _NO_CONSTRAINTS),
-    "structured_outputs": (_empty, _NO_CONSTRAINTS),
-    "prompt_logprobs": (lambda value, body: value is None, "prompt logprobs are not served yet."),
+    "guided_json": (_empty, _OLD_NAME),
+    "guided_regex": (_empty, _OLD_NAME),
+    "guided_choice": (_empty, _OLD_NAME),
+    "guided_grammar": (_empty, _OLD_NAME),
     "chat_template": (_empty, "the model's own chat template is used; send a ready prompt to /v1/completions instead."),
     "lora_request": (_empty, "LoRA adapters are not served; merge the adapter into the weights."),
 }
@@ -94,7 +78,6 @@ UNSUPPORTED_ENDPOINTS: dict[str, str] = {
     "audio": "audio is not served; this server generates text.",
     "moderations": "moderation is not served; this server generates text.",
     "rerank": "reranking is not served; this server generates text.",
-    "score": "scoring is not served; ask for logprobs with /v1/completions.",
     "batches": "batches are not served; send the requests themselves.",
     "files": "files are not served; send text in the request.",
     "fine_tuning": "fine-tuning is not served.",
@@ -119,11 +102,20 @@ def _prompt_kind(value: Any) -> str:
     return "<texts>" if isinstance(first, str) else "<id lists>" if isinstance(first, list) else "<ids>"
 
 
-class _Wire(BaseModel):
+class Wire(BaseModel):
+    """Any object of a request's body: known fields only, and no value read as if it were of another type."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    def check_together(self) -> None:
+        """Check fields against each other.
 
-class TextPart(_Wire):
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+
+
+class TextPart(Wire):
     """One part of a message's content. Only text is served."""
 
     type: str
@@ -137,7 +129,7 @@ class TextPart(_Wire):
         return kind
 
 
-class Message(_Wire):
+class Message(Wire):
     """One message of a conversation."""
 
     role: str
@@ -175,25 +167,132 @@ class Message(_Wire):
         return {"role": role, "content": content}
 
 
-class StreamOptions(_Wire):
+class StreamOptions(Wire):
     """What a stream tells besides the text."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted: OpenAI's padding of chunks, not done here
 
 
-class WireRequest(_Wire):
+class JsonSchemaFormat(Wire):
+    """A JSON schema as OpenAI's response_format wraps it. Every one is kept to strictly."""
+
+    name: str
+    description: str | None = None
+    schema_text: str = Field(alias="schema")
+    strict: bool | None = None
+
+    @field_validator("schema_text", mode="before")
+    @classmethod
+    def _to_text(cls, schema: Any) -> str:
+        return _schema_text(schema)
+
+
+class ResponseFormat(Wire):
+    """The form an answer must have, as OpenAI names it."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _known_type(cls, kind: str) -> str:
+        if kind not in ("text", "json_object", "json_schema"):
+            raise PydanticCustomError("type", "must be text, json_object or json_schema.")
+        return kind
+
+    def structure(self) -> Structure | None:
+        """What the engine keeps to; None for plain text.
+
+        Raises:
+            InvalidRequest: type and json_schema do not belong together.
+        """
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest(
+                "response_format.json_schema",
+                "response_format.json_schema goes with type = json_schema, and only with it.",
+            )
+        if self.json_schema is not None:
+            return Structure("json_schema", self.json_schema.schema_text)
+        return Structure("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Wire):
+    """The form an answer must have, as vLLM names it: exactly one of the fields."""
+
+    schema_text: str | None = Field(None, alias="json")  # an object, or its JSON text
+    regex: str | None = Field(None, min_length=1)
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, min_length=1)
+
+    @field_validator("schema_text", mode="before")
+    @classmethod
+    def _to_text(cls, schema: Any) -> str | None:
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
+                raise PydanticCustomError("schema", "must be a JSON schema; this text is not JSON.") from error
+        return None if schema is None else _schema_text(schema)
+
+    def structure(self) -> Structure:
+        """What the engine keeps to.
+
+        Raises:
+            InvalidRequest: none or several are asked for.
+        """
+        structures = (
+            None if self.schema_text is None else Structure("json_schema", self.schema_text),
+            None if self.regex is None else Structure("regex", self.regex),
+            None if self.choice is None else Structure("choice", json.dumps(self.choice)),
+            None if self.grammar is None else Structure("grammar", self.grammar),
+        )
+        asked = [structure for structure in structures if structure is not None]
+        if len(asked) != 1:
+            raise InvalidRequest(
+                "structured_outputs",
+                f"structured_outputs takes exactly one of json, regex, choice and grammar; got {len(asked)}.",
+            )
+        return asked[0]
+
+
+def _schema_text(schema: Any) -> str:
+    if not isinstance(schema, dict):
+        raise PydanticCustomError("schema", "must be a JSON schema: an object.")
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise PydanticCustomError("schema", "is nested too deeply.") from error
+
+
+TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+
+
+class WireRequest(Wire):
     """What both generation endpoints take."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    min_tokens: int | None = Field(None, ge=0, le=_INT32_MAX)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(None, ge=-1, le=_INT32_MAX)
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    reproducible: bool | None = None
+    logprob_token_ids: list[TokenId] | None = Field(None, max_length=MAX_SCORED_IDS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     n: int | None = Field(None, ge=1, le=_INT32_MAX)
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
     stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=_INT32_MAX)]] | None = Field(None, max_length=1024)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -223,6 +322,29 @@ class WireRequest(_Wire):
             raise PydanticCustomError("stop", "must not hold an empty string.")
         return stop
 
+    @field_validator("logit_bias")
+    @classmethod
+    def _few_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        if bias is not None and len(bias) > MAX_LOGIT_BIASES:
+            raise PydanticCustomError("logit_bias", "may hold at most {most} tokens.", {"most": MAX_LOGIT_BIASES})
+        if bias is not None and not all(_TOKEN_ID.fullmatch(token) for token in bias):
+            raise PydanticCustomError("logit_bias", "must have token ids as its keys.")
+        return bias
+
+    @property
+    def structure(self) -> Structure | None:
+        """The form the answer must have, however it was asked for."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure()
+        return None if self.response_format is None else self.response_format.structure()
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Fields of SamplingParams, as far as they need neither model nor tokenizer; what was not sent is left out."""
+        sent = {name: value for name in _AS_SENT if (value := getattr(self, name)) is not None}
+        lists = {name: tuple(dict.fromkeys(value)) for name in _ID_LISTS if (value := getattr(self, name)) is not None}
+        bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+        return sent | lists | {"logit_bias": bias, "top_k": max(self.top_k or 0, 0), "structure": self.structure}
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, however they were sent."""
@@ -246,6 +368,33 @@ class WireRequest(_Wire):
         """
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream_options needs stream = true.")
+        if self.structure is not None:
+            self._check_structure("response_format" if self.structured_outputs is None else "structured_outputs")
+
+    def _check_structure(self, name: str) -> None:
+        if self.response_format is not None and name != "response_format" and self.response_format.type != "text":
+            raise InvalidRequest(name, "response_format and structured_outputs both ask for a form; send one of them.")
+        other = "min_tokens" if self.min_tokens else "ignore_eos" if self.ignore_eos else None
+        if other is not None:
+            raise InvalidRequest(name, f"{name} ends the answer by itself: it cannot be combined with {other}.")
+
+
+# Fields that SamplingParams has by the same name: values, and lists of token ids.
+_AS_SENT = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "prompt_logprobs",
+    "speculate",
+    "reproducible",
+)
+_ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
 class CompletionRequest(WireRequest):
@@ -311,7 +460,7 @@ class ChatCompletionRequest(WireRequest):
             raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
 
 
-W = TypeVar("W", bound=WireRequest)
+W = TypeVar("W", bound=Wire)
 
 # What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can spell neither here.
 _SUSPECT_ESCAPE = re.compile(r"\\u(0000|[dD][89a-fA-F])")
@@ -421,6 +570,21 @@ class TokenEntry:
     logprob: float
     top: tuple[TopEntry, ...]  # most likely first
     text_offset: int  # characters of the choice before this token
+    scored: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of logprob_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class RankedEntry:
+    """What is told of one token at a position of the prompt."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int  # 1 = the most likely
+
+    def to_wire(self) -> dict[str, Any]:
+        """As vLLM writes it."""
+        return {"logprob": self.logprob, "rank": self.rank, "decoded_token": self.text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +597,15 @@ class Piece:
     logprobs: tuple[TokenEntry, ...] | None = None
     finish_reason: str | None = None
     first: bool = False  # the choice's first piece
+    # of prompt tokens 1.., each the token itself and then the most likely; in the first piece of a prompt's choice 0
+    prompt_logprobs: tuple[tuple[RankedEntry, ...], ...] | None = None
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """`prompt_logprobs` where they are told, as vLLM writes them: nothing is known of the first token."""
+        if self.prompt_logprobs is None:
+            return {}
+        told = [{str(entry.token_id): entry.to_wire() for entry in entries} for entries in self.prompt_logprobs]
+        return {"prompt_logprobs": [None, *told]}
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
@@ -445,6 +618,7 @@ def join(pieces: Sequence[Piece]) -> Piece:
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs or ()) if asked else None,
         finish_reason=pieces[-1].finish_reason,
         first=True,
+        prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
 
@@ -483,6 +657,7 @@ class ReplyHead:
     prompts: tuple[tuple[int, ...], ...]  # token ids
     num_choices: int  # of each prompt
     with_token_ids: bool
+    with_scored: bool  # logprobs of logprob_token_ids
     with_usage: bool  # streams only
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -562,12 +737,12 @@ class CompletionFormat:
         choice = {
             "index": piece.index,
             "text": piece.text,
-            "logprobs": None if piece.logprobs is None else _legacy_logprobs(piece.logprobs),
+            "logprobs": None if piece.logprobs is None else _legacy_logprobs(piece.logprobs, head.with_scored),
             "finish_reason": piece.finish_reason,
         }
         if head.with_token_ids and piece.first:
             choice["prompt_token_ids"] = list(head.prompts[piece.index // head.num_choices])
-        return choice | head.token_fields(piece)
+        return choice | head.token_fields(piece) | piece.prompt_fields()
 
 
 class ChatFormat:
@@ -589,7 +764,7 @@ class ChatFormat:
     def chunk(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
         """The chunk of one piece."""
         delta = {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
-        return head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)])
+        return head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)]) | piece.prompt_fields()
 
     def usage_chunk(self, head: ReplyHead, usage: Usage) -> dict[str, Any]:
         """The last chunk, where usage was asked for."""
@@ -601,7 +776,8 @@ class ChatFormat:
             self._choice(head, piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
             for piece in choices
         ]
-        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | self._prompt_fields(head)
+        prompt = self._prompt_fields(head) | choices[0].prompt_fields()
+        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | prompt
 
     def _choice(self, head: ReplyHead, piece: Piece, name: str, said: dict[str, Any]) -> dict[str, Any]:
         logprobs = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
@@ -615,14 +791,19 @@ def _chat_choice(index: int, name: str, said: dict[str, Any], logprobs: Any, fin
     return {"index": index, name: said, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _legacy_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
+def _legacy_logprobs(entries: Sequence[TokenEntry], with_scored: bool) -> dict[str, Any]:
     """The parallel arrays of the old completions API; the emitted token is always among the top ones."""
-    return {
+    scored = {"scored_logprobs": [_scored(entry) for entry in entries]} if with_scored else {}
+    return scored | {
         "tokens": [entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": [_legacy_top(entry) for entry in entries],
         "text_offset": [entry.text_offset for entry in entries],
     }
+
+
+def _scored(entry: TokenEntry) -> dict[str, float]:
+    return {str(token): logprob for token, logprob in entry.scored}
 
 
 def _legacy_top(entry: TokenEntry) -> dict[str, float]:
@@ -637,7 +818,10 @@ def _chat_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
     def render(entry: TokenEntry | TopEntry) -> dict[str, Any]:
         return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}
 
-    content = [render(entry) | {"top_logprobs": [render(candidate) for candidate in entry.top]} for entry in entries]
+    content = []
+    for entry in entries:
+        scored = {"scored": _scored(entry)} if entry.scored else {}
+        content.append(render(entry) | {"top_logprobs": [render(candidate) for candidate in entry.top]} | scored)
     return {"content": content, "refusal": None}
 
 

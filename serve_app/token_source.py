@@ -6,11 +6,12 @@ itself: the request is slower, and nothing is lost or said twice.
 """
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from serve_app.backends.base import Backend, Prefilled
+from serve_app.backends.base import Backend, Handoff, Prefilled
 from serve_app.frontend import merge
 from serve_app.metrics import Metrics
 from speculative.errors import HandoffRefused
@@ -51,29 +52,41 @@ class PooledTokenSource:
 
     async def _one(self, request: Request) -> Deltas:
         prefilled = await self._prefill(request, first_token=True)
-        if prefilled is None:
-            rest = self._backend.generate(request)
-        else:
-            for delta in prefilled.deltas:
-                yield delta
-            if prefilled.handoff is None:
-                return
-            emitted = [token for delta in prefilled.deltas for token in delta.token_ids]
-            rest = self._resume(request, prefilled, emitted)
+        rest = self._backend.generate(request) if prefilled is None else self._go_on(request, prefilled)
         async with contextlib.aclosing(rest) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def _many(self, requests: Sequence[Request]) -> list[Deltas]:
-        """Each choice draws its own first token, so what is handed off has the last prompt token pending."""
+        """Each choice draws its own first token, so what is handed off has the last prompt token pending.
+
+        What the prefill told of the prompt belongs to the first choice: the prefill was asked for in its name.
+        """
         prefilled = await self._prefill(requests[0], first_token=False)
         if prefilled is None or prefilled.handoff is None:
             return [self._backend.generate(request) for request in requests]
-        return [self._resume(request, prefilled, ()) for request in requests]
+        others = Prefilled((), prefilled.handoff)
+        return [self._go_on(request, others if index else prefilled) for index, request in enumerate(requests)]
+
+    async def _go_on(self, request: Request, prefilled: Prefilled) -> Deltas:
+        """What the prefill emitted, then what follows from its handoff."""
+        for delta in prefilled.deltas:
+            yield delta
+        if prefilled.handoff is None:
+            return
+        emitted = [token for delta in prefilled.deltas for token in delta.token_ids]
+        if any(delta.prompt_logprobs is not None for delta in prefilled.deltas):
+            request = _without_prompt_logprobs(request)
+        async with contextlib.aclosing(self._resume(request, prefilled.handoff, emitted)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def _prefill(self, request: Request, *, first_token: bool) -> Prefilled | None:
-        """Ask the prefill pool; None when the local engine is to do it."""
-        if self._remote_prefill is None:
+        """Ask the prefill pool; None when the local engine is to do it.
+
+        A teacher-forced request has nothing to hand off: the local engine computes it whole.
+        """
+        if self._remote_prefill is None or request.score_from is not None:
             return None
         began = time.monotonic()
         try:
@@ -85,12 +98,11 @@ class PooledTokenSource:
         self._metrics.count("truespec_handoff_seconds_total", time.monotonic() - began, phase="prefill")
         return prefilled
 
-    async def _resume(self, request: Request, prefilled: Prefilled, emitted: Sequence[int]) -> Deltas:
+    async def _resume(self, request: Request, handoff: Handoff, emitted: Sequence[int]) -> Deltas:
         """Go on from the handoff; from the tokens alone where the engine refuses it."""
-        assert prefilled.handoff is not None
         try:
-            async with contextlib.aclosing(self._backend.resume(request, prefilled.handoff)) as deltas:
-                async for delta in self._count_handoff(deltas, prefilled.handoff.nbytes):
+            async with contextlib.aclosing(self._backend.resume(request, handoff)) as deltas:
+                async for delta in self._count_handoff(deltas, handoff.nbytes):
                     yield delta
         except HandoffRefused as error:
             self._metrics.count("truespec_handoffs_total", result="refused")
@@ -109,3 +121,8 @@ class PooledTokenSource:
                 self._metrics.count("truespec_handoffs_total", result="ok")
                 self._metrics.count("truespec_handoff_bytes_total", num_bytes)
             yield delta
+
+
+def _without_prompt_logprobs(request: Request) -> Request:
+    """The request, when its prompt's logprobs have been told."""
+    return dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))

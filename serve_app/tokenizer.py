@@ -31,7 +31,7 @@ class Tokenizer:
         self._scheme = _ByteScheme.read(json.loads(self._core.to_str())["decoder"])
         self._bytes: dict[int, bytes] = {}
         added = self._core.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         own_eos = () if wrapped.eos_token_id is None else (int(wrapped.eos_token_id),)
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*generation_eos, *own_eos)))
         self.vocab_size: int = max(self._core.get_vocab(with_added_tokens=True).values()) + 1
@@ -50,9 +50,9 @@ class Tokenizer:
             raise ConfigError(f"{folder} holds no tokenizer.json. Name a folder with a fast tokenizer.")
         return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), _generation_eos(folder))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the tokens that the model wants at its start."""
-        return list(self._core.encode(text).ids)
+    def encode(self, text: str, *, continuation: bool = False) -> list[int]:
+        """Token ids of a plain text, with the tokens that the model wants at its start unless it follows other text."""
+        return list(self._core.encode(text, add_special_tokens=not continuation).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation in the model's own chat template.
@@ -83,7 +83,7 @@ class Tokenizer:
     def detokenizer(self, *, skip_special: bool = True, continuation: bool = False) -> "Detokenizer":
         """A fresh incremental decoder; its parts add up to what `decode` gives with the same arguments."""
         strip = 0 if continuation else self._scheme.num_stripped
-        return Detokenizer(self.token_bytes, self._special_ids if skip_special else frozenset(), strip)
+        return Detokenizer(self.token_bytes, self.special_ids if skip_special else frozenset(), strip)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; none for an id that the tokenizer does not know (a padded vocabulary)."""

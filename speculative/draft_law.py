@@ -34,18 +34,24 @@ class Dense:
     probs: Tensor
 
     def __post_init__(self) -> None:
-        if self.probs.dtype != torch.float32:
-            raise TypeError(f"q must be float32, as it was drawn from; got {self.probs.dtype}.")
+        if torch.finfo(self.probs.dtype).bits < 32:
+            raise TypeError(f"q must be float32, the precision it is drawn and compared in; got {self.probs.dtype}.")
 
     def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
-        q = self.probs[packed.clamp(max=max(self.probs.shape[0] - 1, 0)), drafts.clamp(min=0)]
-        return torch.where(drafts >= 0, q, 0.0)
+        if self.probs.shape[0] == 0:  # nobody drafted in this step
+            return torch.zeros_like(drafts, dtype=self.probs.dtype)
+        return torch.where(drafts >= 0, self.probs[self._within(packed), drafts.clamp(min=0)], 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
-        rows = self.probs[packed.clamp(max=max(self.probs.shape[0] - 1, 0))]
-        return torch.where(drafts[:, None] >= 0, rows, 0.0)
+        if self.probs.shape[0] == 0:
+            return self.probs.new_zeros((drafts.shape[0], vocab_size))
+        return torch.where(drafts[:, None] >= 0, self.probs[self._within(packed)], 0.0)
+
+    def _within(self, packed: Tensor) -> Tensor:
+        """Bonus rows judge no draft; wherever they point, it must be a row."""
+        return packed.clamp(max=self.probs.shape[0] - 1)
 
 
 DraftLaw = PointMass | Dense

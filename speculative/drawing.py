@@ -27,8 +27,9 @@ from speculative.verification.token_wise import verify_token_wise
 class TokenDrawer:
     """Turns one step's logits into tokens, by the engine's verifier and each request's own parameters."""
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device, eos_token_ids: tuple[int, ...]) -> None:
         self._mode = config.logprobs_mode
+        self._eos_token_ids = eos_token_ids
         self._device = device
         self.verify = _make_verifier(config)
         self._all_coupled = config.verifier == "coupled"
@@ -47,7 +48,7 @@ class TokenDrawer:
         contexts = row_contexts(layout)
         rows = SamplingRows.build([context.sequence.params for context in contexts], logits.shape[-1], self._device)
         allowed = _masks_per_row(layout, masks)
-        processed = process(adjust(logits, contexts, allowed), rows)  # [R, V]
+        processed = process(adjust(logits, contexts, allowed, self._eos_token_ids), rows)  # [R, V]
         finite = torch.isfinite(processed.amax(dim=-1))  # NaN and +inf win the maximum, a row of -inf has none
         step = self._verify_input(layout, target_probs(processed, rows), law)
         verified = self._verify(layout, step)

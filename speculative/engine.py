@@ -16,6 +16,7 @@ from torch import Tensor
 from speculative.batch import Batch, Drawn, Entry, Int64s, StepOutcome, block_slots, lay_out
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.constraint import Bools, ConstraintMaker, TokenConstraint
+from speculative.contract import LogprobContract
 from speculative.drafters.ngram import NgramDrafter
 from speculative.drafting import Drafter, DraftOutput, NoDrafter, constrain
 from speculative.drawing import TokenDrawer
@@ -27,7 +28,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import load_decoder
-from speculative.request import Request, TokenDelta, TokenLogprobs
+from speculative.request import Request, Structure, TokenDelta, TokenLogprobs
 from speculative.runner import ModelRunner
 from speculative.scheduler import Scheduler
 from speculative.sequence import Phase, Sequence
@@ -75,9 +76,10 @@ class EngineCore:
             logprobs_mode=config.logprobs_mode,
             drafter_state="none",
         )
-        self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats)
+        contract = LogprobContract(config.logprobs_mode, model.vocab_size)
+        self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats, contract)
         self.drafter = _make_drafter(config.drafter)
-        self.drawer = TokenDrawer(config, self.device)
+        self.drawer = TokenDrawer(config, self.device, model.eos_token_ids)
         cache = KVCache(
             KVShape(model.num_layers, model.num_kv_heads, model.head_dim),
             config.num_blocks * config.block_size,
@@ -158,6 +160,16 @@ class EngineCore:
         if sequence is not None:
             self._release(sequence)
         return sequence is not None
+
+    def make_constraint(self, structure: Structure) -> TokenConstraint:
+        """Compile a structure. The one method that any thread may call: what it compiled, `add` finds compiled.
+
+        Raises:
+            InvalidRequest: the structure makes no sense, or this engine was started without the means.
+        """
+        if self._make_constraint is None:
+            raise InvalidRequest("response_format", "This engine was started without support for structured output.")
+        return self._make_constraint(structure)
 
     @property
     def has_work(self) -> bool:
@@ -280,11 +292,7 @@ class EngineCore:
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
         structure = request.params.structure
-        if structure is None:
-            return None
-        if self._make_constraint is None:
-            raise InvalidRequest("response_format", "This engine was started without support for structured output.")
-        return self._make_constraint(structure)
+        return None if structure is None else self.make_constraint(structure)
 
     def _check(self, request: Request, tokens: Tokens[int]) -> None:
         if self.scheduler.find(request.request_id) is not None:
@@ -300,6 +308,7 @@ class EngineCore:
             raise InvalidRequest("max_tokens", f"{num_emitted} tokens are there, and max_tokens allows no more.")
         if max(tokens) >= self.model.vocab_size or min(tokens) < 0:
             raise InvalidRequest("prompt", f"Token ids must lie between 0 and {self.model.vocab_size - 1}.")
+        request.params.check_vocabulary(self.model.vocab_size)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -4,6 +4,7 @@ Whatever is reported about a row (the emitted token, the most likely tokens, sco
 matrix, so two reports about one row cannot disagree.
 """
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +33,18 @@ class LogprobRows:
 
     values: [R] of the row's own token. ranks: [R], 1 = the most likely.
     top_ids, top_values: [R, k], most likely first.
+    scored: [R, S] of further tokens that were asked for.
     """
 
     values: Tensor
     ranks: Tensor
     top_ids: Tensor
     top_values: Tensor
+    scored: Tensor
 
     def to_host(self) -> "HostLogprobs":
         """Copy to the host."""
-        fields = (self.values, self.ranks, self.top_ids, self.top_values)
+        fields = (self.values, self.ranks, self.top_ids, self.top_values, self.scored)
         return HostLogprobs(*(field.cpu().numpy() for field in fields))
 
 
@@ -53,20 +56,29 @@ class HostLogprobs:
     ranks: Array
     top_ids: Array
     top_values: Array
+    scored: Array
 
-    def entry(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """The logprobs entry of one row. Tokens that are masked out (-inf) are left out of `top`."""
+    def entry(self, row: int, token_id: int, num_top: int, scored_ids: Tokens[int] = ()) -> TokenLogprobs:
+        """The logprobs entry of one row. Tokens that are masked out (-inf) are left out of `top`, not of `scored`.
+
+        Args:
+            row: which one.
+            token_id: its own token.
+            num_top: how many of the most likely its request asked for.
+            scored_ids: the first of the ids that were gathered for this row; what follows them is padding.
+        """
         top = zip(self.top_ids[row, :num_top].tolist(), self.top_values[row, :num_top].tolist(), strict=True)
         return TokenLogprobs(
             token_id=token_id,
             logprob=float(self.values[row]),
             rank=int(self.ranks[row]),
             top=tuple((token, value) for token, value in top if value > -np.inf),
+            scored=tuple(zip(scored_ids, self.scored[row, : len(scored_ids)].tolist(), strict=True)),
         )
 
 
-def gather_logprobs(matrix: Tensor, token_ids: Tensor, num_top: int) -> LogprobRows:
-    """Read token_ids [R] and the num_top best of each row out of the mode's matrix [R, V]."""
+def gather_logprobs(matrix: Tensor, token_ids: Tensor, num_top: int, scored_ids: Tensor | None = None) -> LogprobRows:
+    """Read token_ids [R], the num_top best and scored_ids [R, S] of each row out of the mode's matrix [R, V]."""
     values = matrix.gather(1, token_ids[:, None])
     ranks = (matrix > values).sum(dim=-1) + 1
     top = matrix.topk(min(num_top, matrix.shape[-1]), dim=-1) if num_top else None
@@ -76,4 +88,5 @@ def gather_logprobs(matrix: Tensor, token_ids: Tensor, num_top: int) -> LogprobR
         ranks=ranks,
         top_ids=nothing.to(torch.int64) if top is None else top.indices,
         top_values=nothing if top is None else top.values,
+        scored=nothing if scored_ids is None else matrix.gather(1, scored_ids),
     )

@@ -46,9 +46,20 @@ def logprobs_to_host(layout: Layout, matrix: Callable[[], Tensor], emitted: Tens
 
     `matrix` makes the mode's matrix [R, V]: nobody pays for it unless somebody asks.
     """
-    asked = [entry.sequence.params.logprobs for entry in layout.drawing]
-    num_top = max((count for count in asked if count is not None), default=None)
-    return None if num_top is None else gather_logprobs(matrix(), emitted, num_top).to_host()
+    asking = [entry.sequence.params for entry in layout.drawing if entry.sequence.params.tells_logprobs]
+    if not asking:
+        return None
+    num_top = max(params.logprobs or 0 for params in asking)
+    return gather_logprobs(matrix(), emitted, num_top, _scored_ids(layout, emitted.device)).to_host()
+
+
+def _scored_ids(layout: Layout, device: torch.device) -> Tensor:
+    """[R, S] int64: each row's logprob_token_ids, padded to the longest set with token 0, which nobody reads."""
+    sets = [entry.sequence.params.logprob_token_ids for entry in layout.drawing]
+    padded = np.zeros((len(sets), max(len(ids) for ids in sets)), np.int64)
+    for index, ids in enumerate(sets):
+        padded[index, : len(ids)] = ids
+    return torch.from_numpy(padded).to(device)[torch.from_numpy(layout.verify_entries).to(device)]
 
 
 def drawn_per_entry(layout: Layout, verdicts: Verdicts, logprobs: HostLogprobs | None) -> list[Drawn]:
@@ -59,13 +70,16 @@ def drawn_per_entry(layout: Layout, verdicts: Verdicts, logprobs: HostLogprobs |
         count, accepted = int(layout.draft_counts[index]), int(verdicts.num_accepted[index])
         rows = range(first_row, first_row + accepted + 1)
         token_ids = (*layout.drafts[first_row : first_row + accepted].tolist(), int(verdicts.token_ids[index]))
-        num_top = entry.sequence.params.logprobs
+        params = entry.sequence.params
         entries = None
-        if logprobs is not None and num_top is not None:
-            entries = tuple(logprobs.entry(row, token, num_top) for row, token in zip(rows, token_ids, strict=True))
+        if logprobs is not None and params.tells_logprobs:
+            num_top, scored_ids = params.logprobs or 0, params.logprob_token_ids
+            entries = tuple(
+                logprobs.entry(row, token, num_top, scored_ids) for row, token in zip(rows, token_ids, strict=True)
+            )
         fault = None
-        if not verdicts.finite[first_row : first_row + count + 1].all():
-            fault = "The model's logits were not finite; no token was drawn from them."
+        if not verdicts.finite[rows.start : rows.stop].all():  # a row behind a rejected draft decided nothing
+            fault = "The logits were not finite, or the request's rules left no token; none was drawn."
         drawn.append(Drawn(token_ids, count, accepted, entries, fault))
         first_row += count + 1
     return drawn

@@ -123,10 +123,32 @@ class SamplingParams:
             self.structure,
         )
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check that every token id is one of the model's.
+
+        Raises:
+            InvalidRequest: one is not; `field` names where it stands.
+        """
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logprob_token_ids": self.logprob_token_ids,
+            "logit_bias": [token for token, _ in self.logit_bias],
+            "bad_words": [token for word in self.bad_words for token in word],
+        }
+        for name, ids in named.items():
+            wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+            _require(wrong is None, name, f"may hold token ids from 0 to {vocab_size - 1}", wrong)
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken each time."""
         return self.temperature == 0
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether every emitted token comes with a logprobs entry."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,43 +17,64 @@ _NUCLEUS_GUESS = 1024  # most nuclei are smaller; sorting a whole vocabulary is 
 
 
 @dataclass(frozen=True, slots=True)
+class Filters:
+    """The filters of the rows that have one: rows, top_k, top_p [F]; min_p [F] where one of them asks for it."""
+
+    rows: Tensor
+    min_p: Tensor | None
+    top_k: Tensor
+    top_p: Tensor
+
+    @classmethod
+    def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Filters | None":
+        """`params` holds one entry per verify row; None when no row has a filter."""
+        rows = [row for row, p in enumerate(params) if not p.greedy and (p.min_p > 0 or p.top_k > 0 or p.top_p < 1)]
+        if not rows:
+            return None
+        min_p = [params[row].min_p for row in rows]
+        top_k = [min(params[row].top_k, vocab_size) or vocab_size for row in rows]
+        return cls(
+            rows=torch.tensor(rows, device=device),
+            min_p=torch.tensor(min_p, device=device) if any(min_p) else None,
+            top_k=torch.tensor(top_k, device=device),
+            top_p=torch.tensor([params[row].top_p for row in rows], device=device),
+        )
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """Logits [F, V] of the rows with -inf where a token is filtered out."""
+        if self.min_p is not None:
+            logits = _keep_likely(logits, self.min_p)
+        return _keep_nucleus(_keep_top_k(logits, self.top_k), self.top_p)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """The parameters of every verify row, on the device.
 
     temperature: [R, 1] float32; 1 in greedy rows.
     greedy: [R] bool.
-    filtered: rows with a filter, as (rows [F], top_k [F], top_p [F]); None when no row has one.
+    filters: None when no row has one.
     """
 
     temperature: Tensor
     greedy: Tensor
     any_greedy: bool
-    filtered: tuple[Tensor, Tensor, Tensor] | None
+    filters: Filters | None
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingRows":
         """`params` holds one entry per verify row."""
         greedy = torch.tensor([p.greedy for p in params], dtype=torch.bool, device=device)
         temperature = torch.tensor([1.0 if p.greedy else max(p.temperature, _COLDEST) for p in params], device=device)
-        rows = [row for row, p in enumerate(params) if not p.greedy and (p.top_k > 0 or p.top_p < 1)]
-        filtered = None
-        if rows:
-            top_k = [min(params[row].top_k, vocab_size) or vocab_size for row in rows]
-            top_p = [params[row].top_p for row in rows]
-            filtered = (
-                torch.tensor(rows, device=device),
-                torch.tensor(top_k, device=device),
-                torch.tensor(top_p, device=device),
-            )
-        return cls(temperature[:, None], greedy, any(p.greedy for p in params), filtered)
+        filters = Filters.build(params, vocab_size, device)
+        return cls(temperature[:, None], greedy, any(p.greedy for p in params), filters)
 
 
 def process(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Logits after temperature and filters: [R, V] float32, -inf where a token is filtered out."""
     processed = logits / rows.temperature
-    if rows.filtered is not None:
-        which, top_k, top_p = rows.filtered
-        processed[which] = _keep_nucleus(_keep_top_k(processed[which], top_k), top_p)
+    if rows.filters is not None:
+        processed[rows.filters.rows] = rows.filters.keep(processed[rows.filters.rows])
     return processed
 
 
@@ -64,6 +85,15 @@ def target_probs(processed: Tensor, rows: SamplingRows) -> Tensor:
         return probs
     best = processed.argmax(dim=-1, keepdim=True)
     return torch.where(rows.greedy[:, None], torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
+
+
+def _keep_likely(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Keep the tokens that are at least min_p [F] times as likely as the row's likeliest, which always stays.
+
+    Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs" (2024).
+    """
+    floor = logits.amax(dim=-1, keepdim=True) + min_p[:, None].log()  # log(0) = -inf keeps all
+    return logits.masked_fill(logits < floor, -torch.inf)
 
 
 def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:

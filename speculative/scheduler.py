@@ -7,17 +7,17 @@ When blocks run out, drafts are cut first, then the youngest sequence is preempt
 are computed again later.
 """
 
-import math
 import time
-from collections import deque
 from collections.abc import Iterable
 
 from speculative.batch import Batch, Drawn, Entry, StepOutcome
 from speculative.config import EngineConfig
+from speculative.contract import LogprobContract
 from speculative.kv_cache import BlockPool
-from speculative.request import FinishReason, TokenDelta, TokenKind
+from speculative.request import FinishReason, Request, TokenDelta, TokenKind
 from speculative.sequence import Phase, Sequence
-from speculative.stats import EngineUsage, StepStats
+from speculative.stats import LOGPROB_RULES, EngineUsage, StepStats
+from speculative.waiting import WaitingLine
 
 
 class Scheduler:
@@ -27,34 +27,39 @@ class Scheduler:
         config: sizes.
         max_model_len: the longest sequence, prompt and output together.
         eos_token_ids: tokens that end a request unless it ignores them.
-        stats: counts preemptions and prefix-cache hits.
+        stats: counts preemptions, prefix-cache hits and broken contracts.
+        contract: what every delta's logprobs must keep; None = they are not looked at.
     """
 
     def __init__(
-        self, config: EngineConfig, max_model_len: int, eos_token_ids: Iterable[int], stats: StepStats
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        stats: StepStats,
+        contract: LogprobContract | None = None,
     ) -> None:
         self.pool = BlockPool(config.num_blocks, caching=config.prefix_caching)
         self.stats = stats
         self._config = config
         self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
-        self._waiting: deque[Sequence] = deque()
+        self._contract = contract
+        self._live: dict[str, Sequence] = {}  # everything below, by request id
+        self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # oldest first
         self._held: dict[str, Sequence] = {}
 
     # -- what comes and goes ------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Requests come before scoring, which has time."""
-        if sequence.scores_only:
-            self._waiting.append(sequence)
-        else:
-            self._waiting.insert(self._num_waiting_requests, sequence)
+        """Queue a sequence."""
+        self._live[sequence.request.request_id] = sequence
+        self._waiting.append(sequence)
 
     def find(self, request_id: str) -> Sequence | None:
         """The live sequence of a request."""
-        everything = (*self._running, *self._waiting, *self._held.values())
-        return next((seq for seq in everything if seq.request.request_id == request_id), None)
+        return self._live.get(request_id)
 
     def release(self, sequence: Sequence) -> None:
         """Let a sequence go, wherever it stands; its blocks become free."""
@@ -64,18 +69,14 @@ class Scheduler:
             self._waiting.remove(sequence)
         elif sequence.phase is Phase.HELD:
             del self._held[sequence.request.request_id]
+        del self._live[sequence.request.request_id]
         sequence.phase = Phase.FINISHED
         self._free(sequence)
 
     @property
-    def _num_waiting_requests(self) -> int:
-        """Those that generate stand in front of those that score."""
-        return sum(not sequence.scores_only for sequence in self._waiting)
-
-    @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or len(self._waiting))
 
     @property
     def held(self) -> tuple[Sequence, ...]:
@@ -116,11 +117,10 @@ class Scheduler:
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
-        while self._waiting and len(self._running) < self._config.max_num_seqs:
-            sequence = self._waiting[0]
+        while (sequence := self._waiting.first) is not None and len(self._running) < self._config.max_num_seqs:
             if not self._take_first_blocks(sequence):
                 break
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             sequence.phase = Phase.RUNNING
             self._running.append(sequence)
             admitted.append(sequence)
@@ -141,7 +141,7 @@ class Scheduler:
         if sequence.saved_kv is not None:  # written before this step's forward pass, so it may be shared at once
             sequence.num_computed = len(sequence.tokens) - 1
             self.publish(sequence)
-        elif sequence.queue_s is None and not sequence.scores_only:
+        elif sequence.queue_s is None and sequence.reads_cache:
             sequence.num_cached = min(sequence.num_shared, sequence.num_prompt)  # what was emitted may be cached too
             self.stats.prefix_cache_queries += sequence.num_prompt
             self.stats.prefix_cache_hits += sequence.num_cached
@@ -150,8 +150,8 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks to share. At least the pending token is left to compute; scoring computes everything afresh."""
-        if sequence.scores_only or not self._config.prefix_caching:
+        """Cached blocks to share. At least the pending token is left to compute; what is scored is computed afresh."""
+        if not sequence.reads_cache or not self._config.prefix_caching:
             return []
         return self.pool.find(sequence.block_hashes(len(sequence.tokens) - 1, self._config.block_size))
 
@@ -182,7 +182,7 @@ class Scheduler:
         self._free(sequence)
         sequence.prompt_logprobs.clear()  # they are computed again
         sequence.phase = Phase.WAITING
-        self._waiting.insert(self._num_waiting_requests if sequence.scores_only else 0, sequence)
+        self._waiting.push_in(sequence)
         self.stats.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
@@ -206,6 +206,7 @@ class Scheduler:
             entry.sequence.prompt_logprobs.extend(scores)
             delta = self._advance(entry, drawn)
             if delta is not None:
+                delta = self._checked(delta, entry.sequence.request)
                 deltas.append(delta)
             self._settle(entry.sequence, delta)
         return deltas
@@ -215,7 +216,7 @@ class Scheduler:
         num_computed = sequence.num_computed + entry.num_known
         if drawn is None:
             sequence.advance(num_computed)
-            return self._finish_scoring(sequence)
+            return self._finish_scoring(sequence) if sequence.scores_only else self._tell_held(sequence)
         if drawn.fault is not None:
             return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=drawn.fault)
         kept, reason = self._until_stop(sequence, drawn.token_ids)
@@ -224,6 +225,7 @@ class Scheduler:
             token_ids=drawn.token_ids[:kept],
             kinds=_kinds(drawn, first=sequence.num_output == 0)[:kept],
             logprobs=None if drawn.logprobs is None else drawn.logprobs[:kept],
+            prompt_logprobs=sequence.take_prompt_logprobs(),
             num_drafted=drawn.num_drafted,
             num_accepted=min(drawn.num_accepted, kept),
             num_cached_tokens=sequence.num_cached,
@@ -246,12 +248,27 @@ class Scheduler:
         return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
 
     def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
-        if not sequence.scores_only or sequence.num_to_compute > 0:
+        if sequence.num_to_compute > 0:
             return None
-        scores, request_id = tuple(sequence.prompt_logprobs), sequence.request.request_id
-        if not all(math.isfinite(entry.logprob) for entry in scores):
-            return TokenDelta(request_id, finish_reason=FinishReason.ERROR, error="The model's logits were not finite.")
-        return TokenDelta(request_id, logprobs=scores, finish_reason=FinishReason.STOP)
+        scores = tuple(sequence.prompt_logprobs)
+        return TokenDelta(sequence.request.request_id, logprobs=scores, finish_reason=FinishReason.STOP)
+
+    def _tell_held(self, sequence: Sequence) -> TokenDelta | None:
+        """The prompt's logprobs of a request that is held before its first token: who goes on from it tells none."""
+        told = sequence.take_prompt_logprobs() if sequence.ready_to_hold else None
+        return None if told is None else TokenDelta(sequence.request.request_id, prompt_logprobs=told)
+
+    def _checked(self, delta: TokenDelta, request: Request) -> TokenDelta:
+        """The delta, or its request's end where its logprobs break their contract."""
+        kind = None if self._contract is None else self._contract.breach(delta, request)
+        if kind is None:
+            return delta
+        violations = self.stats.logprob_violations
+        violations[kind] = violations.get(kind, 0) + 1
+        error = (
+            f"Logprobs broke their contract ({LOGPROB_RULES[kind]}); the request ends here, and none of them is told."
+        )
+        return TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error=error)
 
     def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
         """Publish what is newly computed, then let the sequence go, hold it, or run on."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from speculative.constraint import TokenConstraint
 from speculative.kv_cache import hash_block
 from speculative.request import Request, TokenLogprobs
+from speculative.token_rules import rules_of
 
 
 class Phase(enum.Enum):
@@ -58,12 +59,16 @@ class Sequence:
         self.phase = Phase.WAITING
         self.blocks: list[int] = []
         self.constraint = constraint
+        self.rules = rules_of(self.params, request.prompt_token_ids)  # None where the request has none
         self.num_cached = num_cached
         self.num_shared = 0  # leading positions whose blocks were found in this engine's prefix cache
         self.arrived_at = time.monotonic()
         self.queue_s: float | None = None  # from arrival to the first blocks
         self.num_published = 0  # leading blocks already offered to the prefix cache
         self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are asked for
+        # Told once, by the engine that computes the prompt; after a one-token prompt there is nothing to compute.
+        computes_prompt = self.num_output == 0 and (saved_kv is None or self.num_prompt == 1)
+        self.tells_prompt = self.params.prompt_logprobs is not None and computes_prompt
         self._hashes: list[bytes] = []
 
     def __repr__(self) -> str:
@@ -87,8 +92,20 @@ class Sequence:
         """Known tokens whose logprobs are to be told: of a scoring request, or of a prompt that is computed anew."""
         if self.request.score_from is not None:
             return range(self.request.score_from, len(self.tokens))
-        wanted = self.params.prompt_logprobs is not None and self.num_output == 0
-        return range(1, self.num_prompt if wanted else 1)
+        return range(1, self.num_prompt if self.tells_prompt else 1)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it may find part of itself in the prefix cache: rows that are not computed cannot be scored."""
+        return not (self.scores_only or self.tells_prompt)
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """The prompt's logprobs, to be told once; None where nobody asked, or they are told."""
+        if not self.tells_prompt:
+            return None
+        self.tells_prompt = False
+        told, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return told
 
     @property
     def num_to_compute(self) -> int:

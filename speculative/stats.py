@@ -2,6 +2,19 @@
 
 from dataclasses import dataclass, field
 
+LOGPROB_RULES = {
+    "count": "not one entry a token, or not the candidates that were asked for",
+    "token": "an entry is of another token",
+    "not_finite": "a value is not finite",
+    "positive": "a log-probability is above 0",
+    "duplicate": "a candidate is there twice",
+    "order": "the candidates are not sorted",
+    "disagreement": "two values of one token differ",
+    "rank": "a rank contradicts the values",
+    "mass": "the probabilities add up to more than 1",
+}
+"""What a breach of each rule of the logprobs contract means."""
+
 
 @dataclass(slots=True)
 class StepStats:
@@ -19,6 +32,7 @@ class StepStats:
     accepted_per_position: list[int] = field(default_factory=list)
     expected_accepted: float = 0.0
     num_preemptions: int = 0
+    logprob_violations: dict[str, int] = field(default_factory=dict)  # deltas that broke the contract, by rule
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
     draft_s: float = 0.0
@@ -62,6 +76,9 @@ class StepStats:
                 _grow(mine, len(theirs))
                 for position, count in enumerate(theirs):
                     mine[position] += count
+            elif isinstance(mine, dict):
+                for kind, count in theirs.items():
+                    mine[kind] = mine.get(kind, 0) + count
             else:
                 setattr(self, name, mine + theirs)
 

@@ -1,6 +1,7 @@
 """The line in front of the engine: requests first, scoring behind them; everything in O(1)."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from speculative.sequence import Sequence
 
@@ -14,6 +15,10 @@ class WaitingLine:
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._scoring)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._requests.values()
+        yield from self._scoring.values()
 
     def append(self, sequence: Sequence) -> None:
         """Join the end of its line."""

@@ -14,7 +14,20 @@ MAX_FUNCTION_LINES = 100
 # A module of a layer imports its own layer and those below it; what is not named lies between.
 LAYERS = (
     LEAVES,
-    {f"speculative.{name}" for name in ("rng", "kv_cache", "sequence", "batch", "sampling", "logprobs", "model")},
+    {
+        f"speculative.{name}"
+        for name in (
+            "rng",
+            "kv_cache",
+            "constraint",
+            "token_rules",
+            "sequence",
+            "batch",
+            "sampling",
+            "logprobs",
+            "model",
+        )
+    },
     set(),  # scheduler, runner, drafters, verification, selfcheck, handoff, ...
     {"speculative.engine", "speculative.training"},
 )
@@ -26,7 +39,7 @@ OWNERS = {
     "grafana_api": {"dashboards.push"},
     "openai": set(),
     "prometheus_client": {"serve_app.metrics", "serve_app.metric_summary"},
-    "pydantic": {"serve_app.config", "serve_app.protocol", "serve_app.ingress"},
+    "pydantic": {"serve_app.config", "serve_app.protocol", "serve_app.scoring", "serve_app.ingress"},
     "pytest": set(),
     "ray": {"serve_app.app", "serve_app.deployments", "serve_app.routing", "serve_app.metrics", "deploy"},
     "rich": {"deploy"},

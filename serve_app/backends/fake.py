@@ -15,7 +15,7 @@ import numpy as np
 
 from serve_app.backends.base import Handoff, ModelInfo, Prefilled
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused
-from speculative.request import FinishReason, Request, TokenDelta, TokenKind, TokenLogprobs
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind, TokenLogprobs
 from speculative.stats import EngineUsage, StepStats
 
 NextToken = Callable[[Request, Sequence[int]], int]
@@ -94,6 +94,8 @@ class FakeBackend:
             await asyncio.sleep(self.config.step_s)
             if first_token:
                 deltas = (self._round(request, tokens),)
+            elif request.params.prompt_logprobs is not None:
+                deltas = (TokenDelta(request.request_id, prompt_logprobs=self._prompt_logprobs(request)),)
         finally:
             self.num_live -= 1
         if deltas and deltas[-1].finished:
@@ -185,13 +187,14 @@ class FakeBackend:
         num_accepted = len(emitted) - 1 if drafting else 0
         num_drafted = self.config.run_length if drafting else 0
         last = TokenKind.FIRST if is_first else TokenKind.RECOVERED if drafting else TokenKind.BONUS
-        asked = request.params.logprobs
+        params = request.params
         self._count(num_drafted, num_accepted, len(emitted))
         return TokenDelta(
             request_id=request.request_id,
             token_ids=emitted,
             kinds=(TokenKind.ACCEPTED,) * (len(emitted) - 1) + (last,),
-            logprobs=None if asked is None else tuple(self._logprobs(token, asked) for token in emitted),
+            logprobs=tuple(self._logprobs(token, params) for token in emitted) if params.tells_logprobs else None,
+            prompt_logprobs=self._prompt_logprobs(request) if is_first else None,
             num_drafted=num_drafted,
             num_accepted=num_accepted,
             num_cached_tokens=self.config.num_cached_tokens if is_first else 0,
@@ -217,11 +220,22 @@ class FakeBackend:
         seed = 0 if request.params.greedy else request.seed
         return (tokens[-1] * self.config.multiplier + len(tokens) + seed) % self.config.vocab_size
 
-    def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
-        """The emitted token is the most likely; each runner-up is the next id, half as likely."""
-        base = fake_logprob(token)
-        top = tuple(((token + rank) % self.config.vocab_size, base - 0.5 * rank) for rank in range(num_top))
-        return TokenLogprobs(token, base, rank=1, top=top)
+    def _logprobs(self, token: int, params: SamplingParams) -> TokenLogprobs:
+        scored = tuple((other, self._logprob(token, other)) for other in params.logprob_token_ids)
+        return self._entry(token, params.logprobs or 0, scored)
+
+    def _prompt_logprobs(self, request: Request) -> tuple[TokenLogprobs, ...] | None:
+        num_top = request.params.prompt_logprobs
+        return None if num_top is None else tuple(self._entry(t, num_top) for t in request.prompt_token_ids[1:])
+
+    def _entry(self, token: int, num_top: int, scored: tuple[tuple[int, float], ...] = ()) -> TokenLogprobs:
+        best = [(token + rank) % self.config.vocab_size for rank in range(num_top)]
+        top = tuple((other, self._logprob(token, other)) for other in best)
+        return TokenLogprobs(token, fake_logprob(token), rank=1, top=top, scored=scored)
+
+    def _logprob(self, token: int, other: int) -> float:
+        """A token that is there is the most likely; each runner-up is the next id, half a nat less likely."""
+        return fake_logprob(token) - 0.5 * ((other - token) % self.config.vocab_size)
 
     def _pack(self, tokens: Sequence[int]) -> Handoff:
         body = json.dumps({"fingerprint": self.config.fingerprint, "tokens": list(tokens)}).encode()

@@ -14,9 +14,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 from serve_app.backends.base import Handoff, ModelInfo, Prefilled
+from serve_app.structured import StructureCompiler
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
+from speculative.model.config import ModelConfig
 from speculative.model.loading import resolve_model
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from speculative.stats import EngineUsage, StepStats
@@ -30,6 +32,12 @@ _WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperatur
 Command = Callable[[EngineCore], None]
 Event = TokenDelta | Handoff | Exception
 """What a request's queue carries: deltas; the handoff once it is held; or why it could not even start."""
+
+
+def load_engine(folder: Path, config: EngineConfig) -> EngineCore:
+    """Load a checkpoint folder's engine, able to keep answers to a structure in the folder's own vocabulary."""
+    model = ModelConfig.from_folder(folder)
+    return EngineCore.load(folder, config, StructureCompiler(folder, model.vocab_size, model.eos_token_ids))
 
 
 class TorchBackend:
@@ -47,7 +55,7 @@ class TorchBackend:
         source: str,
         model_name: str,
         config: EngineConfig,
-        make_engine: Callable[[Path, EngineConfig], EngineCore] = EngineCore.load,
+        make_engine: Callable[[Path, EngineConfig], EngineCore] = load_engine,
     ) -> None:
         self._source = source
         self._model_name = model_name
@@ -158,8 +166,9 @@ class TorchBackend:
         if request_id in self._streams:
             raise EngineFault(f"A request {request_id!r} is already running.")
         events = self._streams[request_id] = asyncio.Queue()
-        self._commands.put(lambda engine: self._begin(engine, request_id, begin))
         try:
+            await self._prepare(request)
+            self._commands.put(lambda engine: self._begin(engine, request_id, begin))
             while True:
                 event = await events.get()
                 if isinstance(event, Exception):
@@ -168,6 +177,11 @@ class TorchBackend:
         finally:
             del self._streams[request_id]
             self._commands.put(lambda engine: self._abort(engine, request_id))
+
+    async def _prepare(self, request: Request) -> None:
+        """Compile the request's structure where no step waits for it; the engine then finds it compiled."""
+        if request.params.structure is not None:
+            await asyncio.to_thread(self._live_engine().make_constraint, request.params.structure)
 
     def _publish(self, events: list[tuple[str, Event]]) -> None:
         for request_id, event in events:

@@ -447,7 +447,7 @@ async def test_developer_messages_and_text_parts_reach_the_template(tokenizer: T
         (completion(prompt=[5] * 60, max_tokens=41), ContextLengthExceeded, "max_tokens", "60 of prompt with 41"),
         (completion(prompt=[5, 9999]), InvalidRequest, "prompt", "token id 9999"),
         (completion(prompt=[[5], [-1]]), InvalidRequest, "prompt", "token id -1"),
-        (completion(stop_token_ids=[9999]), InvalidRequest, "stop_token_ids", "run from 0"),
+        (completion(stop_token_ids=[9999]), InvalidRequest, "stop_token_ids", "from 0 to"),
         (completion(n=65), InvalidRequest, "n", "at most 64"),
         (completion(prompt=["a"] * 65), InvalidRequest, "prompt", "at most 64 prompts"),
         (completion(temperature=-1), InvalidRequest, "temperature", "between 0"),

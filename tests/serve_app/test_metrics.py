@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.metric_names import CATALOGUE, COMMON_LABELS, METRICS, REPLICA_LABEL, Metric
 from serve_app.metric_summary import summarise
 from serve_app.metrics import BufferSink, Metrics, PrometheusSink, RaySink, Sink
-from speculative.stats import EngineUsage, StepStats
+from speculative.stats import LOGPROB_RULES, EngineUsage, StepStats
 
 USAGE = EngineUsage(num_running=3, num_waiting=2, num_held=0, num_free_blocks=25, num_blocks=100, block_size=16)
 
@@ -96,6 +96,22 @@ def test_idle_steps_make_series_that_start_at_zero() -> None:
     sink = PrometheusSink()
     facade(sink).record_steps(StepStats(), USAGE)
     assert value(sink, "truespec_drafts_total") == 0
+
+
+def test_broken_contracts_are_counted_by_kind_and_every_kind_is_there_from_the_start() -> None:
+    sink = PrometheusSink()
+    for violations in ({}, {"rank": 2}, {"rank": 1, "mass": 1}):
+        facade(sink).record_steps(StepStats(logprob_violations=violations), USAGE)
+    counted = {kind: value(sink, "truespec_logprob_violations_total", kind=kind) for kind in LOGPROB_RULES}
+    assert counted == dict.fromkeys(LOGPROB_RULES, 0) | {"rank": 3, "mass": 1}
+
+
+def test_the_phases_of_a_handoff_are_timed() -> None:
+    sink = PrometheusSink()
+    facade(sink).record_steps(StepStats(export_s=0.25, insert_s=0.5), USAGE)
+    for phase, seconds in (("export", 0.25), ("insert", 0.5)):
+        assert value(sink, "truespec_handoff_seconds_total", phase=phase) == seconds
+        assert phase in METRICS["truespec_handoff_seconds_total"].help
 
 
 def test_a_histogram_counts_each_value_up_to_its_bound_and_sums_exactly() -> None:

@@ -1,6 +1,7 @@
 """The `openai` client library, unchanged, against the real server."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -9,6 +10,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from serve_app.backends.fake import fake_logprob
 from serve_app.tokenizer import Tokenizer
+from speculative.request import Structure
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 TEXT = "one two three, four 🙂 five"
@@ -156,6 +158,32 @@ def test_speculation_can_be_switched_off_for_one_request(client: openai.OpenAI) 
     assert reply.usage is not None
     assert reply.usage.completion_tokens_details is not None
     assert reply.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+def test_what_the_library_can_ask_of_sampling_reaches_the_engine(client: openai.OpenAI, server: Served) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    client.chat.completions.create(
+        model="fake",
+        messages=HI,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"5": -100},
+        response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": True}},
+        extra_body={"repetition_penalty": 1.1, "min_p": 0.05, "bad_words": ["two"]},
+    )
+    params = server.source.requests[-1].params
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.1)
+    assert (params.logit_bias, params.min_p) == (((5, -100.0),), 0.05)
+    assert params.structure == Structure("json_schema", json.dumps(schema))
+    assert params.bad_words
+
+
+def test_prompt_logprobs_and_scores_come_beside_what_the_library_knows(client: openai.OpenAI) -> None:
+    extra = {"prompt_logprobs": 1, "logprob_token_ids": [5, 7]}
+    reply = client.completions.create(model="fake", prompt=[4, 6, 8], extra_body=extra)
+    told = reply.choices[0].model_dump()
+    assert [None if entry is None else sorted(entry) for entry in told["prompt_logprobs"]] == [None, ["6"], ["8"]]
+    assert {tuple(scores) for scores in told["logprobs"]["scored_logprobs"]} == {("5", "7")}
 
 
 def test_errors_are_the_librarys_own(client: openai.OpenAI, server: Served) -> None:

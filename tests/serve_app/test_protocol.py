@@ -1,3 +1,4 @@
+import contextlib
 import json
 from typing import Any
 
@@ -6,6 +7,7 @@ import pytest
 from serve_app.errors import UnsupportedParameter
 from serve_app.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest, parse
 from speculative.errors import InvalidRequest
+from speculative.request import SamplingParams, Structure
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -64,13 +66,6 @@ ASKING = {
     "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
-    "frequency_penalty": 0.1,
-    "presence_penalty": -1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "min_p": 0.1,
-    "min_tokens": 3,
     "echo": True,
     "suffix": "x",
     "best_of": 2,
@@ -86,8 +81,6 @@ ASKING = {
     "guided_regex": "a",
     "guided_choice": ["a"],
     "guided_grammar": "a",
-    "structured_outputs": {"json": 1},
-    "prompt_logprobs": 0,
     "chat_template": "x",
     "lora_request": {"name": "x"},
 }
@@ -103,10 +96,71 @@ def test_an_unsupported_field_is_refused_by_name_and_null_is_harmless(name: str)
 
 
 def test_a_flag_is_not_taken_for_a_number() -> None:
-    with pytest.raises(UnsupportedParameter):
+    with pytest.raises(InvalidRequest):
         chat(frequency_penalty=False)
+    with pytest.raises(InvalidRequest):
+        chat(logit_bias={"5": True})
     with pytest.raises(UnsupportedParameter):
         chat(store=0)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": "ü"}}}
+
+
+@pytest.mark.parametrize(
+    ("sent", "structure"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Structure("json_object")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Structure("json_schema", json.dumps(SCHEMA)),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, Structure("json_schema", json.dumps(SCHEMA))),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Structure("json_schema", json.dumps(SCHEMA))),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, Structure("regex", "a+")),
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, Structure("choice", '["yes", "n\\"o"]')),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, Structure("grammar", "start: /a/")),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}, "min_tokens": 0},
+            Structure("regex", "a"),
+        ),
+    ],
+)
+def test_a_form_is_asked_for_as_openai_and_as_vllm_name_it(sent: Any, structure: Structure | None) -> None:
+    assert chat(**sent).structure == completion(**sent).structure == structure
+    assert completion(**sent).sampling_fields()["structure"] == structure
+
+
+def test_a_schema_too_deep_for_text_is_refused_and_not_a_crash() -> None:
+    for depth in range(100, 2000, 50):
+        body = (
+            b'{"model": "m", "prompt": "a", "structured_outputs": {"json": ' + b'{"a":' * depth + b"1" + b"}" * (depth)
+        )
+        with contextlib.suppress(InvalidRequest):
+            assert parse(body + b"}}", CompletionRequest).structure is not None
+
+
+def test_sampling_fields_are_those_of_the_engine_and_only_what_was_sent() -> None:
+    assert completion().sampling_fields() == {"logit_bias": (), "top_k": 0, "structure": None}
+    sent: dict[str, Any] = {
+        "min_tokens": 2, "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "presence_penalty": -1,
+        "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {"7": -100, "3": 0.5}, "ignore_eos": False,
+        "stop_token_ids": [4, 4, 5], "allowed_token_ids": [3, 7, 3], "logprob_token_ids": [9, 8, 9],
+        "prompt_logprobs": 0, "speculate": False, "reproducible": True,
+    }  # fmt: skip
+    changed = {
+        "top_k": 0, "logit_bias": ((7, -100.0), (3, 0.5)), "stop_token_ids": (4, 5), "allowed_token_ids": (3, 7),
+        "logprob_token_ids": (9, 8), "structure": None,
+    }  # fmt: skip
+    fields = chat(**sent).sampling_fields()
+    assert fields == sent | changed
+    assert SamplingParams(**fields).logit_bias == ((7, -100.0), (3, 0.5))
 
 
 def test_an_escaped_emoji_is_whole_and_half_of_one_is_not() -> None:
