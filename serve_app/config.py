@@ -73,6 +73,7 @@ class EngineSection(_Section):
     block_size: AtLeastOne = 16
     prefix_caching: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    verifier: Literal["token_wise", "block", "coupled"] = "token_wise"
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -165,6 +166,12 @@ class AppConfig(_Section):
                 "raise it or lower max_model_len.",
             )
         self._check_engine()
+        if self.replay.share > 0 and self.engine.logprobs_mode != "raw_logprobs":
+            raise _FieldError(
+                "replay.share",
+                f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is {self.engine.logprobs_mode}; "
+                "set replay.share to 0 or the mode to raw_logprobs.",
+            )
         return self
 
     def _check_device(self, pool_name: PoolName) -> None:

@@ -129,9 +129,8 @@ class StructureConstraint:
                 break
             if place == 0:
                 matcher = matcher.deep_copy()  # a few microseconds; not every grammar can be rolled back
+            matcher.consume_token(draft)
             ended = ended or draft in self._eos
-            if not ended:
-                matcher.consume_token(draft)
             masks.append(self._mask(matcher, ended))
         return masks
 

@@ -87,7 +87,9 @@ def test_every_engine_setting_reaches_the_engine() -> None:
                 "block_size": 32,
                 "prefix_caching": False,
                 "logprobs_mode": "processed_logprobs",
+                "verifier": "block",
             },
+            "replay": {"share": 0.0},
             "drafter": {"kind": "ngram", "num_draft_tokens": 7, "ngram_max": 5, "ngram_min": 3},
             "pools": {"prefill": {"num_cpus": 3.5}},
         }
@@ -103,6 +105,7 @@ def test_every_engine_setting_reaches_the_engine() -> None:
         device="cpu",
         num_threads=3,
         logprobs_mode="processed_logprobs",
+        verifier="block",
         drafter=DrafterConfig("ngram", 7, 5, 3),
     )
     assert config.model.served_name == "tiny"
@@ -157,6 +160,8 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.pools.decode.replicas", 0, "args.pools.decode.replicas", "greater than or equal to 1"),
     ("args.pools.decode.num_cpus", -1, "args.pools.decode.num_cpus", "greater than or equal to 0"),
     ("args.pools.decode.num_cpus", float("nan"), "args.pools.decode.num_cpus", "finite"),
+    ("args.engine.logprobs_mode", "raw_logits", "args.replay.share", "set replay.share to 0"),
+    ("args.engine.verifier", "synthetic", "args.engine.verifier", "token_wise"),
     ("args.replay.share", 1.5, "args.replay.share", "less than or equal to 1"),
     ("args.replay.max_queue", 0, "args.replay.max_queue", "greater than or equal to 1"),
     ("args.limits.request_timeout_s", 0, "args.limits.request_timeout_s", "greater than 0"),

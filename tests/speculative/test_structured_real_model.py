@@ -1,0 +1,84 @@
+"""JSON by a real model at T = 1, speculation on: every answer that finished by itself is valid."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import jsonschema
+import pytest
+from engines import assert_idle
+
+from deploy.models import FetchFailed, fetch_model
+from serve_app.structured import StructureCompiler
+from serve_app.tokenizer import Tokenizer
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.engine import EngineCore
+from speculative.model.config import ModelConfig
+from speculative.request import FinishReason, Request, SamplingParams, Structure
+
+NUM_ANSWERS = 200
+COLOURS = ["red", "green", "dark blue", "black"]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 16},
+        "colour": {"enum": COLOURS},
+        "uses": {"type": "array", "items": {"type": "string", "maxLength": 10}, "minItems": 1, "maxItems": 3},
+        "price": {"type": "integer", "minimum": 1, "maximum": 999},
+        "sizes": {"type": "array", "items": {"enum": ["small", "large", None]}, "maxItems": 2},
+        "new": {"type": "boolean"},
+    },
+    "required": ["name", "colour", "uses", "price", "sizes", "new"],
+    "additionalProperties": False,
+}
+EXAMPLE = {"name": "chair", "colour": "dark blue", "uses": ["sit"], "price": 75, "sizes": ["small"], "new": True}
+THINGS = ["lamp", "bicycle", "teapot", "coat", "guitar", "tent", "umbrella", "spoon", "kite", "clock"]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    try:
+        return fetch_model("smollm2-135m")
+    except FetchFailed as error:
+        pytest.skip(f"no model here: {error}")
+
+
+def ask(engine: EngineCore, tokenizer: Tokenizer) -> tuple[dict[str, list[int]], Counter[str]]:
+    """The tokens of every answer that stopped by itself, and what was counted on the way."""
+    structure = Structure("json_schema", json.dumps(SCHEMA))
+    for seed, thing in zip(range(NUM_ANSWERS), itertools.cycle(THINGS), strict=False):
+        form = f"in the form of this example: {json.dumps(EXAMPLE)}" if seed % 2 else f"with {', '.join(EXAMPLE)}."
+        text = f"Describe a {thing} as JSON, {form}"
+        prompt = tuple(tokenizer.encode_chat([{"role": "user", "content": text}]))
+        engine.add(Request(f"{seed}", prompt, SamplingParams(max_tokens=96, structure=structure), seed))
+    answers: dict[str, list[int]] = {f"{seed}": [] for seed in range(NUM_ANSWERS)}
+    counts: Counter[str] = Counter()
+    while engine.has_work:
+        for delta in engine.step():
+            answers[delta.request_id] += delta.token_ids
+            counts["drafted"] += delta.num_drafted
+            counts["accepted"] += delta.num_accepted
+            if delta.finished:
+                counts[str(delta.finish_reason)] += 1
+                if delta.finish_reason is not FinishReason.STOP:
+                    del answers[delta.request_id]
+    assert_idle(engine)
+    return answers, counts
+
+
+def test_every_answer_that_stopped_is_valid(folder: Path) -> None:
+    config = EngineConfig(
+        dtype="bfloat16", device="cpu", max_num_seqs=16, kv_cache_tokens=8192, drafter=DrafterConfig(kind="ngram")
+    )
+    model = ModelConfig.from_folder(folder)
+    engine = EngineCore.load(folder, config, StructureCompiler(folder, model.vocab_size, model.eos_token_ids))
+    tokenizer = Tokenizer.from_folder(folder)
+    answers, counts = ask(engine, tokenizer)
+    assert set(counts) <= {"drafted", "accepted", "stop", "length"}, f"a request failed: {counts}"
+    assert len(answers) == counts["stop"] >= 0.9 * NUM_ANSWERS, counts
+    assert counts["drafted"] > 10 * NUM_ANSWERS and counts["accepted"] > 2 * NUM_ANSWERS, counts
+    texts = [tokenizer.decode(ids[:-1], skip_special=False) for ids in answers.values()]
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(texts)) > 0.9 * len(texts), "drawn at T = 1, answers differ"
