@@ -34,8 +34,8 @@ _MAX_TEXT_BYTES = 1 << 16
 _MAX_MESSAGE = 300
 _MAX_COMPILE_S = 10.0
 _MAX_REMAINDERS = 50_000  # of multipleOf: a tenth of a second
-# Unbounded white space, the library's default, lets a small model write blanks until its tokens run out. Laid-out JSON
-# still fits. A schema can say otherwise (`"x-guidance": {"whitespace_pattern": ...}`).
+# Under unbounded white space, the library's default, a small model may write blanks until its tokens run out. Laid-out
+# JSON still fits; a schema can say otherwise (`"x-guidance": {"whitespace_pattern": ...}`).
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
 _START = '%llguidance {"no_forcing": true}\nstart: @structure'
 _LIMITS: dict[str, Any] = {
@@ -193,7 +193,7 @@ def _grammar(structure: Structure) -> dict[str, Any]:
         schema = '{"type": "object"}' if structure.kind == "json_object" else structure.text
         listed = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
     grammar: dict[str, Any] = json.loads(listed)["grammars"][0]
-    return {key: grammar[key] for key in ("json_schema", "lark_grammar")}
+    return {key: value for key, value in grammar.items() if key != "name"}
 
 
 def _choices(text: str) -> list[str]:
