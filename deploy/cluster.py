@@ -55,9 +55,7 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
     cores = os.cpu_count() or 1
     needed = sum(config.pool(name).replicas * config.pool(name).num_cpus for name in config.pool_names)
     if needed > cores:
-        progress(
-            f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down"
-        )
+        progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
     ray.init(num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
 

@@ -37,6 +37,8 @@ OWNERS = {
     "fastapi": {"serve_app.ingress"},
     "gguf": {"speculative.model"},
     "grafana_api": {"dashboards.push"},
+    "jsonschema": set(),
+    "llguidance": {"serve_app.structured"},
     "openai": set(),
     "prometheus_client": {"serve_app.metrics", "serve_app.metric_summary"},
     "pydantic": {"serve_app.config", "serve_app.protocol", "serve_app.scoring", "serve_app.ingress"},

@@ -1,0 +1,749 @@
+"""The engine as a whole: one answer, whatever the neighbours, the drafts, the route and the room."""
+
+import functools
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import (
+    NGRAM,
+    NO_DRAFTS,
+    Answer,
+    assert_idle,
+    assert_pool_is_whole,
+    decoder_of,
+    markov_engine,
+    naive_logits,
+    run,
+    take,
+    teacher_forced,
+    tiny_engine,
+)
+from laws import assert_departs, assert_follows
+from near_ties import assert_same_up_to_near_tie
+from torch import Tensor
+
+from speculative.batch import Batch, Entry
+from speculative.config import DrafterConfig
+from speculative.drafting import Drafter, DraftOutput
+from speculative.engine import EngineCore
+from speculative.errors import InvalidRequest
+from speculative.request import FinishReason, Request, SamplingParams, TokenKind
+from speculative.sampling import draw
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.token_wise import verify_token_wise
+
+CYCLE = [(token + 1) % 16 for token in range(16)]
+PROMPTS = {
+    "looping": (5, 6, 7, 8) * 6,
+    "one token": (9,),
+    "a block": (3, 1, 4, 1),
+    "a block and one": (3, 1, 4, 1, 5),
+    "plain": tuple((7 * i * i + 3) % 61 for i in range(30)),
+    "longer than a chunk": tuple((5 * i) % 59 for i in range(100)),
+}
+GREEDY = SamplingParams(max_tokens=40, temperature=0, logprobs=2, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=30, temperature=0.8, top_p=0.95, logprobs=2, ignore_eos=True)
+
+
+def requests(params: SamplingParams = GREEDY) -> list[Request]:
+    return [Request(name, prompt, params, seed=index) for index, (name, prompt) in enumerate(PROMPTS.items())]
+
+
+def answer_all(engine: EngineCore, wanted: list[Request]) -> dict[str, Answer]:
+    for request in wanted:
+        engine.add(request)
+    answers = run(engine)
+    assert_idle(engine)
+    return answers
+
+
+def answer_singly(engine: EngineCore, wanted: list[Request]) -> dict[str, Answer]:
+    return {request.request_id: answer_all(engine, [request])[request.request_id] for request in wanted}
+
+
+def assert_alike(engine: EngineCore, first: dict[str, Answer], second: dict[str, Answer]) -> None:
+    """The same texts up to near-ties, with logprobs within 1e-4 so far."""
+    assert first.keys() == second.keys()
+    for name, answer in first.items():
+
+        def logits_after(output: Sequence[int], prompt: tuple[int, ...] = PROMPTS[name]) -> Tensor:
+            return naive_logits(decoder_of(engine), torch.tensor([[*prompt, *output]]))[0, -1]
+
+        other = second[name]
+        parting = assert_same_up_to_near_tie(answer.token_ids, other.token_ids, logits_after)
+        assert answer.values[:parting] == pytest.approx(other.values[:parting], abs=1e-4)
+
+
+# -- parity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4, 7])
+def test_greedy_text_is_the_plain_one(tiny_folder: Path, num_draft_tokens: int) -> None:
+    drafter = DrafterConfig(num_draft_tokens=num_draft_tokens, ngram_min=1)
+    speculating = tiny_engine(tiny_folder, drafter=drafter)
+    plain = tiny_engine(tiny_folder, drafter=NO_DRAFTS)
+    answers = answer_all(speculating, requests())
+    assert sum(answer.num_accepted for answer in answers.values()) > 10, "nothing was speculated"
+    assert any(answer.num_accepted < answer.num_drafted for answer in answers.values()), "nothing was rejected"
+    assert_alike(plain, answers, answer_all(plain, requests()))
+
+
+def test_a_request_may_decline_speculation(tiny_folder: Path) -> None:
+    plain = SamplingParams(max_tokens=40, temperature=0, logprobs=2, ignore_eos=True, speculate=False)
+    engine = tiny_engine(tiny_folder)
+    answers = answer_all(engine, requests(plain))
+    assert all(answer.num_drafted == 0 for answer in answers.values())
+    assert_alike(engine, answers, answer_all(engine, requests()))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_batched_is_one_by_one(tiny_folder: Path, params: SamplingParams, prefix_caching: bool) -> None:
+    """Sampled requests too: with their own seeds and drafter they do not see who runs beside them."""
+    engine = tiny_engine(tiny_folder, prefix_caching=prefix_caching, max_num_seqs=4)
+    singly = answer_singly(engine, requests(params))
+    engine.scheduler.pool.drop_prefixes()
+    assert_alike(engine, answer_all(engine, requests(params)), singly)
+    assert_alike(engine, answer_all(engine, requests(params)[::-1]), singly)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16, 64])
+@pytest.mark.parametrize("max_batched_tokens", [40, 41, 512])
+def test_blocks_and_chunks_of_any_size_give_the_same_text(
+    tiny_folder: Path, block_size: int, max_batched_tokens: int
+) -> None:
+    engine = tiny_engine(tiny_folder, block_size=block_size, max_batched_tokens=max_batched_tokens)
+    reference = tiny_engine(tiny_folder, drafter=NO_DRAFTS, max_batched_tokens=512, prefix_caching=False)
+    assert_alike(engine, answer_all(engine, requests()), answer_singly(reference, requests()))
+
+
+@pytest.mark.parametrize("num_prompt", [*range(1, 10), 15, 16, 17, 63, 64, 65, 100])
+def test_prompts_around_a_block_and_a_chunk_predict_what_the_whole_model_does(
+    tiny_folder: Path, num_prompt: int
+) -> None:
+    engine = tiny_engine(tiny_folder)
+    prompt = PROMPTS["longer than a chunk"][:num_prompt]
+    for name in ("fresh", "found in the prefix cache"):
+        engine.add(Request(name, prompt, SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True)))
+        answer = run(engine)[name]
+        expected = teacher_forced(engine, prompt, answer.token_ids)
+        assert answer.token_ids == expected.argmax(-1).tolist()
+        assert answer.values == pytest.approx(expected.amax(-1).tolist(), abs=1e-4)
+    assert answer.num_cached_tokens == (num_prompt - 1) // 4 * 4
+
+
+def test_prefix_hits_change_no_answer(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder)
+    fresh = answer_all(engine, requests())
+    again = answer_all(engine, requests())
+    assert again["plain"].num_cached_tokens > 0
+    assert_alike(engine, fresh, again)
+    diverging = (*PROMPTS["plain"][:17], 60, 2, 9)
+    engine.add(Request("b", diverging, GREEDY))
+    answer = run(engine)["b"]
+    assert answer.num_cached_tokens == 16
+    expected = teacher_forced(engine, diverging, answer.token_ids).amax(-1)
+    assert answer.values == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_bfloat16_text_parts_only_where_rounding_decides(tiny_folder: Path) -> None:
+    speculating, plain = (tiny_engine(tiny_folder, dtype="bfloat16", drafter=drafter) for drafter in (NGRAM, NO_DRAFTS))
+    answers, references = answer_all(speculating, requests()), answer_all(plain, requests())
+    assert sum(answer.num_accepted for answer in answers.values()) > 10
+    for name, prompt in PROMPTS.items():
+
+        def logits_after(output: Sequence[int], prompt: tuple[int, ...] = prompt) -> Tensor:
+            return naive_logits(decoder_of(plain), torch.tensor([[*prompt, *output]]))[0, -1]
+
+        first, second = answers[name].token_ids, references[name].token_ids
+        assert_same_up_to_near_tie(first, second, logits_after, near=0.1)  # logits of 8 are rounded to 1/32
+
+
+# -- handoff --------------------------------------------------------------------------------------------------------
+
+
+def hand_off(prefill: EngineCore, decode: EngineCore, request: Request, hold_after: int = 1) -> Answer:
+    """Prefill here, decode there; what the client gets from both."""
+    prefill.add(request, hold_after=hold_after)
+    answers = run(prefill)
+    answer = answers[request.request_id]
+    if answer.finish_reason is None:
+        decode.insert(request, prefill.export(request.request_id))
+        while decode.has_work:
+            take(answers, decode.step())
+            assert_pool_is_whole(decode)
+    return answer
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_handed_off_is_the_monolith_bit_for_bit(
+    tiny_folder: Path, name: str, params: SamplingParams, dtype: str
+) -> None:
+    """The shapes are the same, so tokens and logprobs are the same numbers."""
+    (request,) = (request for request in requests(params) if request.request_id == name)
+    prefill, decode, monolith = (tiny_engine(tiny_folder, dtype=dtype) for _ in range(3))
+    expected = answer_all(monolith, [request])[name]
+    answer = hand_off(prefill, decode, request)
+    assert answer.token_ids == expected.token_ids
+    assert answer.logprobs == expected.logprobs
+    assert answer.kinds == expected.kinds
+    assert (answer.num_drafted, answer.num_accepted) == (expected.num_drafted, expected.num_accepted)
+    assert answer.finish_reason is expected.finish_reason
+    assert decode.stats.num_prompt_tokens == 0, "nothing that was computed is computed again"
+    assert_idle(prefill)
+    assert_idle(decode)
+
+
+@pytest.mark.parametrize("sizes", [(1, 16), (16, 1), (4, 7), (64, 4)], ids=str)
+@pytest.mark.parametrize("hold_after", [0, 1, 5])
+def test_block_sizes_need_not_agree(tiny_folder: Path, sizes: tuple[int, int], hold_after: int) -> None:
+    prefill, decode = (
+        tiny_engine(tiny_folder, block_size=size, kv_cache_tokens=size * (1024 // size)) for size in sizes
+    )
+    monolith = tiny_engine(tiny_folder, prefix_caching=False)
+    answers = {request.request_id: hand_off(prefill, decode, request, hold_after) for request in requests()}
+    assert_alike(monolith, answers, answer_singly(monolith, requests()))
+    assert_idle(prefill)
+    assert_idle(decode)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_choices_from_one_handoff_are_separate_requests(tiny_folder: Path, name: str) -> None:
+    """One prefill for n choices, each with a seed of its own; the last prompt token is computed by each."""
+    prefill, decode, monolith = (tiny_engine(tiny_folder) for _ in range(3))
+    prefill.add(Request("p", PROMPTS[name], SAMPLED), hold_after=0)
+    assert not run(prefill)
+    blob = prefill.export("p")
+    blob.flags.writeable = False
+    choices = [Request(f"choice {seed}", PROMPTS[name], SAMPLED, seed=seed) for seed in (0, 1, 2**64 - 1)]
+    for choice in choices:
+        decode.insert(choice, blob)
+    together = run(decode)
+    for choice in choices:
+        alone = answer_all(monolith, [choice])[choice.request_id]
+        assert together[choice.request_id].token_ids == alone.token_ids
+        assert together[choice.request_id].values == pytest.approx(alone.values, abs=1e-4)
+        assert together[choice.request_id].kinds == alone.kinds
+    assert len({tuple(answer.token_ids) for answer in together.values()}) == 3
+    assert decode.usage().num_free_blocks == decode.usage().num_blocks
+
+
+def test_a_handoff_into_used_slots_reads_nothing_of_their_last_tenant(tiny_folder: Path) -> None:
+    prefill, decode, fresh = (tiny_engine(tiny_folder, kv_cache_tokens=256, prefix_caching=False) for _ in range(3))
+    answer_all(decode, requests(SAMPLED))
+    decode.runner.cache.data[:] = math.nan  # whatever is read before it is written shows
+    for request in requests(SAMPLED):
+        answer = hand_off(prefill, decode, request)
+        assert answer.logprobs == hand_off(prefill, fresh, request).logprobs
+
+
+def test_a_handoff_whose_prompt_is_known_takes_only_what_is_new(tiny_folder: Path) -> None:
+    prefill, decode = tiny_engine(tiny_folder), tiny_engine(tiny_folder)
+    request = Request("a", PROMPTS["plain"], GREEDY)
+    first = hand_off(prefill, decode, request)
+    decode.add(Request("keeper", PROMPTS["plain"], GREEDY))
+    decode.step()
+    held = decode.usage().num_free_blocks
+    prefill.add(request, hold_after=1)
+    run(prefill)
+    decode.insert(request, prefill.export("a"))
+    decode.step()
+    assert held - decode.usage().num_free_blocks <= 3, "most blocks are the keeper's"
+    answers = run(decode)
+    assert answers["a"].token_ids == first.token_ids[-len(answers["a"].token_ids) :]
+
+
+def test_a_handed_off_request_that_is_preempted_comes_out_the_same(tiny_folder: Path) -> None:
+    prefill = tiny_engine(tiny_folder)
+    tight = tiny_engine(tiny_folder, kv_cache_tokens=96, max_batched_tokens=40)
+    names = ("looping", "plain", "a block and one")
+    wanted = [request for request in requests() if request.request_id in names]
+    answers: dict[str, Answer] = defaultdict(Answer)
+    for request in wanted:
+        prefill.add(request, hold_after=1)
+        for name, answer in run(prefill).items():
+            answers[name] = answer
+        tight.insert(request, prefill.export(request.request_id))
+    while tight.has_work:
+        take(answers, tight.step())
+        assert_pool_is_whole(tight)
+    assert tight.stats.num_preemptions > 0
+    roomy = tiny_engine(tiny_folder)
+    assert_alike(roomy, dict(answers), answer_singly(roomy, wanted))
+    assert_idle(tight)
+
+
+def test_a_resumed_request_goes_on_as_if_undisturbed(tiny_folder: Path) -> None:
+    """From the end of any round: the same rounds follow, so at T > 0 the same text."""
+    for params in (GREEDY, SAMPLED):
+        for request in requests(params):
+            undisturbed = answer_all(tiny_engine(tiny_folder), [request])[request.request_id]
+            ends = list(itertools.accumulate(undisturbed.round_sizes))[:-1]
+            for end in ends[:: max(1, len(ends) // 4)]:
+                other = tiny_engine(tiny_folder)
+                other.add(request, emitted=undisturbed.token_ids[:end])
+                resumed = run(other)[request.request_id]
+                assert resumed.token_ids == undisturbed.token_ids[end:]
+                assert resumed.values == pytest.approx(undisturbed.values[end:], abs=1e-4)
+                assert TokenKind.FIRST not in resumed.kinds
+                assert_idle(other)
+
+
+# -- seeds ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_names_a_text(tiny_folder: Path) -> None:
+    texts = Counter()
+    for seed in (0, 1, 2, 2**32, 2**32 + 1, 2**63, 2**64 - 1):
+        for _ in range(2):
+            engine = tiny_engine(tiny_folder)
+            engine.add(Request("a", PROMPTS["plain"], SAMPLED, seed=seed))
+            texts[tuple(run(engine)["a"].token_ids)] += 1
+    assert list(texts.values()) == [2] * 7
+
+
+def test_requests_without_a_seed_do_not_share_one(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder)
+    for index in range(20):
+        engine.add(Request(str(index), PROMPTS["plain"], SAMPLED))
+    answers = run(engine)
+    assert len({tuple(answer.token_ids) for answer in answers.values()}) == 20
+
+
+# -- scoring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_served_logprobs_are_those_of_teacher_forcing(tiny_folder: Path, params: SamplingParams) -> None:
+    """Both of the whole model without a cache and of a replay by another engine; scoring runs beside other requests."""
+    engine, referee = tiny_engine(tiny_folder), tiny_engine(tiny_folder, max_batched_tokens=40)
+    answers = answer_all(engine, requests(params))
+    for name, answer in answers.items():
+        text = (*PROMPTS[name], *answer.token_ids)
+        referee.add(Request(f"score {name}", text, score_from=len(PROMPTS[name])))
+        referee.add(Request(f"beside {name}", PROMPTS[name], GREEDY))
+    scored = run(referee)
+    for name, answer in answers.items():
+        replayed = scored[f"score {name}"]
+        assert [entry.token_id for entry in replayed.logprobs] == answer.token_ids
+        assert answer.values == pytest.approx(replayed.values, abs=1e-4)
+        law = teacher_forced(engine, PROMPTS[name], answer.token_ids)
+        expected = law.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert answer.values == pytest.approx(expected.tolist(), abs=1e-4)
+    assert_idle(referee)
+
+
+@pytest.mark.parametrize("score_from", [1, 2, 63, 64, 65, 129])
+def test_scoring_counts_from_anywhere(tiny_folder: Path, score_from: int) -> None:
+    engine = tiny_engine(tiny_folder)
+    text = tuple((13 * i) % 61 for i in range(130))
+    engine.add(Request("s", text, score_from=score_from))
+    answer = run(engine)["s"]
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.token_ids == []
+    law = teacher_forced(engine, text[:score_from], text[score_from:])
+    expected = law.gather(1, torch.tensor(text[score_from:])[:, None])[:, 0]
+    assert answer.values == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_scoring_reads_no_cache_and_leaves_none(tiny_folder: Path) -> None:
+    """Its values are to be right when the cache is wrong."""
+    engine = tiny_engine(tiny_folder)
+    answer = answer_all(engine, [Request("a", PROMPTS["plain"], GREEDY)])["a"]
+    engine.runner.cache.data[:] = 0.5
+    text = (*PROMPTS["plain"], *answer.token_ids)
+    published = dict(engine.scheduler.pool._block_of)
+    engine.add(Request("s", text, score_from=len(PROMPTS["plain"])))
+    assert run(engine)["s"].values == pytest.approx(answer.values, abs=1e-4)
+    assert engine.scheduler.pool._block_of.keys() <= published.keys()
+
+
+# -- abort ----------------------------------------------------------------------------------------------------------
+
+
+def engine_in_phases(folder: Path) -> Iterator[tuple[str, EngineCore]]:
+    """Engines whose request `a` stands in each phase in turn, beside another request."""
+    request, neighbour = Request("a", PROMPTS["longer than a chunk"], GREEDY), Request("b", PROMPTS["looping"], GREEDY)
+    for phase in ("waiting", "prefilling", "decoding", "held", "inserted", "restored", "preempted", "scoring"):
+        engine = tiny_engine(folder, max_batched_tokens=40, kv_cache_tokens=128 if phase == "preempted" else 1024)
+        if phase == "preempted":
+            engine.add(neighbour)  # the older one stays
+        if phase == "scoring":
+            engine.add(Request("a", PROMPTS["longer than a chunk"], score_from=3))
+        elif phase in ("inserted", "restored"):
+            prefill = tiny_engine(folder)
+            prefill.add(request, hold_after=1)
+            run(prefill)
+            engine.insert(request, prefill.export("a"))
+        else:
+            engine.add(request, hold_after=0 if phase == "held" else None)
+        num_steps = {"waiting": 0, "inserted": 0, "prefilling": 1, "scoring": 2, "restored": 2, "held": 5}.get(phase, 6)
+        if phase == "preempted":
+            while not engine.stats.num_preemptions:
+                engine.step()
+        else:
+            for _ in range(num_steps):
+                engine.step()
+            engine.add(neighbour)
+        yield phase, engine
+
+
+def test_an_abort_frees_everything_whatever_the_phase(tiny_folder: Path) -> None:
+    expected = answer_all(tiny_engine(tiny_folder), [Request("b", PROMPTS["looping"], GREEDY)])["b"]
+    phases = []
+    for phase, engine in engine_in_phases(tiny_folder):
+        sequence = engine.scheduler.find("a")
+        assert sequence is not None, phase
+        phases.append(sequence.phase.value)
+        assert engine.abort("a")
+        assert not engine.abort("a")
+        assert engine.scheduler.find("a") is None
+        assert_pool_is_whole(engine)
+        answer = run(engine)["b"]
+        assert answer.token_ids[-20:] == expected.token_ids[-20:]
+        assert_idle(engine)
+    assert phases == ["waiting", "running", "running", "held", "waiting", "running", "waiting", "running"]
+
+
+def test_an_aborted_name_may_be_used_again(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder)
+    engine.add(Request("a", PROMPTS["looping"], GREEDY))
+    for _ in range(5):
+        engine.step()
+    engine.abort("a")
+    reference = answer_all(tiny_engine(tiny_folder), [Request("a", PROMPTS["plain"], GREEDY)])
+    assert_alike(
+        engine, {"plain": answer_all(engine, [Request("a", PROMPTS["plain"], GREEDY)])["a"]}, {"plain": reference["a"]}
+    )
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def poison(engine: EngineCore, victim: str, value: float) -> None:
+    """Spoil one logit of every verify row of one request."""
+    healthy_draw = engine.drawer.draw
+
+    def draw_spoiled(layout: Any, logits: Tensor, *rest: Any) -> Any:
+        names = [layout.drawing[entry].sequence.request.request_id for entry in layout.verify_entries]
+        spoiled = logits.clone()
+        spoiled[[name == victim for name in names], 7] = value
+        return healthy_draw(layout, spoiled, *rest)
+
+    engine.drawer.draw = draw_spoiled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "inf"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("healthy_steps", [0, 4])
+def test_a_row_that_is_no_number_fails_its_request_alone(
+    tiny_folder: Path, value: float, params: SamplingParams, healthy_steps: int
+) -> None:
+    expected = answer_all(tiny_engine(tiny_folder), requests(params))
+    engine = tiny_engine(tiny_folder)
+    for request in requests(params):
+        engine.add(request)
+    answers: dict[str, Answer] = defaultdict(Answer)
+    for _ in range(healthy_steps):
+        take(answers, engine.step())
+    poison(engine, "looping", value)
+    while engine.has_work:
+        take(answers, engine.step())
+        assert_pool_is_whole(engine)
+    failed = answers.pop("looping")
+    assert failed.finish_reason is FinishReason.ERROR
+    assert "not finite" in (failed.error or "")
+    assert failed.token_ids == expected.pop("looping").token_ids[: len(failed.token_ids)]
+    for name, answer in answers.items():
+        assert answer.token_ids == expected[name].token_ids
+        assert answer.error is None
+    assert_idle(engine)
+    assert math.isfinite(engine.stats.expected_accepted)
+
+
+def test_a_fault_does_not_spoil_the_counts() -> None:
+    """One NaN added to a counter would stay in it for good."""
+    engine = markov_engine(CYCLE)
+    for name in "ab":
+        engine.add(Request(name, (*range(16), 0, 1), SamplingParams(max_tokens=40, ignore_eos=True), seed=1))
+    answers: dict[str, Answer] = defaultdict(Answer)
+    for _ in range(2):
+        take(answers, engine.step())
+    assert engine.take_stats().num_accepted == 8, "each has four drafts a round"
+    poison(engine, "a", math.nan)
+    take(answers, engine.step())
+    assert answers["a"].finish_reason is FinishReason.ERROR
+    stats = engine.take_stats()
+    assert stats.expected_accepted == pytest.approx(4)
+    assert (stats.num_drafts, stats.num_drafted, stats.num_accepted) == (1, 4, 4)
+
+
+def test_scores_that_are_no_numbers_are_an_error(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder)
+    healthy = engine.runner.logits
+    engine.runner.logits = lambda rows: healthy(rows) * math.nan  # type: ignore[method-assign]
+    engine.add(Request("s", PROMPTS["plain"], score_from=3))
+    answer = run(engine)["s"]
+    assert answer.finish_reason is FinishReason.ERROR
+    assert answer.logprobs == []
+    assert_idle(engine)
+
+
+def test_a_damaged_prefix_fails_one_request_and_not_those_after_it(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder)
+    expected = answer_all(engine, [Request("a", PROMPTS["plain"], GREEDY)])["a"]
+    engine.runner.cache.data[0, 1] = math.nan
+    engine.add(Request("b", PROMPTS["plain"], GREEDY))
+    assert run(engine)["b"].finish_reason is FinishReason.ERROR
+    engine.add(Request("c", PROMPTS["plain"], GREEDY))
+    assert run(engine)["c"].token_ids == expected.token_ids
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1e-45}, {"temperature": 1e-320}, {"top_p": 1e-300}], ids=str)
+def test_parameters_at_the_edge_of_their_range_are_served(tiny_folder: Path, params: dict[str, float]) -> None:
+    """Each of these passes validation, and once ended the whole engine."""
+    engine = tiny_engine(tiny_folder)
+    for name, prompt in PROMPTS.items():
+        edge = SamplingParams(max_tokens=8, logprobs=1, ignore_eos=True, **{"temperature": 0.7, **params})
+        engine.add(Request(name, prompt, edge, seed=3))
+    answers = run(engine)
+    greedy = answer_all(engine, requests())
+    for name, answer in answers.items():
+        assert answer.error is None
+        assert answer.token_ids == greedy[name].token_ids[:8]
+
+
+def test_requests_that_do_not_fit_are_refused_at_the_door(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder, max_model_len=32)
+    for bad, field in (
+        (Request("a", (1,) * 32), "prompt"),
+        (Request("a", (1, 64)), "prompt"),
+        (Request("a", (1, -1)), "prompt"),
+        (Request("a", (1,) * 33, score_from=1), "prompt"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            engine.add(bad)
+        assert caught.value.field == field
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        engine.add(Request("a", (1, 2), SamplingParams(max_tokens=2)), emitted=(3, 4))
+    engine.add(Request("a", (1,) * 31, GREEDY))
+    with pytest.raises(InvalidRequest, match="already"):
+        engine.add(Request("a", (1,), GREEDY))
+    engine.add(Request("s", (1,) * 32, score_from=31))
+    answers = run(engine)
+    assert len(answers["a"].token_ids) == 1
+    assert len(answers["s"].logprobs) == 1
+
+
+# -- many -----------------------------------------------------------------------------------------------------------
+
+
+def test_64_mixed_requests_finish_and_leave_nothing(tiny_folder: Path) -> None:
+    generator = random.Random(0)
+    engine = tiny_engine(tiny_folder, kv_cache_tokens=512, max_num_seqs=16, max_batched_tokens=96)
+    wanted = {}
+    for index in range(64):
+        prompt = tuple(generator.randrange(64) for _ in range(generator.choice([1, 4, 5, 16, 40, 90, 200])))
+        params = SamplingParams(
+            max_tokens=generator.choice([1, 2, 7, 30, 60]),
+            temperature=generator.choice([0, 0.5, 1.0]),
+            top_k=generator.choice([0, 5]),
+            top_p=generator.choice([1.0, 0.9]),
+            logprobs=generator.choice([None, 0, 3]),
+            speculate=generator.random() < 0.8,
+            ignore_eos=generator.random() < 0.5,
+        )
+        wanted[str(index)] = Request(str(index), prompt, params, seed=index)
+    waiting = list(wanted.values())
+    answers: dict[str, Answer] = defaultdict(Answer)
+    while waiting or engine.has_work:
+        for _ in range(min(len(waiting), generator.randrange(4))):
+            engine.add(waiting.pop())
+        take(answers, engine.step())
+        assert_pool_is_whole(engine)
+    assert answers.keys() == wanted.keys()
+    assert engine.stats.num_preemptions > 0
+    for name, answer in answers.items():
+        params = wanted[name].params
+        assert answer.error is None
+        assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if answer.finish_reason is FinishReason.LENGTH:
+            assert len(answer.token_ids) == params.max_tokens
+        assert len(answer.logprobs) == (0 if params.logprobs is None else len(answer.token_ids))
+    stats = engine.take_stats()
+    assert stats.num_emitted == sum(len(answer.token_ids) for answer in answers.values())
+    assert stats.num_drafted == sum(answer.num_drafted for answer in answers.values())
+    assert stats.num_accepted >= sum(answer.num_accepted for answer in answers.values())
+    assert_idle(engine)
+
+
+def test_counts_obey_their_identities(tiny_folder: Path) -> None:
+    """Emitted = rounds + accepted; no position accepts more than was drafted, nor more than the one before."""
+    engine = tiny_engine(tiny_folder)
+    answers = answer_all(engine, requests(SAMPLED))
+    stats = engine.take_stats()
+    rounds = sum(len(answer.round_sizes) for answer in answers.values())
+    assert stats.num_emitted == rounds + stats.num_accepted
+    assert len(stats.drafted_per_position) == len(stats.accepted_per_position) <= NGRAM.num_draft_tokens
+    for accepted, drafted in zip(stats.accepted_per_position, stats.drafted_per_position, strict=True):
+        assert 0 <= accepted <= drafted
+    assert stats.accepted_per_position == sorted(stats.accepted_per_position, reverse=True)
+    assert stats.num_drafts == stats.drafted_per_position[0]
+    assert stats.num_prompt_tokens >= sum(len(prompt) for prompt in PROMPTS.values()) - len(PROMPTS)
+
+
+# -- the law --------------------------------------------------------------------------------------------------------
+
+LAW_PROMPT = (4, 3, 15, 7, 10, 2, 1, 6, 0, 8, 9, 11, 12, 14, 13, 5)  # holds every token: whatever comes, n-grams draft
+LAW_LENGTH = 4
+WIDE = SamplingParams(max_tokens=4 * LAW_LENGTH, temperature=1.0, ignore_eos=True)
+NARROW = SamplingParams(max_tokens=4 * LAW_LENGTH, temperature=0.7, top_k=4, ignore_eos=True)
+Verify = Callable[[VerifyInput], VerifyOutput]
+
+
+@pytest.fixture(scope="module")
+def law_logits(tiny16_folder: Path) -> list[Tensor]:
+    """Logits [16**n, 16] float64 after every continuation of n = 0..3 tokens, from the whole model without a cache."""
+    decoder = decoder_of(tiny_engine(tiny16_folder))
+    every = [itertools.product(range(16), repeat=length) for length in range(LAW_LENGTH)]
+    contexts = [torch.tensor([[*LAW_PROMPT, *tail] for tail in tails]) for tails in every]
+    return [naive_logits(decoder, ids)[:, -1].double() for ids in contexts]
+
+
+def exact_law(law_logits: list[Tensor], params: SamplingParams) -> np.ndarray:
+    """P of every continuation of four tokens [V, V, V, V], float64."""
+    law = np.ones(())
+    for length, raw in enumerate(law_logits):
+        logits = raw / params.temperature
+        if params.top_k:
+            logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
+        law = law[..., None] * logits.softmax(-1).numpy().reshape((raw.shape[-1],) * (length + 1))
+    return law
+
+
+class LikelyDrafter:
+    """Drafts the likeliest token, after every third context the second likeliest: most rounds accept and reject."""
+
+    def __init__(self, law_logits: list[Tensor]) -> None:
+        self._best = [logits.topk(2).indices.tolist() for logits in law_logits]
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        return DraftOutput.pack([self._draft(entry) for entry in batch.entries])
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def _draft(self, entry: Entry) -> list[int]:
+        tail = entry.sequence.tokens[len(LAW_PROMPT) :]
+        for _ in range(entry.max_drafts):
+            context = functools.reduce(lambda number, token: 16 * number + token, tail, 0)
+            known = len(tail) < LAW_LENGTH
+            tail = [*tail, self._best[len(tail)][context][context % 3 == 0] if known else 0]
+        return tail[len(tail) - entry.max_drafts :]
+
+
+def sample_counts(engine: EngineCore, params: SamplingParams, num_samples: int) -> tuple[np.ndarray, Answer]:
+    """How often each continuation came, over requests numbered by their seeds; and what became of all drafts."""
+    counts, total = np.zeros((engine.model.vocab_size,) * LAW_LENGTH), Answer()
+    answers: dict[str, Answer] = defaultdict(Answer)
+    seed = 0
+    while seed < num_samples or engine.has_work:
+        while seed < num_samples and engine.usage().num_waiting < engine.config.max_num_seqs:
+            engine.add(Request(str(seed), LAW_PROMPT, params, seed=seed))
+            seed += 1
+        take(answers, engine.step())
+        for name in [name for name, answer in answers.items() if len(answer.token_ids) >= LAW_LENGTH]:
+            engine.abort(name)
+            answer = answers.pop(name)
+            counts[tuple(answer.token_ids[:LAW_LENGTH])] += 1
+            total.num_drafted += answer.num_drafted
+            total.num_accepted += answer.num_accepted
+    assert counts.sum() == num_samples
+    return counts, total
+
+
+def law_engine(folder: Path, drafter: Drafter | None = None, verify: Verify = verify_token_wise) -> EngineCore:
+    engine = tiny_engine(
+        folder,
+        max_num_seqs=64,
+        max_batched_tokens=512,
+        kv_cache_tokens=4096,
+        drafter=DrafterConfig(num_draft_tokens=3, ngram_max=3, ngram_min=1),
+    )
+    engine.drafter, engine.drawer.verify = drafter or engine.drafter, verify
+    return engine
+
+
+def assert_joint_law(counts: np.ndarray, law: np.ndarray, check: Callable[[Any, Any], None]) -> None:
+    """The whole joint law, and the law of each pair of places."""
+    check(counts.reshape(-1), law.reshape(-1))
+    if check is assert_follows:
+        for pair in itertools.combinations(range(LAW_LENGTH), 2):
+            others = tuple(set(range(LAW_LENGTH)) - set(pair))
+            check(counts.sum(others).reshape(-1), law.sum(others).reshape(-1))
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "likely"])
+@pytest.mark.parametrize("params", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_tokens_of_several_rounds_follow_the_joint_law(
+    tiny16_folder: Path, law_logits: list[Tensor], params: SamplingParams, drafter: str
+) -> None:
+    engine = law_engine(tiny16_folder, LikelyDrafter(law_logits) if drafter == "likely" else None)
+    counts, total = sample_counts(engine, params, num_samples=12_000)
+    assert total.num_drafted > 36_000
+    assert total.num_accepted > (5_000 if drafter == "likely" else 1_000)
+    assert_joint_law(counts, exact_law(law_logits, params), assert_follows)
+    expected = engine.take_stats().expected_accepted
+    assert abs(total.num_accepted - expected) < 5 * (total.num_drafted / 4) ** 0.5
+
+
+def accept_always(step: VerifyInput) -> VerifyOutput:
+    """A fault: whatever was drafted survives."""
+    rows = step.first_rows + step.counts
+    return VerifyOutput(step.counts, draw(step.probs[rows], step.finals[rows]), step.counts.float())
+
+
+def residual_from_p(step: VerifyInput) -> VerifyOutput:
+    """A fault: after a rejection the token is drawn from p, the rejected draft included."""
+    right = verify_token_wise(step)
+    rows = step.first_rows + right.num_accepted
+    return VerifyOutput(right.num_accepted, draw(step.probs[rows], step.finals[rows]), right.expected_accepted)
+
+
+def coin_is_residual(step: VerifyInput) -> VerifyOutput:
+    """A fault: one uniform decides whether a draft survives and what replaces it."""
+    shared = {name: getattr(step, name) for name in VerifyInput.__slots__} | {"finals": step.coins}
+    return verify_token_wise(VerifyInput(**shared))
+
+
+@pytest.mark.parametrize("faulty", [accept_always, residual_from_p, coin_is_residual])
+def test_the_joint_law_sees_a_faulty_verifier(tiny16_folder: Path, law_logits: list[Tensor], faulty: Verify) -> None:
+    engine = law_engine(tiny16_folder, LikelyDrafter(law_logits), faulty)
+    counts, _ = sample_counts(engine, WIDE, num_samples=4_000)
+    assert_joint_law(counts, exact_law(law_logits, WIDE), assert_departs)
+
+
+def test_a_hand_made_chain_is_followed_through_rounds_of_every_length() -> None:
+    """Transitions of a known Markov chain, counted over long texts with drafts right and wrong."""
+    table = torch.tensor([[0.7, 0.2, 0.1, 0.0], [0.05, 0.05, 0.9, 0.0], [0.5, 0.0, 0.25, 0.25], [0.0, 0.0, 0.0, 1.0]])
+    engine = markov_engine(table, max_num_seqs=16, max_batched_tokens=128, kv_cache_tokens=4096)
+    for seed in range(60):
+        engine.add(Request(str(seed), (0, 1, 2, 0), SamplingParams(max_tokens=100, temperature=1), seed=seed))
+    counts = np.zeros((4, 4))
+    for answer in run(engine).values():
+        for pair in itertools.pairwise([0, *answer.token_ids]):
+            counts[pair] += 1
+        assert answer.num_accepted > 0
+    for token in range(4):
+        assert_follows(counts[token], table[token].numpy())

@@ -1,0 +1,192 @@
+"""SmolLM2-135M in float32: speculation, batching and transformers agree token for token, near-ties excepted.
+
+Equality with transformers' greedy generate is shown by induction: at every position of prompt + output, one forward
+pass of transformers names the next token.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+from engines import Answer, assert_idle, run
+from near_ties import NEAR_TIE, assert_same_up_to_near_tie
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deploy.models import fetch_model
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.engine import EngineCore
+from speculative.model.config import ModelConfig
+from speculative.model.loading import load_decoder
+from speculative.request import FinishReason, Request, SamplingParams
+
+PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text(encoding="utf-8"))
+NAMES = [prompt["name"] for prompt in PROMPTS]
+CONFIG = EngineConfig(
+    dtype="float32",
+    device="cpu",
+    max_num_seqs=24,
+    max_batched_tokens=512,
+    kv_cache_tokens=24 * 1024,
+    prefix_caching=False,  # every run computes everything itself
+)
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+class RealModel:
+    """One set of weights, served by engines of any settings, and the same checkpoint in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = ModelConfig.from_folder(folder)
+        self.decoder = load_decoder(folder, dtype=torch.float32, device="cpu")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.prompts = {
+            prompt["name"]: tuple(tokenizer.encode(prompt["text"], add_special_tokens=False)) for prompt in PROMPTS
+        }
+
+    @cached_property
+    def reference(self) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def engine(self, *, drafts: bool, kv_cache_tokens: int = CONFIG.kv_cache_tokens) -> EngineCore:
+        drafter = DrafterConfig(kind="ngram" if drafts else "none")
+        return EngineCore(self.decoder, self.config, replace(CONFIG, drafter=drafter, kv_cache_tokens=kv_cache_tokens))
+
+    @torch.inference_mode()
+    def reference_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """[L, V] of transformers."""
+        logits: Tensor = self.reference(torch.tensor([list(token_ids)])).logits[0].float()
+        return logits
+
+    def logits_after(self, name: str) -> Callable[[Sequence[int]], Tensor]:
+        return lambda output: self.reference_logits((*self.prompts[name], *output))[-1]
+
+
+@dataclass
+class Texts:
+    """What the prompts were answered with."""
+
+    plain: dict[str, Answer]
+    speculative: dict[str, Answer]
+    singly: dict[str, Answer]
+    max_tokens: int
+
+
+@pytest.fixture(scope="module")
+def model() -> RealModel:
+    return RealModel(fetch_model("smollm2-135m"))
+
+
+@pytest.fixture(scope="module", params=[48, pytest.param(500, marks=pytest.mark.slow)], ids="{} tokens".format)
+def texts(model: RealModel, request: pytest.FixtureRequest) -> Texts:
+    """Batched without and with speculation, and with speculation one by one."""
+    params = SamplingParams(max_tokens=request.param, temperature=0, logprobs=0)
+    wanted = [Request(name, model.prompts[name], params) for name in NAMES]
+    singly: dict[str, Answer] = {}
+    engine = model.engine(drafts=True)
+    for one in wanted:
+        singly |= answer_all(engine, [one])
+    return Texts(
+        plain=answer_all(model.engine(drafts=False), wanted),
+        speculative=answer_all(model.engine(drafts=True), wanted),
+        singly=singly,
+        max_tokens=request.param,
+    )
+
+
+def answer_all(engine: EngineCore, wanted: list[Request]) -> dict[str, Answer]:
+    for request in wanted:
+        engine.add(request)
+    answers = run(engine, max_steps=20_000)
+    assert_idle(engine)
+    return answers
+
+
+def test_the_prompts_are_many_and_of_mixed_length(model: RealModel) -> None:
+    lengths = sorted(map(len, model.prompts.values()))
+    assert len(lengths) >= 20
+    assert lengths[0] == 1
+    assert sum(300 <= length <= 500 for length in lengths) >= 3
+    assert lengths[-1] <= 500
+
+
+def test_greedy_text_with_speculation_is_the_one_without(model: RealModel, texts: Texts) -> None:
+    for name in NAMES:
+        ours, plain = texts.speculative[name], texts.plain[name]
+        parting = assert_same_up_to_near_tie(ours.token_ids, plain.token_ids, model.logits_after(name))
+        assert ours.values[:parting] == pytest.approx(plain.values[:parting], abs=1e-4)
+    assert sum(answer.num_accepted for answer in texts.speculative.values()) > len(NAMES)
+    assert sum(answer.num_drafted for answer in texts.plain.values()) == 0
+
+
+def test_batched_text_is_the_one_alone(model: RealModel, texts: Texts) -> None:
+    for name in NAMES:
+        batched, alone = texts.speculative[name], texts.singly[name]
+        parting = assert_same_up_to_near_tie(batched.token_ids, alone.token_ids, model.logits_after(name))
+        assert batched.values[:parting] == pytest.approx(alone.values[:parting], abs=1e-4)
+
+
+def test_every_token_and_logprob_is_that_of_transformers(
+    model: RealModel, texts: Texts, record_property: Callable[[str, object], None]
+) -> None:
+    near_ties = {}
+    for name in NAMES:
+        answer, prompt = texts.speculative[name], model.prompts[name]
+        logits = model.reference_logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1]
+        emitted = torch.tensor(answer.token_ids)[:, None]
+        behind = logits.amax(-1) - logits.gather(1, emitted)[:, 0]  # nats behind the best token
+        assert behind.max() < NEAR_TIE, f"{name}: {behind.max():.2e} nats at position {int(behind.argmax())}"
+        near_ties[name] = int((behind > 0).sum())
+        expected = logits.log_softmax(-1).gather(1, emitted)[:, 0]
+        assert answer.values == pytest.approx(expected.tolist(), abs=1e-4), name
+        assert_ends_rightly(model, answer, texts.max_tokens)
+    record_property("near_ties", {name: count for name, count in near_ties.items() if count})
+
+
+def assert_ends_rightly(model: RealModel, answer: Answer, max_tokens: int) -> None:
+    stopped = answer.token_ids[-1] in model.config.eos_token_ids
+    assert answer.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    assert stopped or len(answer.token_ids) == max_tokens
+    assert not set(answer.token_ids[:-1]) & set(model.config.eos_token_ids)
+
+
+@pytest.mark.parametrize("name", ["chat: a fact", "code: JSON", "German"])
+@torch.inference_mode()
+def test_transformers_generates_the_same(model: RealModel, texts: Texts, name: str) -> None:
+    prompt = torch.tensor([model.prompts[name]])
+    generated = model.reference.generate(  # type: ignore[operator]
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=texts.max_tokens, do_sample=False, pad_token_id=2
+    )[0, prompt.shape[1] :].tolist()
+    assert_same_up_to_near_tie(texts.speculative[name].token_ids, generated, model.logits_after(name))
+
+
+def test_a_replay_gives_the_served_logprobs(model: RealModel, texts: Texts) -> None:
+    engine = model.engine(drafts=True)
+    for name in NAMES[:8]:
+        text = (*model.prompts[name], *texts.speculative[name].token_ids)
+        engine.add(Request(name, text, score_from=len(model.prompts[name])))
+    for name, answer in run(engine).items():
+        assert answer.values == pytest.approx(texts.speculative[name].values, abs=1e-4)
+
+
+def test_prefill_handoff_decode_is_the_monolith_bit_for_bit(model: RealModel) -> None:
+    """Greedy and sampled: tokens and logprobs are the same numbers where the shapes are the same."""
+    prefill, decode, monolith = (model.engine(drafts=True, kv_cache_tokens=1024) for _ in range(3))
+    for name, temperature in (("code: a function", 0.0), ("chat: a poem", 0.8)):
+        params = SamplingParams(max_tokens=24, temperature=temperature, top_p=0.95, logprobs=3, ignore_eos=True)
+        request = Request(name, model.prompts[name], params, seed=7)
+        expected = answer_all(monolith, [request])[name]
+        prefill.add(request, hold_after=1)
+        first = run(prefill)[name]
+        decode.insert(request, prefill.export(name))
+        rest = run(decode)[name]
+        assert first.token_ids + rest.token_ids == expected.token_ids
+        assert first.logprobs + rest.logprobs == expected.logprobs
+        assert_idle(prefill)
+        assert_idle(decode)
