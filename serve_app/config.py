@@ -169,8 +169,8 @@ class AppConfig(_Section):
         if self.replay.share > 0 and self.engine.logprobs_mode != "raw_logprobs":
             raise _FieldError(
                 "replay.share",
-                f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is {self.engine.logprobs_mode}; "
-                "set replay.share to 0 or the mode to raw_logprobs.",
+                f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
+                f"{self.engine.logprobs_mode}; set replay.share to 0 or the mode to raw_logprobs.",
             )
         return self
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.sampling import draw
 from speculative.draft_law import PointMass
+from speculative.sampling import draw
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
 from speculative.verification.token_wise import verify_token_wise
 
