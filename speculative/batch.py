@@ -40,6 +40,20 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """Where packed rows are stored and what they attend to. int64 on the host.
+
+    slots: [N] where each row's key and value go.
+    row_starts: [B + 1] first row of each sequence, and N.
+    context_slots: per sequence, slots of all positions its last row attends to, its own included.
+    """
+
+    slots: Int64s
+    row_starts: Int64s
+    context_slots: tuple[Int64s, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Where every token of a step lies. All arrays are int64 on the host.
 
@@ -66,6 +80,11 @@ class Layout:
     drafts: Int64s
     drawing: tuple[Entry, ...]
     draft_counts: Int64s
+
+    @property
+    def attention_rows(self) -> AttentionRows:
+        """The part of it that attention reads."""
+        return AttentionRows(self.slots, self.row_starts, self.context_slots)
 
 
 def lay_out(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> Layout:

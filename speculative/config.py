@@ -16,17 +16,40 @@ class DrafterConfig:
     """Which drafter, and how it drafts.
 
     `ngram` looks for the longest suffix of `ngram_max` down to `ngram_min` tokens that occurred before, and drafts what
-    followed it.
+    followed it. `suffix` drafts what most often followed the longest suffix of up to `suffix_depth` tokens, in the
+    sequence or in past outputs. `draft_model` is a smaller model of the same vocabulary, `eagle3` a head over the
+    target's hidden states.
     """
 
-    kind: Literal["none", "ngram"] = "ngram"
+    kind: Literal["none", "ngram", "suffix", "draft_model", "eagle3"] = "ngram"
+    model: str | None = None  # of a drafter that has weights: a folder, a catalogue name, or a hub id
+    sampled: bool = True  # False = such a drafter always drafts its likeliest token
     num_draft_tokens: int = 4
     ngram_max: int = 4
     ngram_min: int = 2
+    suffix_depth: int = 32  # the longest suffix that is looked for
+    suffix_min_match: int = 2  # and the shortest
+    suffix_min_probability: float = 0.1  # a draft ends before it is less likely than this
+    suffix_max_tokens: int = 65536  # tokens of past outputs to remember, at about 300 bytes each; 0 = none
+    length: Literal["static", "dynamic"] = "static"  # dynamic = at most num_draft_tokens, as many as pay
 
     def __post_init__(self) -> None:
         _check(0 < self.num_draft_tokens <= 64, "drafter.num_draft_tokens", "must lie between 1 and 64")
         _check(1 <= self.ngram_min <= self.ngram_max, "drafter.ngram_min", "must lie between 1 and ngram_max")
+        self._check_suffix()
+        _check(
+            (self.model is not None) == (self.kind in ("draft_model", "eagle3")),
+            "drafter.model",
+            "belongs to the kinds draft_model and eagle3, which need it",
+        )
+
+    def _check_suffix(self) -> None:
+        _check(1 <= self.suffix_depth <= 256, "drafter.suffix_depth", "must lie between 1 and 256")
+        shortest_fits = 1 <= self.suffix_min_match <= self.suffix_depth
+        _check(shortest_fits, "drafter.suffix_min_match", "must lie between 1 and suffix_depth")
+        is_share = 0 <= self.suffix_min_probability <= 1
+        _check(is_share, "drafter.suffix_min_probability", "must lie between 0 and 1")
+        _check(self.suffix_max_tokens >= 0, "drafter.suffix_max_tokens", "must be at least 0")
 
     @property
     def max_drafts(self) -> int:

@@ -34,24 +34,59 @@ class Dense:
     probs: Tensor
 
     def __post_init__(self) -> None:
-        if torch.finfo(self.probs.dtype).bits < 32:
-            raise TypeError(f"q must be float32, the precision it is drawn and compared in; got {self.probs.dtype}.")
+        _require_float32(self.probs)
 
     def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
         if self.probs.shape[0] == 0:  # nobody drafted in this step
             return torch.zeros_like(drafts, dtype=self.probs.dtype)
-        return torch.where(drafts >= 0, self.probs[self._within(packed), drafts.clamp(min=0)], 0.0)
+        return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), drafts.clamp(min=0)], 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
         if self.probs.shape[0] == 0:
             return self.probs.new_zeros((drafts.shape[0], vocab_size))
-        return torch.where(drafts[:, None] >= 0, self.probs[self._within(packed)], 0.0)
-
-    def _within(self, packed: Tensor) -> Tensor:
-        """Bonus rows judge no draft; wherever they point, it must be a row."""
-        return packed.clamp(max=self.probs.shape[0] - 1)
+        return torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
 
 
-DraftLaw = PointMass | Dense
+@dataclass(frozen=True, slots=True)
+class SubVocabulary:
+    """Drafts that were drawn from a part of the vocabulary: q is 0 everywhere else.
+
+    probs: [D, W] float32, row d is what packed draft d was drawn from. ids: [W] int64, the tokens its columns stand
+    for. columns: [D] int64, the column of each draft.
+    """
+
+    probs: Tensor
+    ids: Tensor
+    columns: Tensor
+
+    def __post_init__(self) -> None:
+        _require_float32(self.probs)
+
+    def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
+        if self.probs.shape[0] == 0:
+            return torch.zeros_like(drafts, dtype=self.probs.dtype)
+        own = self.probs.gather(1, self.columns[:, None])[:, 0]
+        return torch.where(drafts >= 0, own[_within(packed, self.probs)], 0.0)
+
+    def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
+        """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
+        rows = self.probs.new_zeros((drafts.shape[0], vocab_size))
+        if self.probs.shape[0]:
+            rows[:, self.ids] = torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
+        return rows
+
+
+DraftLaw = PointMass | Dense | SubVocabulary
+
+
+def _require_float32(probs: Tensor) -> None:
+    if torch.finfo(probs.dtype).bits < 32:
+        raise TypeError(f"q must be float32, the precision it is drawn and compared in; got {probs.dtype}.")
+
+
+def _within(packed: Tensor, probs: Tensor) -> Tensor:
+    """Bonus rows judge no draft; wherever they point, it must be a row."""
+    return packed.clamp(max=probs.shape[0] - 1)

@@ -13,10 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculative.batch import Batch, Drawn, Entry, Int64s, StepOutcome, block_slots, lay_out
+from speculative.batch import Batch, Drawn, Entry, Int64s, Layout, StepOutcome, block_slots, lay_out
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.constraint import Bools, ConstraintMaker, TokenConstraint
 from speculative.contract import LogprobContract
+from speculative.draft_sampling import DraftSampler
+from speculative.drafters.draft_model import DecoderDraftModel
+from speculative.drafters.eagle3 import Eagle3DraftModel
 from speculative.drafters.ngram import NgramDrafter
 from speculative.drafting import Drafter, DraftOutput, NoDrafter, constrain
 from speculative.drawing import TokenDrawer
@@ -27,7 +30,8 @@ from speculative.logprobs import gather_logprobs, mode_matrix
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
-from speculative.model.loading import load_decoder
+from speculative.model.loading import load_decoder, resolve_model
+from speculative.model_drafting import DraftModel, ModelDrafter
 from speculative.request import Request, Structure, TokenDelta, TokenLogprobs
 from speculative.runner import ModelRunner
 from speculative.scheduler import Scheduler
@@ -60,6 +64,7 @@ class EngineCore:
         config: EngineConfig,
         fingerprint: str = "",
         make_constraint: ConstraintMaker | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -74,19 +79,31 @@ class EngineCore:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             logprobs_mode=config.logprobs_mode,
-            drafter_state="none",
+            drafter_state=draft_model.name if draft_model is not None else "none",
         )
         contract = LogprobContract(config.logprobs_mode, model.vocab_size)
         self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats, contract)
-        self.drafter = _make_drafter(config.drafter)
         self.drawer = TokenDrawer(config, self.device, model.eos_token_ids)
-        cache = KVCache(
-            KVShape(model.num_layers, model.num_kv_heads, model.head_dim),
-            config.num_blocks * config.block_size,
-            dtype=getattr(torch, config.dtype),
-            device=self.device,
-        )
+        cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
         self.runner = ModelRunner(decoder, cache, self.device)
+        self.drafter: Drafter = (
+            _make_drafter(config.drafter) if draft_model is None else self._model_drafter(draft_model)
+        )
+
+    def _make_cache(self, shape: KVShape) -> KVCache:
+        num_slots = self.config.num_blocks * self.config.block_size
+        return KVCache(shape, num_slots, dtype=getattr(torch, self.config.dtype), device=self.device)
+
+    def _model_drafter(self, model: DraftModel) -> ModelDrafter:
+        config = self.config
+        sampler = DraftSampler(
+            model.ids,
+            self.model.vocab_size,
+            sampled=config.drafter.sampled,
+            all_coupled=config.verifier == "coupled",
+        )
+        self.scheduler.drafter_reads_features = bool(model.capture)
+        return ModelDrafter(model, self._make_cache(model.kv_shape), self.scheduler.pool, sampler, config.block_size)
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "EngineCore":
@@ -99,7 +116,8 @@ class EngineCore:
         torch.set_num_threads(config.num_threads)
         model = ModelConfig.from_folder(folder)
         decoder = load_decoder(folder, dtype=getattr(torch, config.dtype), device=resolve_device(config.device))
-        return cls(decoder, model, config, model_fingerprint(folder), make_constraint)
+        draft_model = _load_draft_model(folder, config, decoder)
+        return cls(decoder, model, config, model_fingerprint(folder), make_constraint, draft_model)
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -132,23 +150,27 @@ class EngineCore:
         if state.token_ids[: state.num_prompt] != request.prompt_token_ids:
             raise HandoffRefused("request", "The handoff was computed for another prompt.")
         self._check(request, state.token_ids)
-        self.scheduler.add(
-            Sequence(
-                request,
-                tokens=state.token_ids,
-                saved_kv=state.kv,
-                constraint=self._constraint(request),
-                num_cached=state.num_cached,
-            )
+        sequence = Sequence(
+            request,
+            tokens=state.token_ids,
+            saved={"kv": state.kv, **state.extra},
+            constraint=self._constraint(request),
+            num_cached=state.num_cached,
         )
+        if isinstance(self.drafter, ModelDrafter):
+            self.drafter.check_sections(sequence, state.extra)
+        self.scheduler.add(sequence)
 
     def export(self, request_id: str) -> Blob:
         """Take a held request out, as bytes that another engine can insert. Its blocks become free."""
         sequence = self.scheduler.find(request_id)
         if sequence is None or sequence.phase is not Phase.HELD:
             raise KeyError(f"{request_id} is not held for export.")
-        state = ComputedTokenState(tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, kv=torch.empty(0))
         with _timed(self.stats, "export_s"):
+            extra = self.drafter.export_state(sequence) if isinstance(self.drafter, ModelDrafter) else {}
+            state = ComputedTokenState(
+                tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, torch.empty(0), extra
+            )
             blob, kv = allocate_blob(state, self.manifest)
             self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
             self._release(sequence)
@@ -218,7 +240,7 @@ class EngineCore:
         with _timed(self.stats, "verify_s"):
             draft = proposal.draft
             layout = lay_out(batch.entries, draft.counts, draft.token_ids, self.config.block_size)
-            hidden = self.runner.forward(layout)
+            hidden = self._forward(batch, layout)
             drawn: Iterator[Drawn] = iter(())
             expected = 0.0
             if layout.drawing:
@@ -234,6 +256,14 @@ class EngineCore:
                 ),
                 expected_accepted=expected,
             )
+
+    def _forward(self, batch: Batch, layout: Layout) -> Tensor:
+        """Hidden states [N, hidden]; a drafter that reads features gets them."""
+        if not isinstance(self.drafter, ModelDrafter) or not self.drafter.capture:
+            return self.runner.forward(layout)
+        hidden, features = self.runner.forward_with_features(layout, self.drafter.capture)
+        self.drafter.observe(batch, layout, features)
+        return hidden
 
     def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         """Logprobs of the known tokens that this entry's rows predict and its request wants told."""
@@ -259,11 +289,15 @@ class EngineCore:
     def _restore(self, admitted: Tokens[Sequence]) -> None:
         """Write what was computed elsewhere into the blocks of sequences that came by handoff."""
         for sequence in admitted:
-            if sequence.saved_kv is not None:
+            if sequence.saved is not None:
                 with _timed(self.stats, "insert_s"):
                     start, stop = sequence.num_shared, len(sequence.tokens) - 1
-                    self.runner.cache.write_all(self._slots(sequence, start, stop), sequence.saved_kv[:, :, start:stop])
-                    sequence.saved_kv = None
+                    self.runner.cache.write_all(
+                        self._slots(sequence, start, stop), sequence.saved["kv"][:, :, start:stop]
+                    )
+                    if isinstance(self.drafter, ModelDrafter) and len(sequence.saved) > 1:
+                        self.drafter.import_state(sequence, sequence.saved)
+                    sequence.saved = None
 
     def _record(self, batch: Batch, outcome: StepOutcome) -> None:
         self.stats.num_steps += 1
@@ -339,8 +373,19 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
     return wanted
 
 
+def _load_draft_model(folder: Path, config: EngineConfig, target: Decoder) -> DraftModel | None:
+    if config.drafter.model is None:
+        return None
+    source, dtype = resolve_model(config.drafter.model), getattr(torch, config.dtype)
+    if config.drafter.kind == "eagle3":
+        return Eagle3DraftModel.load(source, target, dtype=dtype, device=target.device)
+    return DecoderDraftModel.load(source, folder, dtype=dtype, device=target.device)
+
+
 def _make_drafter(config: DrafterConfig) -> Drafter:
     makers: dict[str, Callable[[], Drafter]] = {"none": NoDrafter, "ngram": lambda: NgramDrafter(config)}
+    if config.kind not in makers:
+        raise ConfigError(f"drafter.kind {config.kind} needs its model; make the engine with EngineCore.load.")
     return makers[config.kind]()
 
 

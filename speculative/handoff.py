@@ -6,15 +6,18 @@ Wire format, little-endian, one contiguous run of bytes:
     | xxh3-64 of everything before
 
 Keys and values are [num_layers, 2, num_computed, num_kv_heads, head_dim] in the engine's dtype: only computed positions
-travel, and their order does not depend on the block size of either side. The header is the manifest: what the state is,
-and what it was computed with. An engine takes in nothing whose manifest differs from its own; nothing is guessed.
+travel, and their order does not depend on the block size of either side. The drafter's sections follow in the same
+dtype, with their shapes in the header. The header is the manifest: what the state is, and what it was computed with. An
+engine takes in nothing whose manifest differs from its own; nothing is guessed.
 """
 
 import dataclasses
 import json
+import math
 import struct
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,12 +61,14 @@ class ComputedTokenState:
     """All tokens but the last are computed; the last one is pending.
 
     kv: [num_layers, 2, len(token_ids) - 1, num_kv_heads, head_dim].
+    extra: what the drafter needs to go on, by name.
     """
 
     token_ids: tuple[int, ...]
     num_prompt: int
     num_cached: int  # prompt tokens that were found in a prefix cache
     kv: Tensor
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_computed(self) -> int:
@@ -89,17 +94,21 @@ def allocate_blob(state: ComputedTokenState, manifest: Manifest) -> tuple[Blob, 
             "token_ids": state.token_ids,
             "num_prompt": state.num_prompt,
             "num_cached": state.num_cached,
+            "extra": {name: list(section.shape) for name, section in state.extra.items()},
         }
     ).encode()
     start = _aligned(_PREFIX.size + len(header))
     shape = _kv_shape(manifest, state.num_computed)
     dtype = getattr(torch, manifest.dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
+    num_kv = math.prod(shape)
+    size = (num_kv + sum(section.numel() for section in state.extra.values())) * dtype.itemsize
     blob = np.empty(start + size + _CHECKSUM.size, np.uint8)
     blob[:start] = 0
     blob[: _PREFIX.size + len(header)] = np.frombuffer(_PREFIX.pack(_MAGIC, VERSION, 0, len(header)) + header, np.uint8)
-    kv = torch.from_numpy(blob[start : start + size]).view(dtype).view(shape)
-    return blob, kv
+    values = torch.from_numpy(blob[start : start + size]).view(dtype)
+    if state.extra:
+        torch.cat([section.reshape(-1).to("cpu", dtype) for section in state.extra.values()], out=values[num_kv:])
+    return blob, values[:num_kv].view(shape)
 
 
 def seal(blob: Blob) -> Blob:
@@ -131,10 +140,14 @@ def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
         raise HandoffRefused("manifest", f"The handoff was computed with something else ({detail or 'extra fields'}).")
     token_ids, num_prompt, num_cached = _read_counts(header)
     shape = _kv_shape(manifest, len(token_ids) - 1)
-    kv = _as_tensor(data[start : -_CHECKSUM.size], getattr(torch, manifest.dtype))
-    if kv.numel() != int(np.prod(shape)):
-        raise HandoffRefused("damaged", f"The handoff holds {kv.numel()} values, its header promises {shape}.")
-    return ComputedTokenState(token_ids, num_prompt, num_cached, kv.view(shape))
+    shapes = {"": shape, **_read_extra(header)}
+    sizes = [math.prod(one) for one in shapes.values()]
+    values = _as_tensor(data[start : -_CHECKSUM.size], getattr(torch, manifest.dtype))
+    if values.numel() != sum(sizes):
+        raise HandoffRefused("damaged", f"The handoff holds {values.numel()} values, its header promises {shapes}.")
+    parts = [part.view(one) for part, one in zip(values.split(sizes), shapes.values(), strict=True)]
+    extra = dict(zip([*shapes][1:], parts[1:], strict=True))
+    return ComputedTokenState(token_ids, num_prompt, num_cached, parts[0], extra)
 
 
 def _checked_bytes(blob: Blob) -> Blob:
@@ -177,6 +190,19 @@ def _read_counts(header: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
     if not sound:
         raise HandoffRefused("damaged", "The handoff's tokens and counts contradict each other.")
     return tuple(token_ids), num_prompt, num_cached  # type: ignore[arg-type, return-value]
+
+
+def _read_extra(header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    extra = header.get("extra")
+    if not isinstance(extra, dict) or not all(name and _is_shape(shape) for name, shape in extra.items()):
+        raise HandoffRefused("damaged", "The handoff's sections have no sound shapes.")
+    return {name: tuple(shape) for name, shape in extra.items()}
+
+
+def _is_shape(shape: object) -> bool:
+    return (
+        isinstance(shape, list) and len(shape) <= 8 and all(type(size) is int and 0 <= size < 2**40 for size in shape)
+    )
 
 
 def _as_tensor(data: Blob, dtype: torch.dtype) -> Tensor:

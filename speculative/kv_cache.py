@@ -28,6 +28,7 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._marked: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -82,12 +83,21 @@ class BlockPool:
         for block in blocks:
             self._forget(block)
 
+    def mark(self, block: int) -> None:
+        """Note that a held block's drafter rows are complete too; forgotten when the block is taken anew."""
+        self._marked.add(block)
+
+    def is_marked(self, block: int) -> bool:
+        """Whether a block's drafter rows are complete."""
+        return block in self._marked
+
     def drop_prefixes(self) -> None:
         """Forget every cached prefix; held blocks stay held."""
         self._hash_of.clear()
         self._block_of.clear()
 
     def _forget(self, block: int) -> None:
+        self._marked.discard(block)
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]

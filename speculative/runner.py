@@ -19,10 +19,14 @@ class ModelRunner:
 
     def forward(self, layout: Layout) -> Tensor:
         """Hidden states [N, hidden] of the step's rows; their keys and values are in the cache afterwards."""
+        return self.forward_with_features(layout, ())[0]
+
+    def forward_with_features(self, layout: Layout, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As forward, and the features [N, len(capture) * hidden] that enter the layers of `capture`."""
         input_ids = torch.from_numpy(layout.input_ids).to(self.device)
         positions = torch.from_numpy(layout.positions).to(self.device)
-        hidden: Tensor = self._decoder(input_ids, positions, StepAttention(self.cache, layout, self.device))
-        return hidden
+        attention = StepAttention(self.cache, layout.attention_rows, self.device)
+        return self._decoder.run(input_ids, positions, attention, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] float32 of chosen rows [R, hidden]."""

@@ -7,6 +7,7 @@ When blocks run out, drafts are cut first, then the youngest sequence is preempt
 are computed again later.
 """
 
+import itertools
 import time
 from collections.abc import Iterable
 
@@ -45,6 +46,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
         self._contract = contract
+        self.drafter_reads_features = False
         self._live: dict[str, Sequence] = {}  # everything below, by request id
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # oldest first
@@ -138,7 +140,8 @@ class Scheduler:
         sequence.blocks = cached + (self.pool.take(needed) or [])
         sequence.num_published = len(cached)
         sequence.num_shared = sequence.num_computed = len(cached) * self._config.block_size
-        if sequence.saved_kv is not None:  # written before this step's forward pass, so it may be shared at once
+        sequence.admission += 1
+        if sequence.saved is not None:  # written before this step's forward pass, so it may be shared at once
             sequence.num_computed = len(sequence.tokens) - 1
             self.publish(sequence)
         elif sequence.queue_s is None and sequence.reads_cache:
@@ -153,7 +156,11 @@ class Scheduler:
         """Cached blocks to share. At least the pending token is left to compute; what is scored is computed afresh."""
         if not sequence.reads_cache or not self._config.prefix_caching:
             return []
-        return self.pool.find(sequence.block_hashes(len(sequence.tokens) - 1, self._config.block_size))
+        found = self.pool.find(sequence.block_hashes(len(sequence.tokens) - 1, self._config.block_size))
+        if self.drafter_reads_features and sequence.params.speculate and sequence.saved is None:
+            # A hidden-state drafter cannot make up for rows it has not got: the features behind them are not computed.
+            return list(itertools.takewhile(self.pool.is_marked, found))
+        return found
 
     def _make_room(self) -> None:
         """A block for the pending token of every decoding sequence; the youngest make way, newest first."""
@@ -190,7 +197,7 @@ class Scheduler:
         sequence.blocks = []
         sequence.num_computed = 0
         sequence.num_published = 0
-        sequence.saved_kv = None
+        sequence.saved = None
 
     def _hold(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

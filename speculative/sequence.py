@@ -7,6 +7,7 @@ prefilled (a new prompt, or everything again after a preemption) num_computed is
 
 import enum
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 
 from torch import Tensor
@@ -34,7 +35,8 @@ class Sequence:
         hold_after: stop and hold for export once this many tokens are emitted (0: when only the last prompt token
             is pending); None: run to the end.
         tokens: prompt and output so far, when it goes on from a handoff.
-        saved_kv: [num_layers, 2, len(tokens) - 1, num_kv_heads, head_dim], computed elsewhere for those tokens.
+        saved: what was computed elsewhere for those tokens, by name: "kv" [num_layers, 2, len(tokens) - 1,
+            num_kv_heads, head_dim], and the drafter's sections.
         constraint: which tokens may come next, where the request asks for a form.
         num_cached: prompt tokens that were found in a prefix cache where they were computed.
     """
@@ -45,14 +47,14 @@ class Sequence:
         *,
         hold_after: int | None = None,
         tokens: Tokens[int] | None = None,
-        saved_kv: Tensor | None = None,
+        saved: Mapping[str, Tensor] | None = None,
         constraint: TokenConstraint | None = None,
         num_cached: int = 0,
     ) -> None:
         self.request = request
         self.params = request.params
         self.hold_after = hold_after
-        self.saved_kv = saved_kv  # None once it is written into the cache
+        self.saved = saved  # None once it is written into the cache
         self.tokens = list(request.prompt_token_ids if tokens is None else tokens)
         self.num_prompt = len(request.prompt_token_ids)
         self.num_computed = 0
@@ -61,13 +63,14 @@ class Sequence:
         self.constraint = constraint
         self.rules = rules_of(self.params, request.prompt_token_ids)  # None where the request has none
         self.num_cached = num_cached
+        self.admission = 0  # how often it got its first blocks; what is kept about them is good for one admission
         self.num_shared = 0  # leading positions whose blocks were found in this engine's prefix cache
         self.arrived_at = time.monotonic()
         self.queue_s: float | None = None  # from arrival to the first blocks
         self.num_published = 0  # leading blocks already offered to the prefix cache
         self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are asked for
         # Told once, by the engine that computes the prompt; after a one-token prompt there is nothing to compute.
-        computes_prompt = self.num_output == 0 and (saved_kv is None or self.num_prompt == 1)
+        computes_prompt = self.num_output == 0 and (saved is None or self.num_prompt == 1)
         self.tells_prompt = self.params.prompt_logprobs is not None and computes_prompt
         self._hashes: list[bytes] = []
 

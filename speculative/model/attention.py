@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculative.batch import Layout
+from speculative.batch import AttentionRows
 from speculative.kv_cache import KVCache
 
 
@@ -23,13 +23,13 @@ class _Span:
 class StepAttention:
     """Attention of one step: stores its keys and values, then attends, layer by layer."""
 
-    def __init__(self, cache: KVCache, layout: Layout, device: torch.device) -> None:
+    def __init__(self, cache: KVCache, rows: AttentionRows, device: torch.device) -> None:
         self._cache = cache
-        self._slots = torch.from_numpy(layout.slots).to(device)
-        starts = layout.row_starts.tolist()
+        self._slots = torch.from_numpy(rows.slots).to(device)
+        starts = rows.row_starts.tolist()
         self._spans = tuple(
             _span(start, stop, torch.from_numpy(slots).to(device))
-            for start, stop, slots in zip(starts, starts[1:], layout.context_slots, strict=False)
+            for start, stop, slots in zip(starts, starts[1:], rows.context_slots, strict=False)
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -60,10 +60,15 @@ class ModelConfig:
             ConfigError: config.json is missing, damaged or contradicts itself.
             UnsupportedModel: the model needs something this engine does not do.
         """
-        config = _read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
-        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        generation = read_json(generation_path) if generation_path.is_file() else {}
         return _from_json(config, generation)
+
+    @classmethod
+    def from_json(cls, config: Json) -> "ModelConfig":
+        """Read the content of a config.json; raises what `from_folder` raises."""
+        return _from_json(config, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +245,12 @@ def _brief(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _read_json(path: Path) -> Json:
+def read_json(path: Path) -> Json:
+    """The object that a JSON file of a checkpoint holds.
+
+    Raises:
+        ConfigError: it is missing, damaged or no object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -32,11 +32,25 @@ class Decoder(nn.Module):
         `input_ids` and `positions` are int64 [N]; `attend` is called once a layer, in order. Positions count from 0
         within a sequence and stay below `config.max_position_embeddings`.
         """
+        return self.run(input_ids, positions, attend)[0]
+
+    def run(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """As forward, and beside it the features a hidden-state drafter reads.
+
+        Returns:
+            hidden [N, hidden_size], and features [N, len(capture) * hidden_size]: the hidden states that enter the
+            layers of `capture`, side by side.
+        """
         rotary = self.rotary(positions, self.dtype)
         hidden = functional.embedding(input_ids, self.embedding)
+        features = [hidden[:, :0]]
         for index, layer in enumerate(self.layers):
+            if index in capture:
+                features.append(hidden)
             hidden = layer(hidden, rotary, attend, index)
-        return self.norm(hidden)  # type: ignore[no-any-return]
+        return self.norm(hidden), torch.cat(features, dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""

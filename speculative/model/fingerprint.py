@@ -10,34 +10,36 @@ from pathlib import Path
 import xxhash
 
 from speculative.model.config import ModelConfig
+from speculative.model.eagle3 import Eagle3Config
 from speculative.model.loading import checkpoint_files
 
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
 
 
-def model_fingerprint(folder: Path) -> str:
+def model_fingerprint(folder: Path, config: Eagle3Config | None = None) -> str:
     """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
 
-    Kept beside the model, where its folder can be written, for as long as no file changes size or time.
+    Kept beside the model, where its folder can be written, for as long as no file changes size or time. `config` is
+    that of a draft head; a model's own is read from the folder.
 
     Raises:
         ConfigError: the folder holds no readable checkpoint.
         UnsupportedModel: the model needs something this engine does not do.
     """
-    config = _canonical(ModelConfig.from_folder(folder))
+    canonical = _canonical(config or ModelConfig.from_folder(folder))
     files = checkpoint_files(folder)
-    key = {"config": config, "files": {file.name: _size_and_time(file) for file in files}}
+    key = {"config": canonical, "files": {file.name: _size_and_time(file) for file in files}}
     kept = _read_cache(folder / CACHE_FILE)
     if kept.get("key") == key:
         return str(kept["fingerprint"])
-    fingerprint = _hash(config, files)
+    fingerprint = _hash(canonical, files)
     with contextlib.suppress(OSError):  # a read-only folder only costs the next start some seconds
         _write_whole(folder / CACHE_FILE, json.dumps({"key": key, "fingerprint": fingerprint}))
     return fingerprint
 
 
-def _canonical(config: ModelConfig) -> str:
+def _canonical(config: ModelConfig | Eagle3Config) -> str:
     return json.dumps(dataclasses.asdict(config), sort_keys=True)
 
 

@@ -107,20 +107,26 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3RopeScaling | N
 
 
 class Attention(nn.Module):
-    """Projections around the caller's attention; query, key and value come from one matrix."""
+    """Projections around the caller's attention; query, key and value come from one matrix.
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    Its input is as wide as its output unless `input_size` says otherwise.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, input_size: int | None = None, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.sizes = (query_size, kv_size, kv_size)
         hidden_size = config.hidden_size
-        self.qkv_proj = Linear(hidden_size, sum(self.sizes), bias=config.qkv_bias, dtype=dtype, device=device)
+        num_inputs = input_size or hidden_size
+        self.qkv_proj = Linear(num_inputs, sum(self.sizes), bias=config.qkv_bias, dtype=dtype, device=device)
         self.qk_norm = HeadNorm(config, dtype=dtype, device=device) if config.qk_norm else None
         self.o_proj = Linear(query_size, hidden_size, bias=config.o_bias, dtype=dtype, device=device)
 
     def forward(self, rows: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
-        """[N, hidden_size] -> [N, hidden_size]."""
+        """[N, input_size] -> [N, hidden_size]."""
         heads = self.qkv_proj(rows).view(len(rows), -1, self.head_dim)
         query_key = heads[:, : self.num_heads + self.num_kv_heads]  # normalised and rotated together
         if self.qk_norm is not None:

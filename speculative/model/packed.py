@@ -6,7 +6,6 @@ On a Xeon with AMX this takes a third off a decoding step and halves a prefill; 
 import torch
 from torch import Tensor, nn
 
-from speculative.model.decoder import Decoder
 from speculative.model.layers import Linear
 
 _ROWS_HINT = 32  # rows a product the layout is chosen for: as fast as any at 1 to 16 rows, and the fastest at 512
@@ -19,12 +18,12 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_weights(decoder: Decoder) -> None:
-    """Replace every Linear of a loaded decoder by its packed twin. The plain weights go (a tied embedding stays)."""
-    for module in list(decoder.modules()):
-        for name, child in list(module.named_children()):
+def pack_weights(module: nn.Module) -> None:
+    """Replace every Linear of a loaded model by its packed twin. The plain weights go (a tied embedding stays)."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(module, name, PackedLinear(child))
+                setattr(parent, name, PackedLinear(child))
 
 
 class PackedLinear(nn.Module):

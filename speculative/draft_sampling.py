@@ -1,0 +1,78 @@
+"""Draws drafts from a drafter's logits, with the request's own temperature and filters, on its own random stream.
+
+What is drawn from travels on as q. A greedy request's draft is the likeliest token, and its q has all mass there. A
+reproducible request's draft is chosen with the noise that its target token will be chosen with, so that the two agree
+as often as can be.
+"""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.rng import Purpose, gumbel, uniforms
+from speculative.sampling import SamplingRows, draw, process, target_probs
+from speculative.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnDrafts:
+    """One draft for each of some sequences. columns: [E] int64 into the drafter's vocabulary. probs: [E, W] float32."""
+
+    columns: Tensor
+    probs: Tensor
+
+
+class DraftSampler:
+    """Draws from a drafter's vocabulary.
+
+    Args:
+        ids: [W] int64, the target's token of each column; None = the drafter has the target's vocabulary.
+        vocab_size: of the target.
+        sampled: False = always the likeliest token, whatever the request's temperature.
+        all_coupled: the engine's verifier is the coupled one for every request.
+    """
+
+    def __init__(self, ids: Tensor | None, vocab_size: int, *, sampled: bool, all_coupled: bool) -> None:
+        self._ids = ids
+        self.width = vocab_size if ids is None else len(ids)
+        self._vocab_size = vocab_size
+        self._sampled = sampled
+        self._all_coupled = all_coupled
+
+    def draw(self, logits: Tensor, sequences: Sequences[Sequence], offset: int) -> DrawnDrafts:
+        """Draft number `offset` of the round of each sequence; logits is [E, W] float32."""
+        rows = SamplingRows.build([sequence.params for sequence in sequences], logits.shape[1], logits.device)
+        probs = target_probs(process(logits, rows), rows)
+        if not self._sampled:
+            columns = probs.argmax(dim=-1)
+            return DrawnDrafts(columns, torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0))
+        columns = draw(probs, self._uniforms(sequences, offset).to(logits.device))
+        coupled = [self._all_coupled or sequence.params.reproducible for sequence in sequences]
+        if any(coupled):
+            which = torch.tensor(coupled, device=logits.device)
+            columns = torch.where(which, self._coupled_choice(probs, sequences, offset), columns)
+        return DrawnDrafts(columns, probs)
+
+    def columns_of(self, tokens: Tensor) -> Tensor:
+        """The columns [D] that stand for tokens [D] of the drafter's vocabulary."""
+        if self._ids is None:
+            return tokens
+        order = self._ids.argsort()
+        return order[torch.searchsorted(self._ids[order], tokens)]
+
+    def _uniforms(self, sequences: Sequences[Sequence], offset: int) -> Tensor:
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+        rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
+        offsets = np.full_like(seeds, offset)
+        return torch.from_numpy(uniforms(seeds, rounds, offsets, np.full_like(seeds, Purpose.DRAFT)))
+
+    def _coupled_choice(self, probs: Tensor, sequences: Sequences[Sequence], offset: int) -> Tensor:
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)
+        positions = np.array([len(sequence.tokens) + offset for sequence in sequences], np.int64)
+        noise = gumbel(
+            torch.from_numpy(seeds).to(probs.device), torch.from_numpy(positions).to(probs.device), self._vocab_size
+        )
+        return (probs.log() + (noise if self._ids is None else noise[:, self._ids])).argmax(dim=-1)

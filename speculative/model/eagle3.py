@@ -1,0 +1,355 @@
+"""EAGLE-3 draft head (Li et al., 2025, arXiv 2503.01840) and its checkpoint, in the format vLLM and SpecForge share.
+
+Row r of the head stands for the target's features of position r and the token of position r + 1; it drafts the token of
+position r + 2. Where the target has not been yet, the head's own hidden state stands in for the features.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.config import ModelConfig, read_json
+from speculative.model.decoder import Decoder
+from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.loading import checkpoint_files
+from speculative.model.packed import can_pack, pack_weights
+
+_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+_EMBEDDING = "embed_tokens.weight"
+_DERIVED = ("mask_hidden", "rotary_emb.inv_freq")  # follow from the configuration, or serve other ways of drafting
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """The shape of an EAGLE-3 head.
+
+    shape: its one layer, in the terms of a decoder; the vocabulary is the target's.
+    aux_layers: the target's layers whose input is a feature, ascending; None = what vLLM takes when nothing is said.
+    norm_before_residual: whether the residual goes on from the normed hidden state (speculators' heads).
+    """
+
+    shape: ModelConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Eagle3Config":
+        """Read the config.json of a vLLM, SpecForge or speculators folder.
+
+        Raises:
+            ConfigError: config.json is missing, damaged or contradicts itself.
+            UnsupportedModel: it is no EAGLE-3 head, or one that this engine does not run.
+        """
+        config = dict(read_json(folder / "config.json"))
+        from_speculators = "transformer_layer_config" in config
+        layer = config["transformer_layer_config"] if from_speculators else config
+        architecture = next(iter(config.get("architectures") or ()), None)
+        if architecture not in _ARCHITECTURES:
+            raise UnsupportedModel(
+                f"{folder}: `architectures` is {architecture!r}, no EAGLE-3 head of the Llama family "
+                f"({', '.join(_ARCHITECTURES)}); give another head."
+            )
+        _refuse_unknown(folder, config, layer)
+        shape = ModelConfig.from_json({**layer, "architectures": ["LlamaForCausalLM"]})
+        eagle = config.get("eagle_config") or {}
+        aux = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+        return cls(
+            shape=shape,
+            draft_vocab_size=int(config.get("draft_vocab_size") or shape.vocab_size),
+            target_hidden_size=int(config.get("target_hidden_size") or shape.hidden_size),
+            aux_layers=None if aux is None else tuple(int(layer) for layer in aux),
+            norm_before_residual=bool(config.get("norm_before_residual", from_speculators)),
+        )
+
+    def for_target(self, target: ModelConfig) -> "Eagle3Config":
+        """The same head, complete: its layers of the target named, and as many positions as the target has.
+
+        Raises:
+            ConfigError: the head was made for another target.
+        """
+        for name, ours, theirs in (
+            ("vocabulary", self.shape.vocab_size, target.vocab_size),
+            ("hidden size of the target", self.target_hidden_size, target.hidden_size),
+        ):
+            if ours != theirs:
+                raise ConfigError(f"The EAGLE-3 head was made for another target: its {name} is {ours}, not {theirs}.")
+        aux_layers = self.aux_layers or default_aux_layers(target.num_layers)
+        if list(aux_layers) != sorted(set(aux_layers)) or aux_layers[0] < 0 or aux_layers[-1] >= target.num_layers:
+            raise ConfigError(
+                f"eagle_aux_hidden_state_layer_ids {list(aux_layers)} must be ascending and name layers of the target, "
+                f"which has {target.num_layers}."
+            )
+        longest = max(self.shape.max_position_embeddings, target.max_position_embeddings)
+        shape = dataclasses.replace(self.shape, max_position_embeddings=longest)
+        return dataclasses.replace(self, shape=shape, aux_layers=tuple(aux_layers))
+
+    def to_json(self) -> dict[str, Any]:
+        """The config.json that vLLM, SpecForge and `from_folder` read."""
+        shape = self.shape
+        rope: dict[str, Any] = {"rope_type": "default"}
+        if shape.rope_scaling is not None:
+            rope = {"rope_type": "llama3", **dataclasses.asdict(shape.rope_scaling)}
+        return {
+            "architectures": [_ARCHITECTURES[0]],
+            "model_type": "llama",
+            "hidden_size": shape.hidden_size,
+            "target_hidden_size": self.target_hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.rms_norm_eps,
+            "rope_theta": shape.rope_theta,
+            "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
+            "rope_scaling": rope if shape.rope_scaling is not None else None,
+            "max_position_embeddings": shape.max_position_embeddings,
+            "attention_bias": shape.qkv_bias,
+            "mlp_bias": shape.mlp_bias,
+            "vocab_size": shape.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "tie_word_embeddings": False,
+            "norm_before_residual": self.norm_before_residual,
+            "bos_token_id": shape.bos_token_id,
+            "eos_token_id": list(shape.eos_token_ids) or None,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": list(self.aux_layers or ()) or None,
+                "use_aux_hidden_state": True,
+            },
+        }
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose input EAGLE-3 reads when a checkpoint names none: an early, a middle and a late one, as in vLLM.
+
+    Raises:
+        ConfigError: the target has fewer than three layers.
+    """
+    if num_layers < 3:
+        raise ConfigError(f"EAGLE-3 reads three layers of the target, which has {num_layers}; use another drafter.")
+    layers = (2, num_layers // 2, num_layers - 3)
+    return layers if layers[0] < layers[1] < layers[2] else (0, num_layers // 2, num_layers - 1)
+
+
+class Eagle3Head(nn.Module):
+    """One decoder layer over (token, features), with a vocabulary of its own.
+
+    All parameters start as NaN; fill them through `checkpoint_slots`. `draft_ids` [draft_vocab] int64 is the target's
+    id of each draft id. Parameters ask for gradients once `requires_grad_()` is called.
+    """
+
+    draft_ids: Tensor
+
+    def __init__(
+        self, config: Eagle3Config, draft_ids: Tensor, embedding: Tensor | None, *, dtype: torch.dtype
+    ) -> None:
+        """Build the head on the device of `draft_ids`.
+
+        Args:
+            config: the result of `Eagle3Config.for_target`.
+            draft_ids: [draft_vocab] int64, ascending.
+            embedding: [vocab, hidden] the target's, shared; None = the checkpoint brings its own.
+            dtype: of the weights.
+        """
+        super().__init__()
+        shape, device = config.shape, draft_ids.device
+        hidden_size, eps = shape.hidden_size, shape.rms_norm_eps
+        num_features = len(config.aux_layers or ()) * config.target_hidden_size
+        self.config = config
+        self.fc = Linear(num_features, hidden_size, bias=False, dtype=dtype, device=device)
+        self.input_norm, self.hidden_norm, self.mlp_norm, self.norm = (
+            RMSNorm(hidden_size, eps, dtype=dtype, device=device) for _ in range(4)
+        )
+        self.attention = Attention(shape, input_size=2 * hidden_size, dtype=dtype, device=device)
+        self.mlp = MLP(shape, dtype=dtype, device=device)
+        self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False, dtype=dtype, device=device)
+        self.rotary = Rotary(shape, device=device)
+        self.owns_embedding = embedding is None
+        if embedding is None:
+            self.embedding: Tensor = nan_parameter(shape.vocab_size, hidden_size, dtype=dtype, device=device)
+        else:
+            self.embedding = embedding.detach()  # no parameter of ours: neither trained nor saved
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers whose input is a feature: what `Decoder.run` is to capture."""
+        return self.config.aux_layers or ()
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [N, 3 * target_hidden] -> [N, hidden], the hidden state of a first draft."""
+        return self.fc(features)  # type: ignore[no-any-return]
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, hidden] before the final norm: what `logits` reads, and the next draft's `hidden`.
+
+        Args:
+            token_ids: [N] int64, of position r + 1 for row r.
+            hidden: [N, hidden] fused features of position r, or the head's own output for the row before.
+            positions: [N] int64, r.
+            attend: called once, as layer 0.
+        """
+        rotary = self.rotary(positions, hidden.dtype)
+        embedded = functional.embedding(token_ids, self.embedding).to(hidden.dtype)
+        normed = self.hidden_norm(hidden)
+        rows = torch.cat((self.input_norm(embedded), normed), dim=-1)
+        residual = normed if self.config.norm_before_residual else hidden
+        hidden = residual + self.attention(rows, rotary, attend, 0)
+        return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, draft_vocab] float32."""
+        return self.lm_head(self.norm(hidden)).float()  # type: ignore[no-any-return]
+
+    def checkpoint_slots(self) -> dict[str, Tensor]:
+        """Where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
+        attention, mlp = self.attention, self.mlp
+        slots: dict[str, Tensor] = {
+            "fc.weight": self.fc.weight,
+            "midlayer.input_layernorm.weight": self.input_norm.weight,
+            "midlayer.hidden_norm.weight": self.hidden_norm.weight,
+            "midlayer.post_attention_layernorm.weight": self.mlp_norm.weight,
+            "norm.weight": self.norm.weight,
+            "lm_head.weight": self.lm_head.weight,
+        }
+        blocks = (
+            (attention.qkv_proj, "self_attn", ("q_proj", "k_proj", "v_proj"), attention.sizes),
+            (attention.o_proj, "self_attn", ("o_proj",), (self.config.shape.hidden_size,)),
+            (mlp.gate_up_proj, "mlp", ("gate_proj", "up_proj"), (mlp.size, mlp.size)),
+            (mlp.down_proj, "mlp", ("down_proj",), (self.config.shape.hidden_size,)),
+        )
+        for linear, part, names, sizes in blocks:
+            for kind in ("weight", "bias") if linear.bias is not None else ("weight",):
+                rows = getattr(linear, kind).split(sizes)
+                slots |= {f"midlayer.{part}.{name}.{kind}": row for name, row in zip(names, rows, strict=True)}
+        if self.owns_embedding:
+            slots[_EMBEDDING] = self.embedding
+        return slots
+
+
+def load_eagle3(
+    folder: Path, target: Decoder, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> Eagle3Head:
+    """The head of a folder, ready to draft for the target, whose embedding it shares unless it has its own.
+
+    Raises:
+        ConfigError: files or tensors are missing, unexpected, damaged or of another shape, a weight is NaN, or the head
+            was made for another target.
+        UnsupportedModel: the head needs something this engine does not do, or its weights are pickled.
+    """
+    device = torch.device(device or target.device)
+    config = Eagle3Config.from_folder(folder).for_target(target.config)
+    tensors = _read_tensors(folder)
+    draft_ids = _draft_ids(folder, config, tensors).to(device)
+    embedding = None if _EMBEDDING in tensors else target.embedding
+    if embedding is not None and embedding.shape[1] != config.shape.hidden_size:
+        raise ConfigError(
+            f"{folder} lacks {_EMBEDDING}, and the target's embedding has {embedding.shape[1]} columns where the head "
+            f"needs {config.shape.hidden_size}; download the checkpoint again."
+        )
+    head = Eagle3Head(config, draft_ids, embedding, dtype=dtype)
+    _fill(folder, head, tensors)
+    if can_pack(dtype, device):
+        pack_weights(head)
+    return head.eval()
+
+
+def save_eagle3(head: Eagle3Head, folder: Path) -> None:
+    """Write the head as a folder that `load_eagle3`, vLLM and SpecForge read; bfloat16, whatever it was trained in.
+
+    Raises:
+        ValueError: the head was packed for serving on a CPU; save the one it was loaded from.
+    """
+    if head.fc.weight.is_mkldnn:
+        raise ValueError("A packed head cannot be saved; load it in float32 first.")
+    tensors = {name: slot.detach().bfloat16().cpu().contiguous() for name, slot in head.checkpoint_slots().items()}
+    draft_ids = head.draft_ids.cpu()
+    tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
+    tensors["t2d"] = torch.zeros(head.config.shape.vocab_size, dtype=torch.bool).scatter_(0, draft_ids, True)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = head.config.to_json() | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _refuse_unknown(folder: Path, config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
+    eagle = config.get("eagle_config") or {}
+    aux = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    fine = {
+        f"num_hidden_layers is {layer.get('num_hidden_layers')}": layer.get("num_hidden_layers", 1) == 1,
+        f"{aux} are not three layers": aux is None or len(aux) == 3,
+        "use_aux_hidden_state is false": eagle.get("use_aux_hidden_state", True),
+        f"logit_scale is {config.get('logit_scale')}": config.get("logit_scale", 1.0) == 1.0,
+        "fc_norm is set": not config.get("fc_norm"),
+        "norm_output is set": not config.get("norm_output"),
+    }
+    for what, holds in fine.items():
+        if not holds:
+            raise UnsupportedModel(f"{folder}: {what}, unknown here; use another head, or `engine: vllm`.")
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in checkpoint_files(folder):
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    return {
+        f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: tensor
+        for name, tensor in renamed.items()
+        if not name.endswith(_DERIVED)
+    }
+
+
+def _draft_ids(folder: Path, config: Eagle3Config, tensors: dict[str, Tensor]) -> Tensor:
+    """The target's id of each draft id, from d2t; t2d, where there is one, must name the same ids."""
+    size, vocab_size = config.draft_vocab_size, config.shape.vocab_size
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if d2t is None and size != vocab_size:
+        raise ConfigError(f"{folder} lacks the tensor d2t; its {size} draft ids cannot be told. Download it again.")
+    draft_ids = torch.arange(size) if d2t is None else torch.arange(len(d2t)) + d2t.long()
+    if (
+        len(draft_ids) != size
+        or len(draft_ids.unique()) != size
+        or not 0 <= draft_ids.min() <= draft_ids.max() < vocab_size
+    ):
+        raise ConfigError(
+            f"{folder}: d2t must give {size} different ids below {vocab_size}; download the checkpoint again."
+        )
+    if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), draft_ids.sort().values):
+        raise ConfigError(f"{folder}: t2d and d2t name different tokens; download the checkpoint again.")
+    return draft_ids
+
+
+def _fill(folder: Path, head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
+    slots = head.checkpoint_slots()
+    missing, unexpected = sorted(slots.keys() - tensors.keys()), sorted(tensors.keys() - slots.keys())
+    if missing or unexpected:
+        raise ConfigError(
+            f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}; config.json and the "
+            "weights do not belong together."
+        )
+    for name, slot in slots.items():
+        if tensors[name].shape != slot.shape:
+            raise ConfigError(
+                f"{folder}: tensor {name} has shape {list(tensors[name].shape)}, config.json asks for "
+                f"{list(slot.shape)}; they do not belong together."
+            )
+        if tensors[name].isnan().any():
+            raise ConfigError(f"{folder}: tensor {name} holds NaN; download the checkpoint again.")
+        slot.detach().copy_(tensors[name])

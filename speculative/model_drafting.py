@@ -1,0 +1,326 @@
+"""Drafting with a model: its rows, its keys and values, and how it keeps up with its target.
+
+A draft model has a KV cache of its own, over the target's block ids: position i of a sequence lies in the same slot of
+both. It catches up first: before it drafts, it computes the tokens that were verified since, with true inputs. What it
+computed on its own drafts is overwritten then, or kept where a draft turned out to be the token.
+
+A hidden-state drafter reads the target's features. Its row i belongs to token i and the features of position i - 1, so
+it depends on nothing behind token i, and a full block can be shared like the target's own. Row 0 does not exist.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.batch import AttentionRows, Batch, Entry, Layout, block_slots
+from speculative.draft_law import Dense, DraftLaw, SubVocabulary
+from speculative.draft_sampling import DraftSampler
+from speculative.drafting import DraftOutput
+from speculative.errors import HandoffRefused
+from speculative.kv_cache import BlockPool, KVCache, KVShape
+from speculative.model.attention import StepAttention
+from speculative.model.layers import Attend
+from speculative.sequence import Sequence
+
+_MAX_BUFFERED = 512  # rows of features kept for a sequence before the drafter catches up on them
+
+
+class DraftModel(Protocol):
+    """A model that drafts.
+
+    name: what its state in a handoff must have been made with.
+    capture: the target's layers whose inputs it reads; () where it reads none. num_features: numbers a position.
+    ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
+    """
+
+    name: str
+    kv_shape: KVShape
+    capture: tuple[int, ...]
+    num_features: int
+    ids: Tensor | None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Features [N, F] of the target -> [N, hidden] as `run` takes them."""
+        ...
+
+    def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """token_ids, positions [N] and hidden [N, hidden] -> [N, hidden], which is also the next step's."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, W] float32."""
+        ...
+
+
+@dataclass(slots=True)
+class _State:
+    """What a drafter knows of one sequence; good for one stay in the cache (`admission`)."""
+
+    admission: int
+    num_computed: int  # rows below it are there, with true inputs
+    features: list[tuple[int, Tensor]] = field(default_factory=list)  # (position, [n, F]); later ones are truer
+    drafted_after: int = 0  # tokens at the start of the last round, and what was drafted in it
+    drafted: list[int] = field(default_factory=list)
+
+    @property
+    def num_buffered(self) -> int:
+        return sum(len(features) for _, features in self.features)
+
+
+class ModelDrafter:
+    """Drafts with a model, for every sequence of a batch at once.
+
+    Args:
+        model: what computes.
+        cache: its keys and values; as many slots as the target's.
+        pool: the blocks both share; blocks whose drafter rows are there too get marked.
+        sampler: draws its drafts.
+        block_size: tokens a block.
+    """
+
+    def __init__(
+        self, model: DraftModel, cache: KVCache, pool: BlockPool, sampler: DraftSampler, block_size: int
+    ) -> None:
+        self.model = model
+        self.capture = model.capture
+        self.state_name = model.name
+        self._cache = cache
+        self._pool = pool
+        self._sampler = sampler
+        self._block_size = block_size
+        self._device = cache.data.device
+        self._first_row = 1 if model.capture else 0
+        self._states: dict[str, _State] = {}
+        self._edges: dict[int, Tensor] = {}  # features of the last position of a marked block, by block
+
+    # -- the drafter's contract ---------------------------------------------------------------------------------
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        """Catch up, then draft token after token."""
+        self._flush([entry.sequence for entry in batch.entries])
+        drafting = [entry for entry in batch.entries if entry.max_drafts > 0]
+        if not drafting:
+            return DraftOutput.pack([()] * len(batch.entries), self._law([], []))
+        hidden = self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
+        drafts, probs = self._draft(drafting, hidden)
+        for entry, draft in zip(drafting, drafts, strict=True):
+            state = self._state(entry.sequence)
+            state.drafted_after, state.drafted = len(entry.sequence.tokens), draft
+        by_entry = iter(drafts)
+        per_entry = [next(by_entry) if entry.max_drafts > 0 else [] for entry in batch.entries]
+        return DraftOutput.pack(per_entry, self._law(drafts, probs))
+
+    def observe(self, batch: Batch, layout: Layout, features: Tensor) -> None:
+        """Take in the features [N, F] of a step's rows, before anybody knows which of them will stand."""
+        if not self.capture:
+            return
+        for entry, (begin, end) in zip(batch.entries, pairwise(layout.row_starts.tolist()), strict=True):
+            if _drafts_for(entry.sequence):
+                state = self._state(entry.sequence)
+                state.features.append((entry.sequence.num_computed, features[begin:end]))
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left."""
+        self._states.pop(request_id, None)
+
+    # -- handoff ------------------------------------------------------------------------------------------------
+
+    def export_state(self, sequence: Sequence) -> dict[str, Tensor]:
+        """The sections of a handoff: the rows of all computed tokens, and the features the next one needs."""
+        if not _drafts_for(sequence):
+            return {}
+        num_computed = sequence.num_computed
+        self._catch_up([(sequence, num_computed)])
+        slots = self._slots(sequence, 0, num_computed)
+        shape = self._cache.shape
+        rows = self._cache.data.new_empty((shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim))
+        self._cache.read_all(slots, rows)
+        sections = {"drafter_kv": rows}
+        if self.capture:
+            features = self._features(self._state(sequence), num_computed - 1, num_computed)
+            sections["drafter_features"] = features
+        return sections
+
+    def check_sections(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
+        """Refuse a handoff that lacks what drafting on would need.
+
+        Raises:
+            HandoffRefused: a section is missing or has another shape.
+        """
+        if not _drafts_for(sequence):
+            return
+        shape, num_computed = self._cache.shape, len(sequence.tokens) - 1
+        wanted = {"drafter_kv": (shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim)}
+        if self.capture:
+            wanted["drafter_features"] = (min(1, num_computed), self.model.num_features)
+        found = {name: tuple(section.shape) for name, section in sections.items()}
+        if found != wanted:
+            raise HandoffRefused("drafter", f"The handoff's drafter sections are {found}; this drafter needs {wanted}.")
+
+    def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
+        """Take in the sections of a handoff; the sequence has its blocks."""
+        num_computed = len(sequence.tokens) - 1
+        self._cache.write_all(self._slots(sequence, 0, num_computed), sections["drafter_kv"])
+        state = _State(sequence.admission, max(self._first_row, num_computed))
+        if self.capture and num_computed > 0:
+            state.features.append((num_computed - 1, sections["drafter_features"].to(self._device)))
+        self._states[sequence.request.request_id] = state
+
+    # -- catching up --------------------------------------------------------------------------------------------
+
+    def _state(self, sequence: Sequence) -> _State:
+        """The state of a sequence; begun afresh when it has lost its blocks since."""
+        state = self._states.get(sequence.request.request_id)
+        if state is None or state.admission != sequence.admission:
+            state = self._begin(sequence)
+            self._states[sequence.request.request_id] = state
+        return state
+
+    def _begin(self, sequence: Sequence) -> _State:
+        shared = sequence.blocks[: sequence.num_shared // self._block_size]
+        marked = next((i for i, block in enumerate(shared) if not self._pool.is_marked(block)), len(shared))
+        state = _State(sequence.admission, max(self._first_row, marked * self._block_size))
+        if self.capture and marked:
+            state.features.append((marked * self._block_size - 1, self._edges[shared[marked - 1]]))
+        return state
+
+    def _flush(self, sequences: Sequences[Sequence]) -> None:
+        """Catch up on sequences that would keep too many features otherwise: long prompts on their way."""
+        long = [seq for seq in sequences if _drafts_for(seq) and self._state(seq).num_buffered > _MAX_BUFFERED]
+        if long:
+            self._catch_up([(seq, seq.num_computed) for seq in long])
+
+    def _catch_up(self, wanted: Sequences[tuple[Sequence, int]]) -> Tensor:
+        """Compute the rows below `stop` of each (sequence, stop); the hidden states [B, hidden] of the last ones."""
+        jobs = []
+        for sequence, stop in wanted:
+            state = self._state(sequence)
+            self._keep_what_was_right(state, sequence)
+            if stop > state.num_computed:
+                jobs.append((sequence, state, state.num_computed, stop))
+        if not jobs:
+            return self._cache.data.new_empty((0, 0))
+        tokens = [token for seq, _, start, stop in jobs for token in seq.tokens[start:stop]]
+        spans = [(seq, start, stop) for seq, _, start, stop in jobs]
+        if self.capture:
+            features = torch.cat([self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs])
+            inputs = self.model.fuse(features)
+        else:
+            inputs = self._cache.data.new_empty((len(tokens), 0))
+        hidden = self._run(torch.tensor(tokens, device=self._device), inputs, spans)
+        for sequence, state, _, upto in jobs:
+            state.num_computed = upto
+            self._mark(sequence, state)
+            self._trim(state)
+        lasts = np.cumsum([stop - start for _, start, stop in spans]) - 1
+        return hidden[torch.from_numpy(lasts).to(self._device)]
+
+    def _keep_what_was_right(self, state: _State, sequence: Sequence) -> None:
+        """A drafter that reads no features has computed those of its drafts that were accepted, but the last one."""
+        if self.capture or state.num_computed != state.drafted_after:
+            return
+        followed = sequence.tokens[state.drafted_after :]
+        for token, draft in zip(followed, state.drafted[:-1], strict=False):
+            if token != draft:
+                break
+            state.num_computed += 1
+
+    def _features(self, state: _State, start: int, stop: int) -> Tensor:
+        """Features [stop - start, F] of positions start..stop (none below 0), each as it was computed last."""
+        begin, rows = max(start, 0), list[Tensor]()
+        position = end = max((first + len(features) for first, features in state.features[-1:]), default=begin)
+        for first, features in reversed(state.features):
+            low = max(first, begin)
+            if low < position:
+                rows.insert(0, features[low - first : position - first])
+                position = low
+        if position > begin or end < stop:
+            raise RuntimeError(f"Features of positions {begin} to {stop} are missing: {position} to {end} are there.")
+        merged = torch.cat(rows) if rows else self._cache.data.new_empty((0, self.model.num_features))
+        state.features = [(begin, merged)] if len(merged) else []
+        return merged[: stop - begin]
+
+    def _trim(self, state: _State) -> None:
+        """Drop the features that no row to come will need."""
+        begin = max(state.num_computed - 1, 0)
+        state.features = [
+            (max(first, begin), features[max(begin - first, 0) :].clone())
+            for first, features in state.features
+            if first + len(features) > begin
+        ]
+
+    def _mark(self, sequence: Sequence, state: _State) -> None:
+        """Mark the full blocks whose rows are all there now, and keep what the row behind each of them will need."""
+        for index in range(min(state.num_computed, sequence.num_computed) // self._block_size):
+            block = sequence.blocks[index]
+            if self._pool.is_marked(block):
+                continue
+            edge = (index + 1) * self._block_size - 1
+            if self.capture:
+                held = [(f, x) for f, x in state.features if f <= edge < f + len(x)]
+                if not held:
+                    continue
+                first, features = held[-1]
+                self._edges[block] = features[edge - first : edge - first + 1].clone()
+            self._pool.mark(block)
+
+    # -- drafting -----------------------------------------------------------------------------------------------
+
+    def _draft(self, entries: Sequences[Entry], hidden: Tensor) -> tuple[list[list[int]], list[list[Tensor]]]:
+        """The drafts of each entry, and for each of them the row of q [W] that it was drawn from."""
+        drafts: list[list[int]] = [[] for _ in entries]
+        probs: list[list[Tensor]] = [[] for _ in entries]
+        active = list(range(len(entries)))
+        for offset in range(max(entry.max_drafts for entry in entries)):
+            sequences = [entries[index].sequence for index in active]
+            drawn = self._sampler.draw(self.model.logits(hidden), sequences, offset)
+            tokens = drawn.columns if self.model.ids is None else self.model.ids[drawn.columns]
+            for row, (index, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
+                drafts[index].append(token)
+                probs[index].append(drawn.probs[row])
+            going_on = [row for row, index in enumerate(active) if entries[index].max_drafts > offset + 1]
+            if not going_on:
+                break
+            active = [active[row] for row in going_on]
+            spans = [
+                (seq, len(seq.tokens) + offset, len(seq.tokens) + offset + 1)
+                for seq in (entries[index].sequence for index in active)
+            ]
+            hidden = self._run(tokens[going_on], hidden[going_on], spans)
+        return drafts, probs
+
+    def _run(self, tokens: Tensor, hidden: Tensor, spans: Sequences[tuple[Sequence, int, int]]) -> Tensor:
+        """Run rows start..stop of each (sequence, start, stop), packed."""
+        slots = [block_slots(seq.blocks, stop, self._block_size) for seq, _, stop in spans]
+        counts = [stop - start for _, start, stop in spans]
+        rows = AttentionRows(
+            slots=np.concatenate([own[start:] for own, (_, start, _) in zip(slots, spans, strict=True)]),
+            row_starts=np.cumsum([0, *counts]),
+            context_slots=tuple(own[self._first_row :] for own in slots),
+        )
+        positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans]) - self._first_row
+        attend = StepAttention(self._cache, rows, self._device)
+        return self.model.run(tokens, hidden, torch.from_numpy(positions).to(self._device), attend)
+
+    def _law(self, drafts: Sequences[Sequences[int]], probs: Sequences[Sequences[Tensor]]) -> DraftLaw:
+        rows = [row for rows in probs for row in rows]
+        width = self._sampler.width
+        q = torch.stack(rows) if rows else torch.empty((0, width), device=self._device)
+        if self.model.ids is None:
+            return Dense(q)
+        flat = [token for draft in drafts for token in draft]
+        columns = self._sampler.columns_of(torch.tensor(flat, dtype=torch.int64, device=self._device))
+        return SubVocabulary(q, self.model.ids, columns)
+
+    def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
+        return torch.from_numpy(block_slots(sequence.blocks, stop, self._block_size)[start:]).to(self._device)
+
+
+def _drafts_for(sequence: Sequence) -> bool:
+    return sequence.params.speculate and not sequence.scores_only

@@ -1,0 +1,277 @@
+"""Drafting with a model: in step with its target through every way a sequence can go."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.config import DrafterConfig
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError, HandoffRefused
+from speculative.kv_cache import KVShape
+from speculative.model.config import ModelConfig
+from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
+from speculative.model.layers import Attend
+from speculative.model.loading import load_decoder
+from speculative.model_drafting import ModelDrafter
+from speculative.request import Request, SamplingParams
+from tests.engines import NO_DRAFTS, Answer, assert_idle, live_sequences, run, settings, take, tiny_engine
+from tests.tiny_models import write_tiny_model
+
+VOCABULARY = 64
+GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=30, ignore_eos=True)
+REPRODUCIBLE = SamplingParams(max_tokens=30, ignore_eos=True, reproducible=True)
+PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
+NUM_DRAFTS = 3
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafting") / "target"
+    return write_tiny_model(folder, vocab_size=VOCABULARY, num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random EAGLE-3 head over the target, with a vocabulary of its own."""
+    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
+    shape = decoder.config
+    config = Eagle3Config(shape, draft_vocab_size=24, target_hidden_size=shape.hidden_size)
+    made = Eagle3Head(config.for_target(shape), torch.arange(3, 27), decoder.embedding, dtype=torch.float32)
+    random = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
+        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
+    folder = tmp_path_factory.mktemp("drafting") / "head"
+    save_eagle3(made, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafting") / "stranger"
+    return write_tiny_model(folder, vocab_size=VOCABULARY, seed=5, num_hidden_layers=1)
+
+
+class EchoModel:
+    """Reads the target's embeddings as features and stores what it was given, so that a test can look it up.
+
+    For a row it keeps the token in its key, and in its value the token whose features it was given. Its next hidden
+    state is the embedding of its own token: that is what the row after it should have been given.
+    """
+
+    name = "echo"
+    capture = (0,)
+    kv_shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1)
+    ids: Tensor | None = None
+
+    def __init__(self, embedding: Tensor, ids: Tensor | None = None) -> None:
+        self.embedding = embedding
+        self.num_features = embedding.shape[1]
+        self.ids = ids
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        given = torch.cdist(hidden, self.embedding).argmin(dim=-1)
+        assert (positions >= 0).all()
+        attend(0, token_ids.float()[:, None, None], token_ids.float()[:, None, None], given.float()[:, None, None])
+        return self.embedding[token_ids]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        width = VOCABULARY if self.ids is None else len(self.ids)
+        return (hidden @ self.embedding[:width].T).float()
+
+
+def echo_engine(folder: Path, ids: Tensor | None = None, **changes: Any) -> EngineCore:
+    decoder = load_decoder(folder, dtype=torch.float32, device="cpu")
+    config = settings(drafter=DrafterConfig(num_draft_tokens=NUM_DRAFTS), **changes)
+    model = EchoModel(decoder.embedding.detach(), ids)
+    return EngineCore(decoder, ModelConfig.from_folder(folder), config, "tiny", None, model)
+
+
+def same_model_engine(folder: Path, **changes: Any) -> EngineCore:
+    return tiny_engine(folder, drafter=draft_model(folder), **changes)
+
+
+def draft_model(folder: Path, **changes: Any) -> DrafterConfig:
+    return DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=NUM_DRAFTS, **changes)
+
+
+def eagle3(folder: Path, **changes: Any) -> DrafterConfig:
+    return DrafterConfig(kind="eagle3", model=str(folder), num_draft_tokens=NUM_DRAFTS, **changes)
+
+
+def assert_rows_are_true(engine: EngineCore) -> None:
+    """Every row the drafter counts as computed holds its own token and was given the features of the one before."""
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelDrafter)
+    stored = drafter._cache.data[0, :, :, 0, 0]  # [2, slots]
+    for sequence in live_sequences(engine):
+        state = drafter._states.get(sequence.request.request_id)
+        if state is None or not sequence.blocks or state.admission != sequence.admission:
+            continue
+        slots = drafter._slots(sequence, 1, state.num_computed)
+        tokens = torch.tensor(sequence.tokens)
+        assert torch.equal(stored[0, slots].long(), tokens[1 : state.num_computed])
+        assert torch.equal(stored[1, slots].long(), tokens[: state.num_computed - 1])
+
+
+def requests(params: SamplingParams) -> list[Request]:
+    return [Request(f"r{i}", prompt, params, seed=i) for i, prompt in enumerate(PROMPTS)]
+
+
+def texts(
+    engine: EngineCore, wanted: list[Request], check: Callable[[EngineCore], None] | None = None
+) -> dict[str, Answer]:
+    for request in wanted:
+        engine.add(request)
+    answers: dict[str, Answer] = {request.request_id: Answer() for request in wanted}
+    while engine.has_work:
+        take(answers, engine.step())
+        if check is not None:
+            check(engine)
+    return answers
+
+
+@pytest.mark.parametrize("params", [GREEDY, REPRODUCIBLE], ids=["greedy", "reproducible"])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_text_is_the_plain_one(target: Path, stranger: Path, head: Path, params: SamplingParams, sampled: bool) -> None:
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(params))
+    for drafter in (draft_model(target), draft_model(stranger), eagle3(head)):
+        engine = tiny_engine(target, drafter=dataclasses.replace(drafter, sampled=sampled))
+        found = texts(engine, requests(params))
+        assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
+        assert engine.take_stats().num_drafted > 0
+    found = texts(echo_engine(target), requests(params))
+    assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, REPRODUCIBLE], ids=["greedy", "sampled", "reproducible"])
+def test_a_drafter_that_is_the_target_is_always_right(target: Path, params: SamplingParams) -> None:
+    engine = same_model_engine(target)
+    texts(engine, requests(params))
+    stats = engine.take_stats()
+    assert stats.num_accepted == stats.num_drafted > 100
+    assert stats.expected_accepted == pytest.approx(stats.num_accepted, rel=1e-5)
+
+
+@pytest.mark.parametrize("hold_after", [0, 1])
+def test_it_stays_right_through_handoff_preemption_and_prefix_hits(target: Path, hold_after: int) -> None:
+    prefill, decode = same_model_engine(target), same_model_engine(target, kv_cache_tokens=240, max_model_len=128)
+    for _ in range(2):  # the second time prompts are found in the caches
+        for request in requests(SAMPLED):
+            prefill.add(request, hold_after=hold_after)
+        run(prefill)
+        for request in requests(SAMPLED):
+            decode.insert(request, prefill.export(request.request_id))
+        run(decode)
+    stats = decode.take_stats()
+    assert stats.num_preemptions > 0
+    assert prefill.take_stats().prefix_cache_hits > 0
+    assert stats.num_accepted == stats.num_drafted > 100
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("chunk", [64, 24])
+def test_rows_get_the_features_of_the_token_before(target: Path, block_size: int, chunk: int) -> None:
+    small = {"max_num_seqs": 6, "kv_cache_tokens": 240, "max_model_len": 128}
+    engine = echo_engine(target, block_size=block_size, max_batched_tokens=chunk, **small)
+    for _ in range(2):
+        texts(engine, requests(SAMPLED), assert_rows_are_true)
+    stats = engine.take_stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0
+    assert 0 < stats.num_accepted < stats.num_drafted
+
+
+@pytest.mark.parametrize("hold_after", [0, 1, 5])
+def test_rows_stay_true_through_a_handoff(target: Path, hold_after: int) -> None:
+    prefill, decode = echo_engine(target, max_batched_tokens=32), echo_engine(target, block_size=8)
+    for request in requests(SAMPLED):
+        prefill.add(request, hold_after=hold_after)
+    run(prefill)
+    for request in requests(SAMPLED):
+        decode.insert(request, prefill.export(request.request_id))
+    while decode.has_work:
+        decode.step()
+        assert_rows_are_true(decode)
+    assert_idle(prefill)
+    assert not decode.drafter._states  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
+def test_accepted_length_after_a_handoff_is_the_colocated_one(
+    target: Path, stranger: Path, head: Path, kind: str
+) -> None:
+    def engine() -> EngineCore:
+        return tiny_engine(target, drafter=draft_model(stranger) if kind == "draft_model" else eagle3(head))
+
+    together, prefill, decode = engine(), engine(), engine()
+    colocated = texts(together, requests(REPRODUCIBLE))
+    for request in requests(REPRODUCIBLE):
+        prefill.add(request, hold_after=1)
+    run(prefill)
+    for request in requests(REPRODUCIBLE):
+        decode.insert(request, prefill.export(request.request_id))
+    apart = run(decode)
+    for name, answer in apart.items():
+        assert answer.round_sizes == colocated[name].round_sizes[1:]
+
+
+def test_drafts_from_a_part_of_the_vocabulary_keep_the_text(target: Path) -> None:
+    ids = torch.arange(0, VOCABULARY, 3)
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(REPRODUCIBLE))
+    engine = echo_engine(target, ids)
+    found = texts(engine, requests(REPRODUCIBLE))
+    assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
+    assert engine.take_stats().num_drafted > 0
+
+
+def test_a_long_prompt_is_caught_up_on_in_pieces(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculative.model_drafting._MAX_BUFFERED", 40)
+    engine = echo_engine(target, max_batched_tokens=40)
+    engine.add(Request("long", tuple(3 + i % 50 for i in range(300)), SAMPLED, seed=1))
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelDrafter)
+    while engine.has_work:
+        engine.step()
+        assert all(state.num_buffered <= 80 for state in drafter._states.values())
+        assert_rows_are_true(engine)
+
+
+def test_requests_that_decline_speculation_cost_the_drafter_nothing(target: Path) -> None:
+    engine = echo_engine(target)
+    texts(engine, requests(SamplingParams(max_tokens=10, speculate=False)))
+    assert engine.take_stats().num_drafted == 0
+    texts(engine, requests(SAMPLED), assert_rows_are_true)  # prompts are cached now, without the drafter's rows
+
+
+def test_a_handoff_without_the_drafters_state_is_refused(target: Path, stranger: Path) -> None:
+    request = Request("r", PROMPTS[3], GREEDY)
+    for prefill in (tiny_engine(target), tiny_engine(target, drafter=draft_model(stranger))):
+        prefill.add(request, hold_after=1)
+        run(prefill)
+        blob = prefill.export("r")
+        with pytest.raises(HandoffRefused, match="drafter_state"):
+            same_model_engine(target).insert(request, blob)
+    declining = Request("r", PROMPTS[3], SamplingParams(max_tokens=9, speculate=False))
+    prefill = same_model_engine(target)
+    prefill.add(declining, hold_after=1)
+    run(prefill)
+    with pytest.raises(HandoffRefused, match="sections"):
+        same_model_engine(target).insert(request, prefill.export("r"))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", vocab_size=80)
+    with pytest.raises(ConfigError, match=r"drafter\.model .* vocabulary"):
+        tiny_engine(target, drafter=draft_model(other))
+    with pytest.raises(ConfigError, match=r"drafter\.model"):
+        DrafterConfig(kind="draft_model")
