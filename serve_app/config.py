@@ -86,15 +86,31 @@ class EngineSection(_Section):
 class DrafterSection(_Section):
     """Which drafter, and how many tokens it drafts a round."""
 
-    kind: Literal["none", "ngram"] = "ngram"
+    kind: Literal["none", "ngram", "suffix", "draft_model", "eagle3"] = "ngram"
+    model: Annotated[str, Field(min_length=1)] | None = None
+    sampled: bool = True
     num_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
     ngram_max: AtLeastOne = 4
     ngram_min: AtLeastOne = 2
+    suffix_depth: Annotated[int, Field(ge=1, le=256)] = 32
+    suffix_min_match: AtLeastOne = 2
+    suffix_min_probability: Annotated[float, Field(ge=0, le=1)] = 0.1
+    suffix_max_tokens: Annotated[int, Field(ge=0)] = 65536
+    length: Literal["static", "dynamic"] = "static"
 
     @model_validator(mode="after")
-    def _range_is_not_empty(self) -> Self:
+    def _ranges_are_not_empty(self) -> Self:
         if self.ngram_min > self.ngram_max:
             raise _FieldError("ngram_min", f"must be at most ngram_max ({self.ngram_max}), got {self.ngram_min}.")
+        if self.suffix_min_match > self.suffix_depth:
+            raise _FieldError(
+                "suffix_min_match", f"must be at most suffix_depth ({self.suffix_depth}), got {self.suffix_min_match}."
+            )
+        has_weights = self.kind in ("draft_model", "eagle3")
+        if has_weights and self.model is None:
+            raise _FieldError("model", f"is missing: kind {self.kind} needs a folder, a catalogue name, or a hub id.")
+        if self.model is not None and not has_weights:
+            raise _FieldError("model", "belongs to the kinds draft_model and eagle3; remove it or change kind.")
         return self
 
 

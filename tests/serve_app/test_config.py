@@ -106,7 +106,7 @@ def test_every_engine_setting_reaches_the_engine() -> None:
         num_threads=3,
         logprobs_mode="processed_logprobs",
         verifier="block",
-        drafter=DrafterConfig("ngram", 7, 5, 3),
+        drafter=DrafterConfig(kind="ngram", num_draft_tokens=7, ngram_max=5, ngram_min=3),
     )
     assert config.model.served_name == "tiny"
 
@@ -152,7 +152,9 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.engine.kv_cache_tokens", 1000, "args.engine.kv_cache_tokens", "multiple of block_size (16)"),
     ("args.engine.prefix_caching", "yes", "args.engine.prefix_caching", "boolean"),
     ("args.engine.logprobs_mode", "raw", "args.engine.logprobs_mode", "raw_logprobs"),
-    ("args.drafter.kind", "eagle3", "args.drafter.kind", "ngram"),
+    ("args.drafter.kind", "medusa", "args.drafter.kind", "ngram"),
+    ("args.drafter.kind", "eagle3", "args.drafter.model", "needs a folder"),
+    ("args.drafter.model", "heads/mine", "args.drafter.model", "remove it or change kind"),
     ("args.drafter.num_draft_tokens", 65, "args.drafter.num_draft_tokens", "64"),
     ("args.drafter.ngram_min", 9, "args.drafter.ngram_min", "at most ngram_max (4)"),
     ("args.topology", "both", "args.topology", "monolith"),

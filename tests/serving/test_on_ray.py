@@ -140,6 +140,17 @@ def test_a_killed_prefill_replica_loses_no_request(ray_port: int, tiny_folder: P
         assert answers == [expected] * 5
 
 
+def test_a_draft_models_state_travels_with_the_handoff(ray_port: int, tiny_folder: Path) -> None:
+    # The target drafts for itself: one lost or misread row of its state, and a draft would be rejected.
+    drafter = {"kind": "draft_model", "model": str(tiny_folder), "num_draft_tokens": 3}
+    with deployed(ray_port, "drafted", app_args(tiny_folder, "disaggregated", drafter=drafter)) as service:
+        for prompt in ("abc", LOOPING, "long " * 150):
+            details = service.completion(prompt=prompt, max_tokens=30, seed=5, ignore_eos=True)["usage"]
+            assert details["completion_tokens_details"]["rejected_prediction_tokens"] == 0
+            assert details["completion_tokens_details"]["accepted_prediction_tokens"] > 15
+        wait_for(lambda: service.metrics()["handoffs"] == 3, "counting of handoffs")
+
+
 def test_too_many_requests_are_told_when_to_come_again(ray_port: int, tiny_folder: Path) -> None:
     args = app_args(tiny_folder, "monolith", limits={"max_ongoing_requests": 2, "max_queued_requests": 4})
     with deployed(ray_port, "full", args) as service, concurrent.futures.ThreadPoolExecutor(24) as pool:
