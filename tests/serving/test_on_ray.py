@@ -18,6 +18,7 @@ from tests.serving.conftest import MODEL, Service, app_args, deployed, gauge_tot
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
+COLOURS = ["red", "green", "blue"]
 LOOPING = "one two three one two three one two three one two"
 
 
@@ -138,6 +139,43 @@ def test_a_killed_prefill_replica_loses_no_request(ray_port: int, tiny_folder: P
         os.kill(_pid_of("PrefillServer", "killed"), signal.SIGKILL)
         answers = [service.completion(**body)["choices"][0]["token_ids"] for _ in range(5)]
         assert answers == [expected] * 5
+
+
+def test_labels_are_scored(disaggregated: Service, monolith: Service) -> None:
+    body = {"model": MODEL, "contexts": ["is it good?", "is it bad?"], "labels": ["yes", "no", 7]}
+    replies = []
+    for service in (disaggregated, monolith):
+        with service.http() as http:
+            reply = http.post("/v1/score", json=body)
+        assert reply.status_code == 200, reply.text
+        replies.append(reply.json())
+    for apart, together in zip(replies[0]["data"], replies[1]["data"], strict=True):
+        assert sum(label["score"] for label in apart["labels"]) == pytest.approx(1)
+        for one, other in zip(apart["labels"], together["labels"], strict=True):
+            assert one["logprob"] <= 0
+            assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+
+
+def test_structured_answers_pass_through_the_handoff(disaggregated: Service) -> None:
+    reply = disaggregated.completion(
+        prompt="pick",
+        max_tokens=40,
+        temperature=1.3,
+        seed=1,
+        n=6,
+        structured_outputs={"choice": ["red", "green", "blue"]},
+    )
+    for choice in reply["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert choice["text"] in ("red", "green", "blue")
+
+
+def test_prompt_logprobs_pass_through_the_handoff(disaggregated: Service, monolith: Service) -> None:
+    body = {"prompt": LOOPING, "max_tokens": 3, "prompt_logprobs": 1, "temperature": 0, "n": 2}
+    told = [service.completion(**body)["choices"][0]["prompt_logprobs"] for service in (disaggregated, monolith)]
+    assert told[0][0] is None
+    assert len(told[0]) > 10
+    assert told[0] == told[1]
 
 
 def test_a_draft_models_state_travels_with_the_handoff(ray_port: int, tiny_folder: Path) -> None:
