@@ -72,6 +72,25 @@ class TableDrafter:
         pass
 
 
+class LikeliestDrafter:
+    """Chooses what the target most likely says: long runs are accepted, and the coins behind them matter."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.next = table.argmax(-1).tolist()
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        drafts = []
+        for entry in batch.entries:
+            chain = [entry.sequence.tokens[-1]]
+            while len(chain) <= entry.max_drafts:
+                chain.append(self.next[chain[-1]])
+            drafts.append(chain[1:])
+        return DraftOutput.pack(drafts)
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
 def table_engine(
     folder: Path, table: Tensor, drafter: Drafter | None, engine_class: type[EngineCore] = EngineCore, **config: object
 ) -> EngineCore:

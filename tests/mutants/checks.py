@@ -16,7 +16,7 @@ from speculative.drafting import Drafter, DraftOutput
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from speculative.runner import ModelRunner
-from tests.table_engine import TableDrafter, sample, table_engine, worst_window
+from tests.table_engine import LikeliestDrafter, TableDrafter, sample, table_engine, worst_window
 
 Install = Callable[[EngineCore], None]
 Check = Callable[["World"], None]
@@ -205,25 +205,6 @@ def the_joint_law_holds_for_likely_runs(world: World) -> None:
     engine, p, _ = world.table()
     engine.drafter = LikeliestDrafter(p)
     assert worst_window(sample(engine, (3,), 12_000, 7), p.double().numpy(), 3) < 5
-
-
-class LikeliestDrafter:
-    """Chooses what the target most likely says."""
-
-    def __init__(self, p: torch.Tensor) -> None:
-        self.next = p.argmax(-1).tolist()
-
-    def propose(self, batch: Batch) -> DraftOutput:
-        drafts = []
-        for entry in batch.entries:
-            chain = [entry.sequence.tokens[-1]]
-            while len(chain) <= entry.max_drafts:
-                chain.append(self.next[chain[-1]])
-            drafts.append(chain[1:])
-        return DraftOutput.pack(drafts)
-
-    def forget(self, request_id: str) -> None:
-        pass
 
 
 @check

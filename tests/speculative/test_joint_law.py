@@ -22,7 +22,7 @@ from speculative.sampling import draw
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.block import verify_block
 from speculative.verification.token_wise import verify_token_wise
-from tests.table_engine import TableDrafter, sample, sigmas, table_engine, worst_window
+from tests.table_engine import LikeliestDrafter, TableDrafter, sample, sigmas, table_engine, worst_window
 
 V, LENGTH, COUNT, FIRST = 16, 7, 20_000, 3
 FIVE_SIGMA = 5.0
@@ -56,25 +56,6 @@ class ChosenDrafter:
         return DraftOutput.pack(
             [[(e.sequence.tokens[-1] + i) % 5 for i in range(min(e.max_drafts, 3))] for e in batch.entries]
         )
-
-    def forget(self, request_id: str) -> None:
-        pass
-
-
-class LikeliestDrafter:
-    """Chooses what the target most likely says: long runs are accepted, and the coins behind them matter."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.next = table.argmax(-1).tolist()
-
-    def propose(self, batch: Batch) -> DraftOutput:
-        drafts = []
-        for entry in batch.entries:
-            chain = [entry.sequence.tokens[-1]]
-            while len(chain) <= entry.max_drafts:
-                chain.append(self.next[chain[-1]])
-            drafts.append(chain[1:])
-        return DraftOutput.pack(drafts)
 
     def forget(self, request_id: str) -> None:
         pass
