@@ -44,7 +44,8 @@ class Drafter(Protocol):
     def propose(self, batch: Batch) -> DraftOutput:
         """At most `max_drafts` tokens per entry.
 
-        How many may depend on the prefix and on q, never on a token that was drawn.
+        Chosen drafts and the number of any are a function of the prefix, of q, and of what the drafter has seen before,
+        never of a token or a random number that was drawn at the position.
         """
         ...
 

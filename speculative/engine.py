@@ -17,13 +17,15 @@ from speculative.batch import Batch, Drawn, Entry, Int64s, Layout, StepOutcome, 
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.constraint import Bools, ConstraintMaker, TokenConstraint
 from speculative.contract import LogprobContract
+from speculative.draft_length import make_draft_length
 from speculative.draft_sampling import DraftSampler
 from speculative.drafters.draft_model import DecoderDraftModel
 from speculative.drafters.eagle3 import Eagle3DraftModel
 from speculative.drafters.ngram import NgramDrafter
+from speculative.drafters.suffix import SuffixDrafter
 from speculative.drafting import Drafter, DraftOutput, NoDrafter, constrain
 from speculative.drawing import TokenDrawer
-from speculative.errors import ConfigError, HandoffRefused, InvalidRequest
+from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 from speculative.kv_cache import KVCache, KVShape
 from speculative.logprobs import gather_logprobs, mode_matrix
@@ -82,7 +84,9 @@ class EngineCore:
             drafter_state=draft_model.name if draft_model is not None else "none",
         )
         contract = LogprobContract(config.logprobs_mode, model.vocab_size)
-        self.scheduler = Scheduler(config, self.max_model_len, model.eos_token_ids, self.stats, contract)
+        self.scheduler = Scheduler(
+            config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
+        )
         self.drawer = TokenDrawer(config, self.device, model.eos_token_ids)
         cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
         self.runner = ModelRunner(decoder, cache, self.device)
@@ -162,7 +166,11 @@ class EngineCore:
         self.scheduler.add(sequence)
 
     def export(self, request_id: str) -> Blob:
-        """Take a held request out, as bytes that another engine can insert. Its blocks become free."""
+        """Take a held request out, as bytes that another engine can insert. Its blocks become free.
+
+        Raises:
+            EngineFault: what was computed are no numbers; it leaves neither by handoff nor by the prefix cache.
+        """
         sequence = self.scheduler.find(request_id)
         if sequence is None or sequence.phase is not Phase.HELD:
             raise KeyError(f"{request_id} is not held for export.")
@@ -173,7 +181,13 @@ class EngineCore:
             )
             blob, kv = allocate_blob(state, self.manifest)
             self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
+            # A position that is no number spoils every later one in the layers above: the last one tells of all.
+            sound = bool(kv[:, :, -1:].isfinite().all())
+            if not sound:
+                self.scheduler.pool.withdraw(sequence.blocks)
             self._release(sequence)
+            if not sound:
+                raise EngineFault("The computed keys and values are not finite; nothing was handed off.")
             return seal(blob)
 
     def abort(self, request_id: str) -> bool:
@@ -225,8 +239,11 @@ class EngineCore:
         self._restore(batch.admitted)
         if not batch.entries:
             return []
+        started_s = self.stats.draft_s + self.stats.verify_s
         proposal = self._propose(batch)
         outcome = self._verify(batch, proposal)
+        step_s = self.stats.draft_s + self.stats.verify_s - started_s
+        self.scheduler.draft_length.observe(batch.entries, outcome.drawn, step_s)
         deltas = self.scheduler.commit(batch, outcome)
         self._record(batch, outcome)
         self._forget(deltas)
@@ -383,7 +400,11 @@ def _load_draft_model(folder: Path, config: EngineConfig, target: Decoder) -> Dr
 
 
 def _make_drafter(config: DrafterConfig) -> Drafter:
-    makers: dict[str, Callable[[], Drafter]] = {"none": NoDrafter, "ngram": lambda: NgramDrafter(config)}
+    makers: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "ngram": lambda: NgramDrafter(config),
+        "suffix": lambda: SuffixDrafter(config),
+    }
     if config.kind not in makers:
         raise ConfigError(f"drafter.kind {config.kind} needs its model; make the engine with EngineCore.load.")
     return makers[config.kind]()

@@ -156,7 +156,9 @@ class ModelDrafter:
         if not _drafts_for(sequence):
             return
         shape, num_computed = self._cache.shape, len(sequence.tokens) - 1
-        wanted = {"drafter_kv": (shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim)}
+        wanted: dict[str, tuple[int, ...]] = {
+            "drafter_kv": (shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim)
+        }
         if self.capture:
             wanted["drafter_features"] = (min(1, num_computed), self.model.num_features)
         found = {name: tuple(section.shape) for name, section in sections.items()}

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from speculative.batch import Batch, Drawn, Entry, StepOutcome
 from speculative.config import EngineConfig
 from speculative.contract import LogprobContract
+from speculative.draft_length import DraftLength, StaticLength
 from speculative.kv_cache import BlockPool
 from speculative.request import FinishReason, Request, TokenDelta, TokenKind
 from speculative.sequence import Phase, Sequence
@@ -30,6 +31,7 @@ class Scheduler:
         eos_token_ids: tokens that end a request unless it ignores them.
         stats: counts preemptions, prefix-cache hits and broken contracts.
         contract: what every delta's logprobs must keep; None = they are not looked at.
+        draft_length: how many drafts a sequence is to get; None = as many as the settings say.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         stats: StepStats,
         contract: LogprobContract | None = None,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self.pool = BlockPool(config.num_blocks, caching=config.prefix_caching)
         self.stats = stats
@@ -46,6 +49,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
         self._contract = contract
+        self.draft_length = draft_length or StaticLength()
         self.drafter_reads_features = False
         self._live: dict[str, Sequence] = {}  # everything below, by request id
         self._waiting = WaitingLine()
@@ -73,6 +77,7 @@ class Scheduler:
             del self._held[sequence.request.request_id]
         del self._live[sequence.request.request_id]
         sequence.phase = Phase.FINISHED
+        self.draft_length.forget(sequence.request.request_id)
         self._free(sequence)
 
     @property
@@ -103,6 +108,7 @@ class Scheduler:
         self._make_room()
         admitted = self._admit()
         decoding = [seq for seq in self._running if seq.decoding]
+        self.draft_length.plan(decoding)
         budget = self._config.max_batched_tokens - len(decoding)
         entries = []
         for sequence in decoding:
@@ -176,9 +182,10 @@ class Scheduler:
         return blocks is not None
 
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
-        """How many drafts fit: the one place where the drafter's setting, the request's own choice, the length limits,
-        the token budget and the free blocks meet, for each sequence on its own."""
-        wanted = self._config.drafter.max_drafts if sequence.params.speculate else 0
+        """How many drafts fit: the one place where the drafter's setting, the request's own choice, what pays, the
+        length limits, the token budget and the free blocks meet, for each sequence on its own."""
+        most = self._config.drafter.max_drafts if sequence.params.speculate else 0
+        wanted = self.draft_length.max_drafts(sequence, most)
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
         while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1

@@ -241,7 +241,7 @@ class TorchBackend:
                 events: list[tuple[str, Event]] = [(delta.request_id, delta) for delta in deltas]
                 for request_id in self._to_export.intersection(engine.held_ids):
                     self._to_export.discard(request_id)
-                    events.append((request_id, engine.export(request_id)))
+                    events.append((request_id, _export(engine, request_id)))
                 stalled = not events and engine.usage().num_running == 0
                 if events:
                     self._call(self._publish, events)
@@ -283,3 +283,11 @@ class TorchBackend:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _export(engine: EngineCore, request_id: str) -> Handoff | EngineFault:
+    """The handoff, or why there is none: one damaged prompt is no reason to stop the engine."""
+    try:
+        return engine.export(request_id)
+    except EngineFault as error:
+        return error

@@ -158,8 +158,8 @@ class Path:
 class SuffixTree:
     """Counts of every string of up to `depth` tokens in texts that grow, as a compressed tree.
 
-    In O(depth) a token: every suffix that is still shorter than `depth` takes a step. The ends of the suffixes are always
-    nodes; an edge is split where one stops inside it, and put together again when it has gone on like all before it.
+    In O(depth) a token: every suffix that is still shorter than `depth` takes a step. Suffixes always end on nodes: an
+    edge is split where one stops inside it, and put together again when it has gone on like all before it.
     """
 
     def __init__(self, depth: int) -> None:

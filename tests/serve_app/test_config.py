@@ -111,6 +111,19 @@ def test_every_engine_setting_reaches_the_engine() -> None:
     assert config.model.served_name == "tiny"
 
 
+def test_the_suffix_drafter_and_the_draft_length_are_set_up() -> None:
+    drafter = {
+        "kind": "suffix",
+        "suffix_depth": 12,
+        "suffix_min_match": 3,
+        "suffix_min_probability": 0.5,
+        "suffix_max_tokens": 0,
+        "length": "dynamic",
+    }
+    config = parse_args({"model": {"source": "m"}, "drafter": drafter})
+    assert config.engine_config("decode").drafter == DrafterConfig(**drafter)  # type: ignore[arg-type]
+
+
 def test_a_replica_with_less_than_a_core_gets_one_thread() -> None:
     config = parse_args({"model": {"source": "m"}, "pools": {"decode": {"num_cpus": 0.5}}})
     assert config.engine_config("decode").num_threads == 1
@@ -157,6 +170,11 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.drafter.model", "heads/mine", "args.drafter.model", "remove it or change kind"),
     ("args.drafter.num_draft_tokens", 65, "args.drafter.num_draft_tokens", "64"),
     ("args.drafter.ngram_min", 9, "args.drafter.ngram_min", "at most ngram_max (4)"),
+    ("args.drafter.suffix_depth", 257, "args.drafter.suffix_depth", "256"),
+    ("args.drafter.suffix_min_match", 33, "args.drafter.suffix_min_match", "at most suffix_depth (32)"),
+    ("args.drafter.suffix_min_probability", 1.5, "args.drafter.suffix_min_probability", "less than or equal to 1"),
+    ("args.drafter.suffix_max_tokens", -1, "args.drafter.suffix_max_tokens", "greater than or equal to 0"),
+    ("args.drafter.length", "adaptive", "args.drafter.length", "dynamic"),
     ("args.topology", "both", "args.topology", "monolith"),
     ("args.pools.monolith", {"replicas": 1}, "args.pools.monolith", "remove it or change topology"),
     ("args.pools.decode.replicas", 0, "args.pools.decode.replicas", "greater than or equal to 1"),

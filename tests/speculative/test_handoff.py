@@ -11,7 +11,7 @@ import torch
 import xxhash
 from engines import markov_engine
 
-from speculative.errors import HandoffRefused, InvalidRequest
+from speculative.errors import EngineFault, HandoffRefused, InvalidRequest
 from speculative.handoff import ComputedTokenState, Manifest, decode_state, encode_state
 from speculative.request import Request, SamplingParams
 
@@ -266,3 +266,23 @@ def test_only_what_is_held_is_exported() -> None:
     for name in ("a", "unknown"):
         with pytest.raises(KeyError):
             engine.export(name)
+
+
+def test_what_is_no_number_is_not_handed_off_and_not_found_again() -> None:
+    engine = markov_engine([(token + 1) % 16 for token in range(16)])
+    prompt = tuple(range(1, 12))
+    for name, damaged in (("bad", True), ("good", False)):
+        engine.add(Request(name, prompt, SamplingParams(max_tokens=4)), hold_after=0)
+        while name not in engine.held_ids:
+            engine.step()
+        sequence = engine.scheduler.find(name)
+        assert sequence is not None
+        assert sequence.num_cached == 0  # nothing of the damaged prompt may be shared
+        if damaged:
+            engine.runner.cache.data[:, :, engine._slots(sequence, 0, sequence.num_computed)] = torch.nan
+            with pytest.raises(EngineFault, match="not finite"):
+                engine.export(name)
+        else:
+            engine.runner.cache.data[engine.runner.cache.data.isnan()] = 0
+            assert decode_state(engine.export(name), engine.manifest).num_computed == len(prompt) - 1
+        assert engine.usage().num_free_blocks == engine.usage().num_blocks

@@ -1,0 +1,295 @@
+"""How many tokens to draft: always as many as the settings say, or as many as pay.
+
+Source of the rule: Liu et al., "Optimizing Speculative Decoding for Serving LLMs Using Goodput" (arXiv 2406.14066): of
+all draft lengths of a batch, choose those with the most expected tokens a second. Expected tokens come from the shares
+of drafts that were accepted, seconds from the steps that were timed.
+
+What is decided for a round depends on earlier rounds and on the clock, never on the random numbers of the round itself,
+so it changes no law; it does change where rounds begin, and so which text a seed gives unless the request is
+reproducible. (Requests that are given one seed share random numbers, as they do without any drafts.)
+"""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import Any, Protocol
+
+import numpy as np
+
+from speculative.batch import Drawn, Entry
+from speculative.config import DrafterConfig
+from speculative.sequence import Sequence
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+_WARM_UP_STEPS = 2
+_CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
+_PROBE_EVERY = 90  # steps
+_SEQUENCES_A_PROBE = 8  # more of them tell more at once, so they are asked more rarely
+_HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
+
+
+class DraftLength(Protocol):
+    """Decides how many tokens may be drafted for each sequence."""
+
+    def plan(self, decoding: Sequences[Sequence]) -> None:
+        """Look at all sequences of the next step together."""
+        ...
+
+    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """How many drafts this one gets, at most `wanted`; 0 leaves the drafter alone."""
+        ...
+
+    def observe(self, entries: Sequences[Entry], drawn: Sequences[Drawn | None], step_s: float) -> None:
+        """Learn from what a step decided, and the seconds that drafting and verifying took."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left."""
+        ...
+
+
+class StaticLength:
+    """As many drafts as the settings say."""
+
+    def plan(self, decoding: Sequences[Sequence]) -> None:
+        """Nothing to weigh."""
+
+    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """All that is wanted."""
+        del sequence
+        return wanted
+
+    def observe(self, entries: Sequences[Entry], drawn: Sequences[Drawn | None], step_s: float) -> None:
+        """Nothing to learn."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+
+class DynamicLength:
+    """As many drafts as give the most tokens a second, for each sequence of a batch.
+
+    Where drafting does not pay it stops. One step in ninety or more then drafts a little all the same, to see whether
+    that is still so; where drafting pays, one in as many tries none or all. Which steps is a matter of counting them.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._cost = StepCost()
+        self._rates = AcceptanceRates(most, keep=0.998)
+        self._requests: dict[str, _RequestHistory] = {}
+        self._lengths: dict[str, int] = {}
+        self._num_decoding = 0
+        self._context = 0
+        self._num_steps = 0
+        self._drafting = True
+
+    def plan(self, decoding: Sequences[Sequence]) -> None:
+        """Choose the lengths of the next step for all decoding sequences."""
+        self._num_decoding = len(decoding)
+        self._context = sum(len(sequence.tokens) for sequence in decoding)
+        speculating = [sequence for sequence in decoding if sequence.params.speculate]
+        for sequence in speculating:
+            history = self._requests.get(sequence.request.request_id)
+            if history is None:
+                history = _RequestHistory(AcceptanceRates(self._most, keep=0.97))
+                self._requests[sequence.request.request_id] = history
+            history.round_start = len(sequence.tokens)
+        if not speculating:
+            return
+        self._num_steps += 1
+        probe = self._probe(len(speculating))
+        lengths = self._best_lengths(speculating) if probe is None else [probe] * len(speculating)
+        self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
+
+    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """The planned length, at most `wanted`."""
+        return min(wanted, self._lengths.get(sequence.request.request_id, wanted))
+
+    def observe(self, entries: Sequences[Entry], drawn: Sequences[Drawn | None], step_s: float) -> None:
+        """Count what was accepted, and time the step if it only decoded."""
+        missed, comparable = 0, True
+        counts = []
+        for entry, result in zip(entries, drawn, strict=True):
+            comparable &= entry.draws and entry.num_known == 1
+            history = self._requests.get(entry.sequence.request.request_id)
+            if history is None or result is None or result.fault is not None or result.num_drafted == 0:
+                continue
+            counts.append(result.num_drafted)
+            for rates in (history.rates, self._rates):
+                rates.observe(result.num_drafted, result.num_accepted)
+            comparable &= history.drafted_at is not None  # nobody knows what a drafter does about a prompt, and when
+            missed += history.missed(self._most)
+            history.drafted_at = history.round_start
+        if comparable and entries:
+            work = Work(len(entries), sum(counts), max(counts, default=0), self._context, missed)
+            self._cost.observe(work, step_s)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left."""
+        self._requests.pop(request_id, None)
+        self._lengths.pop(request_id, None)
+
+    def _best_lengths(self, sequences: Sequences[Sequence]) -> list[int]:
+        """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
+        prior = self._rates.blended()
+        survival = np.array(
+            [list(accumulate(self._requests[seq.request.request_id].rates.blended(prior), mul)) for seq in sequences]
+        )  # [n, most]: the chance that all drafts up to a position are accepted; falls along each row
+        owners, positions = (grid.reshape(-1) for grid in np.indices(survival.shape))
+        order = np.lexsort((positions, -survival.reshape(-1)))
+        tokens = self._num_decoding + np.cumsum(np.concatenate([[0.0], survival.reshape(-1)[order]]))
+        longest = np.maximum.accumulate(np.concatenate([[0], positions[order] + 1]))
+        rates = tokens / self._cost.seconds(self._num_decoding, longest, self._context)  # [n * most + 1]
+        best = 1 + int(rates[1:].argmax())
+        needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
+        self._drafting = bool(rates[best] > needed * rates[0])
+        given = order[: best if self._drafting else 0]
+        lengths: list[int] = np.bincount(owners[given], minlength=len(sequences)).tolist()
+        return lengths
+
+    def _probe(self, num_sequences: int) -> int | None:
+        """A length to try on all sequences of this step: all of them at first, and one now and then."""
+        if self._cost.num_observed < _CALIBRATION_STEPS:
+            return self._cost.num_observed % (self._most + 1)
+        number, rest = divmod(self._num_steps, _PROBE_EVERY * (1 + num_sequences // _SEQUENCES_A_PROBE))
+        if rest:
+            return None
+        return ((self._most, 0) if self._drafting else (min(2, self._most), 1))[number % 2]
+
+
+class AcceptanceRates:
+    """The share of drafts accepted at each position of a draft, of those that were reached; old rounds count less.
+
+    Args:
+        num_positions: length of the longest draft.
+        keep: what is left of a round's weight when the next comes.
+    """
+
+    def __init__(self, num_positions: int, keep: float) -> None:
+        self._keep = keep
+        self._reached = [0.0] * num_positions
+        self._accepted = [0.0] * num_positions
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a round: the positions up to the first that was not accepted."""
+        for position in range(min(num_accepted + 1, num_drafted)):
+            self._reached[position] = self._keep * self._reached[position] + 1
+            self._accepted[position] = self._keep * self._accepted[position] + (position < num_accepted)
+
+    def blended(self, prior: Sequences[float] | None = None) -> list[float]:
+        """The rate at each position, drawn towards `prior` while little is known; or else to that before it."""
+        rates: list[float] = []
+        for position, (reached, accepted) in enumerate(zip(self._reached, self._accepted, strict=True)):
+            if prior is not None:
+                expected, weight = prior[position], 20.0
+            else:
+                expected, weight = (rates[-1] if rates else 0.6), 2.0
+            rates.append((accepted + weight * expected) / (reached + weight))
+        return rates
+
+
+@dataclass(slots=True)
+class _RequestHistory:
+    """What is known of one request.
+
+    round_start: tokens at the start of its round. drafted_at: the same of the last round with drafts.
+    """
+
+    rates: AcceptanceRates
+    round_start: int = 0
+    drafted_at: int | None = None
+
+    def missed(self, most: int) -> int:
+        """Tokens that its drafter has to catch up with beyond those of an ordinary round."""
+        return 0 if self.drafted_at is None else max(0, self.round_start - self.drafted_at - most - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step did.
+
+    context: tokens of all its sequences. num_missed: tokens that the drafter had to catch up with.
+    """
+
+    num_sequences: int
+    num_drafts: int
+    longest: int
+    context: int
+    num_missed: int = 0
+
+
+_SCALES = np.array([1.0, 4.0, 4.0, 4.0, 1024.0, 16.0])  # that make the features of a step about 1
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a step: a regression on its work, corrected for each number of rows that was seen lately.
+
+    Old steps count less (about the last two hundred count), and more work never costs less. A step that took far longer
+    than expected counts as a slow one, no more: something else had the machine. The very first are not looked at.
+    """
+
+    num_observed: int = 0
+    _fastest: float = float("inf")
+    _squares: Floats = field(default_factory=lambda: np.zeros((6, 6)))
+    _products: Floats = field(default_factory=lambda: np.zeros(6))
+    _weights: Floats = field(default_factory=lambda: np.zeros(6))  # of the last solution
+    _residuals: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, relative mean
+
+    def observe(self, work: Work, seconds: float) -> None:
+        """Count a step."""
+        self.num_observed += 1
+        if self.num_observed <= _WARM_UP_STEPS:
+            return
+        features = self._features(work)
+        if self.num_observed <= _CALIBRATION_STEPS:
+            self._fastest = min(self._fastest, seconds)
+            seconds = min(seconds, 4 * self._fastest)
+        else:
+            expected = float(self._weights @ features)
+            seconds = min(seconds, 2 * expected)
+            rows = work.num_sequences + work.num_drafts
+            weight, mean = self._residuals.get(rows, (0.0, 0.0))
+            weight, total = 0.95 * weight + 1, 0.95 * weight * mean + seconds / expected - 1
+            self._residuals[rows] = (weight, total / weight)
+        self._squares = 0.995 * self._squares + np.outer(features, features)
+        self._products = 0.995 * self._products + features * seconds
+        self._solve()
+
+    def seconds(self, num_sequences: int, longest: Any, context: int) -> Floats:
+        """Expected seconds [M + 1] with 0, 1, ... M drafts, of which the longest have `longest` [M + 1] tokens."""
+        drafts = np.arange(len(longest))
+        ones = np.ones(len(longest))
+        features = np.stack([ones, num_sequences * ones, drafts, longest, context * ones, 0 * ones], axis=1) / _SCALES
+        corrections = [self._correction(num_sequences + count) for count in range(len(longest))]
+        seconds: Floats = features @ self._weights * np.array(corrections)
+        return seconds
+
+    def _correction(self, rows: int) -> float:
+        weight, mean = self._residuals.get(rows, (0.0, 0.0))
+        return 1 + mean * weight / (weight + 40)
+
+    def _features(self, work: Work) -> Floats:
+        values = (1, work.num_sequences, work.num_drafts, work.longest, work.context, work.num_missed)
+        scaled: Floats = np.array(values, np.float64) / _SCALES
+        return scaled
+
+    def _solve(self) -> None:
+        """A regression that leaves its last solution only as far as recent steps tell; no slope is negative."""
+        ridge = np.diag([0.0] + [1.0] * 5)
+        slopes = np.maximum(np.linalg.solve(self._squares + ridge, self._products + ridge @ self._weights)[1:], 0.0)
+        count, sums = self._squares[0, 0], self._squares[0, 1:]
+        mean = self._products[0] / count
+        explained = float(slopes @ sums) / count
+        if explained > 0.9 * mean:  # it cannot be that a step costs nothing before there is work
+            slopes *= 0.9 * mean / explained
+            explained = 0.9 * mean
+        self._weights = np.concatenate([[mean - explained], slopes])
+
+
+def make_draft_length(config: DrafterConfig) -> DraftLength:
+    """The policy that the settings name."""
+    return DynamicLength(config.num_draft_tokens) if config.length == "dynamic" else StaticLength()
