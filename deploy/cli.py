@@ -122,6 +122,40 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
         _err.print(f"figures written to {json_file}")
 
 
+@main.command("train-drafter")
+@click.option("--model", "source", required=True, help="A catalogue name, a folder or a hub id.")
+@click.option("--data", default="self", show_default=True, help="self, a .jsonl of prompts, or an .npz.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Gets head and report.")
+@click.option("--minutes", type=click.FloatRange(min=0), help="Train so long (60 when --steps is not given either).")
+@click.option("--steps", type=click.IntRange(min=1), help="Train so many steps.")
+@click.option("--draft-vocab", type=click.IntRange(min=1), default=16384, show_default=True)
+@click.option("--conversations", type=click.IntRange(min=10), default=2000, show_default=True, help="With --data self.")
+@click.option("--tokens-per-step", type=click.IntRange(min=1), default=1024, show_default=True, help="More on a GPU.")
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads.")
+@click.option("--checkpoint-minutes", type=click.FloatRange(min=0), default=5.0, show_default=True)
+@click.option("--resume", is_flag=True, help="Go on from the checkpoint in --out.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here too.")
+def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any) -> None:
+    """Train an EAGLE-3 draft head for a model, on what the model itself writes."""
+    from deploy.jobs.train_drafter import TrainJob, View, run_training
+    from speculative.training.loop import TrainingConfig
+
+    minutes, steps = options.pop("minutes"), options.pop("steps")
+    training = TrainingConfig(
+        steps=steps,
+        minutes=60.0 if minutes is None and steps is None else minutes,
+        tokens_per_step=options.pop("tokens_per_step"),
+        report_every_s=60 * options.pop("checkpoint_minutes"),
+    )
+    with View(_err) as view:
+        report = run_training(TrainJob(model=source, out=out, training=training, **options), view)
+    final = report["final"]["held_out"]
+    _out.print(f"head in {out / 'head'}; held-out acceptance {[round(rate, 3) for rate in final['acceptance']]}")
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
 @contextmanager
 def _served(file: ServeFile, address: str | None, report: Callable[[str], None] | None = None) -> Iterator[Any]:
     """The running application, with its model fetched first when it is one of the catalogue."""

@@ -1,0 +1,281 @@
+"""`truespec train-drafter`: train an EAGLE-3 head for a model, on what the model itself writes.
+
+On a Ray cluster: `ray job submit -- truespec train-drafter --model M --data self --out FOLDER`.
+"""
+
+import dataclasses
+import importlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from deploy.models import CATALOGUE, fetch_model
+from serve_app.tokenizer import Tokenizer
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.engine import EngineCore, resolve_device
+from speculative.errors import ConfigError
+from speculative.model.decoder import Decoder
+from speculative.model.eagle3 import default_aux_layers
+from speculative.model.fingerprint import model_fingerprint
+from speculative.model.loading import load_decoder, resolve_model
+from speculative.training.data import ChatFrame, Conversations, write_answers, write_questions
+from speculative.training.eagle3 import draft_vocabulary, initial_head, law_weight
+from speculative.training.features import Features, compute_features
+from speculative.training.loop import Point, StepReport, Trainer, TrainingConfig
+
+SELF = "self"
+_LOG_EVERY_S = 30.0
+_MAX_QUESTION, _MAX_ANSWER = 96, 448  # tokens
+_PLOT = "acceptance.png"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """What to train, on what, and where to.
+
+    data: an .npz of conversations, a .jsonl of prompts for the model to answer, or "self": it asks and answers itself.
+    out: gets `head` (the checkpoint), `report.json`, the plot, what a resumed run needs, and the features' cache.
+    """
+
+    model: str
+    data: str
+    out: Path
+    training: TrainingConfig
+    draft_vocab: int = 16384
+    conversations: int = 2000  # to write, with data "self"
+    resume: bool = False
+    threads: int = 1
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = "auto"
+
+
+class View:
+    """Shows how a long job goes: a bar on a terminal, plain lines with the time in a log."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._began = self._told = time.monotonic()
+
+    def __enter__(self) -> "View":
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
+            self._progress = Progress(
+                *columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}"), console=self._console
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def say(self, message: str) -> None:
+        """A line that stays."""
+        elapsed = time.monotonic() - self._began
+        self._console.print(f"{elapsed:8.1f} s  {message}", soft_wrap=True, highlight=False)
+
+    def stage(self, name: str) -> None:
+        """A new stage of the job begins."""
+        if self._progress is None:
+            self.say(name)
+            return
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=1.0, note="")
+
+    def advance(self, share: float, note: str) -> None:
+        """The stage is done by this share, 0 to 1."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=share, note=note)
+        elif time.monotonic() - self._told >= _LOG_EVERY_S:
+            self._told = time.monotonic()
+            self.say(f"{share:6.1%}  {note}")
+
+    def count(self, done: int, total: int) -> None:
+        """So many of a stage's conversations are done."""
+        self.advance(done / total, f"{done} of {total} conversations")
+
+
+def run_training(job: TrainJob, view: View) -> dict[str, Any]:
+    """Train, and return the report: where it came from, what it reached, the learning curve.
+
+    Raises:
+        ConfigError: the data, the model or the settings do not fit.
+    """
+    torch.set_num_threads(job.threads)
+    folder = fetch_model(job.model, progress=view.say) if job.model in CATALOGUE else resolve_model(job.model)
+    _require_fresh(job)
+    view.stage(f"loading {job.model}")
+    target = load_decoder(folder, dtype=getattr(torch, job.dtype), device=resolve_device(job.device))
+    conversations = _conversations(job, folder, target, view)
+    features = _features(job, folder, target, conversations, view)
+    trainer = _trainer(job, target, features, view)
+    view.stage("training")
+    last = trainer.run(lambda step: _show_step(view, step), lambda point: view.say(describe(point)))
+    report = _report(job, folder, conversations, last)
+    if _plot(trainer.curve, job.out / _PLOT):
+        view.say(f"plot in {job.out / _PLOT}")
+    else:
+        view.say("no plot: install matplotlib (`pip install truespec[train]`) and run again with --resume")
+    return report
+
+
+def describe(point: Point) -> str:
+    """One line about a point of the learning curve."""
+    held_out = point.held_out
+    line = f"step {point.step}, {point.tokens / 1e6:.2f}M tokens: acceptance {_rates(held_out.acceptance)}"
+    for name, length in (("T=1", held_out.length_t1), ("T=0", held_out.length_t0)):
+        if length is not None:
+            line += f", accepted length {length:.2f} at {name}"
+    return line + (f", top-1 {_rates(held_out.top1)}" if held_out.top1 else "")
+
+
+def read_prompts(path: Path, encode: Callable[[list[dict[str, str]]], list[int]]) -> list[tuple[int, ...]]:
+    """Prompts of a .jsonl file: each line an object with `prompt` (a text) or `messages` (a conversation).
+
+    Raises:
+        ConfigError: the file cannot be read, or a line holds neither.
+    """
+    prompts = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give an .npz, a .jsonl or `self`.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            messages = entry["messages"] if "messages" in entry else [{"role": "user", "content": entry["prompt"]}]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f'{path} line {number} is neither {{"prompt": ...}} nor {{"messages": [...]}} ({error!r}).'
+            ) from error
+        prompts.append(tuple(encode(messages)))
+    return prompts
+
+
+def _require_fresh(job: TrainJob) -> None:
+    if not job.resume and (job.out / "state.pt").exists():
+        raise ConfigError(f"{job.out} holds a training already; go on with --resume, or give another folder.")
+
+
+def _conversations(job: TrainJob, folder: Path, target: Decoder, view: View) -> Conversations:
+    path = Path(job.data)
+    if path.suffix == ".npz":
+        return Conversations.load(path)
+    written = job.out / "conversations.npz"
+    if job.resume and written.is_file():
+        return Conversations.load(written)
+    if job.data != SELF and path.suffix != ".jsonl":
+        raise ConfigError(f"--data {job.data!r} is neither an .npz, nor a .jsonl, nor `{SELF}`.")
+    tokenizer = Tokenizer.from_folder(folder)
+    engine = _engine(job, target)
+    if job.data == SELF:
+        view.stage("the model asks")
+        frame = ChatFrame.between(*(tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("A", "7")))
+        prompts = write_questions(engine, frame, job.conversations, max_tokens=_MAX_QUESTION, progress=view.count)
+    else:
+        prompts = read_prompts(path, tokenizer.encode_chat)
+    view.stage("the model answers")
+    conversations = write_answers(engine, prompts, max_tokens=_MAX_ANSWER, progress=view.count)
+    conversations.save(written)
+    return conversations
+
+
+def _engine(job: TrainJob, target: Decoder) -> EngineCore:
+    config = EngineConfig(
+        max_num_seqs=32,
+        max_batched_tokens=1024,
+        kv_cache_tokens=32768,
+        dtype=job.dtype,
+        device=str(target.device),
+        num_threads=job.threads,
+        drafter=DrafterConfig(kind="none"),
+    )
+    return EngineCore(target, target.config, config)
+
+
+def _features(job: TrainJob, folder: Path, target: Decoder, conversations: Conversations, view: View) -> Features:
+    view.stage("reading the model's features")
+    return compute_features(
+        target,
+        conversations,
+        job.out / "features",
+        default_aux_layers(target.config.num_layers),
+        model_key=model_fingerprint(folder),
+        progress=view.count,
+    )
+
+
+def _trainer(job: TrainJob, target: Decoder, features: Features, view: View) -> Trainer:
+    counts = features.conversations.answer_counts(target.config.vocab_size)
+    draft_ids = draft_vocabulary(counts, job.draft_vocab, target.config.eos_token_ids)
+    covered = counts[draft_ids.numpy()].sum() / max(1, counts.sum())
+    view.say(
+        f"{len(features.conversations)} conversations; {len(draft_ids)} draft ids cover {covered:.2%} of the answers"
+    )
+    head = initial_head(target, draft_ids)
+    trainer = Trainer(head, law_weight(target, draft_ids.to(target.device)), features, job.training, job.out)
+    if job.resume and trainer.resume():
+        view.say(f"resumed: {describe(trainer.curve[-1])}")
+    return trainer
+
+
+def _show_step(view: View, step: StepReport) -> None:
+    speed = step.tokens / max(step.elapsed_s, 1e-9)
+    view.advance(
+        step.progress,
+        f"step {step.step}, loss {step.loss:.3f}, acceptance {_rates(step.acceptance)}, {speed:.0f} tokens/s",
+    )
+
+
+def _report(job: TrainJob, folder: Path, conversations: Conversations, last: Point) -> dict[str, Any]:
+    """The trainer's report with its provenance, written back beside the head."""
+    path = job.out / "report.json"
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    report["provenance"] = {
+        "model": job.model,
+        "model_fingerprint": model_fingerprint(folder),
+        "data": Path(job.data).name,
+        "conversations": len(conversations),
+        "tokens": len(conversations.token_ids),
+        "torch": torch.__version__,
+        "threads": job.threads,
+        "dtype": job.dtype,
+        "device": job.device,
+    }
+    report["final"] = dataclasses.asdict(last)
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _plot(curve: list[Point], path: Path) -> bool:
+    """Acceptance per draft position over the tokens seen, as a PNG; False without matplotlib."""
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return False
+    figure = figures.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    tokens = [point.tokens / 1e6 for point in curve]
+    for position in range(len(curve[-1].held_out.acceptance)):
+        axes.plot(tokens, [point.held_out.acceptance[position] for point in curve], label=f"draft {position + 1}")
+    axes.set(xlabel="million tokens seen", ylabel="held-out acceptance, T = 1", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def _rates(values: tuple[float, ...]) -> str:
+    return "/".join(f"{value:.3f}" for value in values)

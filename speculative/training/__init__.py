@@ -1,0 +1,1 @@
+"""Trains draft heads on what the target itself writes."""

@@ -1,0 +1,345 @@
+"""Training of draft heads: what is trained on is what serving does, and training makes it better."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import NO_DRAFTS, settings
+from tiny_models import write_tiny_model
+from torch import Tensor
+from torch.nn import functional
+
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError
+from speculative.model.decoder import Decoder
+from speculative.model.eagle3 import Eagle3Head, load_eagle3
+from speculative.model.loading import load_decoder
+from speculative.training.data import ChatFrame, Conversations, write_answers, write_questions
+from speculative.training.eagle3 import (
+    TargetLaw,
+    draft_loss,
+    draft_vocabulary,
+    drafted_hidden,
+    initial_head,
+    law_weight,
+    make_batch,
+    step_weights,
+)
+from speculative.training.features import Features, PlainAttention, compute_features
+from speculative.training.loop import Point, Trainer, TrainingConfig
+
+VOCAB = 64
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose law is sharp enough to be guessed."""
+    return write_tiny_model(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> Decoder:
+    return load_decoder(target_folder, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def conversations(target_folder: Path) -> Conversations:
+    """Answers of the target to random prompts, in turn at T = 0, 1, 0.7 and 1."""
+    generator = np.random.default_rng(0)
+    prompts = [tuple(generator.integers(3, VOCAB, 3 + index % 4).tolist()) for index in range(64)]
+    config = settings(drafter=NO_DRAFTS, max_num_seqs=16, max_batched_tokens=128, kv_cache_tokens=2048)
+    return write_answers(EngineCore.load(target_folder, config), prompts, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def features(target: Decoder, conversations: Conversations, tmp_path_factory: pytest.TempPathFactory) -> Features:
+    return compute_features(target, conversations, tmp_path_factory.mktemp("features"), (0, 2, 3))
+
+
+@pytest.fixture
+def head(target: Decoder) -> Eagle3Head:
+    """Away from its start, so that every part of it matters."""
+    head = initial_head(target, draft_vocabulary(np.arange(VOCAB), 48))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return head
+
+
+class GrowingCache:
+    """The naive attention of one sequence: every row attends to all rows before it and itself."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, /) -> Tensor:
+        del layer
+        assert len(query) == 1
+        self.keys += key
+        self.values += value
+        repeat = query.shape[1] // key.shape[1]
+        keys, values = (torch.stack(rows).repeat_interleave(repeat, 1) for rows in (self.keys, self.values))
+        weights = (torch.einsum("hd,lhd->hl", query[0], keys) / query.shape[2] ** 0.5).softmax(-1)
+        return torch.einsum("hl,lhd->hd", weights, values)[None]
+
+    def truncate(self, length: int) -> None:
+        del self.keys[length:], self.values[length:]
+
+
+def naive_drafting(head: Eagle3Head, tokens: Tensor, aux: Tensor, first_row: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Draft as serving does, row after row: (step, position of the drafted token, logits), true tokens accepted."""
+    cache = GrowingCache()
+    for row in range(len(tokens) - 2):
+        cache.truncate(row)  # true features overwrite what was drafted
+        hidden = head.fuse(aux[row : row + 1])
+        for step in range(NUM_STEPS):
+            if row + 2 + step >= len(tokens) or (step and row < first_row):
+                break
+            position = torch.tensor([row + step])
+            hidden = head(tokens[row + 1 + step][None], hidden, position, cache)
+            if row >= first_row:
+                yield step, row + 2 + step, head.logits(hidden)[0]
+
+
+def test_training_sees_what_drafting_gives(head: Eagle3Head, features: Features) -> None:
+    which = [3, 11, 6]
+    batch = make_batch(features, which, torch.device("cpu"))
+    with torch.inference_mode():
+        trained = functional.linear(drafted_hidden(head, batch, NUM_STEPS), head.lm_head.weight)
+    first_target, seen = 0, 0
+    for index in which:
+        start = int(features.conversations.starts[index])
+        length, prompt = int(features.conversations.lengths[index]), int(features.conversations.prompt_lengths[index])
+        tokens = torch.from_numpy(features.conversations.token_ids[start : start + length]).long()
+        aux = features.aux[start : start + length].float()
+        with torch.inference_mode():
+            for step, position, logits in naive_drafting(head, tokens, aux, prompt - 1):
+                target = first_target + position - 1 - prompt
+                assert batch.next_ids[target] == tokens[position]
+                assert batch.depths[target] >= step
+                torch.testing.assert_close(trained[step, target], logits, atol=2e-5, rtol=2e-5)
+                seen += 1
+        first_target += length - 1 - prompt
+    assert first_target == len(batch.depths)
+    weights = step_weights(batch.depths, NUM_STEPS, 0.8)
+    assert seen == int((weights > 0).sum()), "every draft that counts was compared, and no other counts"
+
+
+def test_features_and_laws_are_the_targets(target: Decoder, features: Features) -> None:
+    conversations = features.conversations
+    start, length = int(conversations.starts[5]), int(conversations.lengths[5])
+    tokens = torch.from_numpy(conversations.token_ids[start : start + length]).long()
+    with torch.inference_mode():
+        hidden, aux = target.run(tokens, torch.arange(length), PlainAttention([length]), (0, 2, 3))
+        law = target.logits(hidden).log_softmax(-1)
+    batch = make_batch(features, [5], torch.device("cpu"))
+    torch.testing.assert_close(batch.aux, aux.bfloat16())
+    draft_ids = torch.tensor([1, 5, 40])
+    of_draft = TargetLaw.of(batch, law_weight(target, draft_ids)).log_probs(slice(None))
+    prompt = int(conversations.prompt_lengths[5])
+    torch.testing.assert_close(of_draft, law[prompt:-1, draft_ids], atol=0.1, rtol=0)  # kept in bfloat16
+    everything = TargetLaw.of(batch, law_weight(target, torch.arange(VOCAB)))
+    torch.testing.assert_close(everything.log_probs(slice(None)).logsumexp(-1), torch.zeros(length - 1 - prompt))
+
+
+def test_the_features_are_computed_once(target: Decoder, features: Features, tmp_path: Path) -> None:
+    some = features.conversations.first(4)
+    calls: list[tuple[int, int]] = []
+
+    def compute(data: Conversations, key: str = "a") -> Features:
+        return compute_features(
+            target, data, tmp_path, (0, 2, 3), model_key=key, progress=lambda *done: calls.append(done)
+        )
+
+    first = compute(some).aux.clone()
+    assert calls == [(4, 4)]
+    assert torch.equal(compute(some).aux, first)
+    assert len(calls) == 1
+    compute(some, key="another model")
+    compute(some.first(3), key="another model")
+    assert calls == [(4, 4), (4, 4), (3, 3)]
+    (tmp_path / "aux.bin").unlink()
+    assert torch.equal(compute(some.first(3), key="another model").aux, first[: int(some.lengths[:3].sum())])
+
+
+@pytest.mark.parametrize("mix", [0.0, 0.6, 1.0])
+def test_the_loss_and_its_gradient_are_the_plain_ones(target: Decoder, features: Features, mix: float) -> None:
+    batch = make_batch(features, range(3), torch.device("cpu"))
+    draft_ids = draft_vocabulary(np.arange(VOCAB), 40)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, len(batch.depths), 16, generator=generator, requires_grad=True)
+    weight = torch.randn(40, 16, generator=generator, requires_grad=True)
+    law = TargetLaw.of(batch, law_weight(target, draft_ids))
+    weights = step_weights(batch.depths, 2, 0.8)
+    loss, acceptance = draft_loss(hidden, weight, law, weights, mix)
+    (3 * loss).backward()
+    ours = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+
+    p, q = law.log_probs(slice(None)).exp(), functional.linear(hidden, weight).softmax(-1)
+    renormalised = p / p.sum(-1, keepdim=True)
+    kl = (renormalised * (renormalised / q).log()).sum(-1)
+    accepted = torch.minimum(p, q).sum(-1)
+    plain = (weights * ((1 - mix) * kl + mix * (1 - accepted))).sum()
+    (3 * plain).backward()
+    torch.testing.assert_close(loss, plain, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(acceptance, accepted, atol=1e-5, rtol=1e-5)
+    for one, other in zip(ours, (hidden.grad, weight.grad), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+def make_trainer(target: Decoder, features: Features, folder: Path, **changes: object) -> Trainer:
+    defaults = {"steps": 60, "tokens_per_step": 320, "held_out": 12, "low_precision": False, "warmup_steps": 5}
+    config = TrainingConfig(**{**defaults, "learning_rate": 3e-3, **changes})  # type: ignore[arg-type]
+    draft_ids = draft_vocabulary(features.conversations.answer_counts(VOCAB), 56)
+    head = initial_head(target, draft_ids)
+    return Trainer(head, law_weight(target, draft_ids), features, config, folder)
+
+
+@pytest.fixture(scope="module")
+def trained(target: Decoder, features: Features, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
+    folder = tmp_path_factory.mktemp("trained")
+    points: list[Point] = []
+    make_trainer(target, features, folder).run(on_point=points.append)
+    return folder, points
+
+
+def test_training_improves_held_out_acceptance(trained: tuple[Path, list[Point]]) -> None:
+    folder, points = trained
+    before, after = points[0].held_out, points[-1].held_out
+    assert points[-1].step == 60
+    for position in range(NUM_STEPS):
+        assert after.acceptance[position] > before.acceptance[position] + 0.05
+    assert after.length_t1 > before.length_t1 + 0.1
+    assert after.length_t0 > before.length_t0
+    report = json.loads((folder / "report.json").read_text())
+    assert [point["step"] for point in report["curve"]] == [0, 60]
+    assert report["curve"][-1]["held_out"]["acceptance"] == pytest.approx(after.acceptance)
+
+
+def test_what_is_trained_is_what_loads(
+    trained: tuple[Path, list[Point]], target: Decoder, features: Features, tmp_path: Path
+) -> None:
+    """The figures of the report are those of the saved head, drafting as serving does."""
+    folder, points = trained
+    head = load_eagle3(folder / "head", target, dtype=torch.float32, device="cpu")
+    held_out = make_trainer(target, features, tmp_path)._held_out_ids
+    matches: list[list[float]] = [[] for _ in range(NUM_STEPS)]
+    laws: list[list[float]] = [[] for _ in range(NUM_STEPS)]
+    for index in held_out:
+        start, length = int(features.conversations.starts[index]), int(features.conversations.lengths[index])
+        tokens = torch.from_numpy(features.conversations.token_ids[start : start + length]).long()
+        prompt, temperature = features.conversations.prompt_lengths[index], features.conversations.temperatures[index]
+        with torch.inference_mode():
+            hidden = target.run(tokens, torch.arange(length), PlainAttention([length]), ())[0]
+            p = target.logits(hidden).softmax(-1)[:, head.draft_ids]
+            aux = features.aux[start : start + length].float()
+            for step, position, logits in naive_drafting(head, tokens, aux, int(prompt) - 1):
+                if temperature == 1:
+                    laws[step].append(float(torch.minimum(p[position - 1], logits.softmax(-1)).sum()))
+                elif temperature == 0:
+                    matches[step].append(float(head.draft_ids[logits.argmax()] == tokens[position]))
+    told = points[-1].held_out
+    assert [np.mean(one) for one in laws] == pytest.approx(told.acceptance, abs=0.01)  # bfloat16 in the file
+    assert [np.mean(one) for one in matches] == pytest.approx(told.top1, abs=0.03)
+
+
+def test_a_resumed_training_ends_with_the_same_weights(target: Decoder, features: Features, tmp_path: Path) -> None:
+    whole = make_trainer(target, features, tmp_path / "whole", steps=8)
+    whole.run()
+
+    def stop(report: object) -> None:
+        if report.step == 5:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+    broken = make_trainer(target, features, tmp_path / "broken", steps=8, report_every_s=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        broken.run(on_step=stop)
+    resumed = make_trainer(target, features, tmp_path / "broken", steps=8)
+    assert not make_trainer(target, features, tmp_path / "none").resume()
+    assert resumed.resume()
+    assert resumed.run().step == 8
+    for (name, one), (_, other) in zip(whole.head.named_parameters(), resumed.head.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    one, other = ((tmp_path / name / "head" / "model.safetensors").read_bytes() for name in ("whole", "broken"))
+    assert one == other
+    steps = [point["step"] for point in json.loads((tmp_path / "broken" / "report.json").read_text())["curve"]]
+    assert steps == [0, 1, 2, 3, 4, 8]
+
+
+def test_a_checkpoint_of_another_head_is_refused(target: Decoder, features: Features, tmp_path: Path) -> None:
+    make_trainer(target, features, tmp_path, steps=1).run()
+    other_ids = torch.arange(56)
+    other = Trainer(
+        initial_head(target, other_ids),
+        law_weight(target, other_ids),
+        features,
+        TrainingConfig(steps=1),
+        tmp_path,
+    )
+    with pytest.raises(ConfigError, match="another draft vocabulary"):
+        other.resume()
+
+
+def test_low_precision_learns_too(target: Decoder, features: Features, tmp_path: Path) -> None:
+    points: list[Point] = []
+    make_trainer(target, features, tmp_path, steps=20, low_precision=True).run(on_point=points.append)
+    assert points[-1].held_out.acceptance[0] > points[0].held_out.acceptance[0] + 0.03
+
+
+def test_held_out_conversations_are_never_trained_on(target: Decoder, features: Features, tmp_path: Path) -> None:
+    trainer = make_trainer(target, features, tmp_path)
+    assert len(trainer._held_out_ids) == 12
+    assert not set(trainer._train_ids) & set(trainer._held_out_ids)
+    assert len(trainer._train_ids) + 12 <= len(features.conversations)
+
+
+def test_the_schedule_begins_with_kl_and_ends_with_acceptance() -> None:
+    config = TrainingConfig(steps=100, minutes=10.0)
+    assert [config.mix(share) for share in (0, 0.5, 0.75, 1)] == pytest.approx([0, 0, 0.45, 0.9])
+    assert config.progress(50, 0) == 0.5
+    assert config.progress(10, 570) == 0.95, "whichever end is nearer"
+    rates = [config.rate(step, step / 100) for step in (0, 49, 60, 99)]
+    assert rates[0] < rates[1] > rates[2] > rates[3] > 0
+    with pytest.raises(ConfigError, match="steps, or minutes"):
+        TrainingConfig()
+
+
+def test_data_is_written_by_the_target_itself(target_folder: Path, tmp_path: Path) -> None:
+    engine = EngineCore.load(target_folder, settings(drafter=NO_DRAFTS))
+    frame = ChatFrame.between([1, 8, 9, 30, 2, 5, 6], [1, 8, 9, 31, 32, 2, 5, 6])
+    assert frame == ChatFrame((1, 8, 9), (2, 5, 6))
+    questions = write_questions(engine, frame, 12, max_tokens=60, seed=3)
+    assert questions
+    for question in questions:
+        assert question[:3] == (1, 8, 9) and question[-3:] == (2, 5, 6)
+        assert len(question) > 6 and 2 not in question[3:-3]
+    assert len(set(questions)) == len(questions)
+    written = write_answers(engine, questions[:4], max_tokens=10, seed=9)
+    assert written.temperatures.tolist() == pytest.approx([0.0, 1.0, 0.7, 1.0][: len(written)])
+    written.save(tmp_path / "some.npz")
+    loaded = Conversations.load(tmp_path / "some.npz")
+    for field in dataclasses.fields(Conversations):
+        assert np.array_equal(getattr(loaded, field.name), getattr(written, field.name))
+    for index, question in enumerate(questions[:4]):
+        start = int(loaded.starts[index])
+        assert tuple(loaded.token_ids[start : start + loaded.prompt_lengths[index]]) == question
+
+
+def test_damaged_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Conversations.load(tmp_path / "none.npz")
+    np.savez(tmp_path / "part.npz", token_ids=np.zeros(3))
+    with pytest.raises(ConfigError, match="lengths"):
+        Conversations.load(tmp_path / "part.npz")
+    with pytest.raises(ConfigError, match="do not fit"):
+        Conversations.pack([(1, 2)], [(3,)], [0.0]).__class__(
+            np.zeros(5, np.int32), np.array([3]), np.array([2]), np.zeros(1, np.float32)
+        )
