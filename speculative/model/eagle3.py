@@ -281,6 +281,7 @@ def save_eagle3(head: Eagle3Head, folder: Path) -> None:
     tensors["t2d"] = torch.zeros(head.config.shape.vocab_size, dtype=torch.bool).scatter_(0, draft_ids, True)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
     config = head.config.to_json() | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
