@@ -208,6 +208,7 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that stopped it, when one did
     error: str | None = None  # set with FinishReason.ERROR
+    synthetic: bool = False  # made by a benchmark's verifier: the tokens are wrong on purpose
 
     @property
     def finished(self) -> bool:

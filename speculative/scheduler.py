@@ -244,6 +244,7 @@ class Scheduler:
             num_accepted=min(drawn.num_accepted, kept),
             num_cached_tokens=sequence.num_cached,
             queue_s=sequence.queue_s or 0.0,
+            synthetic=self._config.verifier == "synthetic",
             finish_reason=reason,
             stop_token_id=drawn.token_ids[kept - 1] if reason is FinishReason.STOP else None,
         )
