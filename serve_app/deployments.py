@@ -48,6 +48,7 @@ class EngineReplica:
         self.metrics = Metrics([RaySink(), self._buffer], model_name=config.model.served_name, pool=pool)
         self.backend: Backend = TorchBackend(config.model.source, config.model.served_name, config.engine_config(pool))
         self._tasks: set[asyncio.Task[None]] = set()
+        self._referee: DeploymentHandle[Any] | None = None
 
     async def start(self) -> ModelInfo:
         """Load the engine, and report to the referee from then on."""
@@ -65,8 +66,10 @@ class EngineReplica:
         task.add_done_callback(self._tasks.discard)
 
     def referee(self) -> DeploymentHandle[Any]:
-        """The app's one referee."""
-        return serve.get_deployment_handle(REFEREE, self._app_name)
+        """The app's one referee. The handle is kept: each has a router of its own."""
+        if self._referee is None:
+            self._referee = serve.get_deployment_handle(REFEREE, self._app_name)
+        return self._referee
 
     async def report(self) -> None:
         """Send what was counted since the last time."""
@@ -81,7 +84,10 @@ class EngineReplica:
     async def _report_forever(self) -> None:
         while True:
             await asyncio.sleep(_REPORT_EVERY_S)
-            await self.report()
+            try:
+                await self.report()
+            except Exception:  # whatever it was, the next report may get through
+                _logger.warning("metrics could not be reported", exc_info=True)
 
     async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
         """Teacher-forced raw logprobs of token_ids[first:], for the referee."""
@@ -216,9 +222,12 @@ class RefereeServer:
         pool = config.pool_names[0]
         replayer = "PrefillServer" if pool == "prefill" else "MonolithServer"
 
+        handles: list[DeploymentHandle[Any]] = []  # one, made when first needed: by then the replayer is there
+
         async def replay(token_ids: Sequence[int], first: int) -> list[float]:
-            handle = serve.get_deployment_handle(replayer, context.app_name)
-            return await handle.replay.remote(token_ids, first)  # type: ignore[no-any-return]
+            if not handles:
+                handles.append(serve.get_deployment_handle(replayer, context.app_name))
+            return await handles[0].replay.remote(token_ids, first)  # type: ignore[no-any-return]
 
         self._sums = PrometheusSink(source=context.replica_tag)
         metrics = Metrics([RaySink(), self._sums], model_name=config.model.served_name, pool=pool)
