@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 
+import hypothesis
 import pytest
 
 # Before anything imports torch: two OpenMP threads beside another busy process are far slower than one.
@@ -11,6 +12,11 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+# CI repeats itself; at a developer's desk new examples are looked for.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 LEFT_OUT_BY_DEFAULT = ("gpu", "slow")
 _deselected = pytest.StashKey[Counter[str]]()

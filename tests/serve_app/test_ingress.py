@@ -377,7 +377,7 @@ def test_a_stream_is_sent_as_events(server: Served) -> None:
 
 def test_events_arrive_while_the_engine_still_works(serve_fake: ServeFake) -> None:
     server = serve_fake(step_s=0.05)
-    body = {"model": "fake", "prompt": "a", "stream": True, "max_tokens": 31, "ignore_eos": True}
+    body = {"model": "fake", "prompt": "a", "stream": True, "max_tokens": 31, "ignore_eos": True, "seed": 1}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body) as response:
         lines = response.iter_lines()
         next(lines)
