@@ -59,8 +59,7 @@ class Layout:
 
     input_ids, positions, slots: [N] per row: the token, its position in its sequence, its slot in the KV cache.
     row_starts: [B + 1] first row of each entry, and N.
-    kv_lengths: [B] positions each entry attends to, its own rows included.
-    context_slots: per entry [kv_lengths[i]] slots of those positions.
+    context_slots: per entry, slots of all positions it attends to, its own rows included.
     verify_rows: [R] rows whose logits are needed to draw tokens, entry by entry.
     verify_entries: [R] the entry of each verify row, counted over the entries that draw.
     offsets: [R] its offset in its round.
@@ -72,7 +71,6 @@ class Layout:
     positions: Int64s
     slots: Int64s
     row_starts: Int64s
-    kv_lengths: Int64s
     context_slots: tuple[Int64s, ...]
     verify_rows: Int64s
     verify_entries: Int64s
@@ -94,10 +92,9 @@ def lay_out(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_si
     begins = np.array([entry.sequence.num_computed for entry in entries], np.int64)
     row_counts = known + counts
     row_starts = np.concatenate([[0], np.cumsum(row_counts)])
-    kv_lengths = begins + row_counts
     context_slots = tuple(
         block_slots(entry.sequence.blocks, length, block_size)
-        for entry, length in zip(entries, kv_lengths.tolist(), strict=True)
+        for entry, length in zip(entries, (begins + row_counts).tolist(), strict=True)
     )
     draws = np.array([entry.draws for entry in entries], bool)
     verify_counts = np.where(draws, counts + 1, 0)
@@ -110,7 +107,6 @@ def lay_out(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_si
         positions=np.repeat(begins, row_counts) + _ranges(row_counts),
         slots=np.concatenate([slots[begin:] for slots, begin in zip(context_slots, begins.tolist(), strict=True)]),
         row_starts=row_starts,
-        kv_lengths=kv_lengths,
         context_slots=context_slots,
         verify_rows=verify_rows,
         verify_entries=np.repeat(np.cumsum(draws) - 1, verify_counts),
