@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from speculative.request import TokenLogprobs
+from speculative.request import LawRow, TokenLogprobs
 from speculative.sequence import Sequence
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Drawn:
     token_ids: the accepted drafts and the token drawn after them.
     num_drafted, num_accepted: of this round.
     logprobs: one per token, when asked for.
-    fault: why nothing may be emitted (a non-finite row, say); then the rest is meaningless.
+    fault: which of `INVARIANTS` is broken, so that nothing may be emitted; then the rest is meaningless.
     """
 
     token_ids: tuple[int, ...]
@@ -171,14 +172,38 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """What a step tells of known tokens: their logprobs; and of a scoring request's, where they lie in its law."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    law: tuple[LawRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostTerms:
+    """The terms of a step's self-checks, summed up.
+
+    checks: the C self-checks that had any.
+    sums: [C, S + 4]: sums of log(1 + stake Z) for S stakes; then number, positive and negative parts, squares.
+    achievable: sum of sum(min(p, q)) over the draft positions that were reached.
+    """
+
+    checks: tuple[str, ...]
+    sums: Floats
+    achievable: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """The host copy of what a step decided.
 
     drawn: per entry; None where nothing was drawn (a prefill that goes on).
-    scores: per entry; logprobs of known tokens that a scoring request asked for.
+    scores: per entry; of known tokens that a scoring request, or one for its prompt's logprobs, asked for.
     expected_accepted: sum of the verifier's acceptance probability over the draft positions it reached.
+    terms: of the self-checks; None where nothing counted.
     """
 
     drawn: tuple[Drawn | None, ...]
-    scores: tuple[tuple[TokenLogprobs, ...], ...]
+    scores: tuple[Scored, ...]
     expected_accepted: float
+    terms: HostTerms | None = None

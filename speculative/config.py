@@ -8,6 +8,7 @@ from typing import Literal
 from speculative.errors import ConfigError
 
 VerifierName = Literal["token_wise", "block", "coupled", "synthetic"]
+WeightsName = Literal["auto", "bfloat16", "float32", "int8", "int4"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -18,10 +19,10 @@ class DrafterConfig:
     `ngram` looks for the longest suffix of `ngram_max` down to `ngram_min` tokens that occurred before, and drafts what
     followed it. `suffix` drafts what most often followed the longest suffix of up to `suffix_depth` tokens, in the
     sequence or in past outputs. `draft_model` is a smaller model of the same vocabulary, `eagle3` a head over the
-    target's hidden states.
+    hidden states of three of the target's layers, `mtp` a module over its last one.
     """
 
-    kind: Literal["none", "ngram", "suffix", "draft_model", "eagle3"] = "ngram"
+    kind: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = "ngram"
     model: str | None = None  # of a drafter that has weights: a folder, a catalogue name, or a hub id
     sampled: bool = True  # False = such a drafter always drafts its likeliest token
     num_draft_tokens: int = 4
@@ -38,9 +39,9 @@ class DrafterConfig:
         _check(1 <= self.ngram_min <= self.ngram_max, "drafter.ngram_min", "must lie between 1 and ngram_max")
         self._check_suffix()
         _check(
-            (self.model is not None) == (self.kind in ("draft_model", "eagle3")),
+            (self.model is not None) == (self.kind in ("draft_model", "eagle3", "mtp")),
             "drafter.model",
-            "belongs to the kinds draft_model and eagle3, which need it",
+            "belongs to the kinds draft_model, eagle3 and mtp, which need it",
         )
 
     def _check_suffix(self) -> None:
@@ -72,11 +73,13 @@ class EngineConfig:
     block_size: int = 16  # tokens a block
     prefix_caching: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: WeightsName = "auto"  # how the CPU keeps them; auto = as the checkpoint's source had them, else as `dtype`
     device: str = "auto"  # a CUDA device when there is one, else the CPU
     num_threads: int = 1  # CPU threads: the replica's share of the cores, never the machine's
     logprobs_mode: LogprobsMode = "raw_logprobs"
     verifier: VerifierName = "token_wise"  # requests that ask to be reproducible get the coupled one in any case
     synthetic_acceptance: float | None = None  # only in benchmarks, and only with the synthetic verifier
+    self_check_share: float = 0.5  # of the steps whose terms the self-checks take; invariants are checked in all
     benchmark: bool = False  # this engine serves nobody; what is wrong on purpose may be switched on
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
@@ -90,6 +93,7 @@ class EngineConfig:
             f"must be a multiple of block_size ({self.block_size})",
         )
         self._check_verifier()
+        _check(0 <= self.self_check_share <= 1, "self_check_share", "must lie between 0 and 1")
         tokens_per_round = 1 + self.drafter.max_drafts
         _check(
             self.max_batched_tokens >= self.max_num_seqs * tokens_per_round,
@@ -120,8 +124,16 @@ class EngineConfig:
 
 def models_folder(cache_dir: Path | None = None) -> Path:
     """Where fetched models live: `<cache>/models`, the cache being TRUESPEC_CACHE or ~/.cache/truespec."""
-    cache = cache_dir or Path(os.environ.get("TRUESPEC_CACHE") or Path.home() / ".cache" / "truespec")
-    return cache / "models"
+    return (cache_dir or _cache_folder()) / "models"
+
+
+def kernels_folder() -> Path:
+    """Where the CPU kernels that were compiled for this machine are kept: `<cache>/kernels`."""
+    return _cache_folder() / "kernels"
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("TRUESPEC_CACHE") or Path.home() / ".cache" / "truespec")
 
 
 def _check(holds: bool, name: str, rule: str) -> None:

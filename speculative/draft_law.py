@@ -19,6 +19,11 @@ class PointMass:
         del packed
         return (drafts >= 0).float()
 
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of any tokens [R], as many float32; 0 in bonus rows."""
+        del packed
+        return ((drafts >= 0) & (tokens == drafts)).float()
+
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
         del packed
@@ -41,6 +46,12 @@ class Dense:
         if self.probs.shape[0] == 0:  # nobody drafted in this step
             return torch.zeros_like(drafts, dtype=self.probs.dtype)
         return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), drafts.clamp(min=0)], 0.0)
+
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of any tokens [R], as many float32; 0 in bonus rows."""
+        if self.probs.shape[0] == 0:
+            return torch.zeros_like(tokens, dtype=self.probs.dtype)
+        return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), tokens], 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
@@ -70,6 +81,13 @@ class SubVocabulary:
             return torch.zeros_like(drafts, dtype=self.probs.dtype)
         own = self.probs.gather(1, self.columns[:, None])[:, 0]
         return torch.where(drafts >= 0, own[_within(packed, self.probs)], 0.0)
+
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of any tokens [R], as many float32; 0 in bonus rows and outside the part."""
+        if self.probs.shape[0] == 0:
+            return torch.zeros_like(tokens, dtype=self.probs.dtype)
+        matches = torch.where(self.ids == tokens[:, None], self.probs[_within(packed, self.probs)], 0.0)
+        return torch.where(drafts >= 0, matches.sum(dim=-1), 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""

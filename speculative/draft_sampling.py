@@ -25,6 +25,19 @@ class DrawnDrafts:
     probs: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRound:
+    """What the drafts of a round are drawn with: made once for all of them.
+
+    uniforms: [K, E] float64, one row for each draft of the round. coupled: [E] bool; None where no request is.
+    """
+
+    sequences: tuple[Sequence, ...]
+    rows: SamplingRows
+    uniforms: Tensor
+    coupled: Tensor | None
+
+
 class DraftSampler:
     """Draws from a drafter's vocabulary.
 
@@ -41,33 +54,35 @@ class DraftSampler:
         self._vocab_size = vocab_size
         self._sampled = sampled
         self._all_coupled = all_coupled
+        self._column_of: Tensor | None = None  # [V] int64, of each token that has one
+        if ids is not None:
+            self._column_of = ids.new_zeros(vocab_size).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
 
-    def draw(self, logits: Tensor, sequences: Sequences[Sequence], offset: int) -> DrawnDrafts:
+    def start_round(self, sequences: Sequences[Sequence], num_drafts: int, device: torch.device) -> DraftRound:
+        """What up to `num_drafts` drafts of each sequence are drawn with."""
+        coupled = [self._all_coupled or sequence.params.reproducible for sequence in sequences]
+        return DraftRound(
+            sequences=tuple(sequences),
+            rows=SamplingRows.build([sequence.params for sequence in sequences], self.width, device),
+            uniforms=_uniforms(sequences, num_drafts).to(device),
+            coupled=torch.tensor(coupled, device=device) if any(coupled) else None,
+        )
+
+    def draw(self, logits: Tensor, draft_round: DraftRound, offset: int) -> DrawnDrafts:
         """Draft number `offset` of the round of each sequence; logits is [E, W] float32."""
-        rows = SamplingRows.build([sequence.params for sequence in sequences], logits.shape[1], logits.device)
-        probs = target_probs(process(logits, rows), rows)
+        probs = target_probs(process(logits, draft_round.rows), draft_round.rows)
         if not self._sampled:
             columns = probs.argmax(dim=-1)
             return DrawnDrafts(columns, torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0))
-        columns = draw(probs, self._uniforms(sequences, offset).to(logits.device))
-        coupled = [self._all_coupled or sequence.params.reproducible for sequence in sequences]
-        if any(coupled):
-            which = torch.tensor(coupled, device=logits.device)
-            columns = torch.where(which, self._coupled_choice(probs, sequences, offset), columns)
+        columns = draw(probs, draft_round.uniforms[offset])
+        if draft_round.coupled is not None:
+            choice = self._coupled_choice(probs, draft_round.sequences, offset)
+            columns = torch.where(draft_round.coupled, choice, columns)
         return DrawnDrafts(columns, probs)
 
     def columns_of(self, tokens: Tensor) -> Tensor:
         """The columns [D] that stand for tokens [D] of the drafter's vocabulary."""
-        if self._ids is None:
-            return tokens
-        order = self._ids.argsort()
-        return order[torch.searchsorted(self._ids[order], tokens)]
-
-    def _uniforms(self, sequences: Sequences[Sequence], offset: int) -> Tensor:
-        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
-        rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
-        offsets = np.full_like(seeds, offset)
-        return torch.from_numpy(uniforms(seeds, rounds, offsets, np.full_like(seeds, Purpose.DRAFT)))
+        return tokens if self._column_of is None else self._column_of[tokens]
 
     def _coupled_choice(self, probs: Tensor, sequences: Sequences[Sequence], offset: int) -> Tensor:
         seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)
@@ -76,3 +91,12 @@ class DraftSampler:
             torch.from_numpy(seeds).to(probs.device), torch.from_numpy(positions).to(probs.device), self._vocab_size
         )
         return (probs.log() + (noise if self._ids is None else noise[:, self._ids])).argmax(dim=-1)
+
+
+def _uniforms(sequences: Sequences[Sequence], num_drafts: int) -> Tensor:
+    """[num_drafts, E] float64 in (0, 1)."""
+    seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+    rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
+    offsets = np.repeat(np.arange(num_drafts, dtype=np.uint64), len(seeds))
+    key = (np.tile(seeds, num_drafts), np.tile(rounds, num_drafts), offsets, np.full_like(offsets, Purpose.DRAFT))
+    return torch.from_numpy(uniforms(*key)).view(num_drafts, len(seeds))

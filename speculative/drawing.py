@@ -1,21 +1,33 @@
 """Draws the tokens of a step: logits to p, p and drafts to what is emitted, and the logprobs of it, on the device.
 
-One copy to the host ends it.
+One copy to the host ends it. On the way the self-checks take their terms, and look at every invariant of a row.
 """
+
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from speculative.adjustments import adjust
-from speculative.batch import Drawn, Int64s, Layout, row_contexts
+from speculative.batch import Drawn, Entry, HostTerms, Int64s, Layout, row_contexts
 from speculative.config import EngineConfig
 from speculative.constraint import Bools
 from speculative.draft_law import DraftLaw
 from speculative.logprobs import mode_matrix
-from speculative.outcome import copy_to_host, drawn_per_entry, emitted_at_rows, logprobs_to_host
+from speculative.outcome import copy_to_host, drawn_per_entry, emitted_at_rows, logprobs_to_host, terms_to_host
 from speculative.rng import Float64s, Purpose, uniforms
 from speculative.sampling import SamplingRows, process, target_probs
+from speculative.selfcheck.invariants import (
+    NUM_LOGITS_KINDS,
+    broken_rows,
+    forbidden_by_rules,
+    misplaced,
+    outside_filters,
+)
+from speculative.selfcheck.monitor import SelfCheck
+from speculative.selfcheck.terms import Scope, take_terms
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
 from speculative.verification.block import verify_block
 from speculative.verification.coupled import verify_coupled
@@ -24,20 +36,32 @@ from speculative.verification.synthetic import synthetic_verifier
 from speculative.verification.token_wise import verify_token_wise
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What a step drew: per drawing entry; and for all of them what was expected, and the terms of the self-checks."""
+
+    drawn: list[Drawn]
+    expected_accepted: float
+    terms: HostTerms | None
+
+
 class TokenDrawer:
     """Turns one step's logits into tokens, by the engine's verifier and each request's own parameters."""
 
-    def __init__(self, config: EngineConfig, device: torch.device, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: EngineConfig, device: torch.device, eos_token_ids: tuple[int, ...], self_check: SelfCheck
+    ) -> None:
+        self._self_check = self_check
+        self._verifier: Literal["token_wise", "block"] = "block" if config.verifier == "block" else "token_wise"
+        self._wrong_on_purpose = config.verifier == "synthetic"
         self._mode = config.logprobs_mode
         self._eos_token_ids = eos_token_ids
         self._device = device
         self.verify = _make_verifier(config)
         self._all_coupled = config.verifier == "coupled"
 
-    def draw(
-        self, layout: Layout, logits: Tensor, law: DraftLaw, masks: list[list[Bools] | None]
-    ) -> tuple[list[Drawn], float]:
-        """What each drawing entry emits, and how many drafts the verifier expected to accept.
+    def draw(self, layout: Layout, logits: Tensor, law: DraftLaw, masks: list[list[Bools] | None]) -> Draws:
+        """What each drawing entry emits.
 
         Args:
             layout: the step's rows.
@@ -48,22 +72,67 @@ class TokenDrawer:
         contexts = row_contexts(layout)
         rows = SamplingRows.build([context.sequence.params for context in contexts], logits.shape[-1], self._device)
         allowed = _masks_per_row(layout, masks)
-        processed = process(adjust(logits, contexts, allowed, self._eos_token_ids), rows)  # [R, V]
-        finite = torch.isfinite(processed.amax(dim=-1))  # NaN and +inf win the maximum, a row of -inf has none
+        adjusted = adjust(logits, contexts, allowed, self._eos_token_ids)
+        processed = process(adjusted, rows)  # [R, V]
         step = self._verify_input(layout, target_probs(processed, rows), law)
         verified = self._verify(layout, step)
         emitted = emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
-        verdicts = copy_to_host(verified, finite)
-        return drawn_per_entry(layout, verdicts, logprobs), verdicts.expected_accepted
+        outside = _outside_filters(adjusted, rows, emitted)
+        broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
+        if self._wrong_on_purpose:
+            broken = torch.where(broken <= NUM_LOGITS_KINDS, broken, 0)
+        checked = not self._wrong_on_purpose and self._self_check.due()
+        terms = self._terms(layout, step, verified, emitted) if checked else None
+        verdicts = copy_to_host(verified, broken)
+        drawn = self._check_on_host(layout, drawn_per_entry(layout, verdicts, logprobs), masks)
+        return Draws(drawn, verdicts.expected_accepted, terms)
 
     def _verify(self, layout: Layout, step: VerifyInput) -> VerifyOutput:
-        coupled = [self._all_coupled or entry.sequence.params.reproducible for entry in layout.drawing]
-        if all(coupled):
+        coupled = self._coupled(layout)
+        if coupled.all():
             return verify_coupled(step)
-        if not any(coupled):
+        if not coupled.any():
             return self.verify(step)
-        return verify_mixed(step, torch.tensor(coupled, device=self._device), verify_coupled, self.verify)
+        return verify_mixed(step, torch.from_numpy(coupled).to(self._device), verify_coupled, self.verify)
+
+    def _coupled(self, layout: Layout) -> Bools:
+        """[E] which entries the coupled verifier judges."""
+        return np.array([self._all_coupled or entry.sequence.params.reproducible for entry in layout.drawing])
+
+    # -- self-checks --------------------------------------------------------------------------------------------
+
+    def _terms(self, layout: Layout, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> HostTerms:
+        counted = self._self_check.counted([entry.sequence for entry in layout.drawing])
+        coupled = self._coupled(layout)
+        scope = Scope(
+            verifier=self._verifier,
+            judged_rows=self._on_device(np.flatnonzero(layout.drafts >= 0)),
+            counted=torch.from_numpy(counted).to(self._device),
+            coupled=torch.from_numpy(coupled).to(self._device),
+            any_coupled=bool(coupled.any()),
+            all_coupled=bool(coupled.all()),
+        )
+        return terms_to_host(take_terms(step, verified, emitted, scope))
+
+    def _check_on_host(self, layout: Layout, drawn: list[Drawn], masks: list[list[Bools] | None]) -> list[Drawn]:
+        wrong = misplaced(layout)
+        checked = []
+        for index, (entry, one) in enumerate(zip(layout.drawing, drawn, strict=True)):
+            fault = one.fault
+            if fault is None and not 0 <= len(one.token_ids) - 1 == one.num_accepted <= one.num_drafted:
+                fault = "conservation"
+            if fault is None and wrong[index]:
+                fault = "positions"
+            if fault is None and self._forbidden(entry, one, masks[index]):
+                fault = "support"
+            checked.append(one if fault is one.fault else replace(one, fault=fault))
+        return checked
+
+    def _forbidden(self, entry: Entry, drawn: Drawn, masks: list[Bools] | None) -> bool:
+        if self._wrong_on_purpose:
+            return False
+        return forbidden_by_rules(entry, drawn.token_ids, masks, self._eos_token_ids)
 
     def _verify_input(self, layout: Layout, probs: Tensor, law: DraftLaw) -> VerifyInput:
         sequences = [entry.sequence for entry in layout.drawing]
@@ -98,6 +167,15 @@ def _make_verifier(config: EngineConfig) -> Verifier:
         return synthetic_verifier(config.synthetic_acceptance)
     verifiers = {"token_wise": verify_token_wise, "block": verify_block, "coupled": verify_coupled}
     return verifiers[config.verifier]
+
+
+def _outside_filters(adjusted: Tensor, rows: SamplingRows, emitted: Tensor) -> Tensor:
+    """[R] bool: rows whose token lies outside the filters of its request."""
+    outside = torch.zeros_like(rows.greedy)
+    if rows.filters is not None:
+        which = rows.filters.rows
+        outside[which] = outside_filters(adjusted[which], rows.temperature[which], rows.filters, emitted[which])
+    return outside
 
 
 def _masks_per_row(layout: Layout, masks: list[list[Bools] | None]) -> list[Bools | None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculative.batch import Batch, Drawn, Entry, Int64s, Layout, StepOutcome, block_slots, lay_out
+from speculative.batch import Batch, Drawn, Entry, Int64s, Layout, Scored, StepOutcome, block_slots, lay_out
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.constraint import Bools, ConstraintMaker, TokenConstraint
 from speculative.contract import LogprobContract
@@ -21,6 +21,7 @@ from speculative.draft_length import make_draft_length
 from speculative.draft_sampling import DraftSampler
 from speculative.drafters.draft_model import DecoderDraftModel
 from speculative.drafters.eagle3 import Eagle3DraftModel
+from speculative.drafters.mtp import MtpDraftModel
 from speculative.drafters.ngram import NgramDrafter
 from speculative.drafters.suffix import SuffixDrafter
 from speculative.drafting import Drafter, DraftOutput, NoDrafter, constrain
@@ -32,11 +33,13 @@ from speculative.logprobs import gather_logprobs, mode_matrix
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
-from speculative.model.loading import load_decoder, resolve_model
+from speculative.model.loading import choose_weights, load_decoder, resolve_model
 from speculative.model_drafting import DraftModel, ModelDrafter
-from speculative.request import Request, Structure, TokenDelta, TokenLogprobs
+from speculative.request import LawRow, Request, Speculation, Structure, TokenDelta, TokenLogprobs
 from speculative.runner import ModelRunner
 from speculative.scheduler import Scheduler
+from speculative.selfcheck.law_rows import law_rows
+from speculative.selfcheck.monitor import SelfCheck
 from speculative.sequence import Phase, Sequence
 from speculative.stats import EngineUsage, StepStats
 
@@ -87,7 +90,8 @@ class EngineCore:
         self.scheduler = Scheduler(
             config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
         )
-        self.drawer = TokenDrawer(config, self.device, model.eos_token_ids)
+        self.self_check = SelfCheck(config.self_check_share)
+        self.drawer = TokenDrawer(config, self.device, model.eos_token_ids, self.self_check)
         cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
         self.runner = ModelRunner(decoder, cache, self.device)
         self.drafter: Drafter = (
@@ -119,9 +123,11 @@ class EngineCore:
         """
         torch.set_num_threads(config.num_threads)
         model = ModelConfig.from_folder(folder)
-        decoder = load_decoder(folder, dtype=getattr(torch, config.dtype), device=resolve_device(config.device))
+        device = resolve_device(config.device)
+        weights = choose_weights(config.weights, folder, dtype=config.dtype, device=device)
+        decoder = load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=weights)
         draft_model = _load_draft_model(folder, config, decoder)
-        return cls(decoder, model, config, model_fingerprint(folder), make_constraint, draft_model)
+        return cls(decoder, model, config, model_fingerprint(folder, weights=weights), make_constraint, draft_model)
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -141,7 +147,7 @@ class EngineCore:
         tokens = (*request.prompt_token_ids, *emitted)
         self._check(request, tokens)
         constraint = self._constraint(request)
-        self.scheduler.add(Sequence(request, hold_after=hold_after, tokens=tokens, constraint=constraint))
+        self._admit(Sequence(request, hold_after=hold_after, tokens=tokens, constraint=constraint))
 
     def insert(self, request: Request, blob: Blob) -> None:
         """Go on from a handoff.
@@ -163,7 +169,7 @@ class EngineCore:
         )
         if isinstance(self.drafter, ModelDrafter):
             self.drafter.check_sections(sequence, state.extra)
-        self.scheduler.add(sequence)
+        self._admit(sequence)
 
     def export(self, request_id: str) -> Blob:
         """Take a held request out, as bytes that another engine can insert. Its blocks become free.
@@ -206,6 +212,14 @@ class EngineCore:
         if self._make_constraint is None:
             raise InvalidRequest("response_format", "This engine was started without support for structured output.")
         return self._make_constraint(structure)
+
+    def set_speculation(self, speculation: Speculation) -> None:
+        """Who may draft from the next step on; what is under way goes on, and its law stays as it is."""
+        self.scheduler.speculation = speculation
+
+    def distrust(self) -> None:
+        """Drop everything that was computed, as if it were damaged; running requests are computed again."""
+        self.scheduler.distrust()
 
     @property
     def has_work(self) -> bool:
@@ -259,12 +273,12 @@ class EngineCore:
             layout = lay_out(batch.entries, draft.counts, draft.token_ids, self.config.block_size)
             hidden = self._forward(batch, layout)
             drawn: Iterator[Drawn] = iter(())
-            expected = 0.0
+            expected, terms = 0.0, None
             if layout.drawing:
                 logits = self.runner.logits(hidden[self._on_device(layout.verify_rows)])  # [R, V]
                 masks = [proposal.masks.get(index) for index, entry in enumerate(batch.entries) if entry.draws]
-                all_drawn, expected = self.drawer.draw(layout, logits, draft.law, masks)
-                drawn = iter(all_drawn)
+                draws = self.drawer.draw(layout, logits, draft.law, masks)
+                drawn, expected, terms = iter(draws.drawn), draws.expected_accepted, draws.terms
             return StepOutcome(
                 drawn=tuple(next(drawn) if entry.draws else None for entry in batch.entries),
                 scores=tuple(
@@ -272,6 +286,7 @@ class EngineCore:
                     for entry, start in zip(batch.entries, layout.row_starts[:-1].tolist(), strict=True)
                 ),
                 expected_accepted=expected,
+                terms=terms,
             )
 
     def _forward(self, batch: Batch, layout: Layout) -> Tensor:
@@ -282,8 +297,8 @@ class EngineCore:
         self.drafter.observe(batch, layout, features)
         return hidden
 
-    def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
-        """Logprobs of the known tokens that this entry's rows predict and its request wants told."""
+    def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> Scored:
+        """What is to be told of the known tokens that this entry's rows predict."""
         sequence = entry.sequence
         wanted = sequence.scored_positions
         begin = max(wanted.start - 1, sequence.num_computed)
@@ -291,17 +306,26 @@ class EngineCore:
         mode = "raw_logprobs" if sequence.scores_only else self.config.logprobs_mode
         num_top = sequence.params.prompt_logprobs or 0
         offset = row_start - sequence.num_computed
-        scores: list[TokenLogprobs] = []
+        logprobs: list[TokenLogprobs] = []
+        law: list[LawRow] = []
         for start in range(begin, end, _SCORED_ROWS_AT_ONCE):
             stop = min(start + _SCORED_ROWS_AT_ONCE, end)
             token_ids = sequence.tokens[start + 1 : stop + 1]
             logits = self.runner.logits(hidden[offset + start : offset + stop])
             matrix = mode_matrix(mode, logits, logits)  # nothing is drawn here, so nothing processes it
             host = gather_logprobs(matrix, torch.tensor(token_ids, device=self.device), num_top).to_host()
-            scores.extend(host.entry(row, token, num_top) for row, token in enumerate(token_ids))
-        return tuple(scores)
+            logprobs.extend(host.entry(row, token, num_top) for row, token in enumerate(token_ids))
+            if sequence.scores_only:
+                constraint = self._constraint(sequence.request)
+                law.extend(law_rows(logits, sequence.request, start + 1, constraint, self.model.eos_token_ids))
+        return Scored(tuple(logprobs), tuple(law))
 
     # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _admit(self, sequence: Sequence) -> None:
+        if not sequence.scores_only:
+            self.self_check.admit(sequence, self.stats)
+        self.scheduler.add(sequence)
 
     def _restore(self, admitted: Tokens[Sequence]) -> None:
         """Write what was computed elsewhere into the blocks of sequences that came by handoff."""
@@ -319,11 +343,21 @@ class EngineCore:
     def _record(self, batch: Batch, outcome: StepOutcome) -> None:
         self.stats.num_steps += 1
         self.stats.expected_accepted += outcome.expected_accepted
+        if outcome.terms is not None:
+            self.self_check.take(outcome.terms, self.stats)
+        drafted, accepted = self.stats.num_drafted, self.stats.num_accepted
         for entry, drawn in zip(batch.entries, outcome.drawn, strict=True):
             if drawn is None or entry.num_known > 1:
                 self.stats.num_prompt_tokens += entry.num_known
             if drawn is not None and drawn.fault is None:
                 self.stats.count_round(drawn.num_drafted, drawn.num_accepted)
+                if entry.sequence.params.tells_logprobs:
+                    self.stats.num_rounds_with_logprobs += 1
+                    self.stats.num_drafted_with_logprobs += drawn.num_drafted
+                drafted += drawn.num_drafted
+                accepted += drawn.num_accepted
+        if (drafted, accepted) != (self.stats.num_drafted, self.stats.num_accepted):
+            self.stats.count_violation("metrics")
 
     def _forget(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
@@ -396,6 +430,8 @@ def _load_draft_model(folder: Path, config: EngineConfig, target: Decoder) -> Dr
     source, dtype = resolve_model(config.drafter.model), getattr(torch, config.dtype)
     if config.drafter.kind == "eagle3":
         return Eagle3DraftModel.load(source, target, dtype=dtype, device=target.device)
+    if config.drafter.kind == "mtp":
+        return MtpDraftModel.load(source, target, dtype=dtype, device=target.device)
     return DecoderDraftModel.load(source, folder, dtype=dtype, device=target.device)
 
 

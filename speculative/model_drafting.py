@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import AttentionRows, Batch, Entry, Layout, block_slots
+from speculative.batch import AttentionRows, Batch, Entry, Int64s, Layout, block_slots
 from speculative.draft_law import Dense, DraftLaw, SubVocabulary
 from speculative.draft_sampling import DraftSampler
 from speculative.drafting import DraftOutput
@@ -35,7 +35,8 @@ class DraftModel(Protocol):
     """A model that drafts.
 
     name: what its state in a handoff must have been made with.
-    capture: the target's layers whose inputs it reads; () where it reads none. num_features: numbers a position.
+    capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
+        reads none. num_features: numbers a position.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
     """
 
@@ -65,6 +66,7 @@ class _State:
     admission: int
     num_computed: int  # rows below it are there, with true inputs
     features: list[tuple[int, Tensor]] = field(default_factory=list)  # (position, [n, F]); later ones are truer
+    num_marked: int = 0  # first blocks that are known to be marked
     drafted_after: int = 0  # tokens at the start of the last round, and what was drafted in it
     drafted: list[int] = field(default_factory=list)
 
@@ -209,18 +211,19 @@ class ModelDrafter:
         if not jobs:
             return self._cache.data.new_empty((0, 0))
         tokens = [token for seq, _, start, stop in jobs for token in seq.tokens[start:stop]]
-        spans = [(seq, start, stop) for seq, _, start, stop in jobs]
+        spans = [(start, stop) for _, _, start, stop in jobs]
+        slots = [block_slots(seq.blocks, stop, self._block_size) for seq, _, _, stop in jobs]
         if self.capture:
             features = torch.cat([self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs])
             inputs = self.model.fuse(features)
         else:
             inputs = self._cache.data.new_empty((len(tokens), 0))
-        hidden = self._run(torch.tensor(tokens, device=self._device), inputs, spans)
+        hidden = self._run(torch.tensor(tokens, device=self._device), inputs, spans, slots)
         for sequence, state, _, upto in jobs:
             state.num_computed = upto
             self._mark(sequence, state)
             self._trim(state)
-        lasts = np.cumsum([stop - start for _, start, stop in spans]) - 1
+        lasts = np.cumsum([stop - start for start, stop in spans]) - 1
         return hidden[torch.from_numpy(lasts).to(self._device)]
 
     def _keep_what_was_right(self, state: _State, sequence: Sequence) -> None:
@@ -259,9 +262,10 @@ class ModelDrafter:
 
     def _mark(self, sequence: Sequence, state: _State) -> None:
         """Mark the full blocks whose rows are all there now, and keep what the row behind each of them will need."""
-        for index in range(min(state.num_computed, sequence.num_computed) // self._block_size):
+        for index in range(state.num_marked, min(state.num_computed, sequence.num_computed) // self._block_size):
             block = sequence.blocks[index]
             if self._pool.is_marked(block):
+                state.num_marked += index == state.num_marked
                 continue
             edge = (index + 1) * self._block_size - 1
             if self.capture:
@@ -279,9 +283,12 @@ class ModelDrafter:
         drafts: list[list[int]] = [[] for _ in entries]
         probs: list[list[Tensor]] = [[] for _ in entries]
         active = list(range(len(entries)))
-        for offset in range(max(entry.max_drafts for entry in entries)):
-            sequences = [entries[index].sequence for index in active]
-            drawn = self._sampler.draw(self.model.logits(hidden), sequences, offset)
+        most = max(entry.max_drafts for entry in entries)
+        sequences = [entry.sequence for entry in entries]
+        draft_round = self._sampler.start_round(sequences, most, self._device)
+        slots = [block_slots(seq.blocks, len(seq.tokens) + most - 1, self._block_size) for seq in sequences]
+        for offset in range(most):
+            drawn = self._sampler.draw(self.model.logits(hidden), draft_round, offset)
             tokens = drawn.columns if self.model.ids is None else self.model.ids[drawn.columns]
             for row, (index, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
                 drafts[index].append(token)
@@ -289,24 +296,25 @@ class ModelDrafter:
             going_on = [row for row, index in enumerate(active) if entries[index].max_drafts > offset + 1]
             if not going_on:
                 break
-            active = [active[row] for row in going_on]
-            spans = [
-                (seq, len(seq.tokens) + offset, len(seq.tokens) + offset + 1)
-                for seq in (entries[index].sequence for index in active)
-            ]
-            hidden = self._run(tokens[going_on], hidden[going_on], spans)
+            if len(going_on) < len(active):
+                active = [active[row] for row in going_on]
+                sequences, slots = [sequences[row] for row in going_on], [slots[row] for row in going_on]
+                draft_round = self._sampler.start_round(sequences, most, self._device)
+                tokens, hidden = tokens[going_on], hidden[going_on]
+            spans = [(len(seq.tokens) + offset, len(seq.tokens) + offset + 1) for seq in sequences]
+            hidden = self._run(tokens, hidden, spans, [own[:stop] for own, (_, stop) in zip(slots, spans, strict=True)])
         return drafts, probs
 
-    def _run(self, tokens: Tensor, hidden: Tensor, spans: Sequences[tuple[Sequence, int, int]]) -> Tensor:
-        """Run rows start..stop of each (sequence, start, stop), packed."""
-        slots = [block_slots(seq.blocks, stop, self._block_size) for seq, _, stop in spans]
-        counts = [stop - start for _, start, stop in spans]
+    def _run(
+        self, tokens: Tensor, hidden: Tensor, spans: Sequences[tuple[int, int]], slots: Sequences[Int64s]
+    ) -> Tensor:
+        """Run positions start..stop of some sequences, packed; `slots` are those of each one's first `stop`."""
         rows = AttentionRows(
-            slots=np.concatenate([own[start:] for own, (_, start, _) in zip(slots, spans, strict=True)]),
-            row_starts=np.cumsum([0, *counts]),
+            slots=np.concatenate([own[start:] for own, (start, _) in zip(slots, spans, strict=True)]),
+            row_starts=np.cumsum([0, *(stop - start for start, stop in spans)]),
             context_slots=tuple(own[self._first_row :] for own in slots),
         )
-        positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans]) - self._first_row
+        positions = np.concatenate([np.arange(start, stop) for start, stop in spans]) - self._first_row
         attend = StepAttention(self._cache, rows, self._device)
         return self.model.run(tokens, hidden, torch.from_numpy(positions).to(self._device), attend)
 

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import Drawn, Layout
+from speculative.batch import Drawn, HostTerms, Layout
 from speculative.logprobs import HostLogprobs, gather_logprobs
+from speculative.selfcheck.invariants import ROW_KINDS
+from speculative.selfcheck.terms import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -21,18 +23,23 @@ class Verdicts:
 
     num_accepted: Array
     token_ids: Array
-    finite: Array  # per verify row: whether its logits were numbers
+    broken: Array  # per verify row: 1 + the index into ROW_KINDS of the invariant it breaks, or 0
     expected_accepted: float
 
 
-def copy_to_host(verified: VerifyOutput, finite: Tensor) -> Verdicts:
+def copy_to_host(verified: VerifyOutput, broken: Tensor) -> Verdicts:
     """Copy what was decided."""
     return Verdicts(
         num_accepted=verified.num_accepted.cpu().numpy(),
         token_ids=verified.token_ids.cpu().numpy(),
-        finite=finite.cpu().numpy(),
+        broken=broken.cpu().numpy(),
         expected_accepted=float(verified.expected_accepted.nan_to_num().sum()),  # a faulty row counts nothing
     )
+
+
+def terms_to_host(terms: Terms) -> HostTerms:
+    """Copy the terms of the self-checks."""
+    return HostTerms(terms.checks, terms.sums.cpu().numpy(), float(terms.achievable))
 
 
 def emitted_at_rows(verified: VerifyOutput, step: VerifyInput) -> Tensor:
@@ -69,6 +76,7 @@ def drawn_per_entry(layout: Layout, verdicts: Verdicts, logprobs: HostLogprobs |
     for index, entry in enumerate(layout.drawing):
         count, accepted = int(layout.draft_counts[index]), int(verdicts.num_accepted[index])
         rows = range(first_row, first_row + accepted + 1)
+        broken = verdicts.broken[first_row : first_row + count + 1]
         token_ids = (*layout.drafts[first_row : first_row + accepted].tolist(), int(verdicts.token_ids[index]))
         params = entry.sequence.params
         entries = None
@@ -77,9 +85,7 @@ def drawn_per_entry(layout: Layout, verdicts: Verdicts, logprobs: HostLogprobs |
             entries = tuple(
                 logprobs.entry(row, token, num_top, scored_ids) for row, token in zip(rows, token_ids, strict=True)
             )
-        fault = None
-        if not verdicts.finite[rows.start : rows.stop].all():  # a row behind a rejected draft decided nothing
-            fault = "The logits were not finite, or the request's rules left no token; none was drawn."
+        fault = ROW_KINDS[broken[broken > 0].min() - 1] if broken.any() else None
         drawn.append(Drawn(token_ids, count, accepted, entries, fault))
         first_row += count + 1
     return drawn

@@ -12,6 +12,7 @@ from speculative.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_SCORED_IDS = 1024
 MAX_SEED = 2**64 - 1
+SURPRISAL_CLIP_NATS = 10.0
 
 
 class FinishReason(enum.StrEnum):
@@ -30,6 +31,14 @@ class TokenKind(enum.StrEnum):
     ACCEPTED = "accepted"  # a draft that survived verification
     RECOVERED = "recovered"  # drawn from the residual law after a rejected draft
     BONUS = "bonus"  # follows when every draft survived (or when nothing was drafted)
+
+
+class Speculation(enum.StrEnum):
+    """Who may draft at the moment; nobody's law of tokens depends on it."""
+
+    ON = "on"
+    CANARY = "canary"  # only requests that are marked as canaries
+    OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +166,8 @@ class Request:
 
     `seed` names the request's random streams; without one a fresh seed is drawn, so two unseeded requests
     never share a stream. With `score_from` the request is teacher-forced: nothing is drawn, and its one delta carries
-    the raw logprobs of prompt_token_ids[score_from:].
+    the raw logprobs of prompt_token_ids[score_from:], and where these tokens lie in the law that `params` make of the
+    model's. A `canary` is a request of the server's own: it drafts where speculation is on trial, too.
     """
 
     request_id: str
@@ -165,6 +175,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = field(default_factory=lambda: secrets.randbits(64))
     score_from: int | None = None
+    canary: bool = False
 
     def __post_init__(self) -> None:
         _require(bool(self.prompt_token_ids), "prompt", "must hold at least one token", [])
@@ -189,6 +200,21 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class LawRow:
+    """What a teacher-forced pass says of one token: its place in the law p that the request's parameters make.
+
+    Surprisals are nats, clipped at SURPRISAL_CLIP_NATS. Of a greedy request only `gap` tells something.
+    """
+
+    probability: float  # p(y)
+    expected_probability: float  # sum(p^2), its mean where y is drawn from p
+    surprisal: float  # -log p(y)
+    expected_surprisal: float  # its mean
+    gap: float  # nats by which y is less likely than the likeliest token
+    outside: float  # nats by which y lies outside the filters; 0 = inside, inf = forbidden by a rule or the structure
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """What one step added to one request: the accepted run and the token after it.
 
@@ -205,8 +231,10 @@ class TokenDelta:
     num_accepted: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     queue_s: float = 0.0  # how long the request waited for its first blocks
+    preempted: bool = False  # the request had lost its blocks, and had them computed again
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that stopped it, when one did
+    law: tuple[LawRow, ...] | None = None  # of a teacher-forced request: one a scored token
     error: str | None = None  # set with FinishReason.ERROR
     synthetic: bool = False  # made by a benchmark's verifier: the tokens are wrong on purpose
 

@@ -16,9 +16,9 @@ from speculative.config import EngineConfig
 from speculative.contract import LogprobContract
 from speculative.draft_length import DraftLength, StaticLength
 from speculative.kv_cache import BlockPool
-from speculative.request import FinishReason, Request, TokenDelta, TokenKind
+from speculative.request import FinishReason, Request, Speculation, TokenDelta, TokenKind
 from speculative.sequence import Phase, Sequence
-from speculative.stats import LOGPROB_RULES, EngineUsage, StepStats
+from speculative.stats import INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
 from speculative.waiting import WaitingLine
 
 
@@ -51,6 +51,8 @@ class Scheduler:
         self._contract = contract
         self.draft_length = draft_length or StaticLength()
         self.drafter_reads_features = False
+        self.speculation = Speculation.ON
+        self._canaries_turn = False
         self._live: dict[str, Sequence] = {}  # everything below, by request id
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # oldest first
@@ -107,7 +109,8 @@ class Scheduler:
         """Choose this step's work and give it its blocks. None when there is nothing to compute."""
         self._make_room()
         admitted = self._admit()
-        decoding = [seq for seq in self._running if seq.decoding]
+        running = self._turn()
+        decoding = [seq for seq in running if seq.decoding]
         self.draft_length.plan(decoding)
         budget = self._config.max_batched_tokens - len(decoding)
         entries = []
@@ -115,13 +118,22 @@ class Scheduler:
             max_drafts = self._fit_drafts(sequence, budget)
             budget -= max_drafts
             entries.append(Entry(sequence, num_known=1, max_drafts=max_drafts, draws=True))
-        for sequence in sorted(self._running, key=lambda seq: seq.scores_only):
+        for sequence in sorted(running, key=lambda seq: seq.scores_only):
             if not sequence.decoding and budget > 0:
                 chunk = min(sequence.num_to_compute, budget)
                 budget -= chunk
                 draws = sequence.num_computed + chunk == len(sequence.tokens)
                 entries.append(Entry(sequence, num_known=chunk, max_drafts=0, draws=draws))
         return Batch(tuple(entries), admitted) if entries or admitted else None
+
+    def _turn(self) -> list[Sequence]:
+        """Who is computed in this step. Canaries and the others take turns: where speculation is wrong, a step that
+        they shared could be wrong for all of them."""
+        canaries = [sequence for sequence in self._running if sequence.request.canary]
+        if not canaries or len(canaries) == len(self._running):
+            return self._running
+        self._canaries_turn = not self._canaries_turn
+        return canaries if self._canaries_turn else [seq for seq in self._running if not seq.request.canary]
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
@@ -184,17 +196,31 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
         """How many drafts fit: the one place where the drafter's setting, the request's own choice, what pays, the
         length limits, the token budget and the free blocks meet, for each sequence on its own."""
-        most = self._config.drafter.max_drafts if sequence.params.speculate else 0
+        most = self._config.drafter.max_drafts if self._may_draft(sequence) else 0
         wanted = self.draft_length.max_drafts(sequence, most)
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
         while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1
         return max(fits, 0)
 
+    def _may_draft(self, sequence: Sequence) -> bool:
+        on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
+        return sequence.params.speculate and (self.speculation is Speculation.ON or on_trial)
+
+    def distrust(self) -> None:
+        """Drop what was computed: all running sequences begin again from their tokens, and the prefix cache is empty.
+
+        Held ones stay: they wait for nothing but their export.
+        """
+        for sequence in reversed(tuple(self._running)):
+            self._preempt(sequence)
+        self.pool.drop_prefixes()
+
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._free(sequence)
         sequence.prompt_logprobs.clear()  # they are computed again
+        sequence.law.clear()
         sequence.phase = Phase.WAITING
         self._waiting.push_in(sequence)
         self.stats.num_preemptions += 1
@@ -217,7 +243,8 @@ class Scheduler:
         """Write what the step decided into its sequences; the deltas go to whoever asked."""
         deltas = []
         for entry, drawn, scores in zip(batch.entries, outcome.drawn, outcome.scores, strict=True):
-            entry.sequence.prompt_logprobs.extend(scores)
+            entry.sequence.prompt_logprobs.extend(scores.logprobs)
+            entry.sequence.law.extend(scores.law)
             delta = self._advance(entry, drawn)
             if delta is not None:
                 delta = self._checked(delta, entry.sequence.request)
@@ -232,7 +259,7 @@ class Scheduler:
             sequence.advance(num_computed)
             return self._finish_scoring(sequence) if sequence.scores_only else self._tell_held(sequence)
         if drawn.fault is not None:
-            return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=drawn.fault)
+            return self._broken(sequence, drawn.fault)
         kept, reason = self._until_stop(sequence, drawn.token_ids)
         delta = TokenDelta(
             request_id=sequence.request.request_id,
@@ -244,12 +271,33 @@ class Scheduler:
             num_accepted=min(drawn.num_accepted, kept),
             num_cached_tokens=sequence.num_cached,
             queue_s=sequence.queue_s or 0.0,
+            preempted=sequence.admission > 1,
             synthetic=self._config.verifier == "synthetic",
             finish_reason=reason,
             stop_token_id=drawn.token_ids[kept - 1] if reason is FinishReason.STOP else None,
         )
+        length = len(sequence.tokens)
         sequence.advance(num_computed + drawn.num_accepted, delta.token_ids)
-        return delta
+        kind = self._breach(sequence, delta, length)
+        return delta if kind is None else self._broken(sequence, kind)
+
+    def _breach(self, sequence: Sequence, delta: TokenDelta, length: int) -> str | None:
+        """Which invariant a sequence breaks that had `length` tokens before this delta; None when it keeps them."""
+        if any(self._ends(sequence, token) for token in delta.token_ids[:-1]):
+            return "stop"
+        adds_up = (
+            len(sequence.tokens) == length + len(delta.token_ids)
+            and sequence.num_computed == len(sequence.tokens) - 1
+            and sequence.num_computed <= len(sequence.blocks) * self._config.block_size
+            and sequence.num_output <= sequence.params.max_tokens
+        )
+        return None if adds_up else "conservation"
+
+    def _broken(self, sequence: Sequence, kind: str) -> TokenDelta:
+        """The end of a request in which an invariant broke; nothing of the round is told."""
+        self.stats.count_violation(kind)
+        error = f"The engine broke a rule of its own ({INVARIANTS[kind]}); the request ends here."
+        return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=error)
 
     def _until_stop(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
         """How many of the emitted tokens count, and why the request ends there if it does.
@@ -258,15 +306,23 @@ class Scheduler:
         """
         room = min(sequence.params.max_tokens - sequence.num_output, self._max_model_len - len(sequence.tokens))
         for count, token in enumerate(token_ids[:room], start=1):
-            if token in sequence.params.stop_token_ids or (token in self._eos and not sequence.params.ignore_eos):
+            if self._ends(sequence, token):
                 return count, FinishReason.STOP
         return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        """Whether a token ends the answer."""
+        return token in sequence.params.stop_token_ids or (token in self._eos and not sequence.params.ignore_eos)
 
     def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
         if sequence.num_to_compute > 0:
             return None
-        scores = tuple(sequence.prompt_logprobs)
-        return TokenDelta(sequence.request.request_id, logprobs=scores, finish_reason=FinishReason.STOP)
+        return TokenDelta(
+            sequence.request.request_id,
+            logprobs=tuple(sequence.prompt_logprobs),
+            law=tuple(sequence.law),
+            finish_reason=FinishReason.STOP,
+        )
 
     def _tell_held(self, sequence: Sequence) -> TokenDelta | None:
         """The prompt's logprobs of a request that is held before its first token: who goes on from it tells none."""
@@ -297,8 +353,8 @@ class Scheduler:
             self._hold(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer the sequence's full blocks of verified tokens to the prefix cache."""
-        if sequence.scores_only or not self._config.prefix_caching:
+        """Offer the sequence's full blocks of verified tokens to the prefix cache; a canary's are for nobody else."""
+        if sequence.scores_only or sequence.request.canary or not self._config.prefix_caching:
             return
         hashes = sequence.block_hashes(sequence.num_computed, self._config.block_size)
         for index in range(sequence.num_published, len(hashes)):

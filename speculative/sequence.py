@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speculative.constraint import TokenConstraint
 from speculative.kv_cache import hash_block
-from speculative.request import Request, TokenLogprobs
+from speculative.request import LawRow, Request, TokenLogprobs
 from speculative.token_rules import rules_of
 
 
@@ -68,7 +68,9 @@ class Sequence:
         self.arrived_at = time.monotonic()
         self.queue_s: float | None = None  # from arrival to the first blocks
         self.num_published = 0  # leading blocks already offered to the prefix cache
+        self.repeats_seed = False  # an earlier request had the same random numbers
         self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are asked for
+        self.law: list[LawRow] = []  # so far, of a scoring request
         # Told once, by the engine that computes the prompt; after a one-token prompt there is nothing to compute.
         computes_prompt = self.num_output == 0 and (saved is None or self.num_prompt == 1)
         self.tells_prompt = self.params.prompt_logprobs is not None and computes_prompt

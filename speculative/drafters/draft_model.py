@@ -15,7 +15,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.layers import Attend
-from speculative.model.loading import load_decoder
+from speculative.model.loading import choose_weights, load_decoder
 
 
 class DecoderDraftModel:
@@ -41,7 +41,9 @@ class DecoderDraftModel:
             ConfigError: its vocabulary is not the target's.
         """
         _check_vocabulary(folder, target_folder)
-        return cls(load_decoder(folder, dtype=dtype, device=device), model_fingerprint(folder))
+        weights = choose_weights("auto", folder, dtype=str(dtype).removeprefix("torch."), device=device)
+        decoder = load_decoder(folder, dtype=dtype, device=device, weights=weights)
+        return cls(decoder, model_fingerprint(folder, weights=weights))
 
     def fuse(self, features: Tensor) -> Tensor:
         """Nothing is read."""

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculative.batch import AttentionRows
+from speculative.batch import AttentionRows, Int64s
 from speculative.kv_cache import KVCache
+from speculative.model.kernels import Kernels, ShapeStruct, StepStruct, cpu_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,17 @@ class _Span:
 
 
 class StepAttention:
-    """Attention of one step: stores its keys and values, then attends, layer by layer."""
+    """Attention of one step: stores its keys and values, then attends, layer by layer.
+
+    On a CPU our own kernels read the cache where it lies, if they are to be had; else each sequence's part of it is
+    gathered for torch's.
+    """
 
     def __init__(self, cache: KVCache, rows: AttentionRows, device: torch.device) -> None:
         self._cache = cache
+        self.native = NativeStep.of(cache, rows)
+        if self.native is not None:
+            return
         self._slots = torch.from_numpy(rows.slots).to(device)
         starts = rows.row_starts.tolist()
         self._spans = tuple(
@@ -34,6 +43,8 @@ class StepAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim] -> [N, num_heads, head_dim]."""
+        if self.native is not None:
+            return self.native.attend(layer, query, key, value)
         self._cache.write(layer, self._slots, key, value)
         outputs = [self._attend(layer, query[span.start : span.stop], span) for span in self._spans]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -50,6 +61,60 @@ class StepAttention:
             enable_gqa=True,
         )
         return attended[0].transpose(0, 1)
+
+
+class NativeStep:
+    """A step as our kernels read it: where its rows lie, and which slots each sequence attends to.
+
+    cache: [num_layers, 2, num_slots, num_kv_heads, head_dim].
+    """
+
+    def __init__(self, kernels: Kernels, cache: KVCache, rows: AttentionRows) -> None:
+        self.kernels = kernels
+        self.cache = cache.data
+        context, starts = join_contexts(rows.context_slots)
+        self._arrays = (rows.slots, rows.row_starts, context, starts)  # kept alive for the addresses below
+        self.struct = StepStruct(
+            num_rows=len(rows.slots),
+            num_spans=len(rows.context_slots),
+            slots=rows.slots.ctypes.data,
+            row_starts=rows.row_starts.ctypes.data,
+            context=context.ctypes.data,
+            context_starts=starts.ctypes.data,
+        )
+        self.shape = ShapeStruct(
+            num_kv_heads=cache.shape.num_kv_heads,
+            head_dim=cache.shape.head_dim,
+            num_slots=cache.data.shape[2],
+            cache_is_bfloat16=cache.data.dtype == torch.bfloat16,
+        )
+
+    @classmethod
+    def of(cls, cache: KVCache, rows: AttentionRows) -> "NativeStep | None":
+        """None where the kernels are not to be had, or do not know this shape."""
+        if cache.data.device.type != "cpu" or cache.shape.head_dim % 16 != 0:
+            return None
+        kernels = cpu_kernels()
+        return None if kernels is None else cls(kernels, cache, rows)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `StepAttention`; computed in float32 whatever the query's type."""
+        self.shape.num_heads = query.shape[1]
+        heads = (_packed_heads(query), _packed_heads(key), _packed_heads(value))
+        return self.kernels.attend(self.shape, self.struct, self.cache, layer, heads).to(query.dtype)
+
+
+def join_contexts(context_slots: tuple[Int64s, ...]) -> tuple[Int64s, Int64s]:
+    """The slots of all sequences, one after another, and where each begins, with their number at the end."""
+    starts = np.zeros(len(context_slots) + 1, np.int64)
+    np.cumsum([len(slots) for slots in context_slots], out=starts[1:])
+    return np.concatenate(context_slots), starts
+
+
+def _packed_heads(heads: Tensor) -> Tensor:
+    """Float32, with the heads of a row side by side; rows may be apart."""
+    heads = heads.float()
+    return heads if heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] else heads.contiguous()
 
 
 def _span(start: int, stop: int, context: Tensor) -> _Span:

@@ -1,11 +1,17 @@
 """A dense decoder of the Llama family, for inference."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig
+from speculative.model.fused import FusedLayers
 from speculative.model.layers import Attend, Attention, DecoderLayer, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.native import Kind, pack_natively
+from speculative.model.quantised import Quantised, quantise
 
 
 class Decoder(nn.Module):
@@ -25,6 +31,7 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embedding
         self.rotary = Rotary(config, device=device)
+        self.fused: FusedLayers | None = None  # all layers at once, where they are packed for it
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, [N, hidden_size], of N packed tokens.
@@ -41,20 +48,65 @@ class Decoder(nn.Module):
 
         Returns:
             hidden [N, hidden_size], and features [N, len(capture) * hidden_size]: the hidden states that enter the
-            layers of `capture`, side by side.
+            layers of `capture`, side by side; the LM head counts as the layer after the last.
         """
+        hidden = functional.embedding(input_ids, self.embedding).to(self.dtype)
+        if self.fused is not None and isinstance(attend, StepAttention) and attend.native is not None:
+            hidden, features = self.fused.run(hidden, positions, attend.native, capture)
+        else:
+            hidden, features = self._run_layers(hidden, positions, attend, capture)
+        hidden = self.norm(hidden)
+        if len(self.layers) in capture:
+            features.append(hidden)
+        return hidden, torch.cat(features, dim=-1) if features else hidden[:, :0]
+
+    def _run_layers(
+        self, hidden: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The hidden states [N, hidden_size] after the last layer, and what enters the layers of `capture`."""
         rotary = self.rotary(positions, self.dtype)
-        hidden = functional.embedding(input_ids, self.embedding)
-        features = [hidden[:, :0]]
+        features = []
         for index, layer in enumerate(self.layers):
             if index in capture:
                 features.append(hidden)
             hidden = layer(hidden, rotary, attend, index)
-        return self.norm(hidden), torch.cat(features, dim=-1)
+        return hidden, features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""
         return self.lm_head(hidden).float()  # type: ignore[no-any-return]
+
+    def pack(self, kind: Kind, quantised: Mapping[str, Quantised]) -> None:
+        """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
+
+        Args:
+            kind: of the weights. Of int4, the LM head has eight bits.
+            quantised: weights that are quantised already, by their names in the checkpoint; the rest is rounded.
+        """
+        pack_natively(self, kind, self._quantised(kind, quantised) if kind in ("int8", "int4") else {})
+        self.dtype = torch.float32
+        self.fused = FusedLayers.of(self.layers, self.rotary, self.config)
+
+    def _quantised(self, kind: Kind, given: Mapping[str, Quantised]) -> dict[Linear, Quantised]:
+        """The weights of every Linear in integers, of `given` where the bits fit, else of the loaded weights."""
+        weights = {}
+        for linear, names in self._linear_names().items():
+            bits = 8 if kind == "int8" or linear is self.lm_head else 4
+            parts = [given[name] for name in names if name in given and given[name].bits == bits]
+            whole = len(parts) == len(names)
+            weights[linear] = Quantised.stack(parts) if whole else quantise(linear.weight, bits)
+        return weights
+
+    def _linear_names(self) -> dict[Linear, list[str]]:
+        """The checkpoint's tensors in the rows of each Linear, in order."""
+        slots = self.checkpoint_slots()
+        head = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        names = {self.lm_head: [head]}
+        for module in self.layers.modules():
+            if isinstance(module, Linear):
+                own = module.weight.untyped_storage().data_ptr()
+                names[module] = [name for name, slot in slots.items() if slot.untyped_storage().data_ptr() == own]
+        return names
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Where the tensors of a Hugging Face checkpoint go: name, and the view of a parameter to copy it into."""
@@ -63,11 +115,12 @@ class Decoder(nn.Module):
             slots["lm_head.weight"] = self.lm_head.weight
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            slots |= {f"model.layers.{index}.{name}": slot for name, slot in _layer_slots(layer).items()}
+            slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer_slots(layer).items()}
         return slots
 
 
-def _layer_slots(layer: DecoderLayer) -> dict[str, Tensor]:
+def layer_slots(layer: DecoderLayer) -> dict[str, Tensor]:
+    """Where a layer's tensors go, by their names within the layer."""
     attention, mlp = layer.attention, layer.mlp
     return {
         "input_layernorm.weight": layer.input_norm.weight,

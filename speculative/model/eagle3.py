@@ -5,23 +5,20 @@ position r + 2. Where the target has not been yet, the head's own hidden state s
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config import ModelConfig, read_json
 from speculative.model.decoder import Decoder
+from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
 from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm, Rotary, nan_parameter
-from speculative.model.loading import checkpoint_files
 from speculative.model.packed import can_pack, pack_weights
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -97,34 +94,14 @@ class Eagle3Config:
 
     def to_json(self) -> dict[str, Any]:
         """The config.json that vLLM, SpecForge and `from_folder` read."""
-        shape = self.shape
-        rope: dict[str, Any] = {"rope_type": "default"}
-        if shape.rope_scaling is not None:
-            rope = {"rope_type": "llama3", **dataclasses.asdict(shape.rope_scaling)}
         return {
+            **layer_json(self.shape),
             "architectures": [_ARCHITECTURES[0]],
-            "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "target_hidden_size": self.target_hidden_size,
-            "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": 1,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.rms_norm_eps,
-            "rope_theta": shape.rope_theta,
-            "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
-            "rope_scaling": rope if shape.rope_scaling is not None else None,
-            "max_position_embeddings": shape.max_position_embeddings,
-            "attention_bias": shape.qkv_bias,
-            "mlp_bias": shape.mlp_bias,
-            "vocab_size": shape.vocab_size,
+            "target_hidden_size": self.target_hidden_size,
             "draft_vocab_size": self.draft_vocab_size,
             "tie_word_embeddings": False,
             "norm_before_residual": self.norm_before_residual,
-            "bos_token_id": shape.bos_token_id,
-            "eos_token_id": list(shape.eos_token_ids) or None,
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": list(self.aux_layers or ()) or None,
                 "use_aux_hidden_state": True,
@@ -261,7 +238,7 @@ def load_eagle3(
             f"needs {config.shape.hidden_size}; download the checkpoint again."
         )
     head = Eagle3Head(config, draft_ids, embedding, dtype=dtype)
-    _fill(folder, head, tensors)
+    fill_slots(folder, head.checkpoint_slots(), tensors)
     if can_pack(dtype, device):
         pack_weights(head)
     return head.eval()
@@ -273,17 +250,11 @@ def save_eagle3(head: Eagle3Head, folder: Path) -> None:
     Raises:
         ValueError: the head was packed for serving on a CPU; save the one it was loaded from.
     """
-    if head.fc.weight.is_mkldnn:
-        raise ValueError("A packed head cannot be saved; load it in float32 first.")
-    tensors = {name: slot.detach().bfloat16().cpu().contiguous() for name, slot in head.checkpoint_slots().items()}
+    tensors = rounded(head)
     draft_ids = head.draft_ids.cpu()
     tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
     tensors["t2d"] = torch.zeros(head.config.shape.vocab_size, dtype=torch.bool).scatter_(0, draft_ids, True)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
-    config = head.config.to_json() | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_head(folder, head.config.to_json(), tensors)
 
 
 def _refuse_unknown(folder: Path, config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
@@ -303,13 +274,7 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any], layer: Mapping[str,
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in checkpoint_files(folder):
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
-    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    renamed = {name.removeprefix("model."): tensor for name, tensor in read_tensors(folder).items()}
     return {
         f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: tensor
         for name, tensor in renamed.items()
@@ -335,22 +300,3 @@ def _draft_ids(folder: Path, config: Eagle3Config, tensors: dict[str, Tensor]) -
     if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), draft_ids.sort().values):
         raise ConfigError(f"{folder}: t2d and d2t name different tokens; download the checkpoint again.")
     return draft_ids
-
-
-def _fill(folder: Path, head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
-    slots = head.checkpoint_slots()
-    missing, unexpected = sorted(slots.keys() - tensors.keys()), sorted(tensors.keys() - slots.keys())
-    if missing or unexpected:
-        raise ConfigError(
-            f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}; config.json and the "
-            "weights do not belong together."
-        )
-    for name, slot in slots.items():
-        if tensors[name].shape != slot.shape:
-            raise ConfigError(
-                f"{folder}: tensor {name} has shape {list(tensors[name].shape)}, config.json asks for "
-                f"{list(slot.shape)}; they do not belong together."
-            )
-        if tensors[name].isnan().any():
-            raise ConfigError(f"{folder}: tensor {name} holds NaN; download the checkpoint again.")
-        slot.detach().copy_(tensors[name])

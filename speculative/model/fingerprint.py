@@ -12,16 +12,21 @@ import xxhash
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.loading import checkpoint_files
+from speculative.model.mtp import MtpConfig
+from speculative.model.quantised import QUANTISED_FILE
 
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
 
 
-def model_fingerprint(folder: Path, config: Eagle3Config | None = None) -> str:
+def model_fingerprint(
+    folder: Path, config: Eagle3Config | MtpConfig | None = None, *, weights: str | None = None
+) -> str:
     """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
 
     Kept beside the model, where its folder can be written, for as long as no file changes size or time. `config` is
-    that of a draft head; a model's own is read from the folder.
+    that of a draft head; a model's own is read from the folder. `weights` of int8 or int4 are other weights, and count;
+    which kernels multiply them does not.
 
     Raises:
         ConfigError: the folder holds no readable checkpoint.
@@ -29,6 +34,9 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None) -> str:
     """
     canonical = _canonical(config or ModelConfig.from_folder(folder))
     files = checkpoint_files(folder)
+    if weights in ("int8", "int4"):
+        canonical += f"\0{weights}"
+        files += [file for file in (folder / QUANTISED_FILE,) if weights == "int4" and file.is_file()]
     key = {"config": canonical, "files": {file.name: _size_and_time(file) for file in files}}
     kept = _read_cache(folder / CACHE_FILE)
     if kept.get("key") == key:
@@ -39,7 +47,7 @@ def model_fingerprint(folder: Path, config: Eagle3Config | None = None) -> str:
     return fingerprint
 
 
-def _canonical(config: ModelConfig | Eagle3Config) -> str:
+def _canonical(config: ModelConfig | Eagle3Config | MtpConfig) -> str:
     return json.dumps(dataclasses.asdict(config), sort_keys=True)
 
 

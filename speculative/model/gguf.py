@@ -1,20 +1,22 @@
 """Turns a GGUF file of the Llama architecture into an ordinary Hugging Face folder.
 
-Weights are dequantised to float32 and stored in bfloat16; the tokenizer and the chat template come along.
+Weights are dequantised to float32 and stored in bfloat16; the four- and eight-bit numbers themselves are kept beside
+them, for CPUs. The tokenizer and the chat template come along.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from safetensors.torch import save_file
+from torch import Tensor
 
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.quantised import GROUP, Quantised, save_quantised
 
 _MEND = "convert the original checkpoint instead (a folder with config.json and safetensors)"
 
@@ -41,6 +43,7 @@ _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "gpt-2": _BYTE_LEVEL,
     "smollm": {"type": "Sequence", "pretokenizers": [_SINGLE_DIGITS, _BYTE_LEVEL]},
 }
+_KEPT_TYPES = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
 _CONTROL_TOKEN = 3  # token_type of a special token
 _USER_DEFINED_TOKEN = 4  # token_type of an added token that is plain text
 
@@ -63,9 +66,17 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     _write_json(folder / "generation_config.json", token_ids)
     _write_json(folder / "tokenizer.json", byte_level_bpe(header))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(header))
-    weights = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in _tensors(reader, config)}
+    weights, quantised = dict[str, Tensor](), dict[str, Quantised]()
+    for tensor in reader.tensors:
+        name, num_heads = _checkpoint_name(tensor.name), _num_heads(tensor.name, config)
+        array = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        weights[name] = torch.from_numpy(_rotate_half_rows(array, num_heads)).to(torch.bfloat16)
+        if tensor.tensor_type in _KEPT_TYPES:
+            quantised[name] = _quantised(tensor, num_heads)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
+    if quantised:
+        save_quantised(folder, quantised)
 
 
 class GGUFHeader:
@@ -190,28 +201,55 @@ def _refuse_unknown(header: GGUFHeader) -> None:
             raise UnsupportedModel(f"The GGUF file says {key} = {value!r}, which is not converted; {_MEND}.")
 
 
-def _tensors(reader: GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    num_heads = {"attn_q.weight": config["num_attention_heads"], "attn_k.weight": config["num_key_value_heads"]}
-    for tensor in reader.tensors:
-        weights = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        if tensor.name in _MODEL_TENSORS:
-            yield _MODEL_TENSORS[tensor.name], weights
-            continue
-        block, _, name = tensor.name.removeprefix("blk.").partition(".")
-        if name not in _LAYER_TENSORS:
-            raise UnsupportedModel(f"The GGUF tensor {tensor.name} is not one of a plain Llama; {_MEND}.")
-        if name in num_heads:
-            weights = _rotate_half_rows(weights, num_heads[name])
-        yield f"model.layers.{block}.{_LAYER_TENSORS[name]}", weights
+def _checkpoint_name(gguf_name: str) -> str:
+    if gguf_name in _MODEL_TENSORS:
+        return _MODEL_TENSORS[gguf_name]
+    block, _, name = gguf_name.removeprefix("blk.").partition(".")
+    if name not in _LAYER_TENSORS:
+        raise UnsupportedModel(f"The GGUF tensor {gguf_name} is not one of a plain Llama; {_MEND}.")
+    return f"model.layers.{block}.{_LAYER_TENSORS[name]}"
 
 
-def _rotate_half_rows(weights: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+def _num_heads(gguf_name: str, config: dict[str, Any]) -> int | None:
+    """Of a tensor whose rows are reordered; None for all others."""
+    field = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}
+    name = gguf_name.removeprefix("blk.").partition(".")[2]
+    return config[field[name]] if name in field else None
+
+
+def _quantised(tensor: ReaderTensor, num_heads: int | None) -> Quantised:
+    """The numbers of a Q4_0, Q4_1 or Q8_0 tensor: blocks of 32 inputs, each with its float16 scale (and least) first.
+
+    A Q4_0 weight is scale * (n - 8); -8 scales is a float16 too.
+    """
+    num_outputs = tensor.data.shape[0]
+    blocks = tensor.data.reshape(num_outputs, int(tensor.shape[0]) // GROUP, -1)
+    halves = [blocks[:, :, at : at + 2].copy().view(np.float16)[..., 0] for at in (0, 2)]
+    scales, least = halves[0], None
+    if tensor.tensor_type == GGMLQuantizationType.Q8_0:
+        numbers = blocks[:, :, 2:].view(np.int8)
+    else:
+        is_q4_1 = tensor.tensor_type == GGMLQuantizationType.Q4_1
+        least = halves[1] if is_q4_1 else scales * np.float16(-8)
+        pairs = blocks[:, :, 4 if is_q4_1 else 2 :]
+        numbers = np.concatenate((pairs & 15, pairs >> 4), axis=-1)  # byte j holds numbers j and j + 16
+    parts = (numbers.reshape(num_outputs, -1), scales, least)
+    return Quantised(*(None if part is None else _to_rows(part, num_heads) for part in parts))  # type: ignore[arg-type]
+
+
+def _to_rows(array: np.ndarray[Any, Any], num_heads: int | None) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(_rotate_half_rows(array, num_heads)))
+
+
+def _rotate_half_rows(rows: np.ndarray[Any, Any], num_heads: int | None) -> np.ndarray[Any, Any]:
     """Undo llama.cpp's reordering of query and key rows (`LlamaModel.permute` of its convert_hf_to_gguf.py).
 
     llama.cpp rotates neighbouring rows of a head (0, 1), (2, 3), ...; Hugging Face rotates row i with row i + D/2.
     """
-    pairs = weights.reshape(num_heads, -1, 2, weights.shape[1])  # [heads, D/2, 2, in]
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)
+    if num_heads is None:
+        return rows
+    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])  # [heads, D/2, 2, in]
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def _shortest(value: float) -> float:

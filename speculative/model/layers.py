@@ -40,6 +40,10 @@ class Linear(nn.Module):
         return functional.linear(rows, self.weight, self.bias)
 
 
+class PackedLinear(nn.Module):
+    """A Linear whose weight only its own kernels can read."""
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich, 2019), computed in float32 whatever the weights' type."""
 

@@ -10,22 +10,28 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from speculative.config import models_folder
+from speculative.config import WeightsName, models_folder
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.model.packed import can_pack, pack_weights
+from speculative.model.kernels import cpu_kernels
+from speculative.model.native import Kind
+from speculative.model.packed import can_pack_for_onednn, pack_for_onednn, prefers_onednn
+from speculative.model.quantised import QUANTISED_FILE, load_quantised
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model"]  # nothing that runs code
 # Tables that old versions of transformers saved; they follow from the configuration.
+SHIPPED_HEADS = Path(__file__).parents[1] / "heads"
+
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".self_attn.masked_bias")
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The folder of a model: a folder, a fetched catalogue name, or a Hugging Face hub id (`org/name[@revision]`).
+    """The folder of a model: a folder, a fetched catalogue name, a head that comes with the package, or a Hugging Face
+    hub id (`org/name[@revision]`).
 
     Raises:
         ConfigError: it is none of these, or the hub cannot be reached; the message says how to get a model.
@@ -34,9 +40,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
-    fetched = models_folder() / name
-    if name and (fetched / "config.json").is_file():
-        return fetched
+    for named in (models_folder() / name, SHIPPED_HEADS / name):
+        if name and (named / "config.json").is_file():
+            return named
     if isinstance(name_or_path, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(
             f"No model {name!r}: there is no such folder, and it is not among the fetched models in {models_folder()}. "
@@ -45,8 +51,16 @@ def resolve_model(name_or_path: str | Path) -> Path:
     return _from_hub(name)
 
 
-def load_decoder(folder: Path, *, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+def load_decoder(
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str, weights: Kind | None = None
+) -> Decoder:
     """A decoder with the folder's weights, converted to `dtype`.
+
+    Args:
+        folder: a checkpoint.
+        dtype: of weights and activations.
+        device: where to.
+        weights: what `choose_weights` said: packed for our CPU kernels in this form; None = left to torch, or oneDNN.
 
     Raises:
         ConfigError: files or tensors are missing, unexpected, damaged or of another shape, or a weight is NaN.
@@ -68,9 +82,32 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: torch.device | str
         loaded.add(name)
     _require_all(folder, decoder, loaded)
     del slots  # views that would keep the plain weights alive
-    if can_pack(dtype, decoder.device):
-        pack_weights(decoder)
+    if weights is not None:
+        decoder.pack(weights, load_quantised(folder) if weights == "int4" else {})
+    elif can_pack_for_onednn(dtype, decoder.device):
+        pack_for_onednn(decoder)
     return decoder.eval()
+
+
+def choose_weights(wanted: WeightsName, folder: Path, *, dtype: str, device: torch.device) -> Kind | None:
+    """The form of a model's weights on this machine, as `load_decoder` takes it; None = torch's own, of `dtype`.
+
+    Raises:
+        ConfigError: it is not to be had here.
+    """
+    if device.type != "cpu" or cpu_kernels() is None:
+        if wanted in ("auto", dtype):
+            return None
+        raise ConfigError(
+            f"weights: {wanted} with dtype {dtype} needs a CPU with AVX-512 and a C++ compiler; take weights: auto."
+        )
+    if wanted != "auto":
+        return wanted
+    if dtype == "float32":
+        return "float32"
+    if (folder / QUANTISED_FILE).is_file():
+        return "int4"
+    return None if prefers_onednn() else "bfloat16"
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

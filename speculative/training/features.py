@@ -20,21 +20,27 @@ Progress = Callable[[int, int], None]
 _TOKENS_AT_ONCE = 2048  # of one pass of the target
 _ROWS_AT_ONCE = 256  # bounds the logits that are summed at once
 _META = "features.json"
-_FILES = ("aux.bin", "final.bin", "log_z.bin")
+_AUX, _FINAL, _LOG_Z = "aux.bin", "final.bin", "log_z.bin"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
     """The target, seen at every token of the conversations; tensors lie on disk and are read as needed.
 
-    aux: [N, 3 * hidden] the input of three layers. final: [N, hidden] what the LM head reads. Both bfloat16.
+    aux: [N, F] the input of the layers that a head reads, or None. final: [N, hidden] what the LM head reads. Both
+    bfloat16.
     log_z: [N] float32, log of the sum of the exponentiated logits: p(x) = exp(logit of x - log_z).
     """
 
     conversations: Conversations
-    aux: Tensor
+    aux: Tensor | None
     final: Tensor
     log_z: Tensor
+
+    @property
+    def inputs(self) -> Tensor:
+        """[N, F] what a head reads: `aux`, or `final` where it reads no layer's input."""
+        return self.final if self.aux is None else self.aux
 
 
 def compute_features(
@@ -52,12 +58,12 @@ def compute_features(
         target: in evaluation mode, on any device.
         conversations: the tokens; each conversation is a context of its own.
         folder: for the cache; 2 * (len(aux_layers) + 1) * hidden_size + 4 bytes a token.
-        aux_layers: ascending.
+        aux_layers: ascending; () where nothing but `final` is read.
         model_key: names the target's weights; a cache of another target is computed anew.
         progress: told (conversations done, conversations).
     """
     key = _key(conversations, aux_layers, model_key, target.config.hidden_size)
-    done = _is_done(folder, key)
+    done = _is_done(folder, key, aux_layers)
     features = _open(folder, conversations, len(aux_layers) * target.config.hidden_size, target.config.hidden_size)
     if done:
         return features
@@ -100,7 +106,8 @@ def _compute(target: Decoder, features: Features, which: range, aux_layers: tupl
     tokens = torch.from_numpy(conversations.token_ids[begin:end].astype(np.int64)).to(target.device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(target.device)
     final, aux = target.run(tokens, positions, PlainAttention(lengths), aux_layers)
-    features.aux[begin:end] = aux.bfloat16().cpu()
+    if features.aux is not None:
+        features.aux[begin:end] = aux.bfloat16().cpu()
     kept = final.bfloat16()
     features.final[begin:end] = kept.cpu()
     kept = kept.to(target.dtype)  # the sum belongs to the logits that training makes of what is kept
@@ -125,10 +132,10 @@ def _open(folder: Path, conversations: Conversations, num_aux: int, hidden_size:
     if num_tokens == 0:
         raise ConfigError("There are no conversations to train on; give more data.")
     folder.mkdir(parents=True, exist_ok=True)
-    aux, final, log_z = (folder / name for name in _FILES)
+    aux, final, log_z = (folder / name for name in (_AUX, _FINAL, _LOG_Z))
     return Features(
         conversations,
-        aux=_mapped(aux, num_tokens * num_aux, torch.bfloat16).view(num_tokens, num_aux),
+        aux=_mapped(aux, num_tokens * num_aux, torch.bfloat16).view(num_tokens, num_aux) if num_aux else None,
         final=_mapped(final, num_tokens * hidden_size, torch.bfloat16).view(num_tokens, hidden_size),
         log_z=_mapped(log_z, num_tokens, torch.float32),
     )
@@ -149,10 +156,11 @@ def _key(conversations: Conversations, aux_layers: tuple[int, ...], model_key: s
     return digest.hexdigest()
 
 
-def _is_done(folder: Path, key: str) -> bool:
+def _is_done(folder: Path, key: str, aux_layers: tuple[int, ...]) -> bool:
     """Whether the cache is whole; if not, its mark is taken away before anything is overwritten."""
     meta = folder / _META
-    whole = meta.is_file() and all((folder / name).is_file() for name in _FILES)
+    files = (_AUX, _FINAL, _LOG_Z) if aux_layers else (_FINAL, _LOG_Z)
+    whole = meta.is_file() and all((folder / name).is_file() for name in files)
     if whole and json.loads(meta.read_text(encoding="utf-8")).get("key") == key:
         return True
     meta.unlink(missing_ok=True)

@@ -6,33 +6,23 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import nn
 
 from speculative.errors import ConfigError
-from speculative.model.eagle3 import Eagle3Head, save_eagle3
-from speculative.training.eagle3 import (
-    TargetLaw,
-    TrainingBatch,
-    draft_loss,
-    drafted_hidden,
-    is_trainable,
-    law_slices,
-    make_batch,
-    step_weights,
-)
+from speculative.training.acceptance import Acceptance, judge, summary
 from speculative.training.features import Features
+from speculative.training.heads import DraftHead, LossVocabulary, drafted_ids, lm_weight, save_head
+from speculative.training.loss import TargetLaw, draft_loss, step_weights
+from speculative.training.unrolling import TrainingBatch, drafted_hidden, is_trainable, make_batch
 
-_STATE = "state.pt"
-_REPORT = "report.json"
-_HEAD = "head"
+STATE, REPORT, HEAD = "state.pt", "report.json", "head"  # what a training leaves in its folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +37,7 @@ class TrainingConfig:
     minutes: float | None = None  # of training, earlier runs that this one resumes included
     tokens_per_step: int = 1024
     num_draft_steps: int = 3
-    warm_draft_share: float = 0.1  # of the training, with one draft step only: later ones have nothing to read yet
+    warm_draft_share: float = 0.3  # of the training, with one draft step only: later ones have nothing to read yet
     decay: float = 0.8  # weight of each draft step over the one before
     learning_rate: float = 1e-3
     warmup_steps: int = 50
@@ -84,28 +74,14 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
-    """How a head does on held-out answers; one entry per draft position.
-
-    acceptance: mean of the sum of min(p, q) at T = 1, prefix and earlier drafts true. top1: how often the head's
-    likeliest token is the answer's next, on greedy answers. length_t1, length_t0: emitted tokens a round with as many
-    drafts, the token after them included; None where the data has no answers at that temperature.
-    """
-
-    acceptance: tuple[float, ...]
-    top1: tuple[float, ...] | None
-    length_t1: float | None
-    length_t0: float | None
-    num_targets: int
-
-
-@dataclass(frozen=True, slots=True)
 class Point:
-    """One point of the learning curve."""
+    """One point of the learning curve. elapsed_s, cpu_s: of the training so far, resumed runs included; `cpu_s` is what
+    all threads of the process have used."""
 
     step: int
     tokens: int
     elapsed_s: float
+    cpu_s: float
     loss: float | None
     held_out: Acceptance
 
@@ -133,26 +109,45 @@ class Trainer:
     """
 
     def __init__(
-        self, head: Eagle3Head, law_weight: Tensor, features: Features, config: TrainingConfig, folder: Path
+        self,
+        head: DraftHead,
+        vocabulary: LossVocabulary,
+        features: Features,
+        config: TrainingConfig,
+        folder: Path,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        """`law_weight`: see `speculative.training.eagle3.law_weight`. `folder`: for checkpoints, head and report."""
+        """Make ready to train.
+
+        Args:
+            head: to train, in float32; the target's embedding, where it uses that, is left alone.
+            vocabulary: what the loss is over.
+            features: the target's, of all conversations.
+            config: how to train.
+            folder: gets checkpoints, head and report.
+            provenance: for the report; what an earlier run told and this one does not is kept.
+        """
         self.head, self.config, self.folder = head.requires_grad_(), config, folder
-        self.device = head.draft_ids.device
+        self.device = head.embedding.device
+        self.provenance = dict(provenance or {})
         self.curve: list[Point] = []
         self._features = features
-        self._dtype = torch.bfloat16 if config.low_precision else torch.float32
-        self._law_weight = law_weight.to(self.device, self._dtype)
-        self._average = copy.deepcopy(head).requires_grad_(False)
-        if not head.owns_embedding:
-            self._average.embedding = head.embedding
+        dtype = torch.bfloat16 if config.low_precision else torch.float32
+        self._loss_ids, self._drafted_ids = vocabulary.ids, drafted_ids(head)
+        self._loss_rows, self._drafted_rows = (
+            vocabulary.weight[ids].to(self.device, dtype) for ids in (self._loss_ids, self._drafted_ids)
+        )
+        kept = {} if isinstance(head.embedding, nn.Parameter) else {id(head.embedding): head.embedding}
+        self._average = copy.deepcopy(head, kept).requires_grad_(False)
         self._optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=config.weight_decay)
         self._train_ids, self._held_out_ids = _split(features, config)
-        self._step, self._tokens, self._elapsed_s = 0, 0, 0.0
+        self._step, self._tokens, self._elapsed_s, self._cpu_s = 0, 0, 0.0, 0.0
         self._loss: float | None = None
 
     def run(self, on_step: OnStep | None = None, on_point: OnPoint | None = None) -> Point:
         """Train to the end; every `report_every_s` measure, report and save. Returns the last point."""
         started, reported = time.monotonic() - self._elapsed_s, time.monotonic()
+        started_cpu_s = time.process_time() - self._cpu_s
         if not self.curve:
             self._report(on_point)
         for step, which in enumerate(_batches(self._features, self._train_ids, self.config)):
@@ -162,7 +157,7 @@ class Trainer:
             if progress >= 1:
                 break
             told = self._train(make_batch(self._features, which, self.device), progress)
-            self._elapsed_s = time.monotonic() - started
+            self._elapsed_s, self._cpu_s = time.monotonic() - started, time.process_time() - started_cpu_s
             if on_step is not None:
                 on_step(dataclasses.replace(told, elapsed_s=self._elapsed_s))
             if time.monotonic() - reported >= self.config.report_every_s:
@@ -176,36 +171,41 @@ class Trainer:
 
     def save(self) -> None:
         """Write the averaged head in the public format, and beside it what a later run resumes from."""
-        save_eagle3(self._average, self.folder / _HEAD)
+        save_head(self._average, self.folder / HEAD)
         state = {
             "head": self.head.state_dict(),
             "average": self._average.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "draft_ids": self.head.draft_ids,
-            "progress": [self._step, self._tokens, self._elapsed_s],
+            "loss_ids": self._loss_ids,
+            "progress": [self._step, self._tokens, self._elapsed_s, self._cpu_s],
         }
-        temporary = self.folder / f".{_STATE}"
+        temporary = self.folder / f".{STATE}"
         torch.save(state, temporary)
-        os.replace(temporary, self.folder / _STATE)
+        os.replace(temporary, self.folder / STATE)
 
     def resume(self) -> bool:
         """Go on from the folder's checkpoint; False when there is none.
 
         Raises:
-            ConfigError: it is of another head.
+            ConfigError: it is of another head, or of another version of this program.
         """
-        path = self.folder / _STATE
+        path = self.folder / STATE
         if not path.is_file():
             return False
         state = torch.load(path, map_location=self.device, weights_only=True)
-        if not torch.equal(state["draft_ids"], self.head.draft_ids):
+        if state.get("head", {}).keys() != self.head.state_dict().keys() or "loss_ids" not in state:
+            raise ConfigError(
+                f"{path} is of another kind of head, or of an earlier version; train into another folder."
+            )
+        if not torch.equal(state["loss_ids"], self._loss_ids):
             raise ConfigError(f"{path} is of a head with another draft vocabulary; train into another folder.")
         self.head.load_state_dict(state["head"])
         self._average.load_state_dict(state["average"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._step, self._tokens, self._elapsed_s = state["progress"]
-        report = json.loads((self.folder / _REPORT).read_text(encoding="utf-8"))
+        self._step, self._tokens, self._elapsed_s, self._cpu_s = state["progress"]
+        report = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
         self.curve = [_point(entry) for entry in report["curve"] if entry["step"] <= self._step]
+        self.provenance = report["provenance"] | self.provenance
         return True
 
     def evaluate(self) -> Acceptance:
@@ -215,8 +215,9 @@ class Trainer:
             for which in _grouped(self._features, self._held_out_ids, self.config.tokens_per_step):
                 batch = make_batch(self._features, which, self.device)
                 hidden = drafted_hidden(self._average, batch, self.config.num_draft_steps)
-                parts.append(_judge(self._average, hidden, self._law(batch), batch))
-        return _summary(parts, self.config.num_draft_steps)
+                law, weight = TargetLaw.of(batch, self._drafted_rows), lm_weight(self._average, self._drafted_rows)
+                parts.append(judge(hidden, weight, law, self._drafted_ids, batch))
+        return summary(parts)
 
     def _train(self, batch: TrainingBatch, progress: float) -> StepReport:
         config = self.config
@@ -224,8 +225,8 @@ class Trainer:
         with self._autocast():
             hidden = drafted_hidden(self.head, batch, num_steps)
         weights = step_weights(batch.depths, num_steps, config.decay)
-        law = self._law(batch)
-        loss, acceptance = draft_loss(hidden, self.head.lm_head.weight, law, weights, config.mix(progress))
+        law, weight = TargetLaw.of(batch, self._loss_rows), lm_weight(self.head, self._loss_rows)
+        loss, acceptance = draft_loss(hidden, weight, law, weights, config.mix(progress))
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
@@ -246,99 +247,26 @@ class Trainer:
         with torch.no_grad():
             torch._foreach_lerp_(list(self._average.parameters()), list(self.head.parameters()), share)
 
-    def _law(self, batch: TrainingBatch) -> TargetLaw:
-        return TargetLaw.of(batch, self._law_weight)
-
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.low_precision)
 
     def _report(self, on_point: OnPoint | None) -> None:
-        point = Point(self._step, self._tokens, self._elapsed_s, self._loss, self.evaluate())
+        point = Point(self._step, self._tokens, self._elapsed_s, self._cpu_s, self._loss, self.evaluate())
         self.curve.append(point)
         self.folder.mkdir(parents=True, exist_ok=True)
         report = {
+            "provenance": self.provenance,
             "config": dataclasses.asdict(self.config),
-            "draft_vocab_size": len(self.head.draft_ids),
+            "draft_vocab_size": len(self._drafted_ids),
+            "loss_vocab_size": len(self._loss_ids),
             "num_parameters": sum(parameter.numel() for parameter in self.head.parameters()),
             "num_conversations": len(self._train_ids),
             "curve": [dataclasses.asdict(point) for point in self.curve],
+            "final": dataclasses.asdict(point),
         }
-        _write_whole(self.folder / _REPORT, json.dumps(report, indent=2) + "\n")
+        _write_whole(self.folder / REPORT, json.dumps(report, indent=2) + "\n")
         if on_point is not None:
             on_point(point)
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """Per draft step and target: [J, A] each. ratio: min(1, q/p) of the answer's next token, the chance that it would
-    be accepted as a draft (in the mean over drafts); hit: whether it is the head's likeliest token."""
-
-    acceptance: Tensor
-    ratio: Tensor
-    hit: Tensor
-    depths: Tensor  # [A]
-    temperatures: Tensor  # [A]
-
-
-def _judge(head: Eagle3Head, hidden: Tensor, law: TargetLaw, batch: TrainingBatch) -> _Judged:
-    num_steps, num_targets = hidden.shape[:2]
-    acceptance, ratio, hit = (hidden.new_empty(num_steps, num_targets, dtype=torch.float32) for _ in range(3))
-    draft_of = torch.full((head.config.shape.vocab_size,), -1, device=hidden.device)
-    draft_of[head.draft_ids] = torch.arange(len(head.draft_ids), device=hidden.device)
-    next_drafts = draft_of[batch.next_ids]  # -1: never drafted
-    logits = functional.linear(hidden.to(law.logits.dtype), head.lm_head.weight.to(law.logits.dtype))
-    for run in law_slices(num_targets, hidden.device):
-        log_p, wanted = law.log_probs(run), next_drafts[run, None]
-        known = wanted >= 0
-        for step in range(num_steps):
-            log_q = logits[step, run].float().log_softmax(-1)
-            acceptance[step, run] = torch.minimum(log_p, log_q).exp().sum(-1)
-            ratios = (log_q - log_p).gather(1, wanted.clamp(min=0)).clamp(max=0).exp()
-            ratio[step, run] = torch.where(known, ratios, 0.0).squeeze(1)
-            hit[step, run] = (log_q.argmax(-1, keepdim=True) == wanted).float().squeeze(1)
-    return _Judged(acceptance, ratio, hit, batch.depths, batch.temperatures)
-
-
-def _summary(parts: list[_Judged], num_steps: int) -> Acceptance:
-    acceptance, ratio, hit = (
-        torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("acceptance", "ratio", "hit")
-    )
-    depths, temperatures = (torch.cat([getattr(part, name) for part in parts]) for name in ("depths", "temperatures"))
-    drafted = depths[None, :] >= torch.arange(num_steps, device=depths.device)[:, None]
-    greedy, own_law = temperatures == 0, temperatures == 1
-    everywhere = torch.ones_like(greedy)
-    return Acceptance(
-        acceptance=_means(acceptance, drafted, own_law if own_law.any() else everywhere),
-        top1=_means(hit, drafted, greedy) if greedy.any() else None,
-        length_t1=_length(acceptance, ratio, drafted, own_law) if own_law.any() else None,
-        length_t0=_length(hit, hit, drafted, greedy) if greedy.any() else None,
-        num_targets=len(depths),
-    )
-
-
-def _means(values: Tensor, drafted: Tensor, where: Tensor) -> tuple[float, ...]:
-    counted = drafted & where
-    return tuple(((values * counted).sum(1) / counted.sum(1).clamp(min=1)).tolist())
-
-
-def _length(acceptance: Tensor, ratio: Tensor, drafted: Tensor, where: Tensor) -> float:
-    """Mean emitted tokens of a round: 1 + a0 + r0 a1 + r0 r1 a2 + ..., along the row that drafts them.
-
-    The answer's token x was drawn from p, and E over x of min(1, q(x)/p(x)) f(x) is the sum of min(p, q)(x) f(x): the
-    ratios stand for having accepted x. Only rounds whose drafts all lie within the answer count.
-    """
-    num_steps, num_targets = acceptance.shape
-    num_rounds = num_targets - num_steps + 1
-    if num_rounds < 1:
-        return 1.0
-    last = num_steps - 1
-    whole = drafted[last, last:] & where[last:]  # the round's last draft belongs to the answer of its first
-    length, reached = torch.ones(num_rounds, device=where.device), torch.ones(num_rounds, device=where.device)
-    for step in range(num_steps):
-        aligned = slice(step, step + num_rounds)
-        length += reached * acceptance[step, aligned]
-        reached = reached * ratio[step, aligned]
-    return float(length[whole].mean()) if whole.any() else 1.0
 
 
 def _split(features: Features, config: TrainingConfig) -> tuple[list[int], list[int]]:

@@ -14,14 +14,15 @@ failure, so every coin of the round counts: they are keyed by the round, and nev
 import torch
 from torch import Tensor
 
+from speculative.draft_law import PointMass
 from speculative.sampling import draw
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
 
 
 def verify_block(step: VerifyInput) -> VerifyOutput:
     """Accept as many drafts as the largest successful coin says."""
-    rho = _running_ratio(step)  # [R]; row i of an entry holds rho_i
-    passes = (step.coins < _survival(step, rho)) | (step.offsets == 0)  # tau = 0 needs no coin
+    rho = running_ratio(step)  # [R]; row i of an entry holds rho_i
+    passes = (step.coins < survival(step, rho)) | (step.offsets == 0)  # tau = 0 needs no coin
     reached = torch.where(passes, step.offsets, 0)
     num_accepted = torch.zeros_like(step.counts).scatter_reduce(0, step.entries, reached, "amax")
     final_rows = step.first_rows + num_accepted
@@ -34,7 +35,7 @@ def verify_block(step: VerifyInput) -> VerifyOutput:
     )
 
 
-def _running_ratio(step: VerifyInput) -> Tensor:
+def running_ratio(step: VerifyInput) -> Tensor:
     """[R] rho_i in row i: how much of the target's mass the drafts so far are entitled to."""
     p, q = step.p_of_drafts(), step.q_of_drafts()
     ratio = torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0.0)
@@ -45,10 +46,13 @@ def _running_ratio(step: VerifyInput) -> Tensor:
     return rho
 
 
-def _survival(step: VerifyInput, rho: Tensor) -> Tensor:
-    """[R] h_i in row i."""
-    rows = torch.arange(step.probs.shape[0], device=rho.device)
-    mass = (rho[:, None] * step.probs - step.q_at(rows)).clamp(min=0).sum(dim=-1)
+def survival(step: VerifyInput, rho: Tensor) -> Tensor:
+    """[R] h_i in row i, given rho [R]."""
+    if isinstance(step.law, PointMass):
+        mass = rho * (1 - step.p_of_drafts())  # no matrix needs to be written
+    else:
+        rows = torch.arange(step.probs.shape[0], device=rho.device)
+        mass = (rho[:, None] * step.probs - step.q_at(rows)).clamp(min=0).sum(dim=-1)
     denominator = mass + 1 - rho
     within = torch.where(denominator > 0, mass / denominator.clamp(min=torch.finfo(rho.dtype).tiny), 1.0)
     return torch.where(step.judged, within, rho)

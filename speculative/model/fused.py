@@ -1,0 +1,65 @@
+"""A decoder's layers in one call of our CPU kernels, with nothing of torch between them."""
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from speculative.model.attention import NativeStep
+from speculative.model.config import ModelConfig
+from speculative.model.kernels import LayerStruct, cpu_kernels
+from speculative.model.layers import DecoderLayer, Rotary
+from speculative.model.native import NativeLinear
+
+
+class FusedLayers:
+    """All layers of a decoder whose weights are packed for our kernels. The modules own the memory it points at."""
+
+    def __init__(self, layers: nn.ModuleList, rotary: Rotary, config: ModelConfig) -> None:
+        self._structs = (LayerStruct * len(layers))(*(_struct(layer) for layer in layers))
+        self._rotary = rotary.table.float().contiguous()
+        self._config = config
+        self._keep = layers
+
+    @classmethod
+    def of(cls, layers: nn.ModuleList, rotary: Rotary, config: ModelConfig) -> "FusedLayers | None":
+        """None where the layers are not packed for our kernels."""
+        packed = all(isinstance(linear, NativeLinear) for layer in layers for linear in _linears(layer))
+        return cls(layers, rotary, config) if packed and config.head_dim % 16 == 0 and cpu_kernels() else None
+
+    def run(
+        self, hidden: Tensor, positions: Tensor, step: NativeStep, capture: tuple[int, ...]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """hidden [N, hidden_size] float32 (written to), positions [N] -> hidden after the last layer, and what enters
+        the layers of `capture`.
+        """
+        config, struct, shape = self._config, step.struct, step.shape
+        struct.positions = positions.data_ptr()
+        shape.hidden_size, shape.intermediate_size = config.hidden_size, config.intermediate_size
+        shape.num_heads, shape.eps, shape.rotary = config.num_heads, config.rms_norm_eps, self._rotary.data_ptr()
+        stops = sorted({0, *(layer for layer in capture if layer < len(self._structs)), len(self._structs)})
+        features = [hidden.clone()] if 0 in capture else []
+        for start, stop in pairwise(stops):
+            step.kernels.layers(self._structs, range(start, stop), shape, struct, step.cache, hidden)
+            if stop in capture and stop < len(self._structs):
+                features.append(hidden.clone())
+        return hidden, features
+
+
+def _linears(layer: nn.Module) -> tuple[nn.Module, ...]:
+    assert isinstance(layer, DecoderLayer)
+    return (layer.attention.qkv_proj, layer.attention.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+
+
+def _struct(layer: nn.Module) -> LayerStruct:
+    assert isinstance(layer, DecoderLayer)
+    head_norm = layer.attention.qk_norm
+    qkv, output, gate_up, down = (linear.struct for linear in _linears(layer))
+    return LayerStruct(
+        input_norm=layer.input_norm.weight.data_ptr(),
+        mlp_norm=layer.mlp_norm.weight.data_ptr(),
+        head_norm=None if head_norm is None else head_norm.weight.data_ptr(),
+        qkv=qkv,
+        output=output,
+        gate_up=gate_up,
+        down=down,
+    )

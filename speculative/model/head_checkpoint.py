@@ -1,0 +1,113 @@
+"""The folder of a draft head: config.json and safetensors, with every tensor accounted for."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from speculative.errors import ConfigError
+from speculative.model.config import ModelConfig
+from speculative.model.layers import PackedLinear
+from speculative.model.loading import checkpoint_files
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, by name.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+        UnsupportedModel: there are only pickled weights.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in checkpoint_files(folder):
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
+    return tensors
+
+
+def fill_slots(folder: Path, slots: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy a folder's tensors into the parameters of a head.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected, of another shape, or holds NaN.
+    """
+    missing, unexpected = sorted(slots.keys() - tensors.keys()), sorted(tensors.keys() - slots.keys())
+    if missing or unexpected:
+        raise ConfigError(
+            f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]}; config.json and the "
+            "weights do not belong together."
+        )
+    for name, slot in slots.items():
+        if tensors[name].shape != slot.shape:
+            raise ConfigError(
+                f"{folder}: tensor {name} has shape {list(tensors[name].shape)}, config.json asks for "
+                f"{list(slot.shape)}; they do not belong together."
+            )
+        if tensors[name].isnan().any():
+            raise ConfigError(f"{folder}: tensor {name} holds NaN; download the checkpoint again.")
+        slot.detach().copy_(tensors[name])
+
+
+class Head(Protocol):
+    """A module whose parameters have names in a checkpoint."""
+
+    def checkpoint_slots(self) -> dict[str, Tensor]:
+        """Where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Those of `nn.Module`."""
+        ...
+
+
+def rounded(head: Head) -> dict[str, Tensor]:
+    """The parameters of a head as its file keeps them: bfloat16, whatever they were trained in.
+
+    Raises:
+        ValueError: the head was packed for serving on a CPU; save the one it was loaded from.
+    """
+    if any(isinstance(module, PackedLinear) for module in head.modules()):
+        raise ValueError("A packed head cannot be saved; load it in float32 first.")
+    return {name: slot.detach().bfloat16().cpu().contiguous() for name, slot in head.checkpoint_slots().items()}
+
+
+def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), folder / "model.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
+    whole = {**config, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def layer_json(shape: ModelConfig) -> dict[str, Any]:
+    """What config.json says of a Llama layer; the inverse of `ModelConfig.from_json`, as far as a head needs it."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if shape.rope_scaling is not None:
+        rope = {"rope_type": "llama3", **dataclasses.asdict(shape.rope_scaling)}
+    return {
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
+        "rope_scaling": rope if shape.rope_scaling is not None else None,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "attention_bias": shape.qkv_bias,
+        "mlp_bias": shape.mlp_bias,
+        "vocab_size": shape.vocab_size,
+        "bos_token_id": shape.bos_token_id,
+        "eos_token_id": list(shape.eos_token_ids) or None,
+    }

@@ -1,0 +1,248 @@
+"""The CPU kernels of `kernels.cpp`: compiled once for this machine's processor, kept, and called without copies.
+
+Where there is no compiler, or a processor without AVX-512, there are none, and torch's own operators do the work.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speculative.config import kernels_folder
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-strict-aliasing", "-fopenmp", "-fPIC", "-shared")
+_COMPILE_LIMIT_S = 120
+
+_log = logging.getLogger(__name__)
+
+
+class LinearStruct(ctypes.Structure):
+    """`Linear` of kernels.cpp."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("num_inputs", c_int64),
+        ("num_outputs", c_int64),
+        ("kind", c_int64),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """`Layer` of kernels.cpp."""
+
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("head_norm", c_void_p),
+        ("qkv", LinearStruct),
+        ("output", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+    ]
+
+
+class ShapeStruct(ctypes.Structure):
+    """`Shape` of kernels.cpp."""
+
+    _fields_ = [
+        ("hidden_size", c_int64),
+        ("intermediate_size", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("num_slots", c_int64),
+        ("cache_is_bfloat16", c_int64),
+        ("rotary", c_void_p),
+        ("eps", c_double),
+    ]
+
+
+class StepStruct(ctypes.Structure):
+    """`Step` of kernels.cpp."""
+
+    _fields_ = [
+        ("num_rows", c_int64),
+        ("num_spans", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("row_starts", c_void_p),
+        ("context", c_void_p),
+        ("context_starts", c_void_p),
+    ]
+
+
+class Kernels:
+    """The functions of the compiled library. Tensors are float32 on the CPU unless said otherwise."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._linear = library.truespec_linear
+        self._linear.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
+        self._attend = library.truespec_attend
+        self._attend.argtypes = [
+            *(c_void_p, c_void_p, c_void_p, c_int64),
+            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
+            *(c_void_p, c_int64),
+        ]
+        self._layers = library.truespec_layers
+        self._layers.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
+        self._norm = library.truespec_norm
+        self._norm.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_double, c_void_p]
+        self._attention = library.truespec_attention
+        self._attention.argtypes = [
+            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        ]
+        self._mlp = library.truespec_mlp
+        self._mlp.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
+        for function in (self._linear, self._attend, self._layers, self._norm, self._attention, self._mlp):
+            function.restype = None
+
+    def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
+        """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]."""
+        out = rows.new_empty((rows.shape[0], linear.num_outputs))
+        self._linear(
+            ctypes.addressof(linear),
+            *(rows.shape[0], rows.data_ptr(), rows.stride(0), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The root-mean-square norm of rows [N, size], each of them contiguous."""
+        out = rows.new_empty(rows.shape)
+        self._norm(*rows.shape, rows.data_ptr(), rows.stride(0), weight.data_ptr(), eps, out.data_ptr())
+        return out
+
+    def attend(
+        self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """Store key and value of one layer, then attend.
+
+        Args:
+            shape: of the model and its cache.
+            step: where its rows lie.
+            cache: [num_layers, 2, num_slots, num_kv_heads, head_dim], float32 or bfloat16.
+            layer: which one.
+            heads: query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim]; rows may be apart.
+
+        Returns:
+            [N, num_heads, head_dim].
+        """
+        attended = torch.empty(heads[0].shape)
+        places = [place for part in heads for place in (part.data_ptr(), part.stride(0))]
+        self._attend(
+            *(ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr(), layer),
+            *places,
+            *(attended.data_ptr(), torch.get_num_threads()),
+        )
+        return attended
+
+    def attention(
+        self,
+        layer: LayerStruct,
+        index: int,
+        rows: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        place: tuple[ShapeStruct, StepStruct, Tensor],
+    ) -> Tensor:
+        """Attention of one layer with its projections: rows [N, num_inputs] -> [N, hidden_size].
+
+        Args:
+            layer: its weights.
+            index: its place in the cache.
+            rows: what the projections read.
+            rotary: two of [N, 1, head_dim], as `rotate` takes them.
+            place: shape, step and cache of `attend`.
+        """
+        shape, step, cache = place
+        out = rows.new_empty((rows.shape[0], shape.hidden_size))
+        self._attention(
+            *(ctypes.addressof(layer), index, ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr()),
+            *(rows.data_ptr(), rows.stride(0), rotary[0].data_ptr(), rotary[1].data_ptr(), out.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def mlp(self, layer: LayerStruct, rows: Tensor) -> Tensor:
+        """SwiGLU of one layer: rows [N, hidden_size], each of them contiguous -> [N, hidden_size]."""
+        out = rows.new_empty((rows.shape[0], layer.down.num_outputs))
+        self._mlp(
+            *(ctypes.addressof(layer), rows.shape[0], rows.data_ptr(), rows.stride(0), out.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def layers(
+        self,
+        layers: "ctypes.Array[LayerStruct]",
+        which: range,
+        shape: ShapeStruct,
+        step: StepStruct,
+        cache: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        """Run consecutive layers, in place on hidden [N, hidden_size]."""
+        self._layers(
+            *(ctypes.addressof(layers), which.start, which.stop, ctypes.addressof(shape), ctypes.addressof(step)),
+            *(cache.data_ptr(), hidden.data_ptr(), torch.get_num_threads()),
+        )
+
+
+@functools.cache
+def cpu_kernels() -> Kernels | None:
+    """The kernels for this machine, compiled at the first call of the first process; None where that cannot be.
+
+    Whoever has been built once is found in the cache folder; a change of source, flags, compiler or processor builds
+    anew.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        _log.warning("No C++ compiler here: the CPU runs torch's own operators, which are slower; install g++.")
+        return None
+    try:
+        return Kernels(ctypes.CDLL(str(_built(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        _log.warning("The CPU kernels do not compile; torch's own operators are used, which are slower. %s", detail)
+        return None
+
+
+def _built(compiler: str) -> Path:
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
+    key = hashlib.blake2b(_SOURCE.read_bytes(), digest_size=12)
+    for part in (" ".join((compiler, *_FLAGS)).encode(), version, _processor().encode()):
+        key.update(part)
+    library = kernels_folder() / f"kernels-{key.hexdigest()}.so"
+    if library.is_file():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads half a library
+        made = Path(scratch) / library.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
+        os.replace(made, library)
+    return library
+
+
+def _processor() -> str:
+    """What the compiler's `native` depends on."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("flags"):
+                return line
+    return platform.processor()

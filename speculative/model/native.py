@@ -1,0 +1,168 @@
+"""A loaded model's modules on our own CPU kernels: float32 rows, weights of any form, each row computed on its own."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from speculative.model.attention import StepAttention
+from speculative.model.kernels import Kernels, LayerStruct, LinearStruct, cpu_kernels
+from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinear, RMSNorm
+from speculative.model.quantised import GROUP, Quantised
+
+_FLOAT_PANEL, _INT_PANEL = 32, 16  # outputs a panel
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+
+Kind = Literal["float32", "bfloat16", "int8", "int4"]
+
+
+def pack_natively(module: nn.Module, kind: Kind, quantised: dict[Linear, Quantised] | None = None) -> None:
+    """Replace the layers of a model by those of our kernels, with weights of `kind`, or those of `quantised`.
+
+    Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
+    stays).
+    """
+    given = quantised or {}
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear):
+                setattr(parent, name, NativeLinear(child, given.get(child, kind)))
+            elif isinstance(child, RMSNorm):
+                setattr(parent, name, NativeNorm(child))
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Attention):
+                setattr(parent, name, NativeAttention(child))
+            elif isinstance(child, MLP):
+                setattr(parent, name, NativeMLP(child))
+
+
+class NativeLinear(PackedLinear):
+    """A Linear of our own kernels: float32 rows, weights of any kind, each row computed on its own."""
+
+    def __init__(self, linear: Linear, weight: Kind | Quantised) -> None:
+        super().__init__()
+        self.num_outputs, self.num_inputs = linear.weight.shape
+        if isinstance(weight, Quantised):
+            self.kind: Kind = "int8" if weight.least is None else "int4"
+            self.panels = _int_panels(weight)
+        else:
+            self.kind = weight
+            self.panels = _float_panels(linear.weight.detach(), weight)
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+        self._kernels: Kernels = _required_kernels()
+        self.struct = LinearStruct(
+            weight=self.panels.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            num_inputs=self.num_inputs,
+            num_outputs=self.num_outputs,
+            kind=_KINDS[self.kind],
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, num_inputs] -> [N, num_outputs] float32."""
+        rows = rows.float()
+        return self._kernels.linear(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
+
+
+class NativeNorm(nn.Module):
+    """An RMSNorm of our own kernels."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight = norm.weight.detach().float().contiguous()
+        self.eps = norm.eps
+        self._kernels = _required_kernels()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, size] -> [N, size] float32."""
+        rows = rows.float()
+        return self._kernels.norm(rows if rows.stride(-1) == 1 else rows.contiguous(), self.weight, self.eps)
+
+
+class NativeAttention(Attention):
+    """Projections, rotation and attention in one call, over the paged cache; over anything else as torch does it."""
+
+    def __init__(self, attention: Attention) -> None:
+        nn.Module.__init__(self)
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+        )
+        self.sizes, self.qkv_proj, self.o_proj = attention.sizes, attention.qkv_proj, attention.o_proj
+        self.qk_norm = attention.qk_norm
+        self.head_norm = None
+        if self.qk_norm is not None:
+            self.qk_norm.weight = nn.Parameter(self.qk_norm.weight.detach().float(), requires_grad=False)
+            self.head_norm = self.qk_norm.weight.detach().contiguous()
+        self.struct = LayerStruct(
+            head_norm=None if self.head_norm is None else self.head_norm.data_ptr(),
+            qkv=self.qkv_proj.struct,
+            output=self.o_proj.struct,
+        )
+
+    def forward(self, rows: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+        """[N, input_size] -> [N, hidden_size] float32."""
+        step = attend.native if isinstance(attend, StepAttention) else None
+        if step is None:
+            return super().forward(rows, rotary, attend, layer)
+        shape = step.shape
+        shape.num_heads, shape.hidden_size = self.num_heads, self.o_proj.num_outputs
+        shape.eps = 0.0 if self.qk_norm is None else self.qk_norm.eps
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        return step.kernels.attention(self.struct, layer, rows, rotary, (shape, step.struct, step.cache))
+
+
+class NativeMLP(nn.Module):
+    """SwiGLU in one call."""
+
+    def __init__(self, mlp: MLP) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = mlp.gate_up_proj, mlp.down_proj
+        self.struct = LayerStruct(gate_up=self.gate_up_proj.struct, down=self.down_proj.struct)
+        self._kernels = _required_kernels()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, hidden_size] -> [N, hidden_size] float32."""
+        return self._kernels.mlp(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
+
+
+def _required_kernels() -> Kernels:
+    kernels = cpu_kernels()
+    if kernels is None:
+        raise RuntimeError("There are no CPU kernels here; ask `cpu_kernels` before packing for them.")
+    return kernels
+
+
+def _padded(rows: Tensor, panel: int) -> Tensor:
+    """Rows up to whole panels, in panels [P, panel, ...]."""
+    missing = -len(rows) % panel
+    whole = torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows
+    panels: Tensor = whole.view(-1, panel, *rows.shape[1:])
+    return panels
+
+
+def _float_panels(weight: Tensor, kind: Kind) -> Tensor:
+    """[P, I, 32], outputs side by side; of bfloat16, output j lies beside output j + 16."""
+    if kind == "float32":
+        return _padded(weight.float(), _FLOAT_PANEL).transpose(1, 2).contiguous()
+    pairs: Tensor = _padded(weight.bfloat16().view(torch.int16), _FLOAT_PANEL).unflatten(1, (2, 16))  # [P, 2, 16, I]
+    return pairs.permute(0, 3, 2, 1).contiguous()
+
+
+def _int_panels(weight: Quantised) -> Tensor:
+    """[P, I / 32, bytes] uint8: the numbers of 16 outputs and 32 inputs, their scales, and their least weights."""
+    is_int4 = weight.least is not None
+    numbers = _padded(weight.numbers, _INT_PANEL)  # [P, 16, I]
+    num_panels, num_groups = len(numbers), numbers.shape[2] // GROUP
+    if is_int4:  # 64 bytes hold 4 pairs of inputs of every output, one pair a nibble of its 16-bit words
+        nibbles = numbers.reshape(num_panels, 16, num_groups, 4, 4, 2).permute(0, 2, 3, 1, 5, 4).contiguous()
+        ordered = nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
+    else:
+        ordered = numbers.reshape(num_panels, 16, num_groups, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
+    parts = [ordered.view(torch.uint8).reshape(num_panels, num_groups, -1)]
+    for halves in (weight.scales, weight.least):
+        if halves is not None:
+            parts.append(_padded(halves, _INT_PANEL).transpose(1, 2).contiguous().view(torch.uint8))
+    return torch.cat(parts, dim=-1)

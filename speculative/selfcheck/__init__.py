@@ -1,0 +1,1 @@
+"""Self-checks: what an engine watches of itself while it serves, and what a replay can tell."""

@@ -1,0 +1,102 @@
+"""E-processes: bets against the claim that numbers have mean 0, which may be read at any time.
+
+For numbers Z with |Z| <= 1 and conditional mean 0 the wealth W = mean over lambda of prod(1 + lambda Z) is a martingale
+that starts at 1: it ever reaches 1/delta with probability at most delta (Ville, 1939), however often one looks.
+Source of betting: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (2010.09686).
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+STAKES = (-0.7, -0.4, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""The lambdas that are bet with. Each is right for some size of a fault; together they need not be chosen."""
+
+_PERIODS = (8192, 65536, 524288, 4194304)  # counted numbers after which an e-process begins afresh; one never does
+
+
+def log_wealth(log_products: Floats) -> Floats:
+    """log W [...] of sums of log(1 + lambda Z) [..., len(STAKES)]."""
+    most = log_products.max(axis=-1, keepdims=True)
+    wealth: Floats = most[..., 0] + np.log(np.exp(log_products - most).mean(axis=-1))
+    return wealth
+
+
+class FreshStarts:
+    """E-processes on one stream of numbers: one for life, and others that begin afresh on a fixed schedule.
+
+    What was long in order leaves a life-long process poor; a fresh one sees at once what drifts off later. Start k is
+    held to delta_k = 6 delta / (pi^2 k^2), so that all of them together raise a false alarm with probability at most
+    delta, over however long a life.
+
+    Args:
+        delta: that probability.
+        num_stakes: products that are kept for each process.
+        periods: counted numbers after which a process begins afresh.
+    """
+
+    def __init__(self, delta: float, num_stakes: int = len(STAKES), periods: tuple[int, ...] = _PERIODS) -> None:
+        self.highest = 0.0  # the largest log W there was, nats
+        self._log_delta = math.log(delta)
+        self._num_starts = 0
+        self._periods = np.array([math.inf, *periods])
+        self._products = np.zeros((len(self._periods), num_stakes))
+        self._counts = np.zeros(len(self._periods))
+        self._thresholds = np.zeros(len(self._periods))
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin all of them anew."""
+        self._begin(np.ones(len(self._periods), bool))
+
+    def add(self, log_products: Floats, count: int) -> bool:
+        """Take in `count` numbers at once; whether an e-process crossed its threshold. Then all begin anew.
+
+        Args:
+            log_products: [num_stakes], their sum of log(1 + lambda Z).
+            count: how many they are.
+        """
+        self._products += log_products
+        self._counts += count
+        wealth = log_wealth(self._products)
+        self.highest = max(self.highest, float(wealth.max()))
+        alarm = bool((wealth >= self._thresholds).any())
+        due = self._counts >= self._periods
+        if alarm:
+            self.restart()
+        elif due.any():
+            self._begin(due)
+        return alarm
+
+    def leading(self) -> tuple[float, float]:
+        """log W and threshold (nats) of the process that stands closest to its threshold."""
+        wealth = log_wealth(self._products)
+        closest = int((wealth - self._thresholds).argmax())
+        return float(wealth[closest]), float(self._thresholds[closest])
+
+    def _begin(self, which: Any) -> None:
+        self._products[which] = 0.0
+        self._counts[which] = 0
+        for index in np.flatnonzero(which).tolist():
+            self._num_starts += 1
+            self._thresholds[index] = math.log(math.pi**2 * self._num_starts**2 / 6) - self._log_delta
+
+
+class EProcess:
+    """A latched alarm on numbers that come a few at a time; `shift` widens the claim to |mean| <= shift."""
+
+    def __init__(self, delta: float, shift: float = 0.0) -> None:
+        self._stakes = np.array(STAKES)
+        self._shifts = shift * np.sign(self._stakes)
+        self._processes = FreshStarts(delta)
+        self.highest = 0.0  # the largest log W there was, nats
+        self.alarm = False
+
+    def add(self, values: Floats) -> None:
+        """Take in values [N], each within [-1, 1]."""
+        gains = np.log1p(self._stakes * (values[:, None] - self._shifts) / (1 + np.abs(self._shifts)))
+        self.alarm |= self._processes.add(gains.sum(axis=0), len(values))
+        self.highest = max(self.highest, self._processes.highest)

@@ -1,0 +1,99 @@
+"""What must hold in every step. A breach is told by its kind (`INVARIANTS`) and fails its request; it never becomes a
+token."""
+
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.batch import Entry, Int64s, Layout
+from speculative.constraint import Bools
+from speculative.draft_law import PointMass
+from speculative.sampling import Filters
+from speculative.verification.base import VerifyInput, VerifyOutput
+
+_MASS_ROUNDING = 1e-3  # of a law's mass; float32 sums of a vocabulary are far closer
+_EDGE_ROUNDING = 1e-5  # of the mass that lies before a nucleus' edge
+
+ROW_KINDS = ("not_finite", "no_token", "law", "q_zero", "p_zero", "support")
+"""What `broken_rows` tells of, in its order."""
+
+NUM_LOGITS_KINDS = 2
+"""The first of them are the logits' fault, whatever the verifier does."""
+
+
+def broken_rows(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor) -> Tensor:
+    """[R] int64 on the device: 1 + the index into ROW_KINDS of what is broken at a row, 0 where nothing is.
+
+    Rows behind a rejected draft decide nothing: only what their draft came from is looked at.
+
+    Args:
+        step: what was verified. verified: what became of it.
+        emitted: [R] int64, the token emitted at each row.
+        highest: [R] the highest logit after all rules: NaN or +inf wins the maximum, a row of -inf has none.
+        outside: [R] bool, whether that token lies outside the filters of its request.
+    """
+    reached = step.offsets <= verified.num_accepted[step.entries]
+    p_emitted = step.probs.gather(1, emitted[:, None])[:, 0]
+    broken = torch.where(reached & outside, _code("support"), 0)
+    broken = torch.where(reached & ~(p_emitted > 0), _code("p_zero"), broken)  # NaN is not above 0 either
+    if not isinstance(step.law, PointMass) and step.law.probs.shape[0]:
+        q = step.law.probs
+        sane = ((q.sum(-1) - 1).abs() < _MASS_ROUNDING) & (q.amin(-1) >= 0)
+        of_row = sane[step.packed.clamp(max=q.shape[0] - 1)]
+        broken = torch.where(step.judged & ~(step.q_of_drafts() > 0), _code("q_zero"), broken)
+        broken = torch.where(step.judged & ~of_row, _code("law"), broken)
+    broken = torch.where(reached & (highest == -torch.inf), _code("no_token"), broken)
+    return torch.where(reached & ~(highest < torch.inf), _code("not_finite"), broken)
+
+
+def outside_filters(adjusted: Tensor, temperature: Tensor, filters: Filters, emitted: Tensor) -> Tensor:
+    """[F] bool: rows whose token none of the request's filters can have let through; found without the filters' code.
+
+    Args:
+        adjusted: [F, V] logits after the request's rules, of the rows that have filters.
+        temperature: [F, 1].
+        filters: theirs.
+        emitted: [F] int64.
+    """
+    law = torch.softmax(adjusted / temperature, dim=-1)
+    own = law.gather(1, emitted[:, None])
+    likelier = law > own * (1 + _EDGE_ROUNDING)
+    too_far = likelier.sum(dim=-1) >= filters.top_k
+    too_far |= (law * likelier).sum(dim=-1) > filters.top_p + _EDGE_ROUNDING  # of all mass; of what is kept it is more
+    if filters.min_p is not None:
+        too_far |= own[:, 0] < law.amax(dim=-1) * filters.min_p * (1 - 10 * _EDGE_ROUNDING)
+    return too_far
+
+
+def forbidden_by_rules(
+    entry: Entry, token_ids: Tokens[int], masks: list[Bools] | None, eos_token_ids: Tokens[int]
+) -> bool:
+    """Whether a token breaks its request's own rules (allowed ids, bad words, min_tokens) or its structure."""
+    sequence = entry.sequence
+    if masks is not None and not all(mask[token] for mask, token in zip(masks, token_ids, strict=False)):
+        return True
+    if sequence.rules is None:
+        return False
+    allowed, output = sequence.rules.allowed, sequence.tokens[sequence.num_prompt :]
+    if allowed is not None and not np.isin(token_ids, allowed).all():
+        return True
+    return any(
+        token in sequence.rules.forbidden(output, token_ids[:index], eos_token_ids)
+        for index, token in enumerate(token_ids)
+    )
+
+
+def misplaced(layout: Layout) -> Int64s:
+    """[E] whether rows of a drawing entry stand elsewhere than behind its tokens, or do not begin with its last one."""
+    lengths = np.array([len(entry.sequence.tokens) for entry in layout.drawing], np.int64)
+    pending = np.array([entry.sequence.tokens[-1] for entry in layout.drawing], np.int64)
+    rows, owners = layout.verify_rows, layout.verify_entries
+    wrong = layout.positions[rows] != lengths[owners] - 1 + layout.offsets
+    wrong |= (layout.offsets == 0) & (layout.input_ids[rows] != pending[owners])
+    return np.bincount(owners, wrong, minlength=len(lengths)).astype(np.int64)
+
+
+def _code(kind: str) -> int:
+    return 1 + ROW_KINDS.index(kind)

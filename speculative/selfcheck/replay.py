@@ -1,0 +1,141 @@
+"""What a replay can tell: whether the logprobs that were served drifted, and whether the tokens follow the law.
+
+The law test and the drift are different tests. One engine served the right logprobs of garbage tokens, which no drift
+sees; another drew from a wrong law and served that law's logprobs, which drift sees first.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from speculative.request import SURPRISAL_CLIP_NATS, LawRow
+from speculative.selfcheck.eprocess import EProcess, FreshStarts
+
+_RATE_STAKES = np.array((0.5, 0.2, 0.05, 0.01))  # shares of the most that may be staked on a rare event
+_RATE_PERIODS = (256, 4096)
+
+
+class RareTest:
+    """A latched alarm where something happens in more than a share `rate` of cases."""
+
+    def __init__(self, rate: float, delta: float) -> None:
+        self._rate = rate
+        self._stakes = _RATE_STAKES / rate
+        self._processes = FreshStarts(delta, len(_RATE_STAKES), _RATE_PERIODS)
+        self.num = 0
+        self.num_events = 0
+        self.alarm = False
+
+    def add(self, events: Iterable[bool]) -> None:
+        """Take in cases: whether it happened."""
+        for event in events:
+            self.num += 1
+            self.num_events += event
+            self.alarm |= self._processes.add(np.log1p(self._stakes * (event - self._rate)), 1)
+
+    @property
+    def log_e(self) -> float:
+        """The highest e-value so far, nats."""
+        return self._processes.highest
+
+
+class DriftTest:
+    """Whether more tokens drift by more than `limit_nats` than the measured noise does: at most a share `rate` of them.
+
+    One instance sees one stratum of one replica.
+    """
+
+    def __init__(self, limit_nats: float, rate: float, delta: float = 1e-6) -> None:
+        self.limit_nats = limit_nats
+        self._test = RareTest(rate, delta)
+
+    def add(self, drifts: Iterable[float]) -> None:
+        """Take in |served - replayed| of tokens, nats; what is no number counts as drifted."""
+        self._test.add(not drift <= self.limit_nats for drift in drifts)
+
+    @property
+    def num(self) -> int:
+        """Tokens seen."""
+        return self._test.num
+
+    @property
+    def num_over(self) -> int:
+        """Tokens that drifted too far."""
+        return self._test.num_events
+
+    @property
+    def log_e(self) -> float:
+        """The highest e-value so far, nats."""
+        return self._test.log_e
+
+    @property
+    def alarm(self) -> bool:
+        """Whether too many drifted."""
+        return self._test.alarm
+
+
+class LawTest:
+    """Whether served tokens follow the law that a replay finds for them.
+
+    Args:
+        tolerance: |mean| of p(y) - sum(p^2), and of surprisal minus its mean over 10 nats, that rounding may bring.
+        edge_nats: what rounding may shift a filter's edge, or the likeliest token, by.
+        rate: the share of tokens that rounding may shift further.
+        delta: probability of a false alarm, whenever one looks; a quarter of it for each of the four tests.
+    """
+
+    def __init__(
+        self, tolerance: float = 0.0, edge_nats: float = 1e-3, rate: float = 1e-3, delta: float = 1e-6
+    ) -> None:
+        self._edge_nats = edge_nats
+        self._probability = EProcess(delta / 4, tolerance)
+        self._surprisal = EProcess(delta / 4, tolerance)
+        self._support = RareTest(rate, delta / 4)
+        self._greedy = RareTest(rate, delta / 4)
+        self._forbidden = False
+        self._sums = np.zeros(2)
+        self.num = 0  # tokens whose probability and surprisal were looked at
+
+    def add(self, rows: Iterable[LawRow], *, greedy: bool) -> None:
+        """Take in the replayed rows of a request; of a greedy one only whether its tokens are the likeliest."""
+        rows = list(rows)
+        self._forbidden = self._forbidden or any(row.outside == math.inf for row in rows)
+        if greedy:
+            self._greedy.add(row.gap > self._edge_nats for row in rows)
+            return
+        self._support.add(row.outside > self._edge_nats for row in rows)
+        inside = [row for row in rows if row.outside == 0]
+        differences = np.array(
+            [(row.probability - row.expected_probability, row.surprisal - row.expected_surprisal) for row in inside]
+        ).reshape(-1, 2)
+        self.num += len(inside)
+        self._sums += differences.sum(axis=0)
+        self._probability.add(differences[:, 0])
+        self._surprisal.add(differences[:, 1] / SURPRISAL_CLIP_NATS)
+
+    @property
+    def mean_probability(self) -> float:
+        """Mean of p(y) - sum(p^2)."""
+        return float(self._sums[0] / max(self.num, 1))
+
+    @property
+    def mean_surprisal(self) -> float:
+        """Mean of the surprisal minus its own mean under p, nats."""
+        return float(self._sums[1] / max(self.num, 1))
+
+    @property
+    def log_e(self) -> float:
+        """The highest e-value of the four tests, nats."""
+        return max(self._probability.highest, self._surprisal.highest, self._support.log_e, self._greedy.log_e)
+
+    @property
+    def alarm(self) -> str | None:
+        """Which test found the tokens at fault: probability, surprisal, support or greedy; None when none did."""
+        found = {
+            "support": self._forbidden or self._support.alarm,
+            "greedy": self._greedy.alarm,
+            "probability": self._probability.alarm,
+            "surprisal": self._surprisal.alarm,
+        }
+        return next((name for name, alarm in found.items() if alarm), None)
