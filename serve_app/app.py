@@ -10,6 +10,12 @@ from serve_app.config import AppConfig, PoolName, parse_args
 from serve_app.deployments import DecodeServer, MonolithServer, PrefillServer, RefereeServer
 
 _PROXY_RETRY_AFTER_S = 2
+# Answers that wait for their verdict wait inside the referee, and must not keep reports out.
+_REFEREE_OPTIONS: dict[str, Any] = {
+    "num_replicas": 1,
+    "max_ongoing_requests": 10_000,
+    "ray_actor_options": {"num_cpus": 0},
+}
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
@@ -19,7 +25,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
         ConfigError: a field of `args` is wrong; the message names it and the mend.
     """
     config = parse_args(args)
-    referee = serve.deployment(num_replicas=1, ray_actor_options={"num_cpus": 0})(RefereeServer).bind(config)
+    referee = serve.deployment(**_REFEREE_OPTIONS)(RefereeServer).bind(config)
     if config.topology == "monolith":
         return serve.deployment(**_options(config, "monolith"))(MonolithServer).bind(config, referee)
     prefill = serve.deployment(**_options(config, "prefill"))(PrefillServer).bind(config)
@@ -28,8 +34,13 @@ def build_app(args: Mapping[str, Any]) -> Application:
 
 def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
     pool = config.pool(name)
+    scaling = (
+        {"num_replicas": pool.replicas}
+        if pool.autoscaling is None
+        else {"autoscaling_config": pool.autoscaling.model_dump()}
+    )
     return {
-        "num_replicas": pool.replicas,
+        **scaling,
         # Serve lets more in than the replica takes on, so that it is the replica that answers 429 with a reason and an
         # honest Retry-After; what even that cannot hold, Serve's own proxy turns away.
         "max_ongoing_requests": 2 * config.limits.max_ongoing_requests,
@@ -39,6 +50,7 @@ def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
         "ray_actor_options": {
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
+            "label_selector": pool.label_selector,
             "runtime_env": {"env_vars": _thread_environment(pool.num_threads)},
         },
     }

@@ -22,6 +22,14 @@ POOLS_OF_TOPOLOGY: dict[str, tuple[PoolName, ...]] = {
     "disaggregated": ("prefill", "decode"),
     "monolith": ("monolith",),
 }
+POOL_OF_DEPLOYMENT: dict[str, PoolName] = {
+    "PrefillServer": "prefill",
+    "DecodeServer": "decode",
+    "MonolithServer": "monolith",
+}
+
+
+_EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 class _FieldError(ValueError):
@@ -35,7 +43,7 @@ class _FieldError(ValueError):
 class _Section(BaseModel):
     """A part of the file: frozen, no unknown fields, no guessing of types (`yes` is no number, "4" neither)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -52,7 +60,9 @@ class ModelSection(_Section):
     """Which model: a folder, a name of the catalogue, or a hub id; `name` is what clients ask for."""
 
     source: Annotated[str, Field(min_length=1)]
+    """A folder, a name of `truespec model list`, or a hub id (`org/name[@revision]`)."""
     name: Annotated[str, Field(min_length=1)] | None = None
+    """What clients ask for; the last part of `source` when not set."""
 
     @property
     def served_name(self) -> str:
@@ -64,16 +74,31 @@ class EngineSection(_Section):
     """Sizes and choices of each replica's engine; units as in `speculative.config.EngineConfig`."""
 
     kind: Literal["torch"] = "torch"
+    """The engine; there is one today."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the KV cache, and of weights and activations where `weights` does not say otherwise."""
+    weights: Literal["auto", "bfloat16", "float32", "int8", "int4"] = "auto"
+    """How a CPU keeps the weights: as the model's source had them, else as `dtype`; int8 and int4 round others."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """`auto` takes the GPU that Ray gave the replica, else the CPU."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of a request, prompt and answer; the model's own limit when not set."""
     max_num_seqs: AtLeastOne = 16
+    """Most sequences of a step."""
     max_batched_tokens: AtLeastOne = 512
+    """Most tokens of a step; longer prompts are computed in chunks."""
     kv_cache_tokens: AtLeastOne = 16384
+    """Tokens that the KV cache holds."""
     block_size: AtLeastOne = 16
+    """Tokens of a KV block."""
     prefix_caching: bool = True
+    """Keep the KV of prompts for later requests that begin alike."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    """What `logprobs` returns: before or after the sampling parameters, logits or logprobs."""
     verifier: Literal["token_wise", "block", "coupled"] = "token_wise"
+    """How drafts are verified; a request that asks to be reproducible gets `coupled` in any case."""
+    self_check_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them."""
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -86,17 +111,28 @@ class EngineSection(_Section):
 class DrafterSection(_Section):
     """Which drafter, and how many tokens it drafts a round."""
 
-    kind: Literal["none", "ngram", "suffix", "draft_model", "eagle3"] = "ngram"
+    kind: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = "ngram"
+    """What drafts; `none` turns speculation off."""
     model: Annotated[str, Field(min_length=1)] | None = None
+    """Weights of the drafter (`draft_model`, `eagle3`, `mtp`): a folder, a catalogue name, or a hub id."""
     sampled: bool = True
+    """Drafters with weights: draw the draft from its law; false takes the likeliest token."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
+    """Draft tokens a round; the most when `length` is `dynamic`."""
     ngram_max: AtLeastOne = 4
+    """`ngram`: longest run of tokens to look up."""
     ngram_min: AtLeastOne = 2
+    """`ngram`: shortest run of tokens to look up."""
     suffix_depth: Annotated[int, Field(ge=1, le=256)] = 32
+    """`suffix`: longest suffix that is kept, in tokens."""
     suffix_min_match: AtLeastOne = 2
+    """`suffix`: shortest suffix that drafts, in tokens."""
     suffix_min_probability: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """`suffix`: least probability of a whole draft."""
     suffix_max_tokens: Annotated[int, Field(ge=0)] = 65536
+    """`suffix`: tokens of past outputs that are kept; 0 looks only into the sequence itself."""
     length: Literal["static", "dynamic"] = "static"
+    """`dynamic` drafts as many tokens as pay, 0 included."""
 
     @model_validator(mode="after")
     def _ranges_are_not_empty(self) -> Self:
@@ -106,11 +142,28 @@ class DrafterSection(_Section):
             raise _FieldError(
                 "suffix_min_match", f"must be at most suffix_depth ({self.suffix_depth}), got {self.suffix_min_match}."
             )
-        has_weights = self.kind in ("draft_model", "eagle3")
+        has_weights = self.kind in ("draft_model", "eagle3", "mtp")
         if has_weights and self.model is None:
             raise _FieldError("model", f"is missing: kind {self.kind} needs a folder, a catalogue name, or a hub id.")
         if self.model is not None and not has_weights:
-            raise _FieldError("model", "belongs to the kinds draft_model and eagle3; remove it or change kind.")
+            raise _FieldError("model", "belongs to the kinds draft_model, eagle3 and mtp; remove it or change kind.")
+        return self
+
+
+class AutoscalingSection(_Section):
+    """Ray Serve's own autoscaling, as far as it is offered; the names are Serve's."""
+
+    min_replicas: AtLeastOne = 1
+    """Replicas that always run."""
+    max_replicas: AtLeastOne
+    """Most replicas."""
+    target_ongoing_requests: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 8.0
+    """Requests in flight per replica that Serve aims at."""
+
+    @model_validator(mode="after")
+    def _range_is_not_empty(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise _FieldError("min_replicas", f"must be at most max_replicas ({self.max_replicas}); lower it.")
         return self
 
 
@@ -118,8 +171,26 @@ class PoolSection(_Section):
     """How many replicas a pool has, and what Ray sets aside for each."""
 
     replicas: AtLeastOne = 1
+    """Replicas of the pool, without autoscaling."""
+    autoscaling: AutoscalingSection | None = None
+    """Let Serve choose the number of replicas, by the requests in flight."""
     num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """CPUs that Ray sets aside for a replica, and threads of its engine."""
     num_gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """GPUs that Ray sets aside for a replica."""
+    label_selector: dict[str, str] = {}
+    """Ray node labels that a replica's node must carry."""
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> Self:
+        if self.autoscaling is not None and "replicas" in self.model_fields_set:
+            raise _FieldError("replicas", "is set beside autoscaling; remove one of them.")
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        """The number of replicas, or with autoscaling the largest."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
     def num_threads(self) -> int:
@@ -131,38 +202,111 @@ class PoolsSection(_Section):
     """The pools that are set; a pool of the topology that is not gets `PoolSection`'s defaults."""
 
     prefill: PoolSection | None = None
+    """Computes prompts and replays (topology `disaggregated`)."""
     decode: PoolSection | None = None
+    """Answers HTTP and decodes (topology `disaggregated`)."""
     monolith: PoolSection | None = None
+    """Does all of it (topology `monolith`)."""
 
 
 class ReplaySection(_Section):
-    """The logprob check: which share of the finished requests is replayed, and how many may wait for it."""
+    """The check of finished requests: how many are computed again, and what is put up with."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the finished requests that are computed again without speculation and compared."""
     max_queue: AtLeastOne = 64
+    """Requests that may wait for their replay; more are counted as skipped."""
+    max_running: AtLeastOne = 2
+    """Replays at once; on a replica they come after everything else."""
+    max_tme: Annotated[float, Field(gt=1, le=10)] = 1.05
+    """TME above which something is wrong, on top of the noise floor that plain requests show."""
+    law_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """By how much rounding may move the means of the law test."""
+    edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Nats by which rounding may move a filter's edge, or the likeliest token; by dtype when not set."""
+    verify_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """How long an answer with `verify` waits for its replay; then it says `unverified`."""
+    keep_verdicts: AtLeastOne = 10000
+    """Replies whose verdicts `GET /v1/verdicts/{id}` remembers."""
+
+    def edge_of(self, dtype: str) -> float:
+        """`edge_nats`, or what rounding does in this type."""
+        return self.edge_nats if self.edge_nats is not None else _EDGE_NATS[dtype]
+
+
+class BreakerSection(_Section):
+    """When a replica stops speculating, when it tries again, and when it is replaced."""
+
+    mode: Literal["auto", "on", "off"] = "auto"
+    """Who decides: `auto` the breaker; `on` and `off` are fixed, alarms only count."""
+    cooldown_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """From a trip to the first canary; doubled with each that fails, at most sixteenfold."""
+    window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    """A second trip within it takes the replica out of service, so that Serve replaces it."""
+    suspect_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    """What ended so long before a trip is suspect."""
+    canary_requests: Annotated[int, Field(ge=1, le=64)] = 4
+    """Requests of a replica's own on which speculation is tried out."""
+
+
+class DumpsSection(_Section):
+    """Files for a post-mortem: token ids (prompts included), seeds and logprobs of requests that were found wrong."""
+
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """Where they are written, on the referee's node; nothing is when not set."""
+    max_files: AtLeastOne = 50
+    """Files kept; the oldest go first."""
+    max_mib: AtLeastOne = 64
+    """Size of all files together, in MiB."""
+
+
+class AdminSection(_Section):
+    """The endpoints that change how the service runs."""
+
+    token_file: Annotated[str, Field(min_length=1)] | None = None
+    """A file that holds the bearer token of `/admin`; there is no `/admin` when not set."""
 
 
 class LimitsSection(_Section):
     """What is refused instead of queued without end. The first two are per replica and per router, as in Ray Serve."""
 
     max_ongoing_requests: AtLeastOne = 128
+    """Requests that a replica takes on; more are answered 429."""
     max_queued_requests: AtLeastOne = 256
+    """Requests that a router queues before it refuses."""
     max_body_bytes: AtLeastOne = 4 * 1024 * 1024
-    max_choices: AtLeastOne = 16
+    """Longest body of a request."""
+    max_choices: AtLeastOne = 64
+    """Most `n` of a request."""
     request_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    """Longest time a request may take, and time that a stopping replica gets to finish."""
 
 
 class AppConfig(_Section):
     """Everything `serve_app.app:build_app` needs: the `args` of the application in the YAML."""
 
     version: Literal[1] = 1
+    """Of this format."""
     model: ModelSection
+    """The model."""
     engine: EngineSection = EngineSection()
+    """Each replica's engine."""
     drafter: DrafterSection = DrafterSection()
+    """The drafter."""
     topology: Literal["disaggregated", "monolith"] = "disaggregated"
+    """`disaggregated`: prompts are computed by a pool of their own; `monolith`: one pool does all."""
     pools: PoolsSection = PoolsSection()
+    """Size of each pool."""
     replay: ReplaySection = ReplaySection()
+    """The check of finished requests."""
+    breaker: BreakerSection = BreakerSection()
+    """When a replica stops speculating."""
+    dumps: DumpsSection = DumpsSection()
+    """Files for a post-mortem."""
+    admin: AdminSection = AdminSection()
+    """The admin endpoints."""
     limits: LimitsSection = LimitsSection()
+    """What is refused instead of queued."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -230,24 +374,85 @@ class HttpOptions(_Section):
     """Where Ray Serve's proxy listens."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address to listen on."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Port to listen on."""
+
+
+class DeploymentOverride(_Section):
+    """The number of replicas of one deployment, where Ray Serve changes it without a restart."""
+
+    name: Literal["PrefillServer", "DecodeServer", "MonolithServer"]
+    """The deployment: `PrefillServer`, `DecodeServer` or `MonolithServer`."""
+    num_replicas: AtLeastOne | None = None
+    """Replicas, in place of the pool's `replicas`."""
+    autoscaling_config: AutoscalingSection | None = None
+    """In place of the pool's `autoscaling`."""
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> Self:
+        if (self.num_replicas is None) == (self.autoscaling_config is None):
+            raise _FieldError("num_replicas", "or autoscaling_config must be set, and not both.")
+        return self
+
+    @property
+    def pool_name(self) -> PoolName:
+        """The pool whose replicas the deployment's are."""
+        return POOL_OF_DEPLOYMENT[self.name]
 
 
 class Application(_Section):
     """One Ray Serve application."""
 
     name: Annotated[str, Field(min_length=1)] = "truespec"
+    """Of the application in Ray Serve."""
     route_prefix: Annotated[str, Field(pattern=r"^/")] = "/"
+    """Path under which it is served."""
     import_path: Literal["serve_app.app:build_app"] = "serve_app.app:build_app"
+    """The application's builder."""
     args: AppConfig
+    """The application's own settings."""
+    deployments: list[DeploymentOverride] = []
+    """Numbers of replicas; unlike a change of `args`, a change here restarts no replica."""
+
+    @model_validator(mode="after")
+    def _overrides_have_their_pools(self) -> Self:
+        names = [override.name for override in self.deployments]
+        for number, override in enumerate(self.deployments):
+            if override.pool_name not in self.args.pool_names:
+                raise _FieldError(
+                    f"deployments[{number}].name",
+                    f"is {override.name}, but topology {self.args.topology} has no such pool; remove it.",
+                )
+            if names.count(override.name) > 1:
+                raise _FieldError(f"deployments[{number}].name", f"is {override.name} twice; merge them.")
+        return self
+
+    @property
+    def effective_args(self) -> AppConfig:
+        """`args`, with the numbers of replicas that `deployments` overrides."""
+        pools: dict[str, PoolSection] = {}
+        for override in self.deployments:
+            pool = self.args.pool(override.pool_name)
+            kept = {name: getattr(pool, name) for name in pool.model_fields_set - {"replicas", "autoscaling"}}
+            scale = (
+                {"autoscaling": override.autoscaling_config}
+                if override.autoscaling_config is not None
+                else {"replicas": override.num_replicas}
+            )
+            pools[override.pool_name] = PoolSection.model_validate(kept | scale)
+        return self.args.model_copy(update={"pools": self.args.pools.model_copy(update=pools)})
 
 
 class ServeFile(_Section):
     """The whole file: the part of Ray Serve's config schema that `truespec serve` honours."""
 
     proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = "HeadOnly"
+    """Nodes with an HTTP proxy."""
     http_options: HttpOptions = HttpOptions()
+    """Where the proxies listen."""
     applications: Annotated[list[Application], Field(min_length=1, max_length=1)]
+    """The application; one."""
 
     @property
     def application(self) -> Application:

@@ -48,6 +48,18 @@ class BodyTooLarge(InvalidRequest):
     """The body is longer than the server takes."""
 
 
+class AccessDenied(TruespecError):
+    """Who asks is not known, or may not."""
+
+
+class UnknownVerdict(TruespecError):
+    """Nothing is known of an answer of that id: it was never given, is still under way, or is long ago."""
+
+
+class UnknownReplica(TruespecError):
+    """There is no replica of that name."""
+
+
 class RequestAborted(TruespecError):
     """The engine let go of a request that its client still waits for (a shutdown, say)."""
 
@@ -86,6 +98,9 @@ _RULES: dict[type[BaseException], _Rule] = {
     MalformedBody: _Rule(400, "invalid_request_error", "malformed_body"),
     BodyTooLarge: _Rule(413, "invalid_request_error", "body_too_large"),
     InvalidRequest: _Rule(400, "invalid_request_error", "invalid_value"),
+    AccessDenied: _Rule(401, "authentication_error", "access_denied"),
+    UnknownVerdict: _Rule(404, "invalid_request_error", "verdict_not_found"),
+    UnknownReplica: _Rule(404, "invalid_request_error", "replica_not_found"),
     EngineOverloaded: _Rule(429, "rate_limit_error", "engine_overloaded"),
     RequestTimeout: _Rule(504, "server_error", "request_timeout"),
     RequestAborted: _Rule(503, "server_error", "request_aborted", "The server let go of this request. Send it again."),
@@ -115,6 +130,8 @@ def route_error(status: int, message: str) -> ErrorReply:
 def _headers(error: BaseException) -> dict[str, str]:
     if isinstance(error, EngineOverloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, AccessDenied):
+        return {"www-authenticate": "Bearer"}
     if isinstance(error, RequestAborted):
         return {"retry-after": "1"}
     return {}

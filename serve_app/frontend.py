@@ -12,12 +12,13 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from serve_app.backends.base import ModelInfo
-from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, reply_for
+from serve_app.checks import Checks
+from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, UnsupportedParameter, reply_for
 from serve_app.protocol import (
     LEGACY_MAX_TOKENS,
     ChatCompletionRequest,
@@ -36,6 +37,7 @@ from serve_app.protocol import (
     join,
     model_card,
 )
+from serve_app.replays import worst
 from serve_app.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
@@ -85,6 +87,7 @@ class Job:
     groups: tuple[tuple[Request, ...], ...]  # one group a prompt, one request a choice
     stops: StopStrings
     stream: bool
+    verify: bool
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -105,10 +108,13 @@ class FrontEnd:
         tokenizer: Tokenizer,
         model: ModelInfo,
         limits: Limits | None = None,
+        *,
         aliases: Sequence[str] = (),
+        checks: Checks | None = None,
     ) -> None:
-        """`aliases` are further names under which clients may ask for the model."""
+        """`aliases` are further names of the model; without `checks`, `verify` is refused."""
         self._source = source
+        self._checks = checks
         self._tokenizer = tokenizer
         self._model = model
         self.limits = limits or Limits()
@@ -140,6 +146,10 @@ class FrontEnd:
         num_choices = wire.n or 1
         if num_choices > self.limits.max_choices:
             raise InvalidRequest("n", f"n may be at most {self.limits.max_choices} here, got {num_choices}.")
+        if wire.verify and self._checks is None:
+            raise UnsupportedParameter(
+                "verify", "verify needs a server whose logprobs_mode is raw_logprobs: only these are compared."
+            )
         prompts = await self._prompts(wire)
         reply_format: ReplyFormat = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
         head = ReplyHead(
@@ -152,10 +162,11 @@ class FrontEnd:
             with_token_ids=bool(wire.return_token_ids),
             with_scored=bool(wire.logprob_token_ids),
             with_usage=wire.include_usage,
+            with_token_kinds=bool(wire.return_token_kinds),
         )
         bad_words = await self._bad_words(wire)
         groups = tuple(self._group(wire, head, index, bad_words) for index in range(len(prompts)))
-        return Job(head, reply_format, groups, StopStrings(wire.stop_strings), bool(wire.stream))
+        return Job(head, reply_format, groups, StopStrings(wire.stop_strings), bool(wire.stream), bool(wire.verify))
 
     async def collect(self, job: Job) -> dict[str, Any]:
         """Generate and give the whole reply.
@@ -165,10 +176,12 @@ class FrontEnd:
         """
         run = _Run(job, self._tokenizer)
         pieces: list[list[Piece]] = [[] for _ in job.requests]
-        async with aclosing(self._pieces(job, run)) as arriving:
-            async for piece in arriving:
-                pieces[piece.index].append(piece)
-        return job.format.whole(job.head, [join(parts) for parts in pieces], run.usage())
+        with self._expecting(job):
+            async with aclosing(self._pieces(job, run)) as arriving:
+                async for piece in arriving:
+                    pieces[piece.index].append(piece)
+            verdicts = await self._verdicts(job)
+        return job.format.whole(job.head, [join(parts) for parts in pieces], run.usage()) | verdicts
 
     async def events(self, job: Job) -> AsyncGenerator[bytes, None]:
         """Generate and give server-sent events, one for each delta that has something to say.
@@ -180,19 +193,36 @@ class FrontEnd:
         opening = b"".join(_event(chunk) for chunk in job.format.opening(job.head))
         begun = False
         try:
-            async with aclosing(self._pieces(job, run)) as arriving:
-                async for piece in arriving:
-                    event = _event(job.format.chunk(job.head, piece))
-                    yield event if begun else opening + event
-                    begun = True
+            with self._expecting(job):
+                async with aclosing(self._pieces(job, run)) as arriving:
+                    async for piece in arriving:
+                        event = _event(job.format.chunk(job.head, piece))
+                        yield event if begun else opening + event
+                        begun = True
+                told = await self._verdicts(job)
         except Exception as error:
             if not begun:
                 raise
             logger.error("%s failed while streaming: %r", job.head.reply_id, error, exc_info=error)
             yield _event(reply_for(error).body())
             return
-        usage = _event(job.format.usage_chunk(job.head, run.usage())) if job.head.with_usage else b""
-        yield usage + b"data: [DONE]\n\n"
+        if job.head.with_usage:
+            told["usage"] = run.usage().to_wire()
+        closing = _event(job.format.closing_chunk(job.head, told)) if told else b""
+        yield closing + b"data: [DONE]\n\n"
+
+    def _expecting(self, job: Job) -> AbstractContextManager[None]:
+        if self._checks is None or not job.verify:
+            return nullcontext()
+        return self._checks.expecting([request.request_id for request in job.requests])
+
+    async def _verdicts(self, job: Job) -> dict[str, Any]:
+        """The reply's verdict and those of its choices, where they were asked for."""
+        if self._checks is None or not job.verify:
+            return {}
+        checked = await self._checks.verdicts([request.request_id for request in job.requests])
+        verdicts = [one.verdict for one in checked]
+        return {"verdict": worst(verdicts).value, "verdicts": [verdict.value for verdict in verdicts]}
 
     async def _prompts(self, wire: CompletionRequest | ChatCompletionRequest) -> list[tuple[int, ...]]:
         if isinstance(wire, ChatCompletionRequest):
@@ -250,7 +280,9 @@ class FrontEnd:
         params = self._params(wire, len(prompt), bad_words)
         others = dataclasses.replace(params, prompt_logprobs=None)
         first = index * head.num_choices
-        seeds = [{} if wire.seed is None else {"seed": choice_seed(wire.seed, n)} for n in range(head.num_choices)]
+        seeds: list[dict[str, Any]] = [
+            {} if wire.seed is None else {"seed": choice_seed(wire.seed, n)} for n in range(head.num_choices)
+        ]
         return tuple(
             Request(f"{head.reply_id}-{first + choice}", prompt, others if choice else params, **seed)
             for choice, seed in enumerate(seeds)
@@ -366,7 +398,7 @@ class _Choice:
         self._index = index
         self._request = request
         self._with_logprobs = request.params.tells_logprobs
-        self._with_tokens = self._with_logprobs or job.head.with_token_ids
+        self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(continuation=True)
         self._matcher = StopMatcher(job.stops)
@@ -397,7 +429,8 @@ class _Choice:
         first, self._begun = not self._begun, True
         entries = self._entries(delta, offsets) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
-        return Piece(self._index, text, delta.token_ids[:num_delivered], entries, reason, first, prompt_entries)
+        ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
+        return Piece(self._index, text, ids, kinds, entries, reason, first, prompt_entries)
 
     def _take_prompt_logprobs(self, delta: TokenDelta) -> None:
         """Keep them for the first piece; they must have come when the first token does."""

@@ -13,7 +13,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import BodyTooLarge, ErrorReply, UnsupportedParameter, reply_for, route_error
+from serve_app import access
+from serve_app.admin import Admin, SpeculationOrder
+from serve_app.errors import BodyTooLarge, ErrorReply, UnknownVerdict, UnsupportedParameter, reply_for, route_error
 from serve_app.frontend import FrontEnd
 from serve_app.protocol import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest, parse
 from serve_app.scoring import Scorer, ScoreRequest
@@ -28,7 +30,11 @@ MetricsPage = Callable[[], Awaitable[tuple[bytes, str]]]
 HealthCheck = Callable[[], Awaitable[None]]
 """Raises when the server cannot serve."""
 
+VerdictPage = Callable[[str], Awaitable[dict[str, Any] | None]]
+"""What is known of a reply, by its id; None where nothing is."""
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_LONGEST_ORDER = 4096  # bytes
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 
 
@@ -38,8 +44,10 @@ def build_ingress(
     scorer: Scorer | None = None,
     metrics: MetricsPage | None = None,
     health: HealthCheck | None = None,
+    verdicts: VerdictPage | None = None,
+    admin: Admin | None = None,
 ) -> FastAPI:
-    """The app that serves one front end over HTTP, and /v1/score where there is a scorer."""
+    """The app that serves one front end over HTTP, and the routes of what else is there."""
     app = FastAPI(title="truespec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestIds)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -47,6 +55,10 @@ def build_ingress(
     if scorer is not None:
         _add_scoring(app, front_end, scorer)
     _add_operations(app, metrics, health)
+    if verdicts is not None:
+        _add_verdicts(app, verdicts)
+    if admin is not None:
+        _add_admin(app, admin)
 
     @app.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     async def elsewhere(request: Request, path: str) -> Response:
@@ -77,6 +89,22 @@ def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer) -> None:
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
         return await _guarded(request, _score(front_end, scorer, request))
+
+
+def _add_verdicts(app: FastAPI, verdicts: VerdictPage) -> None:
+    @app.get("/v1/verdicts/{reply_id}")
+    async def show_verdict(request: Request, reply_id: str) -> Response:
+        return await _guarded(request, _verdict(verdicts, reply_id))
+
+
+def _add_admin(app: FastAPI, admin: Admin) -> None:
+    @app.get("/admin/speculation")
+    async def show_speculation(request: Request) -> Response:
+        return await _guarded(request, _speculation(admin, request, None))
+
+    @app.post("/admin/speculation")
+    async def set_speculation(request: Request) -> Response:
+        return await _guarded(request, _speculation(admin, request, SpeculationOrder))
 
 
 def _add_operations(app: FastAPI, metrics: MetricsPage | None, health: HealthCheck | None) -> None:
@@ -176,6 +204,23 @@ async def _score(front_end: FrontEnd, scorer: Scorer, request: Request) -> Respo
     wire = parse(await _read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
     front_end.model(wire.model)
     return JSONResponse(await _unless_disconnected(request.receive, scorer.score(wire)))
+
+
+async def _verdict(verdicts: VerdictPage, reply_id: str) -> Response:
+    known = await verdicts(reply_id)
+    if known is None:
+        raise UnknownVerdict(
+            f"Nothing is known of '{reply_id[:100]}': it is no reply of this service, still under way, or long ago."
+        )
+    return JSONResponse(known)
+
+
+async def _speculation(admin: Admin, request: Request, order: type[SpeculationOrder] | None) -> Response:
+    admin.access.require(access.Scope.ADMIN, request.headers.get("authorization"))
+    if order is None:
+        return JSONResponse({"replicas": await admin.statuses()})
+    body = await _read_body(request, _LONGEST_ORDER)
+    return JSONResponse({"replicas": await admin.order(parse(body, order))})
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:

@@ -4,15 +4,19 @@ Counters end in `_total` and count from 0 at the start of the process that keeps
 from counters; histograms serve quantiles (Ray's agent only estimates a histogram's sum).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from speculative.stats import LOGPROB_RULES
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 
 PREFIX = "truespec_"
 COMMON_LABELS = ("model_name", "pool")
 REPLICA_LABEL = "replica"  # gauges carry it beside the common labels, since they do not add up
 DRIFT_THRESHOLDS_NATS = (0.1, 1.0, 5.0)
+BREAKER_STATES = ("closed", "canary", "open", "out")  # in the order of the gauge's values
+TRIP_REASONS = ("selfcheck", "invariant", "logprobs", "drift", "law")
+REPLAY_ALARMS = ("drift", "probability", "surprisal", "support", "greedy")
 DRIFT_CLIP_NATS = 10.0  # a single drift beyond this would drown the sum of the others
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -97,31 +101,140 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "tokens", "Prompt tokens found in the prefix cache."),
     _counter("preemptions_total", "preemptions", "Sequences that lost their KV and were computed again."),
-    # Logprob check
+    # Self-checks of the engine
+    _counter(
+        "achievable_accepted_tokens_total",
+        "tokens",
+        "Sum of min(p, q) over the positions reached, q as drawn: what a verifier that knows q can accept.",
+    ),
+    _counter(
+        "selfcheck_terms_total",
+        "terms",
+        "Zero-mean terms evaluated, by check; z = (positive - negative) / sqrt(square) is of the order of 1.",
+        "check",
+    ),
+    _counter("selfcheck_positive_total", "terms", "Sum of the terms' positive parts.", "check"),
+    _counter("selfcheck_negative_total", "terms", "Sum of the sizes of the terms' negative parts.", "check"),
+    _counter("selfcheck_square_total", "terms", "Sum of the terms' squares.", "check"),
+    _counter(
+        "selfcheck_alarms_total",
+        "alarms",
+        f"Alarms of the engine's self-checks; clean engines raise none. By check: {', '.join(CHECKS)}.",
+        "check",
+    ),
+    _counter(
+        "selfcheck_violations_total",
+        "requests",
+        f"Requests that were failed because a step broke an invariant, by kind: {', '.join(INVARIANTS)}.",
+        "kind",
+    ),
+    _counter(
+        "repeated_seeds_total",
+        "requests",
+        "Requests whose seed the engine had seen before: they draw the same numbers, and no self-check counts them.",
+    ),
+    _counter("rounds_with_logprobs_total", "rounds", "Rounds of requests that ask for logprobs."),
+    _counter(
+        "draft_tokens_with_logprobs_total",
+        "tokens",
+        "Draft tokens in them; none at all would mean that logprobs switch speculation off.",
+    ),
     _counter(
         "logprob_violations_total",
         "requests",
         f"Requests that were failed because their logprobs broke the contract, by kind: {', '.join(LOGPROB_RULES)}.",
         "kind",
     ),
+    # Replay. Strata overlap: the total is stratum="all", never the sum.
     _counter("replays_total", "replays", "Replays of finished requests, by result: ok, failed, skipped.", "result"),
-    _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's."),
+    _gauge("replay_queue_length", "replays", "Finished requests that wait to be replayed."),
+    _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's.", "stratum"),
     _counter(
         "replay_tme_excess_total",
         "ratio",
         "Sum of exp|d| - 1 over replayed tokens, d = logprob given minus logprob replayed, |d| clipped at 10 nats; "
         "TME = 1 + this / replay tokens.",
+        "stratum",
+    ),
+    _counter(
+        "replay_gen_kl_total",
+        "nats",
+        "Sum of exp(-d) + d - 1 over replayed tokens; its mean is healthy below 0.001.",
+        "stratum",
+    ),
+    _counter(
+        "replay_importance_ratio_total",
+        "ratio",
+        "Sum of exp(-d), the sampling importance ratio, over replayed tokens; its mean is 1 where nothing is wrong.",
+        "stratum",
+    ),
+    _counter(
+        "replay_probability_drift_total",
+        "probability",
+        "Sum of |probability given - probability replayed| over replayed tokens; a mean above 0.01 is a problem.",
+        "stratum",
     ),
     _histogram("replay_drift_nats", "nats", "|logprob given - logprob replayed| of a token.", _DRIFT_NATS),
-    _counter("replay_drift_over_total", "tokens", "Replayed tokens that drifted by more than `nats`.", "nats"),
+    _counter(
+        "replay_drift_over_total", "tokens", "Replayed tokens that drifted by more than `nats`.", "nats", "stratum"
+    ),
+    _counter("replay_law_terms_total", "tokens", "Replayed tokens that entered the law test.", "stratum"),
+    _counter(
+        "replay_law_positive_total",
+        "ratio",
+        "Positive parts of the law test's terms, by term: probability (p(y) - sum of p squared), surprisal (-log p(y) "
+        "minus its mean).",
+        "term",
+        "stratum",
+    ),
+    _counter(
+        "replay_law_negative_total",
+        "ratio",
+        "Sizes of the negative parts of the law test's terms, by term.",
+        "term",
+        "stratum",
+    ),
+    _counter(
+        "replay_alarms_total",
+        "alarms",
+        f"Alarms over replayed tokens, by what was found: {', '.join(REPLAY_ALARMS)} (all but drift: the law).",
+        "alarm",
+        "stratum",
+    ),
+    _counter(
+        "verdicts_total", "requests", "Verdicts given: verified, suspect, unverified (a replay that failed).", "verdict"
+    ),
+    # Breaker
+    _gauge(
+        "breaker_state",
+        "state",
+        f"The breaker of a replica: {', '.join(f'{value} {name}' for value, name in enumerate(BREAKER_STATES))}.",
+    ),
+    _gauge("speculation_enabled", "state", "1 where client requests may speculate, by breaker and by operator."),
+    _counter(
+        "breaker_trips_total",
+        "trips",
+        f"Trips of the breaker, by what was found wrong: {', '.join(TRIP_REASONS)}.",
+        "reason",
+    ),
+    _counter("canaries_total", "canaries", "Trials of speculation, by result: passed, failed, inconclusive.", "result"),
+    _counter("dumps_total", "dumps", "Files written for a post-mortem."),
     # Build
     _gauge(
         "build_info",
         "info",
-        "1, labelled with what runs: version and the model's fingerprint.",
+        "1, labelled with what runs: version, the model's fingerprint, and the kind of drafter.",
         "version",
         "fingerprint",
+        "drafter",
     ),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
+
+# (label, the metrics that have it) -> what each value means
+LABEL_MEANINGS: dict[tuple[str, tuple[str, ...]], Mapping[str, str]] = {
+    ("check", tuple(metric.name for metric in CATALOGUE if "check" in metric.labels)): CHECKS,
+    ("kind", (f"{PREFIX}selfcheck_violations_total",)): INVARIANTS,
+    ("kind", (f"{PREFIX}logprob_violations_total",)): LOGPROB_RULES,
+}

@@ -21,6 +21,11 @@ class MetricSummary(TypedDict):
     acceptance_per_position: list[float]
     replayed_tokens: float
     tme: float | None  # mean of exp|logprob given - logprob replayed|; 1 = no drift
+    selfcheck_terms: float
+    selfcheck_alarms: float  # the engine's and the referee's
+    violations: float  # requests that were failed because an invariant or the logprob contract was broken
+    breaker_trips: float
+    verdicts: dict[str, float]
     handoffs: float  # those that were taken in
     handoffs_by_result: dict[str, float]
 
@@ -34,8 +39,11 @@ def summarise(text: str) -> MetricSummary:
     totals: dict[str, float] = {}
     by_position: dict[int, float] = {}
     by_result: dict[str, float] = {}
+    verdicts: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if sample.labels.get("stratum", "all") != "all":
+                continue  # strata overlap
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
             if sample.name == "truespec_accepted_tokens_per_position_total":
                 position = int(sample.labels["position"])
@@ -43,6 +51,9 @@ def summarise(text: str) -> MetricSummary:
             elif sample.name == "truespec_handoffs_total":
                 result = sample.labels["result"]
                 by_result[result] = by_result.get(result, 0.0) + sample.value
+            elif sample.name == "truespec_verdicts_total":
+                verdict = sample.labels["verdict"]
+                verdicts[verdict] = verdicts.get(verdict, 0.0) + sample.value
     drafts = totals.get("truespec_drafts_total", 0.0)
     drafted = totals.get("truespec_draft_tokens_total", 0.0)
     accepted = totals.get("truespec_accepted_tokens_total", 0.0)
@@ -58,6 +69,13 @@ def summarise(text: str) -> MetricSummary:
         acceptance_per_position=[by_position[i] / drafts for i in sorted(by_position)] if drafts else [],
         replayed_tokens=replayed,
         tme=1 + excess / replayed if replayed else None,
+        selfcheck_terms=totals.get("truespec_selfcheck_terms_total", 0.0),
+        selfcheck_alarms=totals.get("truespec_selfcheck_alarms_total", 0.0)
+        + totals.get("truespec_replay_alarms_total", 0.0),
+        violations=totals.get("truespec_selfcheck_violations_total", 0.0)
+        + totals.get("truespec_logprob_violations_total", 0.0),
+        breaker_trips=totals.get("truespec_breaker_trips_total", 0.0),
+        verdicts=verdicts,
         handoffs=by_result.get("ok", 0.0),
         handoffs_by_result=by_result,
     )

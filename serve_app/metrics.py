@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from serve_app.metric_names import CATALOGUE, METRICS, REPLICA_LABEL, Kind, Metric
-from speculative.stats import LOGPROB_RULES, EngineUsage, StepStats
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
 
 LabelValues = tuple[str, ...]  # in the order of Metric.label_names
 Series = tuple[str, LabelValues]  # (metric name, label values)
@@ -89,6 +89,7 @@ class Metrics:
         self.count("truespec_emitted_tokens_total", stats.num_emitted)
         self.count("truespec_prompt_tokens_total", stats.num_prompt_tokens)
         self.count("truespec_expected_accepted_tokens_total", stats.expected_accepted)
+        self.count("truespec_achievable_accepted_tokens_total", stats.achievable_accepted)
         self.count("truespec_draft_seconds_total", stats.draft_s)
         self.count("truespec_verify_seconds_total", stats.verify_s)
         self.count("truespec_handoff_seconds_total", stats.export_s, phase="export")
@@ -100,11 +101,26 @@ class Metrics:
             self.count("truespec_draft_tokens_per_position_total", value, position=str(position))
         for position, value in enumerate(stats.accepted_per_position):
             self.count("truespec_accepted_tokens_per_position_total", value, position=str(position))
-        for kind in LOGPROB_RULES:
-            self.count("truespec_logprob_violations_total", stats.logprob_violations.get(kind, 0), kind=kind)
+        self._record_checks(stats)
         self.gauge("truespec_requests_running", usage.num_running)
         self.gauge("truespec_requests_waiting", usage.num_waiting)
         self.gauge("truespec_kv_cache_usage_ratio", usage.kv_usage)
+
+    def _record_checks(self, stats: StepStats) -> None:
+        self.count("truespec_repeated_seeds_total", stats.num_repeated_seeds)
+        self.count("truespec_rounds_with_logprobs_total", stats.num_rounds_with_logprobs)
+        self.count("truespec_draft_tokens_with_logprobs_total", stats.num_drafted_with_logprobs)
+        for kind in LOGPROB_RULES:
+            self.count("truespec_logprob_violations_total", stats.logprob_violations.get(kind, 0), kind=kind)
+        for kind in INVARIANTS:
+            self.count("truespec_selfcheck_violations_total", stats.violations.get(kind, 0), kind=kind)
+        for check in CHECKS:
+            sums = stats.checks.get(check, CheckSums())
+            self.count("truespec_selfcheck_terms_total", sums.num, check=check)
+            self.count("truespec_selfcheck_positive_total", sums.positive, check=check)
+            self.count("truespec_selfcheck_negative_total", sums.negative, check=check)
+            self.count("truespec_selfcheck_square_total", sums.square, check=check)
+            self.count("truespec_selfcheck_alarms_total", stats.alarms.get(check, 0), check=check)
 
     def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> tuple[Metric, LabelValues]:
         metric = METRICS.get(name)
@@ -197,6 +213,14 @@ class BufferSink:
             self._batch.add(batch)
 
 
+class Sample(NamedTuple):
+    """One value of a counter or a gauge."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
 class PrometheusSink(Collector):
     """Sums what it is given and writes it in Prometheus' text format.
 
@@ -239,6 +263,15 @@ class PrometheusSink(Collector):
         with self._lock:
             self._own.add(batch)
             self._gauges[batch.source] = (self._clock(), dict(batch.gauges))
+
+    def samples(self) -> list[Sample]:
+        """Every counter, and every gauge of every replica that is heard of; a gauge's labels name it."""
+        return [
+            Sample(sample.name, sample.labels, sample.value)
+            for family in self.collect()
+            if family.type != "histogram"
+            for sample in family.samples
+        ]
 
     def exposition(self) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type."""

@@ -1,15 +1,15 @@
-"""Watches a token source from outside: admission, latencies, outcomes, the deadline, and what is to be replayed."""
+"""Watches a token source from outside: admission, latencies, outcomes, the deadline, and what is to be checked."""
 
 import asyncio
 import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.metrics import Metrics
-from serve_app.referee import ReplayJob
+from serve_app.replays import Record, Records, ReplayJob
 from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta
 
@@ -39,23 +39,24 @@ class _Watched:
     """One request on its way."""
 
     request: Request
+    record: Record
     replayed: bool
     began_at: float
     last_at: float
     outcome: str = "abort"  # unless it comes to an end of its own
     waiting: bool = True  # for its first token
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 class ObservedSource:
-    """A token source that measures, and hands finished requests to the referee.
+    """A token source that measures, and tells of finished requests.
 
     Args:
         source: where the tokens come from.
         metrics: latencies and outcomes are recorded here.
+        records: what is served, request by request.
         choose: whether a request, by its id, is to be replayed.
-        submit: takes the replay jobs; must not block.
+        ended: told of each request that came to an end: the record of it, and what is to be replayed of it, if
+            anything is; must not block.
         limits: how many requests may run at once, and how long each.
     """
 
@@ -63,15 +64,17 @@ class ObservedSource:
         self,
         source: TokenSource,
         metrics: Metrics,
+        records: Records,
         *,
         choose: Callable[[str], bool],
-        submit: Callable[[ReplayJob], None],
+        ended: Callable[[Record, ReplayJob | None], None],
         limits: SourceLimits,
     ) -> None:
         self._source = source
         self._metrics = metrics
+        self._records = records
         self._choose = choose
-        self._submit = submit
+        self._ended = ended
         self._limits = limits
         self._mean_duration_s = 1.0  # of the last requests, for an honest Retry-After
         self._watched: dict[str, _Watched] = {}
@@ -85,7 +88,10 @@ class ObservedSource:
         """
         self._admit(len(requests))
         now = time.monotonic()
-        watched = {r.request_id: _Watched(r, self._choose(r.request_id), now, now) for r in requests}
+        watched = {
+            one.request_id: _Watched(one, self._records.begin(one), self._choose(one.request_id), now, now)
+            for one in requests
+        }
         self._watched |= watched
         asked = [_with_logprobs(entry.request) if entry.replayed else entry.request for entry in watched.values()]
         try:
@@ -136,18 +142,14 @@ class ObservedSource:
         if delta.finish_reason not in (None, FinishReason.ABORT):
             entry.outcome = str(delta.finish_reason)
         if entry.replayed:
-            entry.token_ids.extend(delta.token_ids)
-            entry.logprobs.extend(item.logprob for item in delta.logprobs or ())
+            entry.record.take(delta)
 
     def _end(self, entry: _Watched) -> None:
         self._mean_duration_s += 0.1 * (time.monotonic() - entry.began_at - self._mean_duration_s)
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
-        whole = len(entry.token_ids) == len(entry.logprobs)
-        if entry.replayed and entry.token_ids and whole and entry.outcome != FinishReason.ERROR:
-            prompt = entry.request.prompt_token_ids
-            self._submit(
-                ReplayJob(entry.request.request_id, (*prompt, *entry.token_ids), len(prompt), tuple(entry.logprobs))
-            )
+        self._records.end(entry.request.request_id)
+        if entry.outcome != FinishReason.ERROR and entry.request.score_from is None:
+            self._ended(entry.record, entry.record.job() if entry.replayed else None)
 
 
 def _asked_for_logprobs(request: Request) -> bool:

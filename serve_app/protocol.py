@@ -297,7 +297,9 @@ class WireRequest(Wire):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_token_kinds: bool | None = None
     speculate: bool | None = None
+    verify: bool | None = None  # the answer waits for its replay, and tells the verdict
     # accepted and not used: clients send them to be told apart, billed or cached
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -594,6 +596,7 @@ class Piece:
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    token_kinds: tuple[str, ...] = ()  # how each token came to be, as TokenKind says it
     logprobs: tuple[TokenEntry, ...] | None = None
     finish_reason: str | None = None
     first: bool = False  # the choice's first piece
@@ -615,6 +618,7 @@ def join(pieces: Sequence[Piece]) -> Piece:
         index=pieces[0].index,
         text="".join(piece.text for piece in pieces),
         token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        token_kinds=tuple(kind for piece in pieces for kind in piece.token_kinds),
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs or ()) if asked else None,
         finish_reason=pieces[-1].finish_reason,
         first=True,
@@ -659,6 +663,7 @@ class ReplyHead:
     with_token_ids: bool
     with_scored: bool  # logprobs of logprob_token_ids
     with_usage: bool  # streams only
+    with_token_kinds: bool = False
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A reply object or a chunk."""
@@ -679,10 +684,11 @@ class ReplyHead:
         return envelope
 
     def token_fields(self, piece: Piece) -> dict[str, Any]:
-        """`token_ids` and plain `token_logprobs`, where they were asked for."""
+        """`token_ids` and plain `token_logprobs`, and `token_kinds`, where they were asked for."""
+        fields: dict[str, Any] = {"token_kinds": list(piece.token_kinds)} if self.with_token_kinds else {}
         if not self.with_token_ids:
-            return {}
-        fields: dict[str, Any] = {"token_ids": list(piece.token_ids)}
+            return fields
+        fields["token_ids"] = list(piece.token_ids)
         if piece.logprobs is not None:
             fields["token_logprobs"] = [entry.logprob for entry in piece.logprobs]
         return fields
@@ -701,8 +707,8 @@ class ReplyFormat(Protocol):
         """The chunk of one piece."""
         ...
 
-    def usage_chunk(self, head: ReplyHead, usage: Usage) -> dict[str, Any]:
-        """The last chunk, where usage was asked for."""
+    def closing_chunk(self, head: ReplyHead, told: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk, where there is something to tell of the whole reply."""
         ...
 
     def whole(self, head: ReplyHead, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
@@ -724,9 +730,9 @@ class CompletionFormat:
         """The chunk of one piece."""
         return head.chunk(self._kind, [self._choice(head, piece)])
 
-    def usage_chunk(self, head: ReplyHead, usage: Usage) -> dict[str, Any]:
-        """The last chunk, where usage was asked for."""
-        return head.envelope(self._kind, []) | {"usage": usage.to_wire()}
+    def closing_chunk(self, head: ReplyHead, told: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk, where there is something to tell of the whole reply."""
+        return head.envelope(self._kind, []) | told
 
     def whole(self, head: ReplyHead, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The whole reply."""
@@ -766,9 +772,9 @@ class ChatFormat:
         delta = {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
         return head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)]) | piece.prompt_fields()
 
-    def usage_chunk(self, head: ReplyHead, usage: Usage) -> dict[str, Any]:
-        """The last chunk, where usage was asked for."""
-        return head.envelope(self._kind + ".chunk", []) | {"usage": usage.to_wire()}
+    def closing_chunk(self, head: ReplyHead, told: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk, where there is something to tell of the whole reply."""
+        return head.envelope(self._kind + ".chunk", []) | told
 
     def whole(self, head: ReplyHead, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The whole reply."""

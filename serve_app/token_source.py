@@ -22,6 +22,9 @@ _logger = logging.getLogger("truespec.handoff")
 RemotePrefill = Callable[[Request, bool], Awaitable[Prefilled]]
 """Asks the prefill pool: (request, first_token) -> Prefilled. Raises ConnectionError when no replica answered."""
 
+TookIn = Callable[[str, str], None]
+"""Told that the handoff of a request (its id) from a prefill replica (its name) was taken in."""
+
 Deltas = AsyncGenerator[TokenDelta, None]
 
 
@@ -32,12 +35,20 @@ class PooledTokenSource:
         backend: the local engine.
         metrics: counts handoffs.
         remote_prefill: None = prefill on the local engine too.
+        took_in: called before the first delta that comes of a handoff.
     """
 
-    def __init__(self, backend: Backend, metrics: Metrics, remote_prefill: RemotePrefill | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        metrics: Metrics,
+        remote_prefill: RemotePrefill | None = None,
+        took_in: TookIn | None = None,
+    ) -> None:
         self._backend = backend
         self._metrics = metrics
         self._remote_prefill = remote_prefill
+        self._took_in = took_in
 
     async def stream(self, requests: Sequence[Request]) -> Deltas:
         """Generate for requests that share one prompt; their deltas come interleaved. Closing it aborts them all."""
@@ -65,7 +76,7 @@ class PooledTokenSource:
         prefilled = await self._prefill(requests[0], first_token=False)
         if prefilled is None or prefilled.handoff is None:
             return [self._backend.generate(request) for request in requests]
-        others = Prefilled((), prefilled.handoff)
+        others = dataclasses.replace(prefilled, deltas=())
         return [self._go_on(request, others if index else prefilled) for index, request in enumerate(requests)]
 
     async def _go_on(self, request: Request, prefilled: Prefilled) -> Deltas:
@@ -77,7 +88,7 @@ class PooledTokenSource:
         emitted = [token for delta in prefilled.deltas for token in delta.token_ids]
         if any(delta.prompt_logprobs is not None for delta in prefilled.deltas):
             request = _without_prompt_logprobs(request)
-        async with contextlib.aclosing(self._resume(request, prefilled.handoff, emitted)) as deltas:
+        async with contextlib.aclosing(self._resume(request, prefilled.handoff, prefilled.replica, emitted)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -98,11 +109,15 @@ class PooledTokenSource:
         self._metrics.count("truespec_handoff_seconds_total", time.monotonic() - began, phase="prefill")
         return prefilled
 
-    async def _resume(self, request: Request, handoff: Handoff, emitted: Sequence[int]) -> Deltas:
+    async def _resume(self, request: Request, handoff: Handoff, replica: str, emitted: Sequence[int]) -> Deltas:
         """Go on from the handoff; from the tokens alone where the engine refuses it."""
         try:
             async with contextlib.aclosing(self._backend.resume(request, handoff)) as deltas:
-                async for delta in self._count_handoff(deltas, handoff.nbytes):
+                first = True
+                async for delta in deltas:
+                    if first:  # it shows that the handoff was taken in
+                        first = False
+                        self._count_handoff(request.request_id, handoff.nbytes, replica)
                     yield delta
         except HandoffRefused as error:
             self._metrics.count("truespec_handoffs_total", result="refused")
@@ -112,15 +127,11 @@ class PooledTokenSource:
                 async for delta in deltas:
                     yield delta
 
-    async def _count_handoff(self, deltas: Deltas, num_bytes: int) -> Deltas:
-        """Count a handoff as taken in once its first delta shows that it was."""
-        counted = False
-        async for delta in deltas:
-            if not counted:
-                counted = True
-                self._metrics.count("truespec_handoffs_total", result="ok")
-                self._metrics.count("truespec_handoff_bytes_total", num_bytes)
-            yield delta
+    def _count_handoff(self, request_id: str, num_bytes: int, replica: str) -> None:
+        self._metrics.count("truespec_handoffs_total", result="ok")
+        self._metrics.count("truespec_handoff_bytes_total", num_bytes)
+        if self._took_in is not None:
+            self._took_in(request_id, replica)
 
 
 def _without_prompt_logprobs(request: Request) -> Request:

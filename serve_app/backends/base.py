@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from speculative.request import Request, TokenDelta
-from speculative.stats import EngineUsage, StepStats
+from speculative.request import LawRow, Request, Speculation, TokenDelta
+from speculative.stats import CheckState, EngineUsage, StepStats
 
 Handoff = np.ndarray[Any, np.dtype[np.uint8]]
 """A computed-token state on its way from one engine to another: one run of bytes that only an engine opens."""
@@ -22,6 +22,16 @@ class Prefilled:
 
     deltas: tuple[TokenDelta, ...]
     handoff: Handoff | None
+    replica: str = ""  # that computed it
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a teacher-forced request gave: of each scored token its raw logprob (nats), and the law it was to follow."""
+
+    logprobs: tuple[float, ...]
+    law: tuple[LawRow, ...] | None = None
+    replica: str = ""  # that computed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +85,17 @@ class Backend(Protocol):
         """End a running request; its stream ends with a last delta (`FinishReason.ABORT`)."""
         ...
 
-    async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
-        """Teacher-forced raw logprobs (nats) of token_ids[first:], on fresh KV and without speculation."""
+    async def replay(self, request: Request) -> Replayed:
+        """Compute a teacher-forced request (`score_from`), on fresh KV and without speculation."""
+        ...
+
+    def set_speculation(self, speculation: Speculation) -> None:
+        """Who may draft from now on. Requests under way go on, and nothing of their law changes."""
+        ...
+
+    def distrust(self) -> None:
+        """Drop what was computed, as if it were damaged: running requests are computed again, the prefix cache is
+        empty, and the self-checks begin anew."""
         ...
 
     def usage(self) -> EngineUsage:
@@ -85,6 +104,10 @@ class Backend(Protocol):
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
+        ...
+
+    def self_checks(self) -> tuple[CheckState, ...]:
+        """How the engine's self-checks stand; none where it has none."""
         ...
 
     def check_health(self) -> None:

@@ -13,10 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve_app.backends.base import Handoff, ModelInfo, Prefilled
+from serve_app.backends.base import Handoff, ModelInfo, Prefilled, Replayed
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused
-from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind, TokenLogprobs
-from speculative.stats import EngineUsage, StepStats
+from speculative.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Speculation,
+    TokenDelta,
+    TokenKind,
+    TokenLogprobs,
+)
+from speculative.stats import CheckState, EngineUsage, StepStats
 
 NextToken = Callable[[Request, Sequence[int]], int]
 """Gives the token that follows prompt and output so far. May raise EngineFault."""
@@ -53,6 +61,8 @@ class FakeBackend:
         self._started = False
         self._running: set[str] = set()  # ids of requests that decode
         self._ending: set[str] = set()  # those of them that were aborted
+        self.speculation = Speculation.ON
+        self.num_distrusted = 0
         self.num_live = 0
         self.num_started = 0
         self.aborted: list[str] = []
@@ -117,10 +127,18 @@ class FakeBackend:
         if request_id in self._running:
             self._ending.add(request_id)
 
-    async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
+    async def replay(self, request: Request) -> Replayed:
         """The same logprobs that generation reported."""
         await asyncio.sleep(self.config.step_s)
-        return [fake_logprob(token) for token in token_ids[first:]]
+        return Replayed(tuple(fake_logprob(token) for token in request.prompt_token_ids[request.score_from :]))
+
+    def set_speculation(self, speculation: Speculation) -> None:
+        """Rounds of what must not draft emit one token."""
+        self.speculation = speculation
+
+    def distrust(self) -> None:
+        """Nothing is computed that could be wrong; counts the calls."""
+        self.num_distrusted += 1
 
     def usage(self) -> EngineUsage:
         """One block a live request."""
@@ -131,6 +149,10 @@ class FakeBackend:
         """Counts since the last call."""
         taken, self._stats = self._stats, StepStats()
         return taken
+
+    def self_checks(self) -> tuple[CheckState, ...]:
+        """None: what it says, it does not draw."""
+        return ()
 
     def check_health(self) -> None:
         """Raises:
@@ -168,7 +190,7 @@ class FakeBackend:
             return TokenDelta(request.request_id, finish_reason=FinishReason.ABORT)
         num_before = len(tokens)
         is_first = num_before == len(request.prompt_token_ids)
-        drafting = request.params.speculate and not is_first
+        drafting = self._drafts(request) and not is_first
         reason: FinishReason | None = None
         try:
             while reason is None and len(tokens) - num_before < (self.config.run_length if drafting else 1):
@@ -183,7 +205,7 @@ class FakeBackend:
     def _delta(
         self, request: Request, emitted: tuple[int, ...], is_first: bool, reason: FinishReason | None
     ) -> TokenDelta:
-        drafting = request.params.speculate and not is_first
+        drafting = self._drafts(request) and not is_first
         num_accepted = len(emitted) - 1 if drafting else 0
         num_drafted = self.config.run_length if drafting else 0
         last = TokenKind.FIRST if is_first else TokenKind.RECOVERED if drafting else TokenKind.BONUS
@@ -201,6 +223,10 @@ class FakeBackend:
             finish_reason=reason,
             stop_token_id=emitted[-1] if reason is FinishReason.STOP else None,
         )
+
+    def _drafts(self, request: Request) -> bool:
+        on_trial = self.speculation is Speculation.CANARY and request.canary
+        return request.params.speculate and (self.speculation is Speculation.ON or on_trial)
 
     def _count(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         self._stats.num_steps += 1

@@ -13,15 +13,15 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from serve_app.backends.base import Handoff, ModelInfo, Prefilled
+from serve_app.backends.base import Handoff, ModelInfo, Prefilled, Replayed
 from serve_app.structured import StructureCompiler
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
 from speculative.model.loading import resolve_model
-from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
-from speculative.stats import EngineUsage, StepStats
+from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
+from speculative.stats import CheckState, EngineUsage, StepStats
 
 _logger = logging.getLogger("truespec.engine")
 
@@ -120,16 +120,28 @@ class TorchBackend:
         if events is not None:
             events.put_nowait(TokenDelta(request_id, finish_reason=FinishReason.ABORT))
 
-    async def replay(self, token_ids: Sequence[int], first: int) -> list[float]:
-        """Teacher-forced raw logprobs of token_ids[first:]."""
-        request = Request(f"replay-{id(token_ids)}-{time.monotonic_ns()}", tuple(token_ids), score_from=first)
+    async def replay(self, request: Request) -> Replayed:
+        """Compute a teacher-forced request."""
         async with contextlib.aclosing(self.generate(request)) as deltas:
             async for delta in deltas:
                 if delta.error is not None:
                     raise EngineFault(delta.error)
                 if delta.logprobs is not None:
-                    return [entry.logprob for entry in delta.logprobs]
+                    return Replayed(tuple(entry.logprob for entry in delta.logprobs), delta.law)
         raise EngineFault("The replay ended without a result.")
+
+    def set_speculation(self, speculation: Speculation) -> None:
+        """Who may draft from the next step on."""
+        self._commands.put(lambda engine: engine.set_speculation(speculation))
+
+    def distrust(self) -> None:
+        """Have everything computed again, and the self-checks begin anew."""
+
+        def begin_anew(engine: EngineCore) -> None:
+            engine.distrust()
+            engine.self_check.restart()
+
+        self._commands.put(begin_anew)
 
     def usage(self) -> EngineUsage:
         """What the engine holds right now, read without stopping it."""
@@ -140,6 +152,10 @@ class TorchBackend:
         with self._stats_lock:
             taken, self._stats = self._stats, StepStats()
         return taken
+
+    def self_checks(self) -> tuple[CheckState, ...]:
+        """How the engine's self-checks stand, read without stopping it."""
+        return self._live_engine().self_check.snapshot()
 
     def check_health(self) -> None:
         """Raise if the engine thread died or hangs in a step."""

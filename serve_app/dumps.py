@@ -1,0 +1,84 @@
+"""Files for a post-mortem, bounded in number and size.
+
+They hold token ids, seeds and logprobs of requests, prompts included, and what the server was set to: nothing that
+authenticates anybody, and no text. Nothing is written unless a folder is configured.
+"""
+
+import json
+import logging
+import math
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+_logger = logging.getLogger("truespec.dumps")
+_PREFIX = "truespec-"
+
+
+class DumpFolder:
+    """Writes dumps into a folder, and removes its own oldest ones where they become too many or too large.
+
+    Args:
+        folder: is made when first needed; None = nothing is written.
+        max_files: dumps kept.
+        max_bytes: of all dumps together; one that is larger by itself is not written.
+    """
+
+    def __init__(self, folder: Path | None, max_files: int, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_files = max_files
+        self._max_bytes = max_bytes
+        self._number = 0
+        self._lock = threading.Lock()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is ever written."""
+        return self._folder is not None
+
+    def write(self, reason: str, content: dict[str, Any]) -> Path | None:
+        """Write one dump; None where there is no folder, no room or no way. Blocks on the disk."""
+        if self._folder is None:
+            return None
+        text = json.dumps(_plain(content), separators=(",", ":"), default=str, allow_nan=False)
+        if len(text) > self._max_bytes:
+            _logger.warning("a dump of %d bytes (%s) is larger than all dumps may be", len(text), reason)
+            return None
+        try:
+            with self._lock:
+                path = self._put(self._folder, reason, text)
+        except OSError as error:
+            _logger.warning("a dump (%s) could not be written: %s", reason, error)
+            return None
+        _logger.warning("wrote %s", path)
+        return path
+
+    def _put(self, folder: Path, reason: str, text: str) -> Path:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_room(folder, len(text))
+        self._number += 1
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        path = folder / f"{_PREFIX}{stamp}-{self._number:06d}-{re.sub('[^a-z0-9_]+', '-', reason.lower())[:60]}.json"
+        path.touch(mode=0o600)
+        path.write_text(text, encoding="ascii")
+        return path
+
+    def _make_room(self, folder: Path, num_bytes: int) -> None:
+        dumps = sorted(folder.glob(f"{_PREFIX}*.json"))
+        sizes = [path.stat().st_size for path in dumps]
+        while dumps and (len(dumps) >= self._max_files or sum(sizes) + num_bytes > self._max_bytes):
+            dumps.pop(0).unlink()
+            sizes.pop(0)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it: numbers that are none become text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,266 @@
+// The status page: follows the stream of figures, and draws them.
+
+import { listen } from "./answers.js";
+import { columns, element, empty, evidence, lines } from "./charts.js";
+
+const HISTORY_S = 300, SPEED_S = 5, ACCEPTANCE_S = 30, NEAR_S = 60;
+const RETRY_MS = 2000, SILENT_MS = 5000;
+const byId = (id) => document.getElementById(id);
+const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
+const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
+const whole = (value) => Math.round(value).toLocaleString("en");
+
+let status = null; // the newest
+let history = [];
+let source = null;
+let heardAt = performance.now();
+
+// ---- figures
+
+/** What was counted in the seconds up to a point; null where the history does not reach back or began anew. */
+function change(index, seconds, key) {
+  const last = history[index];
+  let from = index;
+  while (from > 0 && last.at - history[from - 1].at <= seconds + 0.5) from -= 1;
+  const difference = last[key] - history[from][key];
+  return from === index || difference < 0 ? null : { difference, seconds: last.at - history[from].at };
+}
+
+function rate(index, seconds, above, below) {
+  const [over, under] = [change(index, seconds, above), change(index, seconds, below)];
+  return over && under && under.difference > 0 ? over.difference / under.difference : null;
+}
+
+function alarms() {
+  const { check_alarms, replay_alarms, logprob_violations, invariant_violations } = status;
+  return sum(check_alarms) + sum(replay_alarms) + sum(logprob_violations) + sum(invariant_violations);
+}
+
+// ---- what is drawn
+
+function tile(name, value, below, bad = false) {
+  const parts = [element("span", {}, name), element("b", {}, value), element("small", {}, below)];
+  return element("div", { class: bad ? "tile is-bad" : "tile" }, ...parts);
+}
+
+function drawTiles() {
+  const now = history.at(-1), end = history.length - 1;
+  const speed = change(end, SPEED_S, "emitted");
+  const near = rate(end, NEAR_S, "accepted", "drafted");
+  const accepted = near ?? (now.drafted ? now.accepted / now.drafted : null);
+  const tme = now.replayed ? 1 + now.excess / now.replayed : null;
+  const { verified = 0, suspect = 0, unverified = 0 } = status.verdicts;
+  const mean = now.drafts ? `${(1 + now.accepted / now.drafts).toFixed(2)} tokens a drafted round` : "nothing drafted yet";
+  const limit = status.about.max_tme;
+  byId("tiles").replaceChildren(
+    tile("Tokens a second", speed ? (speed.difference / speed.seconds).toFixed(1) : "–",
+      `${now.running} running, ${now.waiting} waiting`),
+    tile(near === null ? "Acceptance since the start" : "Acceptance, last minute", percent(accepted), mean),
+    tile("Logprob drift (TME)", tme === null ? "–" : tme.toFixed(4),
+      now.replayed ? `${whole(now.replayed)} tokens replayed; limit ${limit}` : "nothing replayed yet", tme > limit),
+    tile("Alarms", whole(alarms()), "self-checks, replays, broken contracts", alarms() > 0),
+    tile("Verified answers", whole(verified), `${whole(suspect)} suspect, ${whole(unverified)} not checked`, suspect > 0),
+  );
+}
+
+function drawHealth() {
+  const tripped = status.replicas.filter((replica) => replica.breaker !== "closed");
+  const suspect = status.verdicts.suspect ?? 0;
+  const [text, tone] = tripped.length ? [`breaker ${tripped[0].breaker} on ${tripped.length} of ${status.replicas.length}`, "bad"]
+    : alarms() > 0 ? ["there were alarms", "bad"]
+    : suspect > 0 ? ["suspect answers", "bad"]
+    : history.at(-1).replayed > 0 ? ["in order", "good"]
+    : ["nothing checked yet", ""];
+  byId("health").textContent = text;
+  byId("health").className = `pill ${tone}`;
+}
+
+function drawSpeed() {
+  const points = history.map((point, index) => {
+    const emitted = change(index, SPEED_S, "emitted");
+    return [point.at, emitted && emitted.difference / emitted.seconds];
+  });
+  const place = byId("speed");
+  if (!points.some((point) => point[1])) return empty(place, "No token was emitted in the last minutes. Ask something above.");
+  lines(place, {
+    series: [{ kind: "emitted", points, filled: true }], span: HISTORY_S, now: status.at, top: null,
+    format: (value) => (value < 10 ? value.toFixed(1) : whole(value)), label: "Tokens a second over five minutes",
+  });
+}
+
+function drawCourse() {
+  const place = byId("course");
+  const series = [["achievable", "achievable"], ["expected", "expected"], ["observed", "accepted"]].map(([kind, key]) => ({
+    kind, points: history.map((point, index) => [point.at, rate(index, ACCEPTANCE_S, key, "drafted")]),
+  }));
+  if (!series[2].points.some((point) => point[1] !== null)) {
+    return empty(place, status.about.drafter === "none" ? "No drafter is configured."
+      : "Nothing was drafted in the last minutes. Short answers to fresh prompts may give a drafter nothing to go by.");
+  }
+  lines(place, { series, span: HISTORY_S, now: status.at, top: 1, format: (share) => `${Math.round(share * 100)} %`,
+    label: "Observed, expected and achievable acceptance over five minutes" });
+}
+
+function drawPositions() {
+  const drafted = status.positions.filter((position) => position.drafted > 0);
+  if (!drafted.length) return empty(byId("positions"), "Nothing has been drafted since the start.");
+  columns(byId("positions"), {
+    bars: drafted.map(({ drafted: all, accepted }, index) => ({
+      name: `${index + 1}`, share: accepted / all, text: `position ${index + 1}: ${whole(accepted)} of ${whole(all)} drafts accepted`,
+    })),
+    label: "Acceptance at each draft position",
+  });
+}
+
+function drawChecks() {
+  const worst = new Map();
+  for (const replica of status.replicas) {
+    for (const check of replica.checks) {
+      const known = worst.get(check.check);
+      if (check.num && (!known || check.log_e - check.log_threshold > known.log_e - known.log_threshold)) {
+        worst.set(check.check, { ...check, replica: replica.replica });
+      }
+    }
+  }
+  if (!worst.size) return empty(byId("checks"), "No draw was checked yet: greedy answers draw nothing. Ask at a temperature above 0.");
+  const rows = [...worst.values()].map((check) => ({
+    name: check.check.replace("coupled_", "coupled "),
+    value: check.log_e / Math.LN10,
+    alarm: check.log_threshold / Math.LN10,
+    text: `${status.check_meanings[check.check] ?? check.check}: ${whole(check.num)} terms, z ${check.z.toFixed(2)}, on ${check.replica}`,
+  }));
+  evidence(byId("checks"), { rows, label: "E-values of the self-checks, on a log scale with their alarm lines" });
+}
+
+/** A table; `columns`: [heading, whether a number], `rows`: lists of strings and elements. */
+function table(place, columns, rows, why) {
+  if (!rows.length) return empty(place, why);
+  const kind = (index) => (columns[index][1] ? { class: "num" } : {});
+  const head = element("tr", {}, ...columns.map(([name], index) => element("th", { ...kind(index), scope: "col" }, name)));
+  const body = rows.map((row) => element("tr", {}, ...row.map((cell, index) => element("td", kind(index), cell))));
+  place.replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
+}
+
+const pill = (text, tone) => element("span", { class: `pill ${tone}` }, text);
+const shortName = (name) => name.split("#").at(-1);
+const ago = (at) => {
+  const seconds = Math.max(0, status.at - at);
+  return seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
+};
+
+function drawReplicas() {
+  const rows = status.replicas.map((replica) => [
+    replica.pool, shortName(replica.replica), pill(replica.breaker, replica.breaker === "closed" ? "good" : "bad"),
+    replica.speculating === undefined ? "–" : replica.speculating ? "on" : "off", replica.mode, `${replica.running ?? "–"}`,
+    `${replica.waiting ?? "–"}`, replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), ago(replica.since), replica.reason || "–",
+  ]);
+  const columns = [["pool"], ["replica"], ["breaker"], ["speculation"], ["decided by"], ["running", true], ["waiting", true],
+    ["KV in use", true], ["so since", true], ["last trip"]];
+  table(byId("replicas"), columns, rows, "No replica has reported yet. They do so each second once their model is loaded.");
+}
+
+function drawStrata() {
+  const rows = status.strata.map(({ stratum, meaning, tokens, tme, alarms: raised }) => {
+    const name = element("span", { title: meaning }, stratum);
+    return [name, whole(tokens), pill(tme.toFixed(4), tme > status.about.max_tme ? "bad" : "good"), whole(raised)];
+  });
+  table(byId("strata"), [["stratum"], ["tokens", true], ["TME", true], ["alarms", true]], rows,
+    status.about.replay_share > 0 ? "Nothing was replayed yet. A share of the answers is, soon after they end."
+      : "Replays are off (replay.share is 0): only answers that ask for `verify` are replayed.");
+}
+
+function drawLatest() {
+  const tones = { verified: "good", suspect: "bad" };
+  const rows = status.latest.map((one) => [
+    `${ago(one.at)} ago`, pill(one.verdict, tones[one.verdict] ?? ""), whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
+    one.max_drift_nats === null ? "–" : one.max_drift_nats.toExponential(1), one.reason, shortName(one.replica), shortName(one.replayed_by),
+  ]);
+  const columns = [["when"], ["verdict"], ["tokens", true], ["TME", true], ["most, nats", true], ["why"], ["served by"], ["replayed by"]];
+  table(byId("latest"), columns, rows, "No answer was replayed yet.");
+}
+
+function drawCounts() {
+  const now = history.at(-1);
+  const list = (counts) => Object.entries(counts).filter(([, value]) => value).map(([name, value]) => `${whole(value)} ${name}`).join(", ") || "none";
+  const told = {
+    "Tokens emitted": whole(now.emitted), "Tokens drafted": whole(now.drafted), "Drafts accepted": whole(now.accepted),
+    "Expected by the verifier": whole(now.expected), "Achievable with these drafts": whole(now.achievable),
+    Requests: list(status.requests), Replays: list(status.replays), Handoffs: list(status.handoffs),
+    "Breaker trips": list(status.trips), "Trials of speculation": list(status.canaries),
+    "Self-check alarms": list(status.check_alarms), "Replay alarms": list(status.replay_alarms),
+    "Logprob contract broken": list(status.logprob_violations), "Invariants broken": list(status.invariant_violations),
+  };
+  byId("counts").replaceChildren(...Object.entries(told).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+}
+
+function draw() {
+  if (!status || !history.length) return;
+  const { model, topology, drafter, verifies } = status.about;
+  byId("about").textContent = `${model} · ${topology} · drafter ${drafter}`;
+  byId("verify-label").hidden = !verifies;
+  byId("verify").disabled = !verifies;
+  byId("heard").textContent = `counting for ${ago(status.started_at)}`;
+  for (const part of [drawTiles, drawHealth, drawSpeed, drawCourse, drawPositions, drawChecks, drawReplicas, drawStrata, drawLatest, drawCounts]) part();
+}
+
+// ---- the stream
+
+function take(told) {
+  if (status && status.started_at !== told.started_at) history = []; // another referee, which counts from 0
+  status = told;
+  history = history.concat(told.history).filter((point) => point.at >= told.at - HISTORY_S - ACCEPTANCE_S);
+  draw();
+}
+
+function trouble(text) {
+  byId("connection").textContent = text;
+  byId("connection").hidden = !text;
+}
+
+function connect() {
+  source?.close();
+  source = new EventSource("status/events");
+  source.addEventListener("status", (event) => {
+    heardAt = performance.now();
+    trouble("");
+    take(JSON.parse(event.data));
+  });
+  source.addEventListener("trouble", (event) => {
+    heardAt = performance.now();
+    trouble(`${JSON.parse(event.data).message} The figures below are the last that were heard.`);
+  });
+}
+
+/** A browser comes back by itself after a break, but not after an answer that was no stream. */
+setInterval(() => {
+  if (document.hidden || performance.now() - heardAt < SILENT_MS) return;
+  trouble("The connection is lost; trying again. The figures below are the last that were heard.");
+  if (source.readyState === EventSource.CLOSED) connect();
+}, RETRY_MS);
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) return source.close();
+  heardAt = performance.now();
+  history = []; // the new stream begins with all of it
+  connect();
+});
+
+// ---- colours
+
+const THEMES = ["auto", "light", "dark"];
+
+function wear(theme) {
+  byId("theme").textContent = theme;
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+}
+
+byId("theme").addEventListener("click", () => {
+  const theme = THEMES[(THEMES.indexOf(byId("theme").textContent) + 1) % THEMES.length];
+  localStorage.setItem("theme", theme);
+  wear(theme);
+});
+wear(THEMES.find((theme) => theme === localStorage.getItem("theme")) ?? "auto");
+window.addEventListener("resize", draw);
+listen(() => status?.about.model ?? "");
+connect();

@@ -1,0 +1,189 @@
+"""What is sent to the referee of a finished request, and how its tokens are grouped when they are compared.
+
+A stratum names a circumstance under which tokens were made, because the circumstance names the fault: drift right after
+a handoff is a bad handoff. A token belongs to several strata, so they never add up across.
+"""
+
+import enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from speculative.request import Request, TokenDelta, TokenKind
+
+STRATA: dict[str, str] = {
+    "all": "every emitted token",
+    "prompt": "prompt tokens whose logprobs were told",
+    "speculative": "of requests for which something was drafted",
+    "plain": "of requests for which nothing was drafted: their drift is the noise floor",
+    "handoff_0": "the first round after a handoff",
+    "handoff_1": "the second round after a handoff",
+    "handoff_2_7": "rounds 2 to 7 after a handoff, counted from 0",
+    "handoff_8_up": "later rounds after a handoff",
+    "no_handoff": "computed where the prompt was",
+    "near_limit": "so near the model's longest length that a full round of drafts no longer fits",
+    "first": "first tokens after a prompt",
+    "accepted": "accepted drafts",
+    "recovered": "drawn after a rejected draft",
+    "bonus": "drawn after the last draft, or where there was none",
+    "cached_prefix": "of requests that found part of their prompt in the prefix cache",
+    "computed_prefix": "of requests that computed all of their prompt",
+    "preempted": "emitted after the request had lost its keys and values and had them computed again",
+    "greedy": "of requests at temperature 0",
+    "sampled": "of requests at a temperature above 0, with no filter",
+    "filtered": "of requests with top_k, top_p or min_p",
+}
+"""What each value of the label `stratum` means."""
+
+
+class Verdict(enum.StrEnum):
+    """What is known of one answer; the later member outweighs the earlier."""
+
+    VERIFIED = "verified"  # computed again, and found right
+    UNVERIFIED = "unverified"  # nobody looked, or the check did not come about
+    SUSPECT = "suspect"  # found wrong, or made where something was found wrong
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of a reply with several choices."""
+    order = tuple(Verdict)
+    return max(verdicts, key=order.index)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayJob:
+    """A finished request to check. The tuples of the output have one entry a token."""
+
+    request: Request
+    replica: str  # that answered
+    prefilled_by: str  # the prefill replica whose handoff was taken in; "" where the prompt was computed by `replica`
+    began_at: float  # unix seconds, by the clock of `replica`
+    max_model_len: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # as served, nats
+    kinds: tuple[TokenKind, ...]
+    rounds_since_handoff: tuple[int | None, ...]  # None = computed where the prompt was
+    preempted: tuple[bool, ...]
+    prompt_logprobs: tuple[float, ...] = ()  # as served, of prompt tokens 1..; () where nobody asked
+    num_drafted: int = 0
+    num_cached: int = 0  # prompt tokens found in a prefix cache
+
+    @property
+    def first_scored(self) -> int:
+        """Position of the first token whose logprob was served."""
+        num_prompt = len(self.request.prompt_token_ids)
+        return num_prompt - len(self.prompt_logprobs)
+
+    def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
+        """The strata of each compared token: first the prompt's, where they were told, then the output's.
+
+        Args:
+            num_draft_tokens: the most tokens drafted in a round.
+        """
+        yield from (("prompt",) for _ in self.prompt_logprobs)
+        params = self.request.params
+        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        law = "greedy" if params.greedy else "filtered" if filtered else "sampled"
+        common = (
+            "all",
+            "speculative" if self.num_drafted else "plain",
+            "cached_prefix" if self.num_cached else "computed_prefix",
+            law,
+        )
+        room = self.max_model_len - len(self.request.prompt_token_ids)
+        for index, (kind, since) in enumerate(zip(self.kinds, self.rounds_since_handoff, strict=True)):
+            near = ("near_limit",) if room - index <= num_draft_tokens + 1 else ()
+            preempted = ("preempted",) if self.preempted[index] else ()
+            yield (*common, kind.value, _since(since), *near, *preempted)
+
+
+@dataclass(slots=True)
+class Record:
+    """What was served for one request, delta by delta."""
+
+    request: Request
+    replica: str
+    began_at: float
+    max_model_len: int
+    prefilled_by: str = ""
+    num_rounds: int | None = None  # since the handoff; None where there was none
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    rounds_since_handoff: list[int | None] = field(default_factory=list)
+    preempted: list[bool] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    num_drafted: int = 0
+    num_cached: int = 0
+
+    def take(self, delta: TokenDelta) -> None:
+        """Take in what one step emitted."""
+        count = len(delta.token_ids)
+        self.token_ids += delta.token_ids
+        self.kinds += delta.kinds
+        self.logprobs += [entry.logprob for entry in delta.logprobs or ()]
+        self.prompt_logprobs += [entry.logprob for entry in delta.prompt_logprobs or ()]
+        self.rounds_since_handoff += [self.num_rounds] * count
+        self.preempted += [delta.preempted] * count
+        self.num_drafted += delta.num_drafted
+        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        if self.num_rounds is not None and count:
+            self.num_rounds += 1
+
+    def job(self) -> ReplayJob | None:
+        """What the referee is to check; None where there is nothing to compare."""
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+            return None
+        return ReplayJob(
+            request=self.request,
+            replica=self.replica,
+            prefilled_by=self.prefilled_by,
+            began_at=self.began_at,
+            max_model_len=self.max_model_len,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            kinds=tuple(self.kinds),
+            rounds_since_handoff=tuple(self.rounds_since_handoff),
+            preempted=tuple(self.preempted),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            num_drafted=self.num_drafted,
+            num_cached=self.num_cached,
+        )
+
+
+class Records:
+    """What is being served by one replica, by request id.
+
+    Args:
+        replica: its name.
+        max_model_len: of its engine.
+        clock: unix seconds.
+    """
+
+    def __init__(self, replica: str, max_model_len: int, clock: Callable[[], float] = time.time) -> None:
+        self._replica = replica
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._live: dict[str, Record] = {}
+
+    def begin(self, request: Request) -> Record:
+        """Record what is served for a request from now on."""
+        record = Record(request, self._replica, self._clock(), self._max_model_len)
+        self._live[request.request_id] = record
+        return record
+
+    def handed_off(self, request_id: str, prefilled_by: str) -> None:
+        """The handoff of a request was taken in; what comes next are the rounds after it."""
+        record = self._live.get(request_id)
+        if record is not None:
+            record.prefilled_by, record.num_rounds = prefilled_by, 0
+
+    def end(self, request_id: str) -> None:
+        """Nothing more comes."""
+        self._live.pop(request_id, None)
+
+
+def _since(rounds: int | None) -> str:
+    if rounds is None:
+        return "no_handoff"
+    return f"handoff_{rounds}" if rounds < 2 else "handoff_2_7" if rounds < 8 else "handoff_8_up"
