@@ -1,6 +1,7 @@
 """The `truespec` command."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -86,6 +87,33 @@ def config_check(file: Path) -> None:
     _out.print(f"{file}: fine")
 
 
+@config.command("show")
+@click.argument("file", type=click.Path(path_type=Path))
+def config_show(file: Path) -> None:
+    """Print a configuration with every default filled in, as a configuration that can be served."""
+    from deploy.reference import effective_config
+
+    _out.print(effective_config(load_config(file)), end="", markup=False, soft_wrap=True)
+
+
+@config.command("reference")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write it here instead of printing it.")
+@click.option("--check", is_flag=True, help="With --out: write nothing; fail if the file is out of date.")
+def config_reference(out: Path | None, check: bool) -> None:
+    """Print the reference of all settings as Markdown (docs/configuration.md)."""
+    from deploy.reference import configuration_reference
+
+    text = configuration_reference()
+    if out is None:
+        _out.print(text, end="", markup=False, soft_wrap=True)
+    elif check:
+        if not out.is_file() or out.read_text(encoding="utf-8") != text:
+            raise _Failure(f"{out} is out of date; run `truespec config reference --out {out}`.")
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+
+
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--address", help="Run on this Ray cluster instead of one started here (auto, or host:port).")
@@ -122,26 +150,94 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
         _err.print(f"figures written to {json_file}")
 
 
+@main.group()
+def dashboards() -> None:
+    """Grafana dashboards, Prometheus rules, and the pages that describe metrics and alerts."""
+
+
+@dashboards.command("build")
+@click.option("--check", is_flag=True, help="Write nothing; fail if a file is out of date.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write below this folder.")
+def dashboards_build(check: bool, out: Path | None) -> None:
+    """Write dashboards/generated and the generated pages of docs."""
+    from dashboards import build
+
+    root = out or build.ROOT
+    if out is None and not (root / "pyproject.toml").is_file():
+        raise _Failure("This is not a checkout of truespec; say with --out where to write.")
+    changed = build.stale(root) if check else build.write(root)
+    for path in changed:
+        _out.print(f"{'out of date' if check else 'written'}: {path}")
+    if check and changed:
+        raise _Failure("Run `truespec dashboards build`, and commit what it writes.")
+    _out.print(f"{len(build.files())} files are up to date")
+
+
+@dashboards.command("push")
+@click.option("--url", envvar="GRAFANA_URL", required=True, help="Of the Grafana server. [env: GRAFANA_URL]")
+@click.option("--token-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="In place of the env.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace pages that somebody saved meanwhile, too.")
+def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite: bool) -> None:
+    """Upload the dashboards to Grafana, into the folder truespec. The token is read from GRAFANA_TOKEN or a file."""
+    from dashboards import build
+
+    try:
+        from dashboards.push import Change, PushError, Server, push
+    except ModuleNotFoundError as error:
+        raise _Failure("This needs grafana-api: pip install 'truespec[grafana]'.") from error
+    token = token_file.read_text(encoding="utf-8").strip() if token_file else os.environ.get("GRAFANA_TOKEN", "")
+    if not token:
+        raise _Failure("There is no token: set GRAFANA_TOKEN or give --token-file.")
+
+    def told(change: Change) -> None:
+        _out.print(f"{'would be ' if dry_run and change.action != 'unchanged' else ''}{change.action}: {change.what}")
+
+    try:
+        push(Server(url, token), build.dashboards(), dry_run=dry_run, overwrite=overwrite, progress=told)
+    except PushError as error:
+        raise _Failure(str(error)) from error
+
+
 @main.command("train-drafter")
 @click.option("--model", "source", required=True, help="A catalogue name, a folder or a hub id.")
+@click.option("--kind", type=click.Choice(["eagle3", "mtp"]), default="eagle3", show_default=True)
+@click.option("--init-from", help="Start from this head (a folder or name) instead of from the model's last layer.")
 @click.option("--data", default="self", show_default=True, help="self, a .jsonl of prompts, or an .npz.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Gets head and report.")
 @click.option("--minutes", type=click.FloatRange(min=0), help="Train so long (60 when --steps is not given either).")
 @click.option("--steps", type=click.IntRange(min=1), help="Train so many steps.")
-@click.option("--draft-vocab", type=click.IntRange(min=1), default=16384, show_default=True)
+@click.option(
+    "--draft-vocab",
+    type=click.IntRange(min=1),
+    default=16384,
+    show_default=True,
+    help="So many of the commonest tokens are all that a new EAGLE-3 head drafts, and what an MTP loss is over.",
+)
 @click.option("--conversations", type=click.IntRange(min=10), default=2000, show_default=True, help="With --data self.")
+@click.option("--learning-rate", type=click.FloatRange(min=1e-9), help="Its peak: 1e-3, or 3e-4 with --init-from.")
 @click.option("--tokens-per-step", type=click.IntRange(min=1), default=1024, show_default=True, help="More on a GPU.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Of the products; auto: float32 on a CPU without bfloat16 instructions.",
+)
 @click.option("--checkpoint-minutes", type=click.FloatRange(min=0), default=5.0, show_default=True)
-@click.option("--resume", is_flag=True, help="Go on from the checkpoint in --out.")
+@click.option("--resume", is_flag=True, help="Go on from the checkpoint in --out; repeat the options.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here too.")
 def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any) -> None:
-    """Train an EAGLE-3 draft head for a model, on what the model itself writes."""
+    """Train a draft head for a model, on what the model itself writes."""
     from deploy.jobs.train_drafter import TrainJob, View, run_training
     from speculative.training.loop import TrainingConfig
 
     minutes, steps = options.pop("minutes"), options.pop("steps")
+    changes = {} if options["init_from"] is None else {"learning_rate": 3e-4, "warm_draft_share": 0.0}
+    rate = options.pop("learning_rate")
     training = TrainingConfig(
+        **changes if rate is None else changes | {"learning_rate": rate},
         steps=steps,
         minutes=60.0 if minutes is None and steps is None else minutes,
         tokens_per_step=options.pop("tokens_per_step"),
@@ -154,6 +250,80 @@ def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+@main.command()
+@click.option("--model", default="smollm2-135m", show_default=True, help="A catalogue name, a folder or a hub id.")
+@click.option("--engines", help="family/variant[:option=value]..., separated by commas; without it all that are here.")
+@click.option("--kinds", default="chat,code,summarise", show_default=True, help="Of prompts.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Other prompts: JSON, a list for each kind.")
+@click.option("--streams", default="1,4,16", show_default=True, help="Prompts answered at once.")
+@click.option("--temperatures", default="0,1", show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=2), default=96, show_default=True, help="Of every answer.")
+@click.option("--threads", type=click.IntRange(min=1), help="Of every engine; all cores when not given.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--against", help="Compare with the best of these engines; the first one when not given.")
+@click.option(
+    "--measure",
+    type=click.Choice(["decode", "whole"]),
+    default="decode",
+    show_default=True,
+    help="Tokens a second after the first token, or of the whole batch.",
+)
+@click.option("--profile", is_flag=True, help="Show where the time of our steps goes.")
+@click.option("--head", help="A trained head, for eagle3 and dynamic.")
+@click.option("--draft-model", help="For draft_model.")
+@click.option("--gguf", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The model for llama.cpp.")
+@click.option("--vllm-python", help="The interpreter of the environment that has vllm.")
+@click.option("--llama-python", help="The interpreter of the environment that has llama-cpp-python.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write every sample here.")
+@click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Put the tables into this page.")
+@click.option("--section", default="benchmark", show_default=True, help="Which section of the page to write anew.")
+@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="Draw PNG and SVG here.")
+def bench(**options: Any) -> None:
+    """Measure engines side by side: same model, prompts and sampling, in turns."""
+    from deploy.bench.command import BenchOptions, run_command
+
+    found = run_command(BenchOptions(**options), progress_printer(), _out)
+    if not found.samples:
+        raise _Failure("Nothing was measured; the lines above say why.")
+
+
+@main.command()
+@click.option("--mutants", is_flag=True, help="Put every known fault into an engine; tell who finds it, and when.")
+@click.option("--clean", type=click.IntRange(min=0), default=0, help="Serve so many positions without a fault.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the findings here.")
+@click.option(
+    "--page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("docs/detection.md"),
+    show_default=True,
+    help="Gets the table of --mutants.",
+)
+def audit(mutants: bool, clean: int, json_file: Path | None, page: Path) -> None:
+    """Check the self-checks: sound engines raise no alarm, and every known fault is found."""
+    from deploy.audit.report import clean_table, detection_page, detection_table
+    from deploy.audit.run import audit_clean, audit_mutants
+
+    if not (mutants or clean):
+        raise click.UsageError("Say what to audit: --mutants, --clean POSITIONS, or both.")
+    report, missed = progress_printer(), list[str]()
+    if clean:
+        runs = audit_clean(clean, report)
+        _out.print(clean_table(runs))
+        missed += [f"{run.setting}: {run.alarms | run.violations}" for run in runs if run.alarms or run.violations]
+    if mutants:
+        findings = audit_mutants(report=report)
+        _out.print(detection_table(findings))
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(detection_page(findings), encoding="utf-8")
+        if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            json_file.write_text(json.dumps([one.as_dict() for one in findings], indent=2) + "\n", encoding="utf-8")
+        missed += [f"{one.fault}: nobody found it" for one in findings if one.delay is None]
+    if missed:
+        raise _Failure("\n".join(missed))
 
 
 @contextmanager
@@ -180,6 +350,10 @@ def _print_figures(figures: dict[str, Any]) -> None:
         ("first token after", "first_token_s", "{:.2f} s"),
         ("TME (1.00 = the logprobs are right)", "tme", "{:.4f}"),
         ("tokens replayed for it", "replayed_tokens", "{}"),
+        ("answers computed again", "verdicts", "{0[verified]} verified, {0[suspect]} suspect"),
+        ("self-check terms taken", "selfcheck_terms", "{}"),
+        ("self-check alarms", "selfcheck_alarms", "{}"),
+        ("breaker trips", "breaker_trips", "{}"),
         ("handoffs from prefill to decode", "handoffs", "{}"),
     )
     for label, key, form in rows:

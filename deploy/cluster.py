@@ -36,11 +36,11 @@ def running_app(file: ServeFile, progress: Progress, *, address: str | None = No
     Raises:
         ConfigError: a replica could not start; the message is the replica's own.
     """
-    config = file.application.args
+    config = file.application.effective_args
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # progress tells it in fewer words
     _connect(config, progress, address)
     try:
-        yield _deploy(file, progress)
+        yield _deploy(file, config, progress)
     finally:
         progress("stopping")
         serve.delete(file.application.name)
@@ -53,19 +53,18 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         return
     cores = os.cpu_count() or 1
-    needed = sum(config.pool(name).replicas * config.pool(name).num_cpus for name in config.pool_names)
+    needed = sum(config.pool(name).most_replicas * config.pool(name).num_cpus for name in config.pool_names)
     if needed > cores:
         progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
     ray.init(num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
 
 
-def _deploy(file: ServeFile, progress: Progress) -> RunningApp:
+def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> RunningApp:
     http, application = file.http_options, file.application
     progress(f"starting Serve on http://{http.host}:{http.port}")
     serve.start(proxy_location=file.proxy_location, http_options={"host": http.host, "port": http.port})
-    config = application.args
-    pools = " and ".join(f"{config.pool(name).replicas} {name}" for name in config.pool_names)
+    pools = " and ".join(f"{config.pool(name).most_replicas} {name}" for name in config.pool_names)
     progress(f"loading {config.model.source} ({pools})")
     app = build_app(config.model_dump(exclude_unset=True))
     try:

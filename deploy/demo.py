@@ -10,12 +10,10 @@ from deploy.client import Answer, Client, ServiceError
 from serve_app.metric_summary import MetricSummary
 
 QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
-_LIST = "apples, pears, plums, cherries, grapes, melons, lemons, oranges, figs, dates, peaches, apricots"
-TASKS = (
-    f"Repeat this list of fruit word for word, three times: {_LIST}.",
-    "Write a short story about a lighthouse keeper and a storm.",
-    "Fix the spelling and repeat the text: The quik brown fox jumps over the lazy dog. The quik brown fox jumps over "
-    "the lazy dog. The quik brown fox jumps over the lazy dog.",
+TASKS = (  # and the temperature: sampled answers are what the self-checks count
+    ("Why is the sky blue?", 0.0),
+    ("Write a short story about a lighthouse keeper and a storm.", 1.0),
+    ("Give me five tips for learning a new language.", 0.0),
 )
 _MAX_TOKENS = 96
 _REPLAY_WAIT_S = 60.0
@@ -32,6 +30,10 @@ class DemoFigures:
     tokens_per_s_off: float
     tme: float | None
     replayed_tokens: int
+    verdicts: dict[str, int]  # verified, suspect, unverified
+    selfcheck_terms: int  # zero-mean terms that the engines took of themselves
+    selfcheck_alarms: int
+    breaker_trips: int
     handoffs: int
     first_token_s: float
 
@@ -41,17 +43,17 @@ class DemoFigures:
 
 
 def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[[str], None]) -> DemoFigures:
-    """Ask, measure speculation on against off on the same tasks, and wait for the logprob check."""
+    """Ask, measure speculation on against off on the same tasks, and wait for what was answered to be checked."""
     progress(f"asking: {QUESTION}")
     answer = client.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")
     on: list[Answer] = []
     off: list[Answer] = []
-    for number, task in enumerate(TASKS, start=1):
+    for number, (task, temperature) in enumerate(TASKS, start=1):
         progress(f"measuring task {number} of {len(TASKS)}, speculation off and on")
-        off.append(client.chat(task, max_tokens=_MAX_TOKENS, temperature=0, speculate=False))
-        on.append(client.chat(task, max_tokens=_MAX_TOKENS, temperature=0))
-    progress("waiting for the logprob check")
+        off.append(client.chat(task, max_tokens=_MAX_TOKENS, temperature=temperature, speculate=False))
+        on.append(client.chat(task, max_tokens=_MAX_TOKENS, temperature=temperature))
+    progress("waiting for the answers to be computed again and compared")
     metrics = _wait_for_replay(client)
     return DemoFigures(
         answer=answer.text,
@@ -61,6 +63,10 @@ def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[
         tokens_per_s_off=statistics.median(one.tokens_per_s for one in off),
         tme=metrics["tme"],
         replayed_tokens=int(metrics["replayed_tokens"]),
+        verdicts={name: int(count) for name, count in metrics["verdicts"].items()},
+        selfcheck_terms=int(metrics["selfcheck_terms"]),
+        selfcheck_alarms=int(metrics["selfcheck_alarms"]),
+        breaker_trips=int(metrics["breaker_trips"]),
         handoffs=int(metrics["handoffs"]),
         first_token_s=answer.first_token_s,
     )

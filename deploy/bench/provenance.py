@@ -1,0 +1,89 @@
+"""Where figures come from: the day, the machine, the versions, the commit, and what else the machine was doing."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TELLING_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+)
+_LIBRARIES = ("truespec", "torch", "ray", "transformers", "numpy")
+_BUSY_LOAD = 0.3
+
+
+def provenance() -> dict[str, Any]:
+    """Everything but the settings of the run; take it before anything starts."""
+    cpu = _cpu()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["truespec", *sys.argv[1:]]),
+        "commit": _commit(),
+        "cpu": cpu.get("model name", platform.processor() or platform.machine()),
+        "cpu_flags": [flag for flag in _TELLING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
+        "cores": os.cpu_count() or 1,
+        "memory_gib": _memory_gib(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "load_before": load(),
+    }
+
+
+def load() -> float:
+    """Processes that ran or wanted to, on average over the last minute."""
+    return os.getloadavg()[0]
+
+
+def describe(found: dict[str, Any]) -> str:
+    """One paragraph for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    machine = f"{found['cpu']}, {found['cores']} cores ({' '.join(found['cpu_flags'])}), {found['memory_gib']:.0f} GiB"
+    gpu = f", {found['gpu']}" if found["gpu"] else ""
+    text = f"{found['date']}, commit {found['commit']}. {machine}{gpu}. Python {found['python']}, {versions}."
+    if found["load_before"] > _BUSY_LOAD:
+        text += (
+            f" The machine was not quiet: its load was {found['load_before']:.1f} before the first engine started, so "
+            "the speeds are too low and only the ratios say something."
+        )
+    return text
+
+
+def _cpu() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _commit() -> str:
+    """The commit of the source tree, with `+` when it was edited since; empty where this is no checkout."""
+    folder = Path(__file__).parent
+    told = subprocess.run(
+        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude", "*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return told.stdout.strip()

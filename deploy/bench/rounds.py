@@ -1,0 +1,174 @@
+"""Runs a plan: all engines started once, then asked in turn, case by case and round by round."""
+
+import contextlib
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deploy.bench.engines import LeftOut, resolve
+from deploy.bench.plan import BenchPlan, Case
+from deploy.bench.process import EngineFailed, EngineProcess
+from deploy.bench.provenance import load, provenance
+from deploy.bench.workers.channel import Ask
+from speculative.errors import ConfigError
+
+Progress = Callable[[str], None]
+
+_WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One engine's answer to one batch of prompts. `told` is what the engine's worker said of it."""
+
+    engine: str
+    case: Case
+    round: int
+    told: dict[str, Any]
+
+    @property
+    def decode_speed(self) -> float:
+        """Tokens a second from the moment every stream had its first token."""
+        return float(self.told["decode_tokens"] / self.told["decode_s"])
+
+    @property
+    def whole_speed(self) -> float:
+        """Tokens a second of the whole batch, its prompts included."""
+        return float(self.told["num_tokens"] / self.told["wall_s"])
+
+
+@dataclass(slots=True)
+class BenchResult:
+    """What a run found. `steps` are the samples of the profiled runs, which count nowhere else."""
+
+    plan: BenchPlan
+    provenance: dict[str, Any]
+    samples: list[Sample] = field(default_factory=list)
+    steps: list[Sample] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with every sample."""
+        return {
+            "provenance": self.provenance,
+            "plan": self.plan.as_dict(),
+            "versions": self.versions,
+            "left_out": [{"engine": one.name, "reason": one.reason} for one in self.left_out],
+            "samples": [_sample_dict(sample) for sample in self.samples],
+            "steps": [_sample_dict(sample) for sample in self.steps],
+        }
+
+
+def run_bench(plan: BenchPlan, progress: Progress) -> BenchResult:
+    """Measure everything the plan asks for. An engine that fails is left out from there on, with the reason.
+
+    An interrupt ends the measuring, not the command: what was found until then is returned.
+
+    Raises:
+        ConfigError: a setting is wrong, or not one engine could be started.
+    """
+    found = BenchResult(plan, provenance())
+    launches, missing = resolve(plan)
+    for one in missing:
+        _leave_out(found, one, progress)
+    with contextlib.ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are ended, not left behind
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="truespec-bench-")))
+        engines: dict[str, EngineProcess] = {}
+        for launch in launches:
+            progress(f"starting {launch.name.text}")
+            try:
+                process = EngineProcess(launch, plan.threads, folder)
+                engines[launch.name.text] = stack.enter_context(process)
+                found.versions[launch.name.text] = process.versions
+            except EngineFailed as error:
+                _leave_out(found, LeftOut(launch.name.text, f"it did not start: {error}"), progress)
+        if not engines:
+            raise ConfigError("No engine could be started; the lines above say why.")
+        run = _Run(found, engines, progress)
+        try:
+            for case in plan.cases():
+                run.case(case)
+        except KeyboardInterrupt:
+            progress("interrupted; what was measured until now is told")
+    found.provenance["load_after"] = load()
+    return found
+
+
+class _Run:
+    """The engines that are still alive, and what came of them."""
+
+    def __init__(self, found: BenchResult, engines: dict[str, EngineProcess], progress: Progress) -> None:
+        self._found = found
+        self._engines = engines
+        self._progress = progress
+
+    def case(self, case: Case) -> None:
+        """All rounds of a case, the first of them to warm up."""
+        plan, able = self._found.plan, self._able(case)
+        self._progress(f"{case}: {len(able)} engines, {plan.rounds} rounds")
+        for number in range(-1, plan.rounds):
+            for name in able:
+                told = self._ask(name, case, _ask(plan, case, number))
+                if told is not None and number >= 0:
+                    self._found.samples.append(Sample(name, case, number, told))
+        if plan.profile:
+            for name in able:
+                told = self._ask(name, case, _ask(plan, case, plan.rounds, profile=True))
+                if told is not None and "step" in told:
+                    self._found.steps.append(Sample(name, case, plan.rounds, told))
+
+    def _able(self, case: Case) -> list[str]:
+        able = []
+        for name, process in self._engines.items():
+            if process.max_streams is None or case.streams <= process.max_streams:
+                able.append(name)
+            else:
+                self._progress(f"{case}: without {name}, which answers at most {process.max_streams} at once")
+        return able
+
+    def _ask(self, name: str, case: Case, ask: Ask) -> dict[str, Any] | None:
+        """What an engine told; None when it failed, now or before."""
+        process = self._engines.get(name)
+        if process is None:
+            return None
+        try:
+            return process.run(ask)
+        except EngineFailed as error:
+            _leave_out(self._found, LeftOut(name, f"it failed at {case}: {error}"), self._progress)
+            self._engines.pop(name).close()
+            return None
+
+
+def _ask(plan: BenchPlan, case: Case, number: int, *, profile: bool = False) -> Ask:
+    warm_up = number < 0
+    return Ask(
+        prompts=plan.round_prompts(case, max(number, 0)),
+        max_tokens=min(plan.tokens, _WARM_UP_TOKENS) if warm_up else plan.tokens,
+        temperature=case.temperature,
+        seed=number + 1,
+        profile=profile,
+    )
+
+
+def _leave_out(found: BenchResult, one: LeftOut, progress: Progress) -> None:
+    found.left_out.append(one)
+    progress(f"left out: {one.name}: {one.reason}")
+
+
+def _sample_dict(sample: Sample) -> dict[str, Any]:
+    case = sample.case
+    told = sample.told | {"decode_tokens_per_s": sample.decode_speed, "tokens_per_s": sample.whole_speed}
+    return {
+        "engine": sample.engine,
+        "kind": case.kind,
+        "streams": case.streams,
+        "temperature": case.temperature,
+        "round": sample.round,
+        **told,
+    }

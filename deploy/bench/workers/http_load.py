@@ -1,0 +1,87 @@
+"""Streams of completions from a server, all at once. Standard library only, and little work: it shares the cores."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.bench.workers.channel import Ask, Meter
+
+
+class ServerFailed(Exception):
+    """The server refused, or broke off."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where an OpenAI-compatible server is reached."""
+
+    host: str
+    port: int
+    model: str
+
+    def run(self, ask: Ask) -> dict[str, Any]:
+        """One stream a prompt, started together.
+
+        Raises:
+            ServerFailed: a stream did not end well.
+        """
+        return asyncio.run(self._run(ask))
+
+    async def _run(self, ask: Ask) -> dict[str, Any]:
+        meter = Meter(len(ask.prompts))
+        await asyncio.gather(*(self._stream(ask, stream, meter) for stream in range(len(ask.prompts))))
+        return meter.sample()
+
+    async def _stream(self, ask: Ask, stream: int, meter: Meter) -> None:
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        try:
+            writer.write(self._request(ask, stream))
+            await writer.drain()
+            await _read_head(reader)
+            text = b""
+            while chunk := await _read_chunk(reader):
+                *lines, text = (text + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        meter.emit(stream, _token_ids(json.loads(line[6:])))
+        finally:
+            writer.close()
+
+    def _request(self, ask: Ask, stream: int) -> bytes:
+        body = json.dumps(
+            {
+                "model": self.model,
+                "prompt": ask.prompts[stream],
+                "max_tokens": ask.max_tokens,
+                "temperature": ask.temperature,
+                "seed": ask.seed * len(ask.prompts) + stream,
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "stream": True,
+            }
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+async def _read_head(reader: asyncio.StreamReader) -> None:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    status, *fields = head.split("\r\n")
+    if status.split()[1] != "200":
+        raise ServerFailed(f"{status}: {(await reader.read(2000)).decode(errors='replace')}")
+    if not any(field.lower().replace(" ", "") == "transfer-encoding:chunked" for field in fields):
+        raise ServerFailed(f"the answer is no stream: {head}")
+
+
+async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
+    """The next chunk of a chunked body; empty at its end."""
+    size = int((await reader.readline()).split(b";")[0], 16)
+    data = await reader.readexactly(size + 2)
+    return data[:size]
+
+
+def _token_ids(event: dict[str, Any]) -> list[int]:
+    if "error" in event:
+        raise ServerFailed(str(event["error"]))
+    return [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]

@@ -1,0 +1,91 @@
+"""Where the time of a step goes, measured from outside the engine: its parts are wrapped, and unwrapped again."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from speculative import drawing
+from speculative.engine import EngineCore
+from speculative.model_drafting import ModelDrafter
+
+TARGET, DRAFTER, VOCABULARY, CHECKS, OTHER = "target", "drafter", "vocabulary", "checks", "other"
+PARTS = (TARGET, DRAFTER, VOCABULARY, CHECKS, OTHER)
+
+
+class Profile:
+    """Counts from its making to `end`.
+
+    target: the model's forward and its LM head. drafter: those of a drafter with weights, or the whole of one that
+    looks up. vocabulary: arithmetic over the vocabulary, that is processors, softmax, verification, draws, logprobs.
+    checks: the self-checks. other: the rest of the step: scheduling, layouts, copies, bookkeeping. A part inside
+    another counts as its own.
+    """
+
+    def __init__(self, engine: EngineCore) -> None:
+        self._on_gpu = engine.device.type == "cuda"
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._num_steps = 0
+        self._running: list[str] = []
+        self._since = 0.0
+        self._wrapped: list[tuple[Any, str, Any]] = []
+        self._wrap(engine.runner, "forward_with_features", TARGET)
+        self._wrap(engine.runner, "logits", TARGET)
+        if isinstance(engine.drafter, ModelDrafter):
+            for name in ("fuse", "run", "logits"):
+                self._wrap(engine.drafter.model, name, DRAFTER)
+            self._wrap(engine.drafter._sampler, "draw", VOCABULARY)
+        else:
+            self._wrap(engine.drafter, "propose", DRAFTER)
+        for name in ("adjust", "process", "target_probs", "logprobs_to_host"):
+            self._wrap(drawing, name, VOCABULARY)
+        self._wrap(engine.drawer, "_verify", VOCABULARY)
+        for owner, names in (
+            (drawing, ("_outside_filters", "broken_rows")),
+            (engine.drawer, ("_terms", "_check_on_host")),
+            (engine.self_check, ("admit", "take")),
+        ):
+            for name in names:
+                self._wrap(owner, name, CHECKS)
+        self._wrap(engine, "step", OTHER)
+
+    def end(self) -> dict[str, float]:
+        """Take the wrappers off; the seconds of each part, and the number of steps."""
+        for owner, name, original in self._wrapped:
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        return {"num_steps": self._num_steps} | {f"{part}_s": seconds for part, seconds in self._seconds.items()}
+
+    def _wrap(self, owner: Any, name: str, part: str) -> None:
+        wrapped: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            self._enter(part)
+            try:
+                return wrapped(*args, **options)
+            finally:
+                self._leave()
+
+        self._wrapped.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, timed)
+
+    def _enter(self, part: str) -> None:
+        self._count()
+        self._num_steps += not self._running
+        self._running.append(part)
+
+    def _leave(self) -> None:
+        self._count()
+        self._running.pop()
+
+    def _count(self) -> None:
+        """What has passed belongs to the innermost part that runs."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._running:
+            self._seconds[self._running[-1]] += now - self._since
+        self._since = now

