@@ -1,0 +1,310 @@
+"""Pages, rows and panels as values, and the Grafana JSON they become."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dashboards.queries import Scope
+
+PAGE = Scope('job="$job",model_name=~"$model",pool=~"$pool"', "$__rate_interval")
+VISIBLE = Scope(PAGE.matchers, "$__range")  # for a single figure over all that the page shows
+TAG = "truespec"
+
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_SCHEMA_VERSION = 42  # that of Grafana 13, so that a new server migrates nothing
+_GRID_COLUMNS = 24
+_ROW_HEIGHT = 1
+
+Colour = Literal["green", "yellow", "orange", "red", "blue", "text"]
+Steps = tuple[tuple[float | None, Colour], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One PromQL expression and what its series are called."""
+
+    expr: str
+    legend: str
+    instant: bool = False  # one figure, at the end of the visible time
+    sparse: bool = False  # having no series is the healthy state
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel. `description` says what a bad value means; `steps` are (from, colour), the first from None."""
+
+    title: str
+    description: str
+    unit: str  # in Grafana's ids
+    queries: tuple[Query, ...]
+    kind: Literal["timeseries", "stat", "bargauge", "heatmap"] = "timeseries"
+    width: int = 12
+    height: int = 8
+    steps: Steps = ((None, "green"),)
+    minimum: float | None = None
+    maximum: float | None = None
+    decimals: int | None = None
+    interval: str = ""  # the shortest step; "" leaves it to the data source
+    log_scale: bool = False
+    stacked: bool = False
+    names: tuple[str, ...] = ()  # what the values 0, 1, ... are called
+    shows_name: bool = False  # a stat that shows its series' name in place of the value
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A heading and its panels, which flow from left to right."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A dashboard."""
+
+    uid: str
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        """All panels, in the order in which they are read."""
+        return tuple(panel for row in self.rows for panel in row.panels)
+
+
+def dashboard_json(page: Page) -> dict[str, Any]:
+    """The page as Grafana imports it."""
+    return {
+        "uid": page.uid,
+        "title": page.title,
+        "description": f"{page.description} Made by `truespec dashboards`; the next push replaces what is edited here.",
+        "tags": [TAG],
+        "schemaVersion": _SCHEMA_VERSION,
+        "editable": True,
+        "graphTooltip": 1,  # one cross-hair through all panels
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "links": [_links()],
+        "annotations": {"list": []},
+        "templating": {"list": _variables()},
+        "panels": _placed(page),
+    }
+
+
+def _placed(page: Page) -> list[dict[str, Any]]:
+    placed: list[dict[str, Any]] = []
+    y = 0
+    for row in page.rows:
+        position = {"x": 0, "y": y, "w": _GRID_COLUMNS, "h": _ROW_HEIGHT}
+        placed.append(
+            {
+                "id": len(placed) + 1,
+                "type": "row",
+                "title": row.title,
+                "collapsed": False,
+                "gridPos": position,
+                "panels": [],
+            }
+        )
+        y += _ROW_HEIGHT
+        x = line_height = 0
+        for panel in row.panels:
+            if x + panel.width > _GRID_COLUMNS:
+                x, y, line_height = 0, y + line_height, 0
+            position = {"x": x, "y": y, "w": panel.width, "h": panel.height}
+            placed.append(_panel_json(panel, len(placed) + 1) | {"gridPos": position})
+            x += panel.width
+            line_height = max(line_height, panel.height)
+        y += line_height
+    return placed
+
+
+def _panel_json(panel: Panel, number: int) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": _DATASOURCE,
+        "targets": [_target(panel, query, index) for index, query in enumerate(panel.queries)],
+        "fieldConfig": {"defaults": _field_defaults(panel), "overrides": []},
+        "options": _OPTIONS[panel.kind](panel),
+    }
+    return made | ({"interval": panel.interval} if panel.interval else {})
+
+
+def _target(panel: Panel, query: Query, index: int) -> dict[str, Any]:
+    return {
+        "refId": chr(ord("A") + index),
+        "datasource": _DATASOURCE,
+        "expr": query.expr,
+        "legendFormat": query.legend,
+        "format": "heatmap" if panel.kind == "heatmap" else "time_series",
+        "instant": query.instant,
+        "range": not query.instant,
+    }
+
+
+def _field_defaults(panel: Panel) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "unit": panel.unit,
+        "color": {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"},
+        "thresholds": {
+            "mode": "absolute",
+            "steps": [{"value": value, "color": colour} for value, colour in panel.steps],
+        },
+    }
+    for name, value in (("min", panel.minimum), ("max", panel.maximum), ("decimals", panel.decimals)):
+        if value is not None:
+            defaults[name] = value
+    if panel.kind == "stat" and all(query.sparse for query in panel.queries):
+        defaults["noValue"] = "0"
+    if panel.names:
+        options = {str(value): {"text": name, "index": value} for value, name in enumerate(panel.names)}
+        defaults["mappings"] = [{"type": "value", "options": options}]
+    if panel.kind == "timeseries":
+        defaults["custom"] = _line_style(panel)
+    elif panel.kind == "heatmap":
+        del defaults["thresholds"], defaults["color"]
+    return defaults
+
+
+def _line_style(panel: Panel) -> dict[str, Any]:
+    has_line = any(value is not None for value, _ in panel.steps)
+    return {
+        "drawStyle": "line",
+        "lineInterpolation": "stepAfter" if panel.names else "linear",
+        "lineWidth": 1,
+        "fillOpacity": 25 if panel.stacked else 8,
+        "showPoints": "never",
+        "spanNulls": False,
+        "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+        "scaleDistribution": {"type": "log", "log": 10} if panel.log_scale else {"type": "linear"},
+        "thresholdsStyle": {"mode": "dashed" if has_line else "off"},
+    }
+
+
+def _timeseries_options(panel: Panel) -> dict[str, Any]:
+    return {
+        "legend": {
+            "displayMode": "table",
+            "placement": "bottom",
+            "showLegend": True,
+            "calcs": ["mean", "max", "lastNotNull"],
+        },
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+
+
+def _stat_options(panel: Panel) -> dict[str, Any]:
+    return {
+        "reduceOptions": {"values": False, "calcs": ["lastNotNull"], "fields": ""},
+        "orientation": "auto",
+        "textMode": "name" if panel.shows_name else "auto",
+        "colorMode": "value",
+        "graphMode": "none" if all(query.instant for query in panel.queries) else "area",
+        "justifyMode": "auto",
+        "wideLayout": True,
+        "showPercentChange": False,
+        "percentChangeColorMode": "standard",
+    }
+
+
+def _bargauge_options(panel: Panel) -> dict[str, Any]:
+    return {
+        "reduceOptions": {"values": False, "calcs": ["lastNotNull"], "fields": ""},
+        "orientation": "horizontal",
+        "displayMode": "basic",
+        "valueMode": "color",
+        "namePlacement": "auto",
+        "showUnfilled": True,
+        "sizing": "auto",
+        "minVizWidth": 8,
+        "minVizHeight": 16,
+        "maxVizHeight": 300,
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": False, "calcs": []},
+    }
+
+
+def _heatmap_options(panel: Panel) -> dict[str, Any]:
+    return {
+        "calculate": False,
+        "cellGap": 1,
+        "color": {
+            "mode": "scheme",
+            "scheme": "Oranges",
+            "scale": "exponential",
+            "exponent": 0.5,
+            "steps": 64,
+            "reverse": False,
+            "fill": "dark-orange",
+        },
+        "exemplars": {"color": "rgba(255,0,255,0.7)"},
+        "filterValues": {"le": 1e-9},
+        "legend": {"show": True},
+        "rowsFrame": {"layout": "auto"},
+        "showValue": "never",
+        "tooltip": {"mode": "single", "yHistogram": True, "showColorScale": False},
+        "yAxis": {"axisPlacement": "left", "reverse": False, "unit": panel.unit},
+    }
+
+
+_OPTIONS = {
+    "timeseries": _timeseries_options,
+    "stat": _stat_options,
+    "bargauge": _bargauge_options,
+    "heatmap": _heatmap_options,
+}
+
+
+def _links() -> dict[str, Any]:
+    return {
+        "type": "dashboards",
+        "title": "truespec",
+        "tags": [TAG],
+        "asDropdown": True,
+        "includeVars": True,
+        "keepTime": True,
+        "targetBlank": False,
+        "icon": "external link",
+        "tooltip": "The other pages, with the same choices",
+        "url": "",
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    return [
+        {
+            "name": "datasource",
+            "type": "datasource",
+            "label": "Data source",
+            "query": "prometheus",
+            "refresh": 1,
+            "hide": 0,
+        },
+        # One job at a time: the app's own exporter and Ray's agent count the same tokens.
+        _label_variable("job", "Job", "truespec_build_info"),
+        _label_variable("model", "Model", 'truespec_build_info{job="$job"}', label="model_name", several=True),
+        _label_variable("pool", "Pool", 'truespec_build_info{job="$job",model_name=~"$model"}', several=True),
+    ]
+
+
+def _label_variable(
+    name: str, title: str, series: str, *, label: str | None = None, several: bool = False
+) -> dict[str, Any]:
+    query = f"label_values({series}, {label or name})"
+    made: dict[str, Any] = {
+        "name": name,
+        "type": "query",
+        "label": title,
+        "datasource": _DATASOURCE,
+        "query": {"query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"},
+        "refresh": 2,  # whenever the time range changes
+        "sort": 1,
+        "hide": 0,
+        "multi": several,
+        "includeAll": several,
+    }
+    return made | ({"allValue": ".*", "current": {"text": "All", "value": "$__all"}} if several else {})

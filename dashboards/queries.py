@@ -1,0 +1,140 @@
+"""PromQL over the metric catalogue: panels and rules are made of these, so that a figure is defined once.
+
+Means and shares are ratios of counters. A ratio of nothing is left out and not NaN, which would spoil every average
+taken over it. `job` is always kept apart: the app's own `/metrics` and Ray's agent export the same counts.
+"""
+
+import re
+from dataclasses import dataclass
+
+from serve_app.metric_names import METRICS, PREFIX, REPLICA_LABEL
+
+_SIGNS = ("positive", "negative")  # a counter cannot go down, so a sum that can is kept as two
+_LABEL = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Which series a query reads, how far back, and which labels stay. Names are the catalogue's without the prefix."""
+
+    matchers: str  # label matchers that every series gets, comma-separated
+    window: str  # of rates and increases
+    keep: tuple[str, ...] = ()  # labels that every result keeps
+
+    def series(self, name: str, where: str = "") -> str:
+        """A selector.
+
+        Raises:
+            ValueError: the catalogue has no such metric, or the metric no such label.
+        """
+        metric = METRICS.get(PREFIX + name)
+        if metric is None:
+            raise ValueError(f"There is no metric {PREFIX + name!r}; serve_app.metric_names lists them all.")
+        unknown = set(_LABEL.findall(where)) - {*metric.label_names, REPLICA_LABEL}
+        if unknown:
+            raise ValueError(f"{metric.name} has the labels {list(metric.label_names)}, not {sorted(unknown)}.")
+        inside = ",".join(part for part in (self.matchers, where) if part)
+        suffix = "_bucket" if metric.kind == "histogram" else ""
+        return f"{metric.name}{suffix}{{{inside}}}" if inside else f"{metric.name}{suffix}"
+
+    def rate(self, name: str, *by: str, where: str = "") -> str:
+        """A counter's increase a second, summed."""
+        return f"sum{self._by(by)} (rate({self.series(name, where)}[{self.window}]))"
+
+    def increase(self, name: str, *by: str, where: str = "") -> str:
+        """A counter's increase over the window, summed."""
+        return f"sum{self._by(by)} (increase({self.series(name, where)}[{self.window}]))"
+
+    def gauge(self, name: str, *by: str, how: str = "sum", where: str = "") -> str:
+        """A gauge over replicas: `how` is the aggregation."""
+        return f"{how}{self._by(by)} ({self.series(name, where)})"
+
+    def ratio(self, over: str, under: str, *by: str, over_where: str = "", under_where: str = "") -> str:
+        """One counter's rate by another's. Ray's agent has no counter that is 0, so a missing one counts as that."""
+        numerator, denominator = self.rate(over, *by, where=over_where), self.rate(under, *by, where=under_where)
+        return f"({numerator} or 0 * {denominator}) / ({denominator} > 0)"
+
+    def share(self, name: str, where: str, *by: str) -> str:
+        """The part of a counter's rate that has the given labels."""
+        return self.ratio(name, name, *by, over_where=where)
+
+    def quantile(self, q: float, name: str, *by: str) -> str:
+        """A histogram's quantile."""
+        return f"histogram_quantile({q:g}, {self.rate(name, 'le', *by)})"
+
+    def new_events(self, name: str, *by: str) -> str:
+        """Events within the window, above 0 only; the first of a series is one too.
+
+        Ray's agent exports a counter from its first event on, where `increase` sees nothing happen.
+        """
+        series = self.series(name)
+        seen, first = f"increase({series}[{self.window}]) > 0", f"{series} unless {series} offset {self.window}"
+        return f"sum{self._by(by)} (({seen}) or ({first})) > 0"
+
+    def _by(self, by: tuple[str, ...]) -> str:
+        labels = (*self.keep, *by)
+        return f" by ({', '.join(labels)})" if labels else ""
+
+
+def acceptance(scope: Scope, *by: str) -> str:
+    """Accepted / drafted tokens (vLLM's definition)."""
+    return scope.ratio("accepted_tokens_total", "draft_tokens_total", *by)
+
+
+def expected_acceptance(scope: Scope, *by: str) -> str:
+    """What the verifier's own probabilities say that acceptance is."""
+    return scope.ratio("expected_accepted_tokens_total", "draft_tokens_total", *by)
+
+
+def achievable_acceptance(scope: Scope, *by: str) -> str:
+    """What a verifier that knows q can accept."""
+    return scope.ratio("achievable_accepted_tokens_total", "draft_tokens_total", *by)
+
+
+def accepted_length(scope: Scope, *by: str) -> str:
+    """Mean accepted length, 1 + accepted / drafts (vLLM's definition)."""
+    return f"1 + {scope.ratio('accepted_tokens_total', 'drafts_total', *by)}"
+
+
+def acceptance_by_position(scope: Scope) -> str:
+    """Accepted at a position / rounds (vLLM's definition); these and 1 add up to the mean accepted length."""
+    accepted = scope.rate("accepted_tokens_per_position_total", "position")
+    return f"{accepted} / ignoring (position) group_left () ({scope.rate('drafts_total')} > 0)"
+
+
+def conditional_acceptance_by_position(scope: Scope) -> str:
+    """Accepted / drafted at a position: right when the draft length varies too."""
+    return scope.ratio("accepted_tokens_per_position_total", "draft_tokens_per_position_total", "position")
+
+
+def acceptance_z(scope: Scope) -> str:
+    """Accepted minus expected in standard deviations, at least as many as they are.
+
+    A round of K drafts accepts between 0 and K, so its variance is at most K² / 4 whatever the verifier.
+    """
+    accepted, expected = scope.increase("accepted_tokens_total"), scope.increase("expected_accepted_tokens_total")
+    drafted, drafts = scope.increase("draft_tokens_total"), scope.increase("drafts_total")
+    return f"({accepted} - {expected}) * 2 * sqrt({drafts}) / ({drafted} > 0)"
+
+
+def selfcheck_z(scope: Scope) -> str:
+    """Sum of a check's zero-mean terms in standard deviations."""
+    positive, negative = (scope.increase(f"selfcheck_{sign}_total", "check") for sign in _SIGNS)
+    return f"({positive} - {negative}) / sqrt({scope.increase('selfcheck_square_total', 'check')} > 0)"
+
+
+def tme(scope: Scope, where: str = "") -> str:
+    """Token multiplicative probability error by stratum: mean of exp|logprob given - logprob replayed|."""
+    return f"1 + {replay_mean(scope, 'replay_tme_excess_total', where)}"
+
+
+def replay_mean(scope: Scope, total: str, where: str = "") -> str:
+    """A sum over replayed tokens, by token and stratum."""
+    return scope.ratio(total, "replay_tokens_total", "stratum", over_where=where, under_where=where)
+
+
+def law_mean(scope: Scope, where: str = "") -> str:
+    """Mean of the law test's terms, by term and stratum; 0 where the output follows p."""
+    positive, negative = (scope.rate(f"replay_law_{sign}_total", "term", "stratum", where=where) for sign in _SIGNS)
+    terms = scope.rate("replay_law_terms_total", "stratum", where=where)
+    return f"({positive} - {negative}) / ignoring (term) group_left () ({terms} > 0)"

@@ -1,0 +1,90 @@
+"""The generated pages of the documentation: the metric catalogue and the runbooks."""
+
+from collections.abc import Iterable
+
+from dashboards.rules import ALERTS, Alert
+from serve_app.metric_names import CATALOGUE, COMMON_LABELS, LABEL_MEANINGS, REPLICA_LABEL, Metric
+
+_MADE_BY = "<!-- Made by `truespec dashboards build`; not edited by hand. -->"
+
+
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    common = " and ".join(f"`{label}`" for label in COMMON_LABELS)
+    return "\n".join(
+        [
+            "# Metrics",
+            "",
+            _MADE_BY,
+            "",
+            f"Every metric has the labels {common}; gauges also have `{REPLICA_LABEL}`, since they do not add up. "
+            "Counters count from 0 at the start of the process that keeps them.",
+            "",
+            "The same counts are exported twice: by the application's own `/metrics` (sums over all replicas, which "
+            "outlive a replica that dies) and by Ray's metrics agent on each node, with the prefix `ray_`. Scrape both "
+            "under different jobs, or one of them: queries that do not keep `job` apart count twice.",
+            "",
+            "Means and shares are made from counters. Histograms serve quantiles only: Ray's agent estimates their "
+            "`_sum`. A counter without events is not there yet under Ray's agent.",
+            "",
+            *_table(CATALOGUE),
+            "",
+            "## What label values mean",
+            "",
+            *_meanings(),
+        ]
+    )
+
+
+def _table(metrics: Iterable[Metric]) -> list[str]:
+    rows = ["| metric | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
+    for metric in metrics:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        buckets = f" Buckets up to {', '.join(f'{bound:g}' for bound in metric.buckets)}." if metric.buckets else ""
+        meaning = (metric.help + buckets).replace("|", r"\|")
+        rows.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {meaning} |")
+    return rows
+
+
+def _meanings() -> list[str]:
+    lines: list[str] = []
+    for (label, metrics), meanings in LABEL_MEANINGS.items():
+        lines += [f"`{label}` of {', '.join(f'`{name}`' for name in metrics)}:", ""]
+        lines += [f"- `{value}`: {meaning}" for value, meaning in meanings.items()]
+        lines.append("")
+    return lines
+
+
+def runbooks_page() -> str:
+    """docs/runbooks.md."""
+    lines = [
+        "# Runbooks",
+        "",
+        _MADE_BY,
+        "",
+        "One section for each alert of `dashboards/generated/rules/truespec.yaml`. Critical: answers or logprobs may "
+        "be wrong, or nobody would see it if they were. Warning: slower than it should be. Info: worth a look.",
+        "",
+    ]
+    for alert in ALERTS:
+        lines += _section(alert)
+    return "\n".join(lines)
+
+
+def _section(alert: Alert) -> list[str]:
+    return [
+        f"## {alert.name}",
+        "",
+        f"Severity {alert.severity}; fires {'at once' if alert.hold == '0m' else f'after {alert.hold}'}.",
+        "",
+        f"**What it means.** {alert.means}",
+        "",
+        f"**Where to look.** {alert.look}",
+        "",
+        f"**What to do.** {alert.do}",
+        "",
+        "```promql",
+        alert.expr,
+        "```",
+        "",
+    ]

@@ -1,0 +1,289 @@
+"""Recording and alert rules of Prometheus, and the runbook of each alert.
+
+Thresholds are those of the panels. Recorded names are `level:metric:operation`, the level being the labels that are
+kept beside the job.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dashboards import queries
+from dashboards.queries import Scope
+from dashboards.sanity import TME_LIMIT
+from dashboards.serving import FIRST_TOKEN_LIMIT_S, HANDOFF_FAILURE_LIMIT, NOT_OK
+from dashboards.speculation import BEYOND_CHANCE
+from serve_app.metric_names import BREAKER_STATES
+
+RUNBOOKS = "docs/runbooks.md"
+
+_KEEP = ("job", "model_name")
+_5M, _10M, _15M, _1H = (Scope("", window, _KEEP) for window in ("5m", "10m", "15m", "1h"))
+_POOL_5M = Scope("", "5m", (*_KEEP, "pool"))
+_ERROR = 'outcome="error"'
+_OPEN = BREAKER_STATES.index("open")
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A figure that Prometheus computes and keeps."""
+
+    name: str
+    expr: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a rule file has it."""
+        return {"record": self.name, "expr": self.expr}
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """When somebody is told, and what they need to know. `summary` may quote the alert's labels."""
+
+    name: str
+    expr: str
+    hold: str  # how long it must hold
+    severity: Literal["critical", "warning", "info"]
+    summary: str
+    means: str
+    look: str
+    do: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a rule file has it."""
+        return {
+            "alert": self.name,
+            "expr": self.expr,
+            "for": self.hold,
+            "labels": {"severity": self.severity},
+            "annotations": {
+                "summary": self.summary,
+                "description": f"{self.means} {self.do}",
+                "runbook": f"{RUNBOOKS}#{self.name.lower()}",
+            },
+        }
+
+
+RECORDINGS = (
+    Recording("model:truespec_acceptance:ratio_rate10m", queries.acceptance(_10M)),
+    Recording("model:truespec_expected_acceptance:ratio_rate10m", queries.expected_acceptance(_10M)),
+    Recording("model:truespec_achievable_acceptance:ratio_rate10m", queries.achievable_acceptance(_10M)),
+    Recording("model:truespec_accepted_length:mean_rate10m", queries.accepted_length(_10M)),
+    Recording("model_position:truespec_acceptance:ratio_rate10m", queries.conditional_acceptance_by_position(_10M)),
+    Recording("model:truespec_draft_tokens:increase10m", _10M.increase("draft_tokens_total")),
+    Recording("model:truespec_acceptance:z_increase1h", queries.acceptance_z(_1H)),
+    Recording("model_check:truespec_selfcheck:z_increase1h", queries.selfcheck_z(_1H)),
+    Recording("model_stratum:truespec_tme:mean_rate1h", queries.tme(_1H)),
+    Recording("model_stratum:truespec_replay_tokens:increase1h", _1H.increase("replay_tokens_total", "stratum")),
+    Recording("model:truespec_emitted_tokens:rate5m", _5M.rate("emitted_tokens_total")),
+    Recording("model_outcome:truespec_requests:rate5m", _5M.rate("requests_total", "outcome")),
+    Recording(
+        "model_pool:truespec_time_to_first_token_seconds:p95_rate5m",
+        _POOL_5M.quantile(0.95, "time_to_first_token_seconds"),
+    ),
+    Recording("model_pool:truespec_requests_waiting:sum", _POOL_5M.gauge("requests_waiting")),
+    Recording("model:truespec_handoff_failures:ratio_rate15m", _15M.share("handoffs_total", NOT_OK)),
+)
+
+_ACCEPTANCE = "model:truespec_acceptance:ratio_rate10m"
+_WAITING = "model_pool:truespec_requests_waiting:sum"
+
+ALERTS = (
+    Alert(
+        "TruespecAcceptanceBelowItsRecentLevel",
+        f"{_ACCEPTANCE} < 0.7 * avg_over_time({_ACCEPTANCE}[6h] offset 30m) "
+        "and model:truespec_draft_tokens:increase10m > 1000",
+        "15m",
+        "warning",
+        "Acceptance of {{ $labels.model_name }} fell to {{ $value | humanizePercentage }}, below 70 % of its level of "
+        "the last hours.",
+        "Fewer drafts are accepted than in the hours before; output stays right, but comes slower.",
+        "The acceptance page. Observed on expected: the traffic changed (kind of prompts, temperature, structured "
+        "output) or the drafter did. One position falls alone: the drafter's state. One pool alone: a release.",
+        "Compare with the last release and with the traffic; choose another drafter or the dynamic length; if observed "
+        "left expected, treat it as TruespecAcceptanceNotAsExpected.",
+    ),
+    Alert(
+        "TruespecAcceptanceNotAsExpected",
+        f"abs(model:truespec_acceptance:z_increase1h) > {BEYOND_CHANCE:g} and abs("
+        f"{_1H.increase('accepted_tokens_total')} / ({_1H.increase('expected_accepted_tokens_total')} > 0) - 1) > 0.01",
+        "5m",
+        "critical",
+        "{{ $labels.model_name }} accepts other than its own probabilities say (z = {{ $value | humanize }}).",
+        "The verifier accepts more or less than its own acceptance probabilities: the accept step is wrong, and so is "
+        "the law of the output.",
+        "The logprob sanity page: which self-check has left ±5, and since when; the acceptance page by position.",
+        "Switch speculation off for the model, keep the dumps, and roll back the last release; mask answers of the "
+        "window in training data.",
+    ),
+    Alert(
+        "TruespecTmeHigh",
+        f"model_stratum:truespec_tme:mean_rate1h > {TME_LIMIT:g} "
+        "and model_stratum:truespec_replay_tokens:increase1h > 500",
+        "5m",
+        "critical",
+        "TME of {{ $labels.model_name }} is {{ $value | humanize }} in stratum {{ $labels.stratum }}.",
+        "Logprobs that were served are not those a plain recomputation gives.",
+        "The logprob sanity page: the stratum that stands out names the fault (after a handoff, near the length limit, "
+        "prefix-cached, drafted). Only one or few tokens far off: the drift quantiles. All strata alike: the model, "
+        "its dtype, or different models in the two pools.",
+        "Stop training and scoring on these logprobs; switch speculation off; if it stays, take the prefill and decode "
+        "pools back to one version and empty the prefix cache by restarting the replicas.",
+    ),
+    Alert(
+        "TruespecReplayAlarm",
+        _15M.new_events("replay_alarms_total", "alarm", "stratum"),
+        "0m",
+        "critical",
+        "Replays of {{ $labels.model_name }} raised the alarm {{ $labels.alarm }} in stratum {{ $labels.stratum }}.",
+        "Replayed requests show, beyond chance, that logprobs are off (drift) or that the text does not follow the "
+        "model's law (probability, surprisal, support, greedy).",
+        "The logprob sanity page, and the dump that the referee wrote: request ids, positions, values served and "
+        "replayed.",
+        "The breaker has switched speculation off where it should; check that it did. Mask answers of the window whose "
+        "verdict is suspect, and look for the fault in the dump.",
+    ),
+    Alert(
+        "TruespecLogprobViolations",
+        _15M.new_events("logprob_violations_total", "kind"),
+        "0m",
+        "critical",
+        "Logprobs of {{ $labels.model_name }} broke the rule {{ $labels.kind }}.",
+        "An answer was failed because its logprobs broke the contract (not finite, above 0, not sorted, one token with "
+        "two values); it was not delivered.",
+        "The replica's log names the request and the rule; the metric's kind is listed in docs/metrics.md.",
+        "It is a fault of the engine or damaged memory: keep the log, take the replica out if it is one alone, roll "
+        "back if it came with a release.",
+    ),
+    Alert(
+        "TruespecInvariantViolations",
+        _15M.new_events("selfcheck_violations_total", "kind"),
+        "0m",
+        "critical",
+        "A step of {{ $labels.model_name }} broke the invariant {{ $labels.kind }}.",
+        "The engine broke one of its own rules within a step; the request was failed and nothing was made up.",
+        "The replica's log names the request; docs/metrics.md lists the kinds. not_finite alone on one replica: its "
+        "GPU or its memory.",
+        "Take the replica out if it is one alone; roll back if it came with a release.",
+    ),
+    Alert(
+        "TruespecSelfCheckAlarm",
+        _15M.new_events("selfcheck_alarms_total", "check"),
+        "0m",
+        "critical",
+        "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
+        "A term whose mean is 0 in a right sampler is not: the output does not follow the model's law. A clean engine "
+        "does this with a chance below one in a million in its life.",
+        "Which check fired (docs/metrics.md says what each sees), and whether expected acceptance moved with it.",
+        "The breaker switches speculation off and says so; leave it off, keep the dump, and look for what changed.",
+    ),
+    Alert(
+        "TruespecBreakerOpen",
+        f"{Scope('', '5m', (*_KEEP, 'pool', 'replica')).gauge('breaker_state', how='max')} >= {_OPEN}",
+        "1m",
+        "critical",
+        "The breaker of {{ $labels.replica }} ({{ $labels.model_name }}, {{ $labels.pool }}) is open.",
+        "Something was found wrong on this replica: it serves without speculation, or is on its way out.",
+        "Trips by reason on the logprob sanity page, and what fired just before.",
+        "Answers are right meanwhile, and slower. If canaries fail again and again, the fault is still there: replace "
+        "the replica, or roll back when several are open.",
+    ),
+    Alert(
+        "TruespecReplaysFail",
+        f"{_15M.share('replays_total', NOT_OK)} > 0.5",
+        "15m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} are not done.",
+        "The logprob check sees less than half of what it was to see: wrong logprobs may pass unnoticed.",
+        "Replays by result: skipped means that the queue is full, failed that no prefill replica computes them.",
+        "Lower `replay.share`, or add prefill replicas.",
+    ),
+    Alert(
+        "TruespecHandoffsFail",
+        f"model:truespec_handoff_failures:ratio_rate15m > {HANDOFF_FAILURE_LIMIT:g}",
+        "5m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the handoffs of {{ $labels.model_name }} were refused or failed.",
+        "Decode replicas compute prompts themselves: answers are right, and slower.",
+        "The disaggregation page: refusals by reason; prefill replicas that restart; versions and fingerprints under "
+        "What runs.",
+        "Bring both pools to one version and one model; replace prefill replicas that do not answer.",
+    ),
+    Alert(
+        "TruespecTimeToFirstTokenHigh",
+        f"model_pool:truespec_time_to_first_token_seconds:p95_rate5m > {FIRST_TOKEN_LIMIT_S:g}",
+        "10m",
+        "warning",
+        "p95 of the time to first token of {{ $labels.model_name }} is {{ $value | humanizeDuration }}.",
+        "Clients wait long for the first token.",
+        "The latency page: is it the queue, or the prompts themselves; prefix cache hits; handoff times.",
+        "Add prefill replicas (or replicas of a monolith); limit prompt lengths; look for a lost replica.",
+    ),
+    Alert(
+        "TruespecQueueGrows",
+        f"min_over_time({_WAITING}[10m]) > 0 and delta({_WAITING}[10m]) >= 4",
+        "5m",
+        "warning",
+        "Requests of {{ $labels.model_name }} queue up in pool {{ $labels.pool }}, and the queue grows.",
+        "More requests arrive than this pool finishes.",
+        "The disaggregation page: which pool waits; KV cache in use; replicas that are gone.",
+        "Add replicas of the pool, or more KV memory when the cache is full; otherwise clients will be turned away.",
+    ),
+    Alert(
+        "TruespecRequestErrors",
+        f"{_15M.share('requests_total', _ERROR)} > 0.01",
+        "5m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the requests of {{ $labels.model_name }} end in an error.",
+        "Requests fail in the engine or pass their deadline.",
+        "The replicas' logs by request id; broken rules on the logprob sanity page; restarts of replicas.",
+        "Follow the error that the logs name; deadline errors want more replicas or more `limits.request_timeout_s`.",
+    ),
+    Alert(
+        "TruespecNoTraffic",
+        f"{Scope('', '30m', _KEEP).increase('requests_total')} == 0 and "
+        f"sum by (job, model_name) (increase({_5M.series('requests_total')}[6h] offset 30m)) > 0",
+        "5m",
+        "info",
+        "No request of {{ $labels.model_name }} has ended for half an hour.",
+        "A model that had traffic has none: nobody asks, or nobody gets through.",
+        "The way to the service (gateway, proxy, DNS); requests that run and never end.",
+        "Send a request by hand. If it is answered, traffic has simply stopped.",
+    ),
+    Alert(
+        "TruespecMetricsMissing",
+        f"absent({_5M.series('build_info')})",
+        "10m",
+        "critical",
+        "Prometheus has no metrics of truespec.",
+        "Either the service is down or it is not scraped; every other alert is blind meanwhile.",
+        "Prometheus' targets page; whether the service answers /healthz.",
+        "Mend the scrape configuration (job, relabelling of `ray_truespec_`), or start the service.",
+    ),
+)
+
+# vLLM's names, for public dashboards that ask for them; truespec itself never exports these.
+_VLLM_NAMES = {
+    "vllm:spec_decode_num_drafts_total": "drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "accepted_tokens_per_position_total",
+    "vllm:num_requests_running": "requests_running",
+    "vllm:num_requests_waiting": "requests_waiting",
+    "vllm:kv_cache_usage_perc": "kv_cache_usage_ratio",
+}
+
+
+def rule_file() -> dict[str, Any]:
+    """Recording rules first, so that the alerts after them read figures of the same evaluation."""
+    return {
+        "groups": [
+            {"name": "truespec-recording", "interval": "30s", "rules": [rule.as_dict() for rule in RECORDINGS]},
+            {"name": "truespec-alerts", "interval": "30s", "rules": [alert.as_dict() for alert in ALERTS]},
+        ]
+    }
+
+
+def vllm_rule_file() -> dict[str, Any]:
+    """Optional rules that keep our counts under vLLM's names too."""
+    rules = [{"record": name, "expr": _5M.series(ours)} for name, ours in _VLLM_NAMES.items()]
+    return {"groups": [{"name": "truespec-vllm-names", "interval": "30s", "rules": rules}]}

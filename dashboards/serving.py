@@ -1,0 +1,266 @@
+"""The pages about serving: overview, disaggregation, latency."""
+
+from dashboards.panels import PAGE, Page, Panel, Query, Row, Steps
+from dashboards.sanity import ALARMS, BREAKER, EVENT_STEPS, TME, VIOLATIONS
+from dashboards.speculation import ACCEPTANCE_RATE, ACCEPTED_LENGTH
+
+FIRST_TOKEN_LIMIT_S = 5.0
+HANDOFF_FAILURE_LIMIT = 0.01
+NOT_OK = 'result!="ok"'
+_QUANTILES = (0.5, 0.95, 0.99)
+_FULL_STEPS: Steps = ((None, "green"), (0.8, "yellow"), (0.95, "red"))
+
+_FIRING_NOW = 'count by (alertname) (ALERTS{alertname=~"Truespec.+",alertstate="firing"})'
+_FIRING = Panel(
+    title="Firing alerts",
+    description="Alerts of truespec's rules that fire now, whatever is chosen above; docs/runbooks.md says what to do "
+    "about each. Empty where the rules are not installed.",
+    unit="none",
+    queries=(
+        Query(
+            'count by (alertname) (ALERTS{alertname=~"Truespec.+",alertstate="firing"})', "{{alertname}}", sparse=True
+        ),
+    ),
+    kind="stat",
+    width=6,
+    height=5,
+    steps=EVENT_STEPS,
+)
+_RUNS = Panel(
+    title="What runs",
+    description="Version, drafter and model fingerprint of the replicas. Two at once outside an upgrade mean that "
+    "replicas serve different models under one name, and refuse each other's handoffs.",
+    unit="none",
+    queries=(
+        Query(
+            PAGE.gauge("build_info", "model_name", "version", "drafter", "fingerprint", how="count"),
+            "{{model_name}} {{version}} {{drafter}} {{fingerprint}}",
+        ),
+    ),
+    kind="stat",
+    width=6,
+    height=5,
+    steps=((None, "text"),),
+    shows_name=True,
+)
+_TOKENS = Panel(
+    title="Tokens a second",
+    description="Tokens emitted, by pool. A fall while requests wait means that replicas are lost or slow.",
+    unit="ops",
+    queries=(Query(PAGE.rate("emitted_tokens_total", "pool"), "{{pool}}"),),
+    stacked=True,
+    minimum=0,
+)
+_REQUESTS = Panel(
+    title="Requests a second",
+    description="Requests that ended, by outcome. Error: the engine or the deadline failed them. Rejected: there was "
+    "no room, clients were told when to come again. Abort: the client left.",
+    unit="reqps",
+    queries=(Query(PAGE.rate("requests_total", "outcome"), "{{outcome}}"),),
+    stacked=True,
+    minimum=0,
+)
+_FIRST_TOKEN = Panel(
+    title="Time to first token",
+    description=f"From a request's arrival to its first token. Above {FIRST_TOKEN_LIMIT_S:g} s at p95 an alert fires: "
+    "the prefill pool is too small, prompts have grown, or the queue is long.",
+    unit="s",
+    queries=tuple(Query(PAGE.quantile(q, "time_to_first_token_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+    steps=((None, "green"), (FIRST_TOKEN_LIMIT_S, "red")),
+    minimum=0,
+)
+_INTER_TOKEN = Panel(
+    title="Time between tokens",
+    description="Between two messages of a stream, by token of the later one. It rises with the load of the decode "
+    "pool, with long contexts, and when acceptance falls.",
+    unit="s",
+    queries=tuple(Query(PAGE.quantile(q, "inter_token_latency_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+    minimum=0,
+)
+_LOAD = Panel(
+    title="Requests running and waiting",
+    description="Requests that are computed and that wait for room in an engine, over all replicas. Waiting that "
+    "grows and does not come down means that the service is too small for its traffic.",
+    unit="none",
+    queries=(
+        Query(PAGE.gauge("requests_running", "pool"), "running {{pool}}"),
+        Query(PAGE.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
+    ),
+    minimum=0,
+)
+_KV_USAGE = Panel(
+    title="KV cache in use",
+    description="Share of the KV blocks that sequences hold, the fullest replica of each pool. Near 1, sequences are "
+    "preempted and computed again: more KV memory, more replicas, or fewer sequences at once.",
+    unit="percentunit",
+    queries=(Query(PAGE.gauge("kv_cache_usage_ratio", "pool", how="max"), "{{pool}}"),),
+    steps=_FULL_STEPS,
+    minimum=0,
+    maximum=1,
+)
+
+OVERVIEW = Page(
+    uid="truespec-overview",
+    title="truespec / Overview",
+    description="Is it right, is it fast, is it loaded.",
+    rows=(
+        Row("Is it right", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
+        Row("Is it fast", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN)),
+        Row("Is it loaded", (_LOAD, _KV_USAGE)),
+    ),
+)
+
+_HANDOFFS = Panel(
+    title="Handoffs a second",
+    description="Handoffs from prefill to decode, by result. Refused: the state belonged to another model or was "
+    "damaged. Failed: no prefill replica answered. Both cost time, since the decode replica computes the prompt "
+    "itself; none costs correctness.",
+    unit="ops",
+    queries=(Query(PAGE.rate("handoffs_total", "result"), "{{result}}"),),
+    stacked=True,
+    minimum=0,
+)
+_HANDOFF_FAILURES = Panel(
+    title="Share of handoffs that did not succeed",
+    description=f"Refused and failed handoffs. Above {HANDOFF_FAILURE_LIMIT:.0%} an alert fires: the pools run "
+    "different models or versions, prefill replicas die, or the network damages what it carries.",
+    unit="percentunit",
+    queries=(Query(PAGE.share("handoffs_total", NOT_OK), "refused or failed"),),
+    steps=((None, "green"), (HANDOFF_FAILURE_LIMIT, "red")),
+    minimum=0,
+)
+_HANDOFF_TIME = Panel(
+    title="Time of a handoff",
+    description="Seconds by handoff, by phase: prefill is the whole call as decode sees it, export and insert the "
+    "copies out of one cache and into the other. Copies that grow beside prefill mean that moving the state costs "
+    "more than computing it: use a monolith, or a faster link.",
+    unit="s",
+    queries=(
+        Query(
+            f"{PAGE.rate('handoff_seconds_total', 'phase')} / ignoring (phase) group_left () "
+            f"({PAGE.rate('handoffs_total')} > 0)",
+            "{{phase}}",
+        ),
+    ),
+    minimum=0,
+)
+_HANDOFF_BYTES = Panel(
+    title="Bytes handed off",
+    description="Bytes of computed-token state a second. Compare with the link between the pools: near its limit, the "
+    "time to first token grows.",
+    unit="Bps",
+    queries=(Query(PAGE.rate("handoff_bytes_total"), "bytes"),),
+    minimum=0,
+)
+_HANDOFF_SIZE = Panel(
+    title="Size of a handoff",
+    description="Mean bytes of a handoff that succeeded. It follows the length of the prompts; a jump without longer "
+    "prompts is a fault.",
+    unit="bytes",
+    queries=(Query(PAGE.ratio("handoff_bytes_total", "handoffs_total", under_where='result="ok"'), "mean"),),
+    minimum=0,
+)
+_REFUSALS = Panel(
+    title="Refusals by reason",
+    description="Handoffs that the decode side refused. A fingerprint that differs: two models or versions run under "
+    "one name. A checksum: the state was damaged on its way.",
+    unit="ops",
+    queries=(Query(PAGE.rate("handoff_refusals_total", "reason"), "{{reason}}", sparse=True),),
+    stacked=True,
+    minimum=0,
+)
+_PROMPT_TOKENS = Panel(
+    title="Prompt tokens computed",
+    description="Prompt tokens a second, by pool. Many in the decode pool mean that handoffs fail or sequences are "
+    "preempted, and that decoding waits for prompts.",
+    unit="ops",
+    queries=(Query(PAGE.rate("prompt_tokens_total", "pool"), "{{pool}}"),),
+    minimum=0,
+)
+_POOL_LOAD = Panel(
+    title="Running by replica",
+    description="Requests that each replica computes. One that stands apart is ill or badly routed; a pool at its "
+    "limit while the other idles wants another ratio of replicas.",
+    unit="none",
+    queries=(Query(PAGE.gauge("requests_running", "pool", "replica"), "{{pool}} {{replica}}"),),
+    minimum=0,
+)
+_POOL_QUEUE = Panel(
+    title="Waiting by pool",
+    description="Requests that wait for room in an engine. Waiting in prefill: more prefill replicas. Waiting in "
+    "decode: more decode replicas, or more KV memory.",
+    unit="none",
+    queries=(Query(PAGE.gauge("requests_waiting", "pool"), "{{pool}}"),),
+    minimum=0,
+)
+
+DISAGGREGATION = Page(
+    uid="truespec-disaggregation",
+    title="truespec / Disaggregation",
+    description="The handoff from prefill to decode, and how the two pools are loaded. Empty in a monolith.",
+    rows=(
+        Row("Handoff", (_HANDOFFS, _HANDOFF_FAILURES, _HANDOFF_TIME, _REFUSALS, _HANDOFF_BYTES, _HANDOFF_SIZE)),
+        Row("Pools", (_POOL_QUEUE, _POOL_LOAD, _PROMPT_TOKENS, _TOKENS, _KV_USAGE)),
+    ),
+)
+
+_QUEUE_TIME = Panel(
+    title="Time in the queue",
+    description="From a request's arrival to its first step. If this makes up most of the time to first token, the "
+    "service is too small; if not, prompts are long.",
+    unit="s",
+    queries=tuple(Query(PAGE.quantile(q, "queue_time_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
+    minimum=0,
+)
+_FIRST_TOKEN_HEATMAP = Panel(
+    title="Distribution of the time to first token",
+    description="Requests by time to first token. Two bands are two kinds of requests (short and long prompts, cached "
+    "or not) or a replica that is slow.",
+    unit="s",
+    queries=(Query(PAGE.increase("time_to_first_token_seconds", "le"), "{{le}}"),),
+    kind="heatmap",
+)
+_INTER_TOKEN_HEATMAP = Panel(
+    title="Distribution of the time between tokens",
+    description="Messages by time for each token of theirs. A band far above the rest: decoding waits, for prompts "
+    "computed in the same replica or for a slow drafter.",
+    unit="s",
+    queries=(Query(PAGE.increase("inter_token_latency_seconds", "le"), "{{le}}"),),
+    kind="heatmap",
+)
+_PREFIX_CACHE = Panel(
+    title="Prefix cache hits",
+    description="Share of prompt tokens that were found in the prefix cache. A fall makes prompts dearer: traffic that "
+    "shares less, routing that scatters it, or a cache that is too small.",
+    unit="percentunit",
+    queries=(Query(PAGE.ratio("prefix_cache_hits_total", "prefix_cache_queries_total", "pool"), "{{pool}}"),),
+    minimum=0,
+    maximum=1,
+)
+_PREEMPTIONS = Panel(
+    title="Preemptions",
+    description="Sequences a second that lost their KV and were computed again. More than a few: the KV cache is too "
+    "small for so many sequences at once.",
+    unit="ops",
+    queries=(Query(PAGE.rate("preemptions_total", "pool"), "{{pool}}"),),
+    minimum=0,
+)
+_BY_MODEL_P95 = Panel(
+    title="Time to first token by model",
+    description="The 95th percentile. One model that stands apart needs replicas of its own; all together, look at "
+    "the cluster.",
+    unit="s",
+    queries=(Query(PAGE.quantile(0.95, "time_to_first_token_seconds", "model_name"), "{{model_name}}"),),
+    minimum=0,
+)
+
+LATENCY = Page(
+    uid="truespec-latency",
+    title="truespec / Latency",
+    description="What a client waits for, and why.",
+    rows=(
+        Row("First token", (_FIRST_TOKEN, _QUEUE_TIME, _FIRST_TOKEN_HEATMAP, _BY_MODEL_P95)),
+        Row("Further tokens", (_INTER_TOKEN, _INTER_TOKEN_HEATMAP)),
+        Row("What makes it slow", (_PREFIX_CACHE, _PREEMPTIONS, _LOAD, _KV_USAGE)),
+    ),
+)

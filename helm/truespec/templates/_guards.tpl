@@ -1,0 +1,186 @@
+{{/*
+What the schema cannot say: each message names the value and the mend. The rules on names, upgrades and auth are those of
+KubeRay's operator, which would otherwise refuse the object after the install.
+*/}}
+{{- define "truespec.guards" -}}
+{{- include "truespec.guardNames" . -}}
+{{- include "truespec.guardModel" . -}}
+{{- include "truespec.guardVllm" . -}}
+{{- include "truespec.guardPools" . -}}
+{{- include "truespec.guardRay" . -}}
+{{- include "truespec.guardNetwork" . -}}
+{{- end -}}
+
+{{- define "truespec.guardNames" -}}
+{{- $name := include "truespec.fullname" . -}}
+{{- if gt (len $name) 47 -}}
+{{- fail (printf "The name %q has %d characters and KubeRay allows 47; set fullnameOverride to a shorter one." $name (len $name)) -}}
+{{- end -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "The name %q must begin with a letter and have only a-z, 0-9 and -; set fullnameOverride." $name) -}}
+{{- end -}}
+{{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
+{{- fail "serviceAccount.create is false and serviceAccount.name is empty; name one that exists, or set create to true." -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "truespec.guardModel" -}}
+{{- $config := .Values.config -}}
+{{- if not $config.model.source -}}
+{{- fail "config.model.source is not set; give a folder on a volume, a name of `truespec model list`, or a hub id (org/name)." -}}
+{{- end -}}
+{{- $drafter := default dict $config.drafter -}}
+{{- $hasWeights := has $drafter.kind (list "draft_model" "eagle3" "mtp") -}}
+{{- if and $hasWeights (not $drafter.model) -}}
+{{- fail (printf "config.drafter.model is not set; kind %s needs a folder, a name of the catalogue, or a hub id." $drafter.kind) -}}
+{{- end -}}
+{{- if and $drafter.model (not $hasWeights) -}}
+{{- fail (printf "config.drafter.model is set, but kind %s has no weights; remove it, or choose draft_model, eagle3 or mtp." (default "ngram" $drafter.kind)) -}}
+{{- end -}}
+{{- $engine := default dict $config.engine -}}
+{{- $room := int (default 16384 $engine.kv_cache_tokens) -}}
+{{- if and (not .Values.vllm.enabled) (gt (int (default 0 $engine.max_model_len)) $room) -}}
+{{- fail (printf "config.engine.kv_cache_tokens (%d) must hold a sequence of config.engine.max_model_len (%d) tokens; raise it or lower max_model_len." $room (int $engine.max_model_len)) -}}
+{{- end -}}
+{{- $share := dig "share" 0.1 (default dict $config.replay) -}}
+{{- $mode := default "raw_logprobs" $engine.logprobs_mode -}}
+{{- if and (gt (float64 $share) 0.0) (ne $mode "raw_logprobs") -}}
+{{- fail (printf "config.replay.share is above 0, but replays compare raw_logprobs and config.engine.logprobs_mode is %s; set share to 0." $mode) -}}
+{{- end -}}
+{{- if dig "admin" "token_file" "" $config -}}
+{{- fail "config.admin.token_file is the chart's to set; use admin.enabled and admin.existingSecret." -}}
+{{- end -}}
+{{- $dumps := dig "dumps" "folder" "" $config -}}
+{{- if and $dumps (not (hasPrefix "/tmp/" $dumps)) (not .Values.worker.volumeMounts) (not .Values.head.volumeMounts) -}}
+{{- fail (printf "config.dumps.folder is %s, but only /tmp is writable in the pods; choose a folder below it, or mount a volume with head.volumes and worker.volumes." $dumps) -}}
+{{- end -}}
+{{- if and .Values.hub.token .Values.hub.existingSecret -}}
+{{- fail "hub.token and hub.existingSecret are both set; remove the token." -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "truespec.guardPools" -}}
+{{- $pools := include "truespec.pools" . | fromYaml -}}
+{{- $device := dig "device" "auto" (default dict .Values.config.engine) -}}
+{{- $pods := 0 -}}
+{{- range $name, $pool := $pools -}}
+{{- $scale := $pool.autoscaling -}}
+{{- $pods = add $pods (ternary $scale.maxReplicas $pool.replicas $scale.enabled) -}}
+{{- if and $scale.enabled (gt (int $scale.minReplicas) (int $scale.maxReplicas)) -}}
+{{- fail (printf "pools.%s.autoscaling.minReplicas (%d) is above maxReplicas (%d); lower it or raise maxReplicas." $name (int $scale.minReplicas) (int $scale.maxReplicas)) -}}
+{{- end -}}
+{{- if and (eq $device "cpu") (gt (int $pool.gpus) 0) -}}
+{{- fail (printf "pools.%s.gpus is %d, but config.engine.device is cpu; set gpus to 0 (worker.gpus for all pools) or device to auto." $name (int $pool.gpus)) -}}
+{{- end -}}
+{{- if and (hasPrefix "cuda" $device) (eq (int $pool.gpus) 0) -}}
+{{- fail (printf "pools.%s.gpus is 0, but config.engine.device is %s; set gpus to 1 or device to auto." $name $device) -}}
+{{- end -}}
+{{- if and (not $.Values.vllm.enabled) (gt (int $pool.gpus) 1) -}}
+{{- fail (printf "pools.%s.gpus is %d, but the torch engine runs on one GPU; set it to 1 and raise replicas." $name (int $pool.gpus)) -}}
+{{- end -}}
+{{- if lt (int $pool.terminationGracePeriodSeconds) (add $pool.drainSeconds 30) -}}
+{{- fail (printf "pools.%s.terminationGracePeriodSeconds (%d) must be at least drainSeconds + 30 (%d); raise it." $name (int $pool.terminationGracePeriodSeconds) (add $pool.drainSeconds 30)) -}}
+{{- end -}}
+{{- range $label, $_ := merge (dict) $pool.podLabels $.Values.commonLabels -}}
+{{- if or (hasPrefix "app.kubernetes.io/" $label) (hasPrefix "ray.io/" $label) -}}
+{{- fail (printf "The label %s is the chart's or KubeRay's own; choose another key in commonLabels and podLabels." $label) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.modelCache -}}
+{{- $shared := or (has "ReadWriteMany" .accessModes) (has "ReadOnlyMany" .accessModes) -}}
+{{- if and .enabled (not .existingClaim) (not $shared) (gt (int $pods) 1) -}}
+{{- fail (printf "modelCache.accessModes has no ReadWriteMany, but %d worker pods mount the claim; use ReadWriteMany, an existingClaim, or modelCache.enabled=false." (int $pods)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "truespec.guardVllm" -}}
+{{- $config := .Values.config -}}
+{{- $engine := default dict $config.engine -}}
+{{- with .Values.vllm -}}
+{{- if .enabled -}}
+{{- if not .preview -}}
+{{- fail (printf "vllm.enabled: the application of this release (%s) serves with the torch engine and refuses vllm at start; set vllm.enabled to false, or vllm.preview to true to render for an image that has it." $.Chart.AppVersion) -}}
+{{- end -}}
+{{- range $key := list "block_size" "max_batched_tokens" "kv_cache_tokens" "verifier" -}}
+{{- if hasKey $engine $key -}}
+{{- fail (printf "config.engine.%s belongs to the torch engine; remove it, vllm chooses for itself." $key) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (default "auto" $engine.device) "cpu" -}}
+{{- fail "config.engine.device is cpu, but the chart runs vllm on GPUs only; set vllm.enabled to false, or device to auto." -}}
+{{- end -}}
+{{- range $name, $pool := include "truespec.pools" $ | fromYaml -}}
+{{- if ne (int $pool.gpus) (int $.Values.vllm.tensorParallelSize) -}}
+{{- fail (printf "pools.%s.gpus is %d and vllm.tensorParallelSize %d; make them equal." $name (int $pool.gpus) (int $.Values.vllm.tensorParallelSize)) -}}
+{{- end -}}
+{{- end -}}
+{{- else if gt (int .tensorParallelSize) 1 -}}
+{{- fail (printf "vllm.tensorParallelSize is %d, but the torch engine runs on one GPU; set it to 1, or use a model that fits." (int .tensorParallelSize)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "truespec.guardRay" -}}
+{{- $autoscales := eq (include "truespec.autoscales" .) "true" -}}
+{{- with .Values.ray -}}
+{{- if and .auth.enabled (semverCompare "<2.52.0-0" .version) -}}
+{{- fail (printf "ray.auth.enabled needs Ray 2.52 and ray.version is %s; use a newer image, or set it to false." .version) -}}
+{{- end -}}
+{{- if semverCompare "<2.60.0-0" .version -}}
+{{- fail (printf "ray.version is %s and the application needs 2.60; build the image with a newer Ray." .version) -}}
+{{- end -}}
+{{- if and (not .auth.enabled) .auth.existingSecret -}}
+{{- fail "ray.auth.existingSecret is set, but ray.auth.enabled is false; enable it or remove the secret's name." -}}
+{{- end -}}
+{{- with .gcsFaultTolerance -}}
+{{- if and .enabled (not .redisAddress) -}}
+{{- fail "ray.gcsFaultTolerance.redisAddress is not set; give redis://host:port, or set enabled to false." -}}
+{{- end -}}
+{{- if and (not .enabled) .redisAddress -}}
+{{- fail "ray.gcsFaultTolerance.redisAddress is set, but enabled is false; KubeRay would not use it: set enabled to true." -}}
+{{- end -}}
+{{- end -}}
+{{- with .upgrade -}}
+{{- if eq .strategy "NewClusterWithIncrementalUpgrade" -}}
+{{- if not $autoscales -}}
+{{- fail "ray.upgrade.strategy NewClusterWithIncrementalUpgrade needs Ray's autoscaler; set autoscaling.enabled of a pool (or of worker), or use NewCluster." -}}
+{{- end -}}
+{{- if not .gatewayClassName -}}
+{{- fail "ray.upgrade.gatewayClassName is not set; an incremental upgrade moves traffic through a gateway of that class." -}}
+{{- end -}}
+{{- if gt (int .stepSizePercent) (int .maxSurgePercent) -}}
+{{- fail (printf "ray.upgrade.stepSizePercent (%d) is above maxSurgePercent (%d); lower it." (int .stepSizePercent) (int .maxSurgePercent)) -}}
+{{- end -}}
+{{- if or $.Values.ingress.enabled $.Values.httpRoute.enabled -}}
+{{- fail "ingress and httpRoute point at one service, but an incremental upgrade has one per cluster behind KubeRay's own gateway; disable them, or use NewCluster." -}}
+{{- end -}}
+{{- else if .gatewayClassName -}}
+{{- fail (printf "ray.upgrade.gatewayClassName is set, but strategy is %s; remove it, or use NewClusterWithIncrementalUpgrade." .strategy) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "truespec.guardNetwork" -}}
+{{- if has (int .Values.service.port) (list 6379 8080 8265 10001 44217 44227 52365) -}}
+{{- fail (printf "service.port %d is one of Ray's own ports; choose another, 8000 for example." (int .Values.service.port)) -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+{{- fail "ingress.enabled is true and ingress.hosts empty; add at least one host." -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled is true and httpRoute.parentRefs empty; name the gateway." -}}
+{{- end -}}
+{{- with .Values.networkPolicy -}}
+{{- if and .enabled (not .operator) -}}
+{{- fail "networkPolicy.operator is empty, so KubeRay could not deploy the application; give the operator's namespace and pod labels." -}}
+{{- end -}}
+{{- $source := $.Values.config.model.source -}}
+{{- $fromHub := and (eq (len (splitList "/" $source)) 2) (not (hasPrefix "/" $source)) (not (hasPrefix "." $source)) -}}
+{{- if and .enabled (not .allowHttps) (not .extraEgress) (or $fromHub $.Values.modelCache.fetch) -}}
+{{- fail "networkPolicy.allowHttps is false, so the model cannot be fetched; allow it, give a rule in extraEgress, or put the model on a volume and name its folder." -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,88 @@
+{{/* Name of the RayService; every other object begins with it. */}}
+{{- define "truespec.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}{{ .Release.Name }}{{- else -}}{{ printf "%s-%s" .Release.Name $name }}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects this release's pods; never changes. */}}
+{{- define "truespec.selectorLabels" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "truespec.labels" -}}
+{{ include "truespec.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* metadata of an object: dict "root" $ "suffix" "" "labels" {} "annotations" {} */}}
+{{- define "truespec.metadata" -}}
+{{- $root := .root -}}
+name: {{ include "truespec.fullname" $root }}{{ with .suffix }}-{{ . }}{{ end }}
+namespace: {{ $root.Release.Namespace }}
+labels:
+  {{- include "truespec.labels" $root | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with merge (dict) (default dict .annotations) $root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "truespec.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}{{ .repository }}@{{ .digest }}{{- else -}}{{ .repository }}:{{ default $.Chart.AppVersion .tag }}{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "truespec.serviceAccountName" -}}
+{{- default (include "truespec.fullname" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- define "truespec.hubSecretName" -}}
+{{- if .Values.hub.existingSecret -}}{{ .Values.hub.existingSecret }}
+{{- else if .Values.hub.token -}}{{ include "truespec.fullname" . }}-hub
+{{- end -}}
+{{- end -}}
+
+{{- define "truespec.adminSecretName" -}}
+{{- default (printf "%s-admin" (include "truespec.fullname" .)) .Values.admin.existingSecret -}}
+{{- end -}}
+
+{{- define "truespec.cacheClaimName" -}}
+{{- default (printf "%s-models" (include "truespec.fullname" .)) .Values.modelCache.existingClaim -}}
+{{- end -}}
+
+{{/* The pools of the topology, each with what it has from `worker`, as a YAML map. */}}
+{{- define "truespec.pools" -}}
+{{- $names := ternary (list "monolith") (list "prefill" "decode") (eq .Values.config.topology "monolith") -}}
+{{- range $name := $names }}
+{{ $name }}:
+  {{- mustMergeOverwrite (mustDeepCopy $.Values.worker) (mustDeepCopy (index $.Values.pools $name)) | toYaml | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* "true" when a pool scales by itself. */}}
+{{- define "truespec.autoscales" -}}
+{{- $found := false -}}
+{{- range include "truespec.pools" . | fromYaml }}{{ $found = or $found .autoscaling.enabled }}{{ end -}}
+{{- if $found }}true{{ end -}}
+{{- end -}}
+
+{{/* "true" where a monitoring object is wanted: dict "root" $ "enabled" null|bool "kind" "PodMonitor" */}}
+{{- define "truespec.monitored" -}}
+{{- if kindIs "invalid" .enabled -}}
+{{- if .root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" .kind) }}true{{ end -}}
+{{- else if .enabled -}}true{{ end -}}
+{{- end -}}

@@ -1,0 +1,210 @@
+{{/*
+A Ray pod's template: dict "root" $ "component" "head"|pool "pod" its settings.
+KubeRay adds what starts Ray, its probes and, on workers, a container that waits for the head.
+*/}}
+{{- define "truespec.podTemplate" -}}
+{{- $root := .root -}}
+{{- $pod := .pod -}}
+{{- $values := $root.Values -}}
+{{- $isHead := eq .component "head" -}}
+{{- $gpus := int (default 0 $pod.gpus) -}}
+metadata:
+  labels:
+    {{- /* No versions: a changed label would start a second cluster. */}}
+    {{- include "truespec.selectorLabels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+    {{- with $values.commonLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with $pod.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with merge (dict) $pod.podAnnotations $values.commonAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "truespec.serviceAccountName" $root }}
+  # Only Ray's autoscaler, in the head pod, talks to the Kubernetes API.
+  automountServiceAccountToken: {{ and $isHead (eq (include "truespec.autoscales" $root) "true") }}
+  enableServiceLinks: false
+  {{- with $values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    {{- include "truespec.podSecurityContext" $root | nindent 4 }}
+  {{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" }}
+  {{- with get $pod $key }}
+  {{ $key }}: {{ . }}
+  {{- end }}
+  {{- end }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+  {{- with get $pod $key }}
+  {{ $key }}:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  {{- if not $isHead }}
+  terminationGracePeriodSeconds: {{ $pod.terminationGracePeriodSeconds }}
+  {{- with $values.modelCache.fetch }}
+  initContainers:
+    - name: fetch-models
+      image: {{ include "truespec.image" $root }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext:
+        {{- include "truespec.containerSecurityContext" $root | nindent 8 }}
+      command: [sh, -ceu, 'for name in "$@"; do truespec model get "$name"; done', fetch-models]
+      args:
+        {{- toYaml . | nindent 8 }}
+      env:
+        {{- include "truespec.env" $root | nindent 8 }}
+      resources:
+        requests: {cpu: "1", memory: 2Gi}
+        limits: {cpu: "1", memory: 2Gi}
+      volumeMounts:
+        {{- include "truespec.modelMounts" $root | nindent 8 }}
+  {{- end }}
+  {{- end }}
+  containers:
+    - name: ray-{{ ternary "head" "worker" $isHead }}
+      image: {{ include "truespec.image" $root }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext:
+        {{- include "truespec.containerSecurityContext" $root | nindent 8 }}
+      ports:
+        {{- if $isHead }}
+        - {name: gcs-server, containerPort: 6379}
+        - {name: dashboard, containerPort: 8265}
+        {{- end }}
+        - {name: metrics, containerPort: 8080}
+        - {name: serve, containerPort: {{ $values.service.port }}}
+      env:
+        {{- include "truespec.env" $root | nindent 8 }}
+        {{- if $values.ray.haproxy }}
+        - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+        - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
+        {{- end }}
+        {{- with $pod.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      resources:
+        {{- range $kind := list "requests" "limits" }}
+        {{ $kind }}:
+          cpu: {{ $pod.cpus | quote }}
+          memory: {{ $pod.memory }}
+          {{- if $gpus }}
+          {{ $pod.gpuResource }}: {{ $gpus | quote }}
+          {{- end }}
+        {{- end }}
+      {{- if not $isHead }}
+      lifecycle:
+        preStop:
+          exec:
+            # Serve then starts this node's replicas elsewhere; requests that run may finish meanwhile.
+            command:
+              - sh
+              - -c
+              - >-
+                ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the pod is being deleted"
+                --deadline-remaining-seconds "$0"; sleep "$0"
+              - {{ $pod.drainSeconds | quote }}
+      {{- end }}
+      {{- range $key := list "livenessProbe" "readinessProbe" }}
+      {{- with get $pod $key }}
+      {{ $key }}:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- end }}
+      volumeMounts:
+        - {name: shm, mountPath: /dev/shm}
+        {{- if $isHead }}
+        - {name: tmp, mountPath: /tmp}
+        {{- else }}
+        {{- include "truespec.modelMounts" $root | nindent 8 }}
+        {{- end }}
+        {{- if and (not $isHead) $values.admin.enabled }}
+        - {name: admin-token, mountPath: /etc/truespec/admin, readOnly: true}
+        {{- end }}
+        {{- with $pod.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir:
+        sizeLimit: {{ $pod.tmpSize }}
+    - name: shm
+      emptyDir:
+        medium: Memory
+        sizeLimit: {{ $pod.shmSize }}
+    {{- if not $isHead }}
+    - name: models
+      {{- if $values.modelCache.enabled }}
+      persistentVolumeClaim:
+        claimName: {{ include "truespec.cacheClaimName" $root }}
+      {{- else }}
+      emptyDir:
+        sizeLimit: {{ $values.modelCache.size }}
+      {{- end }}
+    {{- with include "truespec.hubSecretName" $root }}
+    - name: hub-token
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $values.hub.key }}, path: token}
+    {{- end }}
+    {{- if $values.admin.enabled }}
+    - name: admin-token
+      secret:
+        secretName: {{ include "truespec.adminSecretName" $root }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $values.admin.key }}, path: token}
+    {{- end }}
+    {{- end }}
+    {{- with $pod.volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{- define "truespec.env" -}}
+- {name: HOME, value: /tmp}
+- {name: TRUESPEC_CACHE, value: {{ .Values.modelCache.mountPath }}}
+- {name: HF_HOME, value: {{ .Values.modelCache.mountPath }}/huggingface}
+{{- if include "truespec.hubSecretName" . }}
+- {name: HF_TOKEN_PATH, value: /etc/truespec/hub/token}
+{{- end }}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- end -}}
+
+{{- define "truespec.modelMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: models, mountPath: {{ .Values.modelCache.mountPath }}}
+{{- if include "truespec.hubSecretName" . }}
+- {name: hub-token, mountPath: /etc/truespec/hub, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* Pod Security Admission's level "restricted". */}}
+{{- define "truespec.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.podSecurity.runAsUser }}
+runAsGroup: {{ .Values.podSecurity.runAsGroup }}
+fsGroup: {{ .Values.podSecurity.fsGroup }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "truespec.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
