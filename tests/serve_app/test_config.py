@@ -62,7 +62,8 @@ def test_the_demo_is_one_prefill_and_one_decode_replica_with_a_core_each() -> No
         assert (config.pool(name).replicas, config.pool(name).num_cpus) == (1, 1)
         assert config.engine_config(name).num_threads == 1
     assert config.engine_config("decode").dtype == "bfloat16"
-    assert config.engine_config("decode").drafter.kind == "ngram"
+    drafter = config.engine_config("decode").drafter
+    assert (drafter.kind, drafter.model) == ("eagle3", "smollm2-135m-eagle3")
 
 
 def test_the_monolith_is_one_replica_with_two_cores() -> None:
@@ -88,6 +89,7 @@ def test_every_engine_setting_reaches_the_engine() -> None:
                 "prefix_caching": False,
                 "logprobs_mode": "processed_logprobs",
                 "verifier": "block",
+                "self_check_share": 0.25,
             },
             "replay": {"share": 0.0},
             "drafter": {"kind": "ngram", "num_draft_tokens": 7, "ngram_max": 5, "ngram_min": 3},
@@ -106,6 +108,7 @@ def test_every_engine_setting_reaches_the_engine() -> None:
         num_threads=3,
         logprobs_mode="processed_logprobs",
         verifier="block",
+        self_check_share=0.25,
         drafter=DrafterConfig(kind="ngram", num_draft_tokens=7, ngram_max=5, ngram_min=3),
     )
     assert config.model.served_name == "tiny"
@@ -133,6 +136,12 @@ def test_our_defaults_are_the_engines() -> None:
     config = parse_args({"model": {"source": "hub/name", "name": "served"}})
     assert config.engine_config("decode") == EngineConfig()
     assert config.model.served_name == "served"
+
+
+def test_what_rounding_does_depends_on_the_type_unless_it_is_set() -> None:
+    replay = parse_args({"model": {"source": "m"}}).replay
+    assert replay.edge_of("float32") < replay.edge_of("bfloat16")
+    assert parse_args({"model": {"source": "m"}, "replay": {"edge_nats": 0.5}}).replay.edge_of("float32") == 0.5
 
 
 def test_settings_are_frozen() -> None:
@@ -184,6 +193,14 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.engine.verifier", "synthetic", "args.engine.verifier", "token_wise"),
     ("args.replay.share", 1.5, "args.replay.share", "less than or equal to 1"),
     ("args.replay.max_queue", 0, "args.replay.max_queue", "greater than or equal to 1"),
+    ("args.replay.max_tme", 1.0, "args.replay.max_tme", "greater than 1"),
+    ("args.replay.verify_timeout_s", float("inf"), "args.replay.verify_timeout_s", "finite"),
+    ("args.breaker.mode", "automatic", "args.breaker.mode", "'auto', 'on' or 'off'"),
+    ("args.breaker.mode", False, "args.breaker.mode", "'auto', 'on' or 'off'"),
+    ("args.breaker.cooldown_s", 0, "args.breaker.cooldown_s", "greater than 0"),
+    ("args.breaker.windows_s", 1, "args.breaker.windows_s", "did you mean window_s?"),
+    ("args.dumps.folder", "", "args.dumps.folder", "at least 1 character"),
+    ("args.admin.token", "s3cret", "args.admin.token", "did you mean token_file?"),
     ("args.limits.request_timeout_s", 0, "args.limits.request_timeout_s", "greater than 0"),
     ("args.limits.max_choices", 2.5, "args.limits.max_choices", "valid integer"),
 ]

@@ -265,6 +265,18 @@ async def test_missing_logprobs_are_a_fault_and_not_made_up(tokenizer: Tokenizer
         await reply_to(front_end(source, tokenizer), completion(logprobs=0))
 
 
+async def test_token_kinds_have_one_entry_a_delivered_token_and_come_only_when_asked_for(tokenizer: Tokenizer) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say("one two three STOP four")
+    fields = {"stop": ["STOP"], "return_token_ids": True}
+    assert "token_kinds" not in (await reply_to(front, completion(**fields)))["choices"][0]
+    choice = (await reply_to(front, completion(**fields, return_token_kinds=True)))["choices"][0]
+    assert choice["token_kinds"][:2] == ["first", "accepted"]
+    assert len(choice["token_kinds"]) == len(choice["token_ids"])
+    *chunks, _ = await chunks_of(front, completion(stop=["STOP"], return_token_kinds=True, stream=True))
+    assert joined(chunk["choices"][0]["token_kinds"] for chunk in chunks) == choice["token_kinds"]
+
+
 # ---- streams
 
 

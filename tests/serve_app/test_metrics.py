@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.metric_names import CATALOGUE, COMMON_LABELS, METRICS, REPLICA_LABEL, Metric
 from serve_app.metric_summary import summarise
 from serve_app.metrics import BufferSink, Metrics, PrometheusSink, RaySink, Sink
-from speculative.stats import LOGPROB_RULES, EngineUsage, StepStats
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
 
 USAGE = EngineUsage(num_running=3, num_waiting=2, num_held=0, num_free_blocks=25, num_blocks=100, block_size=16)
 
@@ -104,6 +104,25 @@ def test_broken_contracts_are_counted_by_kind_and_every_kind_is_there_from_the_s
         facade(sink).record_steps(StepStats(logprob_violations=violations), USAGE)
     counted = {kind: value(sink, "truespec_logprob_violations_total", kind=kind) for kind in LOGPROB_RULES}
     assert counted == dict.fromkeys(LOGPROB_RULES, 0) | {"rank": 3, "mass": 1}
+
+
+def test_self_checks_are_recorded_by_value_and_every_check_is_there_from_the_start() -> None:
+    sink = PrometheusSink()
+    sums = {"b": CheckSums(num=10, positive=2.0, negative=1.5, square=3.0)}
+    stats = StepStats(checks=sums, alarms={"b": 1}, violations={"p_zero": 2}, achievable_accepted=1.5)
+    facade(sink).record_steps(stats, USAGE)
+    facade(sink).record_steps(stats, USAGE)
+    told = {
+        name: value(sink, f"truespec_selfcheck_{name}_total", check="b")
+        for name in ("terms", "positive", "negative", "square", "alarms")
+    }
+    assert told == {"terms": 20, "positive": 4.0, "negative": 3.0, "square": 6.0, "alarms": 2}
+    assert [value(sink, "truespec_selfcheck_terms_total", check=check) for check in CHECKS if check != "b"] == [0] * (
+        len(CHECKS) - 1
+    )
+    violations = {kind: value(sink, "truespec_selfcheck_violations_total", kind=kind) for kind in INVARIANTS}
+    assert violations == dict.fromkeys(INVARIANTS, 0) | {"p_zero": 4}
+    assert value(sink, "truespec_achievable_accepted_tokens_total") == 3.0
 
 
 def test_the_phases_of_a_handoff_are_timed() -> None:
@@ -354,8 +373,14 @@ def test_the_summary_of_a_whole_app() -> None:
     sink.apply(pickle.loads(drained("decode", "d1", [])))
     sink.apply(pickle.loads(drained("decode", "d2", [])))
     metrics = facade(sink)
-    metrics.count("truespec_replay_tokens_total", 50)
-    metrics.count("truespec_replay_tme_excess_total", 0.5)
+    for stratum, tokens, excess in (("all", 50, 0.5), ("greedy", 30, 0.4), ("first", 10, 0.1)):
+        metrics.count("truespec_replay_tokens_total", tokens, stratum=stratum)
+        metrics.count("truespec_replay_tme_excess_total", excess, stratum=stratum)
+    metrics.count("truespec_verdicts_total", 3, verdict="verified")
+    metrics.count("truespec_breaker_trips_total", 2, reason="drift")
+    metrics.count("truespec_selfcheck_alarms_total", 1, check="b")
+    metrics.count("truespec_replay_alarms_total", 1, alarm="drift", stratum="all")
+    metrics.count("truespec_replay_alarms_total", 1, alarm="drift", stratum="greedy")
     metrics.count("truespec_handoffs_total", 4, result="ok")
     metrics.count("truespec_handoffs_total", 1, result="refused")
     summary = summarise(sink.exposition()[0].decode())
@@ -366,7 +391,9 @@ def test_the_summary_of_a_whole_app() -> None:
     assert summary["acceptance_per_position"] == [0.5, 0.5, 0.0]
     assert summary["mean_accepted_length"] == 1 + sum(summary["acceptance_per_position"])
     assert summary["tme"] == pytest.approx(1.01)
-    assert summary["replayed_tokens"] == 50
+    assert summary["replayed_tokens"] == 50, "strata overlap: all is the total"
+    assert summary["verdicts"] == {"verified": 3}
+    assert (summary["breaker_trips"], summary["selfcheck_alarms"], summary["violations"]) == (2, 2, 0)
     assert summary["handoffs"] == 4
     assert summary["handoffs_by_result"] == {"ok": 4, "refused": 1}
 

@@ -20,6 +20,7 @@ from serve_app.frontend import FrontEnd
 from serve_app.ingress import build_ingress
 from serve_app.metrics import BufferSink, Metrics
 from serve_app.observed_source import ObservedSource, SourceLimits
+from serve_app.replays import Records
 from serve_app.scoring import ScoreLimits, Scorer
 from serve_app.token_source import PooledTokenSource
 from serve_app.tokenizer import Tokenizer
@@ -80,8 +81,9 @@ async def running(folder: Path, limits: ScoreLimits, **engine: Any) -> AsyncIter
     source = Source(
         PooledTokenSource(backend, metrics),
         metrics,
+        Records("r1", info.max_model_len),
         choose=lambda _: False,
-        submit=lambda _: None,
+        ended=lambda record, job: None,
         limits=SourceLimits(MAX_RUNNING, timeout_s=30),
     )
     source.asked = []

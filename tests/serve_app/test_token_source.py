@@ -1,8 +1,8 @@
 """Where tokens come from when a prefill pool is there: what is told once, what is never handed off, what falls back."""
 
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -13,7 +13,7 @@ from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.metrics import BufferSink, Metrics
 from serve_app.observed_source import ObservedSource, SourceLimits
-from serve_app.referee import ReplayJob
+from serve_app.replays import STRATA, Record, Records, ReplayJob
 from serve_app.token_source import PooledTokenSource
 from speculative.request import Request, SamplingParams, TokenDelta
 
@@ -35,11 +35,14 @@ class Pools:
         self.asked: list[tuple[Request, bool]] = []
         self.damaged = False
         self.metrics = Metrics([BufferSink("test")], model_name="tiny", pool="decode")
-        self.source = PooledTokenSource(self.decode, self.metrics, self._ask)
+        self.records = Records("decode-1", 512)
+        self.source = PooledTokenSource(self.decode, self.metrics, self._ask, self.records.handed_off)
 
     async def _ask(self, request: Request, first_token: bool) -> Prefilled:
         self.asked.append((request, first_token))
-        prefilled = await self.prefill.prefill(request, first_token=first_token)
+        prefilled = dataclasses.replace(
+            await self.prefill.prefill(request, first_token=first_token), replica="prefill-1"
+        )
         if self.damaged and prefilled.handoff is not None:
             prefilled.handoff[-20] ^= 1
         return prefilled
@@ -89,31 +92,60 @@ async def test_what_is_teacher_forced_stays_here(pools: Pools) -> None:
 # -- and what is watched --------------------------------------------------------------------------------------------
 
 
-def observed(pools: Pools, jobs: list[ReplayJob]) -> ObservedSource:
-    limits: Any = SourceLimits(max_running=4, timeout_s=30)
-    return ObservedSource(pools.source, pools.metrics, choose=lambda _: True, submit=jobs.append, limits=limits)
+def observed(pools: Pools, ended: list[tuple[Record, ReplayJob | None]]) -> ObservedSource:
+    return ObservedSource(
+        pools.source,
+        pools.metrics,
+        pools.records,
+        choose=lambda name: name != "passed over",
+        ended=lambda record, job: ended.append((record, job)),
+        limits=SourceLimits(max_running=4, timeout_s=30),
+    )
 
 
 async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pools) -> None:
-    jobs: list[ReplayJob] = []
-    source = observed(pools, jobs)
+    ended: list[tuple[Record, ReplayJob | None]] = []
+    source = observed(pools, ended)
     asked = {
         "plain": PLAIN,
         "scored": SamplingParams(max_tokens=6, ignore_eos=True, logprob_token_ids=(3, 9)),
         "counted": SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1),
+        "passed over": PLAIN,
     }
     for name, params in asked.items():
         deltas = [delta async for delta in source.stream([Request(name, PROMPT, params, 1)])]
         entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-        assert len(entries) == (0 if name == "plain" else 6)
+        assert len(entries) == (0 if params is PLAIN else 6)
         assert all(len(entry.scored) == 2 * (name == "scored") for entry in entries)
-    assert [job.request_id for job in jobs] == list(asked)
-    assert all(len(job.logprobs) == 6 for job in jobs)
+    assert [record.request.request_id for record, _ in ended] == list(asked)
+    assert [None if job is None else len(job.logprobs) for _, job in ended] == [6, 6, 6, None]
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["handed off", "refused"])
+async def test_what_is_to_be_replayed_tells_how_each_token_was_made(pools: Pools, damaged: bool) -> None:
+    pools.damaged = damaged
+    ended: list[tuple[Record, ReplayJob | None]] = []
+    request = Request("r", (7, 8, 9) * 6, dataclasses.replace(ASKING, temperature=0.0, max_tokens=30), 1)
+    deltas = [delta async for delta in observed(pools, ended).stream([request])]
+    ((_, job),) = ended
+    assert job is not None
+    assert (job.replica, job.prefilled_by) == ("decode-1", "" if damaged else "prefill-1")
+    assert list(job.token_ids) == text_of(deltas, "r")
+    assert len(job.prompt_logprobs) == 17
+    assert job.num_drafted == sum(delta.num_drafted for delta in deltas)
+    rounds = [number for number, delta in enumerate(deltas[1:]) for _ in delta.token_ids]
+    assert list(job.rounds_since_handoff) == ([None] * 30 if damaged else [None, *rounds])
+    strata = list(job.strata(4))
+    assert strata[:17] == [("prompt",)] * 17
+    assert strata[17][-2:] == ("first", "no_handoff")
+    assert ("handoff_0" in strata[18]) == (not damaged)
+    assert all("greedy" in names and "all" in names for names in strata[17:])
+    assert set().union(*strata) <= set(STRATA)
 
 
 async def test_a_teacher_forced_request_is_not_replayed(pools: Pools) -> None:
-    jobs: list[ReplayJob] = []
+    ended: list[tuple[Record, ReplayJob | None]] = []
     requests = [Request("score", PROMPT, score_from=4)]
-    deltas = [delta async for delta in observed(pools, jobs).stream(requests)]
+    deltas = [delta async for delta in observed(pools, ended).stream(requests)]
     assert len(deltas[-1].logprobs or ()) == len(PROMPT) - 4
-    assert jobs == []
+    assert ended == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
@@ -17,6 +17,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
 from speculative.model.layers import Attend
 from speculative.model.loading import load_decoder
+from speculative.model.mtp import MtpConfig, MtpHead, save_mtp
 from speculative.model_drafting import ModelDrafter
 from speculative.request import Request, SamplingParams
 from tests.engines import NO_DRAFTS, Answer, assert_idle, live_sequences, run, settings, take, tiny_engine
@@ -43,19 +44,44 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = decoder.config
     config = Eagle3Config(shape, draft_vocab_size=24, target_hidden_size=shape.hidden_size)
     made = Eagle3Head(config.for_target(shape), torch.arange(3, 27), decoder.embedding, dtype=torch.float32)
-    random = torch.Generator().manual_seed(0)
-    for parameter in made.parameters():
-        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
-        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
+    randomise(made)
     folder = tmp_path_factory.mktemp("drafting") / "head"
     save_eagle3(made, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
+def module(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random MTP module over the target."""
+    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
+    made = MtpHead(MtpConfig(decoder.config), decoder.embedding, dtype=torch.float32)
+    randomise(made)
+    folder = tmp_path_factory.mktemp("drafting") / "module"
+    save_mtp(made, folder)
+    return folder
+
+
+def randomise(head: nn.Module) -> None:
+    random = torch.Generator().manual_seed(0)
+    for parameter in head.parameters():
+        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
+        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
+
+
+@pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafting") / "stranger"
     return write_tiny_model(folder, vocab_size=VOCABULARY, seed=5, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def drafters(target: Path, stranger: Path, head: Path, module: Path) -> dict[str, DrafterConfig]:
+    return {
+        "same_model": draft_model(target),
+        "draft_model": draft_model(stranger),
+        "eagle3": drafter("eagle3", head),
+        "mtp": drafter("mtp", module),
+    }
 
 
 class EchoModel:
@@ -100,12 +126,12 @@ def same_model_engine(folder: Path, **changes: Any) -> EngineCore:
     return tiny_engine(folder, drafter=draft_model(folder), **changes)
 
 
-def draft_model(folder: Path, **changes: Any) -> DrafterConfig:
-    return DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=NUM_DRAFTS, **changes)
+def draft_model(folder: Path) -> DrafterConfig:
+    return drafter("draft_model", folder)
 
 
-def eagle3(folder: Path, **changes: Any) -> DrafterConfig:
-    return DrafterConfig(kind="eagle3", model=str(folder), num_draft_tokens=NUM_DRAFTS, **changes)
+def drafter(kind: Any, folder: Path) -> DrafterConfig:
+    return DrafterConfig(kind=kind, model=str(folder), num_draft_tokens=NUM_DRAFTS)
 
 
 def assert_rows_are_true(engine: EngineCore) -> None:
@@ -142,10 +168,12 @@ def texts(
 
 @pytest.mark.parametrize("params", [GREEDY, REPRODUCIBLE], ids=["greedy", "reproducible"])
 @pytest.mark.parametrize("sampled", [True, False])
-def test_text_is_the_plain_one(target: Path, stranger: Path, head: Path, params: SamplingParams, sampled: bool) -> None:
+def test_text_is_the_plain_one(
+    target: Path, drafters: dict[str, DrafterConfig], params: SamplingParams, sampled: bool
+) -> None:
     plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(params))
-    for drafter in (draft_model(target), draft_model(stranger), eagle3(head)):
-        engine = tiny_engine(target, drafter=dataclasses.replace(drafter, sampled=sampled))
+    for config in drafters.values():
+        engine = tiny_engine(target, drafter=dataclasses.replace(config, sampled=sampled))
         found = texts(engine, requests(params))
         assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
         assert engine.take_stats().num_drafted > 0
@@ -206,12 +234,12 @@ def test_rows_stay_true_through_a_handoff(target: Path, hold_after: int) -> None
     assert not decode.drafter._states  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
 def test_accepted_length_after_a_handoff_is_the_colocated_one(
-    target: Path, stranger: Path, head: Path, kind: str
+    target: Path, drafters: dict[str, DrafterConfig], kind: str
 ) -> None:
     def engine() -> EngineCore:
-        return tiny_engine(target, drafter=draft_model(stranger) if kind == "draft_model" else eagle3(head))
+        return tiny_engine(target, drafter=drafters[kind])
 
     together, prefill, decode = engine(), engine(), engine()
     colocated = texts(together, requests(REPRODUCIBLE))
@@ -223,6 +251,26 @@ def test_accepted_length_after_a_handoff_is_the_colocated_one(
     apart = run(decode)
     for name, answer in apart.items():
         assert answer.round_sizes == colocated[name].round_sizes[1:]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+def test_drafts_are_the_same_after_a_prefix_hit(target: Path, drafters: dict[str, DrafterConfig], kind: str) -> None:
+    engine = tiny_engine(target, drafter=drafters[kind])
+    first, second = (texts(engine, requests(REPRODUCIBLE)) for _ in range(2))
+    assert engine.take_stats().prefix_cache_hits > 0
+    for name, answer in second.items():
+        assert answer.token_ids == first[name].token_ids
+        assert answer.round_sizes == first[name].round_sizes
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+def test_preempted_requests_keep_the_text(target: Path, drafters: dict[str, DrafterConfig], kind: str) -> None:
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(REPRODUCIBLE))
+    engine = tiny_engine(target, drafter=drafters[kind], kv_cache_tokens=240, max_model_len=128)
+    found = texts(engine, requests(REPRODUCIBLE))
+    stats = engine.take_stats()
+    assert stats.num_preemptions > 0 and stats.num_accepted > 0
+    assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
 
 
 def test_drafts_from_a_part_of_the_vocabulary_keep_the_text(target: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from engines import NGRAM, NO_DRAFTS, Answer, assert_idle, markov_engine, naive_logits, run, settings, take, tiny_engine
 from near_ties import assert_same_up_to_near_tie
 
-from speculative.batch import Batch, Drawn, Entry, StepOutcome
+from speculative.batch import Batch, Drawn, Entry, Scored, StepOutcome
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
@@ -34,9 +34,9 @@ def make_sequence(name: str, num_prompt: int, *, hold_after: int | None = None, 
 
 def outcome_of(batch: Batch, drawn: list[Drawn | None]) -> StepOutcome:
     scores = [
-        tuple(TokenLogprobs(position, -1.0, 1) for position in range(entry.num_known))
+        Scored(tuple(TokenLogprobs(position, -1.0, 1) for position in range(entry.num_known)))
         if entry.sequence.scores_only
-        else ()
+        else Scored()
         for entry in batch.entries
     ]
     return StepOutcome(tuple(drawn), tuple(scores), 0.0)

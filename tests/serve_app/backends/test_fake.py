@@ -34,7 +34,8 @@ async def test_tokens_come_by_the_formula_in_runs() -> None:
     assert (deltas[1].num_drafted, deltas[1].num_accepted) == (4, 3)
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     logprobs = [entry.logprob for delta in deltas for entry in delta.logprobs or ()]
-    assert await backend.replay([5, 6, *by_hand(10)], 2) == logprobs == [fake_logprob(token) for token in by_hand(10)]
+    replayed = await backend.replay(Request("again", (5, 6, *by_hand(10)), score_from=2))
+    assert list(replayed.logprobs) == logprobs == [fake_logprob(token) for token in by_hand(10)]
     assert backend.take_stats().num_emitted == 10
     assert backend.take_stats().num_emitted == 0
 

@@ -13,7 +13,7 @@ from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
-from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from tests.tiny_models import write_tiny_model
 
 CONFIG = EngineConfig(
@@ -21,6 +21,7 @@ CONFIG = EngineConfig(
 )
 PROMPT = tuple([5, 9, 17, 33] * 5)
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=0)
+PLAIN = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, speculate=False)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
@@ -87,11 +88,41 @@ async def test_a_prompt_whose_first_token_is_its_last_has_no_handoff(backend: To
 async def test_replays_equal_what_was_served(backend: TorchBackend) -> None:
     deltas = await collect(backend.generate(Request("r", PROMPT, PARAMS)))
     served = [entry.logprob for delta in deltas for entry in delta.logprobs or ()]
-    replayed = await backend.replay((*PROMPT, *tokens(deltas)), len(PROMPT))
-    assert replayed == pytest.approx(served, abs=1e-4)
+    forced = Request("again", (*PROMPT, *tokens(deltas)), PARAMS, score_from=len(PROMPT))
+    replayed = await backend.replay(forced)
+    assert list(replayed.logprobs) == pytest.approx(served, abs=1e-4)
     stats = backend.take_stats()
     assert stats.num_emitted == 24
     assert backend.take_stats().num_emitted == 0
+
+
+@pytest.mark.parametrize("speculation", Speculation)
+async def test_who_may_draft_is_switched_while_requests_run(backend: TorchBackend, speculation: Speculation) -> None:
+    plain = tokens(await collect(backend.generate(Request("plain", PROMPT, PLAIN))))
+    backend.set_speculation(speculation)
+    for canary in (False, True):
+        deltas = await collect(backend.generate(Request(f"{canary}", PROMPT, PARAMS, canary=canary)))
+        drafts = speculation is Speculation.ON or (speculation is Speculation.CANARY and canary)
+        assert (sum(delta.num_drafted for delta in deltas) > 0) == drafts
+        assert tokens(deltas) == plain
+
+
+async def test_a_request_goes_on_plainly_when_what_was_computed_is_no_longer_trusted(backend: TorchBackend) -> None:
+    plain = tokens(await collect(backend.generate(Request("plain", PROMPT, PLAIN))))
+    stream = backend.generate(Request("r", PROMPT, PARAMS))
+    deltas = [await anext(stream)]
+    backend.set_speculation(Speculation.OFF)
+    backend.distrust()
+    rest = await collect(stream)
+    assert tokens(deltas + rest) == plain
+    assert rest[-1].preempted and not deltas[0].preempted
+    assert not any(delta.num_drafted for delta in rest if delta.preempted)
+    again = await collect(backend.generate(Request("again", PROMPT, PLAIN)))
+    assert again[0].num_cached_tokens > 0, "what was computed since is cached anew"
+    backend.distrust()
+    afresh = await collect(backend.generate(Request("afresh", PROMPT, PLAIN)))
+    assert afresh[0].num_cached_tokens == 0
+    await idle(backend)
 
 
 async def test_leaving_early_frees_what_was_held(backend: TorchBackend) -> None:

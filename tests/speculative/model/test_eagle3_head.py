@@ -14,7 +14,7 @@ from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers, load_eagle3, save_eagle3
 from speculative.model.loading import load_decoder
-from speculative.training.eagle3 import draft_vocabulary, initial_head
+from speculative.training.heads import draft_vocabulary, initial_head
 
 VOCAB = 64
 DRAFT_IDS = torch.tensor([0, 1, 2, *range(20, 49)])
@@ -28,13 +28,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture
 def head(target: Decoder) -> Eagle3Head:
-    return randomised(initial_head(target, DRAFT_IDS))
+    return randomised(initial(target))
 
 
 @pytest.fixture
 def folder(head: Eagle3Head, tmp_path: Path) -> Path:
     save_eagle3(head, tmp_path / "head")
     return tmp_path / "head"
+
+
+def initial(target: Decoder) -> Eagle3Head:
+    head = initial_head("eagle3", target, DRAFT_IDS)
+    assert isinstance(head, Eagle3Head)
+    return head
 
 
 def randomised(head: Eagle3Head) -> Eagle3Head:
@@ -118,7 +124,7 @@ def test_a_speculators_folder_loads(head: Eagle3Head, folder: Path, target: Deco
 def test_a_config_survives_its_file(folder: Path, target: Decoder) -> None:
     config = Eagle3Config.from_folder(folder).for_target(target.config)
     assert Eagle3Config.from_folder(folder) == config
-    assert initial_head(target, DRAFT_IDS).config == config
+    assert initial(target).config == config
 
 
 @pytest.mark.parametrize(
@@ -175,7 +181,7 @@ def test_the_features_are_those_of_vllm_by_default(target: Decoder) -> None:
     assert default_aux_layers(6) == (0, 3, 5)
     with pytest.raises(ConfigError, match="three layers"):
         default_aux_layers(2)
-    config = initial_head(target, DRAFT_IDS).config
+    config = initial(target).config
     assert dataclasses.replace(config, aux_layers=None).for_target(target.config) == config
 
 

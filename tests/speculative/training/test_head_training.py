@@ -8,29 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import NO_DRAFTS, settings
+from engines import NO_DRAFTS, run, settings
 from tiny_models import write_tiny_model
 from torch import Tensor
 from torch.nn import functional
 
+from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.model.decoder import Decoder
-from speculative.model.eagle3 import Eagle3Head, load_eagle3
 from speculative.model.loading import load_decoder
+from speculative.request import Request, SamplingParams
 from speculative.training.data import ChatFrame, Conversations, write_answers, write_questions
-from speculative.training.eagle3 import (
-    TargetLaw,
-    draft_loss,
-    draft_vocabulary,
-    drafted_hidden,
-    initial_head,
-    law_weight,
-    make_batch,
-    step_weights,
-)
 from speculative.training.features import Features, PlainAttention, compute_features
+from speculative.training.heads import (
+    DraftHead,
+    HeadKind,
+    LossVocabulary,
+    aux_layers,
+    draft_vocabulary,
+    drafted_ids,
+    initial_head,
+    lm_weight,
+    load_head,
+    save_head,
+)
 from speculative.training.loop import Point, Trainer, TrainingConfig
+from speculative.training.loss import TargetLaw, draft_loss, step_weights
+from speculative.training.unrolling import drafted_hidden, make_batch
 
 VOCAB = 64
 NUM_STEPS = 3
@@ -56,15 +61,24 @@ def conversations(target_folder: Path) -> Conversations:
     return write_answers(EngineCore.load(target_folder, config), prompts, max_tokens=40)
 
 
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def kind(request: pytest.FixtureRequest) -> HeadKind:
+    return request.param  # type: ignore[no-any-return]
+
+
 @pytest.fixture(scope="module")
-def features(target: Decoder, conversations: Conversations, tmp_path_factory: pytest.TempPathFactory) -> Features:
-    return compute_features(target, conversations, tmp_path_factory.mktemp("features"), (0, 2, 3))
+def features(
+    target: Decoder, conversations: Conversations, kind: HeadKind, tmp_path_factory: pytest.TempPathFactory
+) -> Features:
+    layers = aux_layers(initial_head(kind, target, torch.arange(48)))
+    assert layers == ((0, 2, 3) if kind == "eagle3" else ())
+    return compute_features(target, conversations, tmp_path_factory.mktemp("features"), layers)
 
 
 @pytest.fixture
-def head(target: Decoder) -> Eagle3Head:
+def head(target: Decoder, kind: HeadKind) -> DraftHead:
     """Away from its start, so that every part of it matters."""
-    head = initial_head(target, draft_vocabulary(np.arange(VOCAB), 48))
+    head = initial_head(kind, target, draft_vocabulary(np.arange(VOCAB), 48))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -93,38 +107,41 @@ class GrowingCache:
         del self.keys[length:], self.values[length:]
 
 
-def naive_drafting(head: Eagle3Head, tokens: Tensor, aux: Tensor, first_row: int) -> Iterator[tuple[int, int, Tensor]]:
+def naive_drafting(
+    head: DraftHead, lm_head: Tensor, tokens: Tensor, inputs: Tensor, first_row: int
+) -> Iterator[tuple[int, int, Tensor]]:
     """Draft as serving does, row after row: (step, position of the drafted token, logits), true tokens accepted."""
     cache = GrowingCache()
     for row in range(len(tokens) - 2):
         cache.truncate(row)  # true features overwrite what was drafted
-        hidden = head.fuse(aux[row : row + 1])
+        hidden = head.fuse(inputs[row : row + 1])
         for step in range(NUM_STEPS):
             if row + 2 + step >= len(tokens) or (step and row < first_row):
                 break
             position = torch.tensor([row + step])
             hidden = head(tokens[row + 1 + step][None], hidden, position, cache)
             if row >= first_row:
-                yield step, row + 2 + step, head.logits(hidden)[0]
+                yield step, row + 2 + step, functional.linear(head.norm(hidden), lm_head)[0]
 
 
-def test_training_sees_what_drafting_gives(head: Eagle3Head, features: Features) -> None:
+def test_training_sees_what_drafting_gives(head: DraftHead, features: Features, target: Decoder) -> None:
     which = [3, 11, 6]
     batch = make_batch(features, which, torch.device("cpu"))
+    lm_head = lm_weight(head, target.lm_head.weight)
     with torch.inference_mode():
-        trained = functional.linear(drafted_hidden(head, batch, NUM_STEPS), head.lm_head.weight)
+        trained = functional.linear(drafted_hidden(head, batch, NUM_STEPS), lm_head)
     first_target, seen = 0, 0
     for index in which:
         start = int(features.conversations.starts[index])
         length, prompt = int(features.conversations.lengths[index]), int(features.conversations.prompt_lengths[index])
         tokens = torch.from_numpy(features.conversations.token_ids[start : start + length]).long()
-        aux = features.aux[start : start + length].float()
+        inputs = features.inputs[start : start + length].float()
         with torch.inference_mode():
-            for step, position, logits in naive_drafting(head, tokens, aux, prompt - 1):
-                target = first_target + position - 1 - prompt
-                assert batch.next_ids[target] == tokens[position]
-                assert batch.depths[target] >= step
-                torch.testing.assert_close(trained[step, target], logits, atol=2e-5, rtol=2e-5)
+            for step, position, logits in naive_drafting(head, lm_head, tokens, inputs, prompt - 1):
+                column = first_target + position - 1 - prompt
+                assert batch.next_ids[column] == tokens[position]
+                assert batch.depths[column] >= step
+                torch.testing.assert_close(trained[step, column], logits, atol=2e-5, rtol=2e-5)
                 seen += 1
         first_target += length - 1 - prompt
     assert first_target == len(batch.depths)
@@ -140,12 +157,12 @@ def test_features_and_laws_are_the_targets(target: Decoder, features: Features) 
         hidden, aux = target.run(tokens, torch.arange(length), PlainAttention([length]), (0, 2, 3))
         law = target.logits(hidden).log_softmax(-1)
     batch = make_batch(features, [5], torch.device("cpu"))
-    torch.testing.assert_close(batch.aux, aux.bfloat16())
+    torch.testing.assert_close(batch.inputs, (hidden if features.aux is None else aux).bfloat16())
     draft_ids = torch.tensor([1, 5, 40])
-    of_draft = TargetLaw.of(batch, law_weight(target, draft_ids)).log_probs(slice(None))
+    of_draft = TargetLaw.of(batch, target.lm_head.weight[draft_ids]).log_probs(slice(None))
     prompt = int(conversations.prompt_lengths[5])
     torch.testing.assert_close(of_draft, law[prompt:-1, draft_ids], atol=0.1, rtol=0)  # kept in bfloat16
-    everything = TargetLaw.of(batch, law_weight(target, torch.arange(VOCAB)))
+    everything = TargetLaw.of(batch, target.lm_head.weight)
     torch.testing.assert_close(everything.log_probs(slice(None)).logsumexp(-1), torch.zeros(length - 1 - prompt))
 
 
@@ -176,7 +193,7 @@ def test_the_loss_and_its_gradient_are_the_plain_ones(target: Decoder, features:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, len(batch.depths), 16, generator=generator, requires_grad=True)
     weight = torch.randn(40, 16, generator=generator, requires_grad=True)
-    law = TargetLaw.of(batch, law_weight(target, draft_ids))
+    law = TargetLaw.of(batch, target.lm_head.weight[draft_ids])
     weights = step_weights(batch.depths, 2, 0.8)
     loss, acceptance = draft_loss(hidden, weight, law, weights, mix)
     (3 * loss).backward()
@@ -195,19 +212,23 @@ def test_the_loss_and_its_gradient_are_the_plain_ones(target: Decoder, features:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
-def make_trainer(target: Decoder, features: Features, folder: Path, **changes: object) -> Trainer:
+def make_trainer(
+    kind: HeadKind, target: Decoder, features: Features, folder: Path, start: DraftHead | None = None, **changes: object
+) -> Trainer:
     defaults = {"steps": 60, "tokens_per_step": 320, "held_out": 12, "low_precision": False, "warmup_steps": 5}
     config = TrainingConfig(**{**defaults, "learning_rate": 3e-3, **changes})  # type: ignore[arg-type]
     draft_ids = draft_vocabulary(features.conversations.answer_counts(VOCAB), 56)
-    head = initial_head(target, draft_ids)
-    return Trainer(head, law_weight(target, draft_ids), features, config, folder)
+    head = start or initial_head(kind, target, draft_ids)
+    return Trainer(head, LossVocabulary.of(head, target, draft_ids), features, config, folder)
 
 
 @pytest.fixture(scope="module")
-def trained(target: Decoder, features: Features, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
+def trained(
+    kind: HeadKind, target: Decoder, features: Features, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Point]]:
     folder = tmp_path_factory.mktemp("trained")
     points: list[Point] = []
-    make_trainer(target, features, folder).run(on_point=points.append)
+    make_trainer(kind, target, features, folder).run(on_point=points.append)
     return folder, points
 
 
@@ -225,12 +246,13 @@ def test_training_improves_held_out_acceptance(trained: tuple[Path, list[Point]]
 
 
 def test_what_is_trained_is_what_loads(
-    trained: tuple[Path, list[Point]], target: Decoder, features: Features, tmp_path: Path
+    trained: tuple[Path, list[Point]], kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
 ) -> None:
     """The figures of the report are those of the saved head, drafting as serving does."""
     folder, points = trained
-    head = load_eagle3(folder / "head", target, dtype=torch.float32, device="cpu")
-    held_out = make_trainer(target, features, tmp_path)._held_out_ids
+    head = load_head(kind, folder / "head", target)
+    ids, lm_head = drafted_ids(head), lm_weight(head, target.lm_head.weight)
+    held_out = make_trainer(kind, target, features, tmp_path)._held_out_ids
     matches: list[list[float]] = [[] for _ in range(NUM_STEPS)]
     laws: list[list[float]] = [[] for _ in range(NUM_STEPS)]
     for index in held_out:
@@ -239,63 +261,138 @@ def test_what_is_trained_is_what_loads(
         prompt, temperature = features.conversations.prompt_lengths[index], features.conversations.temperatures[index]
         with torch.inference_mode():
             hidden = target.run(tokens, torch.arange(length), PlainAttention([length]), ())[0]
-            p = target.logits(hidden).softmax(-1)[:, head.draft_ids]
-            aux = features.aux[start : start + length].float()
-            for step, position, logits in naive_drafting(head, tokens, aux, int(prompt) - 1):
+            p = target.logits(hidden).softmax(-1)[:, ids]
+            inputs = features.inputs[start : start + length].float()
+            for step, position, logits in naive_drafting(head, lm_head, tokens, inputs, int(prompt) - 1):
                 if temperature == 1:
                     laws[step].append(float(torch.minimum(p[position - 1], logits.softmax(-1)).sum()))
                 elif temperature == 0:
-                    matches[step].append(float(head.draft_ids[logits.argmax()] == tokens[position]))
+                    matches[step].append(float(ids[logits.argmax()] == tokens[position]))
     told = points[-1].held_out
     assert [np.mean(one) for one in laws] == pytest.approx(told.acceptance, abs=0.01)  # bfloat16 in the file
     assert [np.mean(one) for one in matches] == pytest.approx(told.top1, abs=0.03)
 
 
-def test_a_resumed_training_ends_with_the_same_weights(target: Decoder, features: Features, tmp_path: Path) -> None:
-    whole = make_trainer(target, features, tmp_path / "whole", steps=8)
+def test_a_trained_head_is_accepted_more_often_in_the_engine(
+    trained: tuple[Path, list[Point]], kind: HeadKind, target: Decoder, target_folder: Path, tmp_path: Path
+) -> None:
+    save_head(initial_head(kind, target, torch.arange(VOCAB)), tmp_path / "start")
+    rates = []
+    for folder in (tmp_path / "start", trained[0] / "head"):
+        engine = head_engine(target_folder, kind, folder)
+        for seed in range(16):
+            prompt = (3 + seed, 50 - seed, 7)
+            engine.add(Request(str(seed), prompt, SamplingParams(max_tokens=30, ignore_eos=True), seed=seed))
+        run(engine)
+        stats = engine.take_stats()
+        rates.append(stats.expected_accepted / stats.num_drafted)
+    assert rates[1] > rates[0] + 0.03
+
+
+def test_a_trained_head_drafts_in_the_engine_as_row_by_row(
+    trained: tuple[Path, list[Point]], kind: HeadKind, target: Decoder, target_folder: Path
+) -> None:
+    engine = head_engine(target_folder, kind, trained[0] / "head")
+    prompts = [(5, 9, 33), (40, 8, 8, 12), (21,) * 5]
+    for index, prompt in enumerate(prompts):
+        engine.add(Request(str(index), prompt, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
+    head = load_head(kind, trained[0] / "head", target)
+    for name, answer in sorted(run(engine).items()):
+        prompt = prompts[int(name)]
+        expected = naive_rounds(head, target, (*prompt, *answer.token_ids), len(prompt))
+        full = len(answer.round_sizes) - 3  # less is drafted near the end
+        assert answer.round_sizes[1 : 1 + full] == expected[:full]
+        assert max(expected) > 1
+
+
+def head_engine(target_folder: Path, kind: HeadKind, head: Path) -> EngineCore:
+    drafter = DrafterConfig(kind=kind, model=str(head), num_draft_tokens=NUM_STEPS)
+    return EngineCore.load(target_folder, settings(drafter=drafter))
+
+
+@torch.inference_mode()
+def naive_rounds(head: DraftHead, target: Decoder, text: tuple[int, ...], pending: int) -> list[int]:
+    """Tokens emitted in each round of greedy decoding, from the first whose pending token is at that place on."""
+    tokens = torch.tensor(text)
+    layers = aux_layers(head) or (target.config.num_layers,)
+    inputs = target.run(tokens, torch.arange(len(tokens)), PlainAttention([len(tokens)]), layers)[1]
+    lm_head, ids = lm_weight(head, target.lm_head.weight), drafted_ids(head)
+    right = {
+        (position - 2 - step, step): bool(ids[logits.argmax()] == tokens[position])
+        for step, position, logits in naive_drafting(head, lm_head, tokens, inputs, 0)
+    }
+    rounds = []
+    while pending < len(text) - 1:
+        accepted = next((step for step in range(NUM_STEPS) if not right.get((pending - 1, step))), NUM_STEPS)
+        rounds.append(accepted + 1)
+        pending += accepted + 1
+    return rounds
+
+
+def test_training_goes_on_from_a_head(
+    trained: tuple[Path, list[Point]], kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
+) -> None:
+    folder, points = trained
+    start = load_head(kind, folder / "head", target)
+    trainer = make_trainer(kind, target, features, tmp_path, start, steps=5, learning_rate=3e-4, warm_draft_share=0.0)
+    first, last = trainer.evaluate(), trainer.run().held_out
+    assert first.acceptance == pytest.approx(points[-1].held_out.acceptance, abs=0.01)  # bfloat16 in the file
+    assert last.acceptance == pytest.approx(first.acceptance, abs=0.03)
+    assert last.acceptance[0] > points[0].held_out.acceptance[0] + 0.05
+
+
+def test_a_resumed_training_ends_with_the_same_weights(
+    kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
+) -> None:
+    whole = make_trainer(kind, target, features, tmp_path / "whole", steps=8)
     whole.run()
 
     def stop(report: object) -> None:
         if report.step == 5:  # type: ignore[attr-defined]
             raise KeyboardInterrupt
 
-    broken = make_trainer(target, features, tmp_path / "broken", steps=8, report_every_s=0.0)
+    broken = make_trainer(kind, target, features, tmp_path / "broken", steps=8, report_every_s=0.0)
     with pytest.raises(KeyboardInterrupt):
         broken.run(on_step=stop)
-    resumed = make_trainer(target, features, tmp_path / "broken", steps=8)
-    assert not make_trainer(target, features, tmp_path / "none").resume()
+    resumed = make_trainer(kind, target, features, tmp_path / "broken", steps=8)
+    assert not make_trainer(kind, target, features, tmp_path / "none").resume()
     assert resumed.resume()
     assert resumed.run().step == 8
     for (name, one), (_, other) in zip(whole.head.named_parameters(), resumed.head.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     one, other = ((tmp_path / name / "head" / "model.safetensors").read_bytes() for name in ("whole", "broken"))
     assert one == other
-    steps = [point["step"] for point in json.loads((tmp_path / "broken" / "report.json").read_text())["curve"]]
-    assert steps == [0, 1, 2, 3, 4, 8]
+    curve = json.loads((tmp_path / "broken" / "report.json").read_text())["curve"]
+    assert [point["step"] for point in curve] == [0, 1, 2, 3, 4, 8]
+    for name in ("elapsed_s", "cpu_s"):
+        told = [point[name] for point in curve]
+        assert told == sorted(told) and told[0] == 0 and told[-1] > told[-2], "what came before it was resumed counts"
 
 
-def test_a_checkpoint_of_another_head_is_refused(target: Decoder, features: Features, tmp_path: Path) -> None:
-    make_trainer(target, features, tmp_path, steps=1).run()
+def test_a_checkpoint_of_another_head_is_refused(
+    kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
+) -> None:
+    make_trainer(kind, target, features, tmp_path, steps=1).run()
     other_ids = torch.arange(56)
-    other = Trainer(
-        initial_head(target, other_ids),
-        law_weight(target, other_ids),
-        features,
-        TrainingConfig(steps=1),
-        tmp_path,
-    )
+    head = initial_head(kind, target, other_ids)
+    other = Trainer(head, LossVocabulary.of(head, target, other_ids), features, TrainingConfig(steps=1), tmp_path)
     with pytest.raises(ConfigError, match="another draft vocabulary"):
+        other.resume()
+    torch.save({"head": {}}, tmp_path / "state.pt")
+    with pytest.raises(ConfigError, match="another kind of head, or of an earlier"):
         other.resume()
 
 
-def test_low_precision_learns_too(target: Decoder, features: Features, tmp_path: Path) -> None:
+def test_low_precision_learns_too(kind: HeadKind, target: Decoder, features: Features, tmp_path: Path) -> None:
     points: list[Point] = []
-    make_trainer(target, features, tmp_path, steps=20, low_precision=True).run(on_point=points.append)
+    make_trainer(kind, target, features, tmp_path, steps=20, low_precision=True).run(on_point=points.append)
     assert points[-1].held_out.acceptance[0] > points[0].held_out.acceptance[0] + 0.03
 
 
-def test_held_out_conversations_are_never_trained_on(target: Decoder, features: Features, tmp_path: Path) -> None:
-    trainer = make_trainer(target, features, tmp_path)
+def test_held_out_conversations_are_never_trained_on(
+    kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
+) -> None:
+    trainer = make_trainer(kind, target, features, tmp_path)
     assert len(trainer._held_out_ids) == 12
     assert not set(trainer._train_ids) & set(trainer._held_out_ids)
     assert len(trainer._train_ids) + 12 <= len(features.conversations)

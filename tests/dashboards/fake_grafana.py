@@ -1,0 +1,151 @@
+"""A fake Grafana for tests: the folder and dashboard endpoints of its HTTP API, with its status codes and versions."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TOKEN = "glsa_a-secret-that-nobody-may-see"
+PREFIX = "/grafana"
+
+
+class Refused(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, code: int, message: str, status: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.body = {"message": message} | ({"status": status} if status else {})
+
+
+@dataclass
+class FakeGrafana:
+    """What the server keeps. `before_write` runs before each write, as another user would."""
+
+    url: str = ""
+    role: str = "Editor"
+    folders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dashboards: dict[str, dict[str, Any]] = field(default_factory=dict)  # uid -> {"dashboard", "folder"}
+    calls: list[str] = field(default_factory=list)
+    before_write: Callable[[], None] = lambda: None
+    body_of_everything: str | None = None
+
+    @property
+    def writes(self) -> list[str]:
+        return [call for call in self.calls if not call.startswith("GET")]
+
+    def answer(self, method: str, path: str, token: str, body: Any) -> Any:
+        self.calls.append(f"{method} {path}")
+        if path == "/health":
+            return {"database": "ok", "version": "13.2.3"}
+        if token != f"Bearer {TOKEN}":
+            raise Refused(401, "Invalid API key")
+        if method != "GET":
+            if self.role != "Editor":
+                raise Refused(403, "You'll need additional permissions to perform this action.")
+            self.before_write()
+        match method, path.strip("/").split("/"):
+            case "GET", ["folders", uid]:
+                return self._get(self.folders, uid, "folder not found")
+            case "POST", ["folders"]:
+                return self._create_folder(body)
+            case "PUT", ["folders", uid]:
+                return self._update_folder(uid, body)
+            case "GET", ["dashboards", "uid", uid]:
+                entry = self._get(self.dashboards, uid, "Dashboard not found")
+                meta = {"folderUid": entry["folder"], "version": entry["dashboard"]["version"]}
+                return {"meta": meta, "dashboard": entry["dashboard"]}
+            case "POST", ["dashboards", "db"]:
+                return self.save(body)
+        raise Refused(404, "Not found")
+
+    @staticmethod
+    def _get(kept: dict[str, Any], uid: str, message: str) -> Any:
+        if uid not in kept:
+            raise Refused(404, message)
+        return kept[uid]
+
+    def _create_folder(self, body: Any) -> Any:
+        if body["uid"] in self.folders:
+            raise Refused(412, "the folder has been changed by someone else", "version-mismatch")
+        if any(folder["title"] == body["title"] for folder in self.folders.values()):
+            raise Refused(409, "a folder with that name already exists")
+        self.folders[body["uid"]] = {"uid": body["uid"], "title": body["title"], "version": 1}
+        return self.folders[body["uid"]]
+
+    def _update_folder(self, uid: str, body: Any) -> Any:
+        folder = self._get(self.folders, uid, "folder not found")
+        if body.get("version") != folder["version"] and not body.get("overwrite"):
+            raise Refused(412, "the folder has been changed by someone else", "version-mismatch")
+        folder |= {"title": body["title"], "version": folder["version"] + 1}
+        return folder
+
+    def save(self, body: Any) -> Any:
+        """POST /api/dashboards/db: the version must be the one that is kept, or `overwrite` be set."""
+        new, uid = dict(body["dashboard"]), body["dashboard"]["uid"]
+        folder, overwrite = body.get("folderUid", ""), body.get("overwrite", False)
+        if folder not in self.folders:
+            raise Refused(404, "folder not found")
+        there = self.dashboards.get(uid)
+        if there is not None and not overwrite and new.get("version") != there["dashboard"]["version"]:
+            raise Refused(412, "The dashboard has been changed by someone else", "version-mismatch")
+        namesakes = (
+            other
+            for name, other in self.dashboards.items()
+            if name != uid and other["folder"] == folder and other["dashboard"]["title"] == new["title"]
+        )
+        if any(namesakes) and not overwrite:
+            raise Refused(412, "A dashboard with the same name in the folder already exists", "name-exists")
+        version = 1 if there is None else there["dashboard"]["version"] + 1
+        # A server sets what is its own and fills in what was left out.
+        kept = (
+            {"fiscalYearStartMonth": 0, "preload": False} | new | {"id": len(self.dashboards) + 1, "version": version}
+        )
+        self.dashboards[uid] = {"dashboard": kept, "folder": folder}
+        return {"status": "success", "uid": uid, "version": version}
+
+
+@contextlib.contextmanager
+def running_grafana() -> Iterator[FakeGrafana]:
+    """A fake on a free port of this machine."""
+    fake = FakeGrafana()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _serve(self) -> None:
+            length = int(self.headers.get("content-length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            code, text = self._answer(body)
+            self.send_response(code)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def _answer(self, body: Any) -> tuple[int, bytes]:
+            if fake.body_of_everything is not None:
+                return 200, fake.body_of_everything.encode()
+            root = f"{PREFIX}/api"
+            if not self.path.startswith(root):
+                return 404, b"<html>404 page not found; leave a message</html>"
+            try:
+                token = self.headers.get("authorization", "")
+                answer = fake.answer(self.command, self.path.removeprefix(root), token, body)
+            except Refused as refusal:
+                return refusal.code, json.dumps(refusal.body).encode()
+            return 200, json.dumps(answer).encode()
+
+        do_GET = do_POST = do_PUT = _serve
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_port}{PREFIX}"
+    yield fake
+    server.shutdown()
+    server.server_close()
+    thread.join(10)

@@ -1,0 +1,204 @@
+"""The generated files are current; every page validates, reads well, and asks only for what the code exports."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from dashboards import build
+from dashboards.panels import PAGE, VISIBLE, Page, Panel
+from dashboards.queries import Scope
+from dashboards.rules import ALERTS, RECORDINGS
+from deploy.cli import main
+from serve_app.metric_names import CATALOGUE, METRICS
+
+ROOT = Path(__file__).parents[2]
+# From Grafana's own types, by schema/make_schema.sh; closed to fields that Grafana does not know.
+SCHEMA = json.loads((Path(__file__).parent / "schema" / "dashboard.schema.json").read_text(encoding="utf-8"))
+SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket",)}
+PANELS = [(page, panel) for page in build.PAGES for panel in page.panels]
+WINDOW = re.compile(r"\[([^\]]*)\]")
+UNITS = {"none", "percentunit", "s", "ops", "reqps", "bytes", "Bps"}
+
+
+def names(expr: str) -> set[str]:
+    """The series an expression reads."""
+    return set(re.findall(r"(?<![\w:])(?:truespec|vllm|ray)_\w+(?![\w:(])", expr))
+
+
+def exported() -> set[str]:
+    return {metric.name + suffix for metric in CATALOGUE for suffix in SUFFIXES[metric.kind]}
+
+
+def panel_id(pair: tuple[Page, Panel]) -> str:
+    return f"{pair[0].uid}: {pair[1].title}"
+
+
+each_panel = pytest.mark.parametrize("pair", PANELS, ids=panel_id)
+
+
+# Generated files
+
+
+def test_what_is_committed_is_what_would_be_generated() -> None:
+    assert build.stale() == [], "run `truespec dashboards build`"
+
+
+def test_build_writes_what_is_missing_and_removes_what_is_no_longer_made(tmp_path: Path) -> None:
+    def run(*args: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, ["dashboards", "build", "--out", str(tmp_path), *args])
+        return result.exit_code, result.output
+
+    assert run("--check")[0] == 1
+    assert run()[0] == 0
+    assert run("--check") == (0, f"{len(build.files())} files are up to date\n")
+    (tmp_path / "docs" / "metrics.md").write_text("edited", encoding="utf-8")
+    old = tmp_path / "dashboards" / "generated" / "old.json"
+    old.write_text("{}", encoding="utf-8")
+    code, output = run("--check")
+    assert code == 1
+    assert "out of date: docs/metrics.md" in output
+    assert "out of date: dashboards/generated/old.json" in output
+    assert old.exists()
+    assert run()[0] == 0
+    assert not old.exists()
+    assert build.stale(tmp_path) == []
+
+
+@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
+def test_every_metric_is_documented(metric: Any) -> None:
+    lines = [line for line in build.files()["docs/metrics.md"].splitlines() if f"`{metric.name}` |" in line]
+    assert len(lines) == 1
+    assert metric.kind in lines[0]
+    assert all(f"`{label}`" in lines[0] for label in metric.labels)
+
+
+# Grafana JSON
+
+
+@pytest.mark.parametrize("page", build.dashboards(), ids=lambda page: page["uid"])
+def test_pages_validate_against_grafanas_own_types(page: dict[str, Any]) -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    errors = [*jsonschema.Draft7Validator(SCHEMA).iter_errors(page)]
+    assert not errors, jsonschema.exceptions.best_match(errors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda page: page["panels"][1].update(titel="x"),
+        lambda page: page["panels"][1]["options"].update(textMode="large"),
+        lambda page: page["panels"][1]["targets"][0].pop("expr"),
+        lambda page: page["panels"][1]["fieldConfig"]["defaults"].update(unit=1),
+        lambda page: page["panels"][1]["gridPos"].pop("w"),
+        lambda page: page["panels"][1].update(type="graph"),
+        lambda page: page["templating"]["list"][0].update(type="data source"),
+        lambda page: page.pop("schemaVersion"),
+    ],
+)
+def test_the_schema_notices_what_is_wrong(change: Any) -> None:
+    page = json.loads(json.dumps(build.dashboards()[0]))
+    change(page)
+    assert not jsonschema.Draft7Validator(SCHEMA).is_valid(page)
+
+
+@pytest.mark.parametrize("page", build.dashboards(), ids=lambda page: page["uid"])
+def test_panels_fill_the_grid_without_overlap(page: dict[str, Any]) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in page["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    ids = [panel["id"] for panel in page["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_uids_and_titles_are_unique_and_fit() -> None:
+    assert len({page.uid for page in build.PAGES}) == len({page.title for page in build.PAGES}) == len(build.PAGES)
+    assert all(len(page.uid) <= 40 for page in build.PAGES), "Grafana's limit"
+
+
+# Lint
+
+
+@each_panel
+def test_a_panel_says_what_it_shows_and_what_a_bad_value_means(pair: tuple[Page, Panel]) -> None:
+    _, panel = pair
+    assert panel.title
+    assert not panel.title.endswith(".")
+    assert len(panel.description) > 60
+    assert panel.description.endswith(".")
+    assert panel.unit in UNITS
+    assert panel.steps[0][0] is None
+    assert all(query.legend for query in panel.queries)
+
+
+@each_panel
+def test_a_query_keeps_to_the_choices_of_the_page(pair: tuple[Page, Panel]) -> None:
+    _, panel = pair
+    for query in panel.queries:
+        if "ALERTS" in query.expr:
+            continue
+        selectors = re.findall(r"truespec_\w+(\{[^}]*\})?", query.expr)
+        assert selectors
+        assert all(PAGE.matchers in selector for selector in selectors), query.expr
+        window = VISIBLE.window if query.instant else PAGE.window
+        assert set(WINDOW.findall(query.expr)) <= {window}, query.expr
+
+
+@each_panel
+def test_labels_in_a_legend_are_kept_by_the_query(pair: tuple[Page, Panel]) -> None:
+    for query in pair[1].queries:
+        for label in re.findall(r"{{(\w+)}}", query.legend):
+            assert re.search(rf"(by|group_left) \([^)]*\b{label}\b", query.expr), (label, query.expr)
+
+
+@each_panel
+def test_a_panel_asks_only_for_metrics_that_are_exported(pair: tuple[Page, Panel]) -> None:
+    for query in pair[1].queries:
+        assert names(query.expr) <= exported(), query.expr
+
+
+def test_every_metric_is_shown_somewhere() -> None:
+    shown = set().union(*(names(query.expr) for _, panel in PANELS for query in panel.queries))
+    assert METRICS.keys() - {name.removesuffix("_bucket") for name in shown} == set(), "nobody would see these"
+
+
+@pytest.mark.parametrize("rule", [*RECORDINGS, *ALERTS], ids=lambda rule: rule.name)
+def test_a_rule_asks_only_for_metrics_that_are_exported_or_recorded(rule: Any) -> None:
+    assert names(rule.expr) <= exported()
+    recorded = set(re.findall(r"\w+:truespec_\w+:\w+", rule.expr))
+    assert recorded <= {recording.name for recording in RECORDINGS}
+    assert names(rule.expr) or recorded
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_an_alert_has_a_runbook_and_quotes_labels_that_it_keeps(alert: Any) -> None:
+    assert f"## {alert.name}\n" in build.files()["docs/runbooks.md"]
+    assert alert.as_dict()["annotations"]["runbook"] == f"docs/runbooks.md#{alert.name.lower()}"
+    by_name = {recording.name: recording.expr for recording in RECORDINGS}
+    exprs = [alert.expr, *(expr for name, expr in by_name.items() if name in alert.expr)]
+    for label in re.findall(r"\$labels\.(\w+)", alert.summary):
+        assert any(re.search(rf"by \([^)]*\b{label}\b", expr) for expr in exprs), label
+
+
+def test_rule_files_read_back_as_they_were_meant() -> None:
+    file = yaml.safe_load(build.files()["dashboards/generated/rules/truespec.yaml"])
+    rules = [rule for group in file["groups"] for rule in group["rules"]]
+    assert [rule.get("alert") or rule["record"] for rule in rules] == [rule.name for rule in (*RECORDINGS, *ALERTS)]
+
+
+# Queries
+
+
+@pytest.mark.parametrize(("name", "where"), [("draft_total", ""), ("drafts_total", 'position="0"')])
+def test_a_query_for_what_is_not_there_is_refused(name: str, where: str) -> None:
+    with pytest.raises(ValueError, match="truespec_draft"):
+        Scope("", "5m").rate(name, where=where)

@@ -1,0 +1,196 @@
+"""Pushing to a server that behaves like Grafana: what is there is left alone, conflicts are told, no token is shown."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dashboards.build import dashboards
+from dashboards.push import FOLDER_UID, PushError, Server, push
+from deploy.cli import main
+from tests.dashboards.fake_grafana import TOKEN, FakeGrafana, running_grafana
+
+PAGES = dashboards()
+UIDS = {page["uid"] for page in PAGES}
+
+
+@pytest.fixture
+def grafana() -> Iterator[FakeGrafana]:
+    with running_grafana() as fake:
+        yield fake
+
+
+def pushed(grafana: FakeGrafana, **options: Any) -> dict[str, str]:
+    """What was done, by what it was done to."""
+    return {change.what: change.action for change in push(Server(grafana.url, TOKEN), PAGES, **options)}
+
+
+def command(grafana: FakeGrafana, *args: str, token: str = TOKEN) -> Result:
+    env = {"GRAFANA_TOKEN": token, "GRAFANA_URL": grafana.url}
+    return CliRunner().invoke(main, ["dashboards", "push", *args], env=env)
+
+
+def edit(grafana: FakeGrafana, uid: str, **changes: Any) -> None:
+    """Save a dashboard as a user of the server does."""
+    there = grafana.dashboards[uid]["dashboard"]
+    grafana.save({"dashboard": there | changes, "folderUid": FOLDER_UID})
+
+
+def test_everything_is_created_in_our_folder(grafana: FakeGrafana) -> None:
+    assert set(pushed(grafana).values()) == {"created"}
+    assert grafana.dashboards.keys() == UIDS
+    assert {entry["folder"] for entry in grafana.dashboards.values()} == {FOLDER_UID}
+    for page in PAGES:
+        assert grafana.dashboards[page["uid"]]["dashboard"]["panels"] == page["panels"]
+
+
+def test_a_second_push_writes_nothing(grafana: FakeGrafana) -> None:
+    pushed(grafana)
+    grafana.calls.clear()
+    assert set(pushed(grafana).values()) == {"unchanged"}
+    assert grafana.writes == []
+
+
+def test_what_was_edited_there_is_replaced_and_only_that(grafana: FakeGrafana) -> None:
+    pushed(grafana)
+    edit(grafana, "truespec-latency", panels=[])
+    changes = pushed(grafana)
+    assert [what for what, action in changes.items() if action == "updated"] == ["truespec / Latency"]
+    entry = grafana.dashboards["truespec-latency"]["dashboard"]
+    assert entry["version"] == 3
+    assert entry["panels"] == next(page["panels"] for page in PAGES if page["uid"] == "truespec-latency")
+
+
+def test_a_page_in_another_folder_comes_back(grafana: FakeGrafana) -> None:
+    pushed(grafana)
+    grafana.folders["elsewhere"] = {"uid": "elsewhere", "title": "Elsewhere", "version": 1}
+    grafana.dashboards["truespec-overview"]["folder"] = "elsewhere"
+    assert pushed(grafana)["truespec / Overview"] == "updated"
+    assert grafana.dashboards["truespec-overview"]["folder"] == FOLDER_UID
+
+
+def test_a_folder_that_was_renamed_gets_its_title_again(grafana: FakeGrafana) -> None:
+    pushed(grafana)
+    grafana.folders[FOLDER_UID] |= {"title": "Mine", "version": 7}
+    assert pushed(grafana)["folder truespec"] == "updated"
+    assert grafana.folders[FOLDER_UID]["title"] == "truespec"
+
+
+def test_a_dry_run_tells_and_writes_nothing(grafana: FakeGrafana) -> None:
+    result = command(grafana, "--dry-run")
+    assert result.exit_code == 0
+    assert result.output.count("would be created: ") == 1 + len(PAGES)
+    assert grafana.writes == []
+    assert not grafana.folders
+
+
+def test_a_save_between_reading_and_writing_is_not_overwritten_unless_asked(grafana: FakeGrafana) -> None:
+    pushed(grafana)
+    uid = "truespec-overview"
+    edit(grafana, uid, title="Edited")
+
+    def another_user() -> None:
+        grafana.before_write = lambda: None
+        edit(grafana, uid, title="Edited again")
+
+    grafana.before_write = another_user
+    with pytest.raises(PushError, match=r"412.*somebody saved it meanwhile.*--overwrite"):
+        pushed(grafana)
+    assert grafana.dashboards[uid]["dashboard"]["title"] == "Edited again"
+    grafana.before_write = another_user
+    assert pushed(grafana, overwrite=True)["truespec / Overview"] == "updated"
+    assert grafana.dashboards[uid]["dashboard"]["title"] == "truespec / Overview"
+
+
+def test_a_page_that_appears_meanwhile_is_a_conflict_too(grafana: FakeGrafana) -> None:
+    pushed(grafana)
+    theirs = grafana.dashboards.pop("truespec-latency")
+    grafana.before_write = lambda: grafana.dashboards.setdefault("truespec-latency", theirs) and None
+    with pytest.raises(PushError, match="somebody saved it meanwhile"):
+        pushed(grafana)
+
+
+def test_a_namesake_in_the_folder_is_told(grafana: FakeGrafana) -> None:
+    pushed(grafana)
+    grafana.dashboards["other"] = grafana.dashboards.pop("truespec-latency")
+    with pytest.raises(PushError, match=r"truespec / Latency.*412.*has its title"):
+        pushed(grafana)
+
+
+def test_a_namesake_of_the_folder_is_told(grafana: FakeGrafana) -> None:
+    grafana.folders["theirs"] = {"uid": "theirs", "title": "truespec", "version": 1}
+    with pytest.raises(PushError, match=r"folder truespec.*409.*that name already exists"):
+        pushed(grafana)
+
+
+def test_a_folder_that_vanishes_is_told(grafana: FakeGrafana) -> None:
+    grafana.folders[FOLDER_UID] = {"uid": FOLDER_UID, "title": "truespec", "version": 1}
+    grafana.before_write = grafana.folders.clear
+    with pytest.raises(PushError, match=r"404: folder not found.*Push again"):
+        pushed(grafana)
+
+
+def test_a_wrong_token_is_told_and_not_shown(grafana: FakeGrafana) -> None:
+    wrong = "glsa_wrong-but-still-secret"
+    result = command(grafana, token=wrong)
+    assert result.exit_code == 1
+    assert "401" in result.output
+    assert "service account" in result.output
+    assert wrong not in result.output
+    assert wrong not in repr(Server(grafana.url, wrong))
+
+
+def test_a_token_that_may_only_read_is_told(grafana: FakeGrafana) -> None:
+    grafana.role = "Viewer"
+    with pytest.raises(PushError, match=r"403.*role Editor"):
+        pushed(grafana)
+
+
+def test_the_token_may_come_from_a_file(grafana: FakeGrafana, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n", encoding="utf-8")
+    result = command(grafana, "--token-file", str(tmp_path / "token"), token="")
+    assert result.exit_code == 0, result.output
+    assert TOKEN not in result.output
+    assert grafana.dashboards.keys() == UIDS
+
+
+def test_no_token_at_all_is_told(grafana: FakeGrafana) -> None:
+    result = command(grafana, token="")
+    assert result.exit_code == 1
+    assert "GRAFANA_TOKEN" in result.output
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("127.0.0.1:3000", "not the URL of a server"),
+        ("ftp://host/", "not the URL of a server"),
+        ("http://admin:pass@host", "holds a password"),
+        ("http://127.0.0.1:1", "cannot be reached"),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_told(url: str, told: str) -> None:
+    with pytest.raises(PushError, match=told) as caught:
+        push(Server(url, TOKEN), PAGES)
+    assert "pass@" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["", "/grafana/login"])
+def test_a_wrong_path_is_told(grafana: FakeGrafana, path: str) -> None:
+    with pytest.raises(PushError, match="Is the path right"):
+        push(Server(grafana.url.removesuffix("/grafana") + path, TOKEN), PAGES)
+
+
+@pytest.mark.parametrize("body", ["<html>Please log in</html>", "[]", "{}x", ""])
+def test_something_else_that_answers_is_told(grafana: FakeGrafana, body: str) -> None:
+    grafana.body_of_everything = body
+    with pytest.raises(PushError, match="answers not as Grafana does"):
+        pushed(grafana)
+
+
+@pytest.mark.parametrize("token", ["two words", "line\nbreak", "ünicode"])
+def test_a_token_that_cannot_be_one_is_told(grafana: FakeGrafana, token: str) -> None:
+    with pytest.raises(PushError, match="The token is empty or holds"):
+        push(Server(grafana.url, token), PAGES)

@@ -1,0 +1,75 @@
+"""The audit: every known fault is found while an engine runs, and a sound engine is left in peace."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from deploy.audit import run
+from deploy.audit.mutants import MUTANTS
+from deploy.cli import main
+
+FIRST = {  # the detector that is to find it, where it is not one of the terms
+    "F1": "replay drift",
+    "F2": "logprob contract",
+    "F5": "replay drift",
+    "F9": "invariant support",
+    "F11": "replay drift (prompt)",
+    "F13": "replay",
+    "F14": "replay",
+    "F15": "replay law",
+    "F16": "invariant",
+    "F17": "repeated random streams",
+    "F18": "invariant metrics",
+    "F19": "acceptance floor",
+    "F20": "acceptance floor",
+    "F21": "invariant stop",
+    "F22": "no drafts while logprobs are asked for",
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_fault_is_found(name: str) -> None:
+    finding = run.audit_mutant(name, patience=1.0)
+    assert finding.delay is not None, f"nobody found it within {run.MAX_POSITIONS} positions"
+    expected = FIRST.get(name.split()[0])
+    if expected is not None:
+        assert next(iter(finding.detectors)).startswith(expected)
+
+
+def test_the_catalogue_is_covered() -> None:
+    assert {mutant.fault for mutant in MUTANTS.values()} == {f"F{number}" for number in range(1, 23)}
+
+
+def test_sound_engines_raise_no_alarm() -> None:
+    runs = run.audit_clean(12_000, vocab_size=128)
+    assert sum(one.num_positions for one in runs) >= 12_000
+    assert all(not (one.alarms or one.violations) for one in runs)
+    assert all(abs(sums.z) < 5 for sums in run.pooled(runs).values())
+
+
+@pytest.mark.slow
+def test_sound_engines_raise_no_alarm_in_two_million_positions() -> None:
+    runs = run.audit_clean(2_000_000)
+    assert all(not (one.alarms or one.violations) for one in runs)
+    assert all(abs(sums.z) < 5 for sums in run.pooled(runs).values())
+
+
+def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run.Finding("F8 something", {"term f": 416, "term c": 717}, "positions", 416, 0.43, 0.45)
+    lost = run.Finding("F9 something else", {}, "requests", None, 0.2, 0.2)
+    monkeypatch.setattr(run, "audit_mutants", lambda **_: [found, lost])
+    page, figures = tmp_path / "docs" / "detection.md", tmp_path / "audit.json"
+    result = CliRunner().invoke(main, ["audit", "--mutants", "--page", str(page), "--json", str(figures)])
+    assert result.exit_code == 1
+    assert "nobody found it" in result.output
+    assert "| F8 something | term f (416), term c (717) | 416 positions | 43.0% (45.0%) |" in page.read_text("utf-8")
+    assert json.loads(figures.read_text("utf-8"))[0] == {
+        "fault": "F8 something",
+        "detectors": {"term f": 416, "term c": 717},
+        "unit": "positions",
+        "delay": 416,
+        "acceptance": 0.43,
+        "sound_acceptance": 0.45,
+    }

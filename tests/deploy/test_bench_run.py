@@ -1,0 +1,151 @@
+"""`truespec bench` asks engines in turn, survives those that fail, and writes what it found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tiny_models import write_tiny_model
+
+from deploy.bench import rounds
+from deploy.bench.engines import Launch
+from deploy.bench.plan import BenchPlan, EngineName
+from deploy.bench.rounds import BenchResult, run_bench
+from deploy.cli import main
+from speculative.errors import ConfigError
+
+
+def plan(*names: str, **changes: Any) -> BenchPlan:
+    settings: dict[str, Any] = {
+        "model": Path("none"),
+        "engines": tuple(EngineName.parse(name) for name in names),
+        "prompts": {"chat": [[1, 2], [3]]},
+        "streams": (1,),
+        "temperatures": (0.0,),
+        "rounds": 2,
+        "tokens": 4,
+        "threads": 1,
+        "dtype": "float32",
+        "against": (names[0],),
+    }
+    return BenchPlan(**settings | changes)
+
+
+def run_fakes(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, settings: dict[str, dict[str, Any]], **changes: Any
+) -> tuple[BenchResult, list[str], list[str]]:
+    """What was found, who was asked in which order (name and seed), and what was told meanwhile."""
+    log = folder / "asked"
+    log.touch()
+    launches = [
+        Launch(EngineName.parse(name), "tests.deploy.fake_bench_worker", {"name": name, "log": str(log), **own})
+        for name, own in settings.items()
+    ]
+    monkeypatch.setattr(rounds, "resolve", lambda _: (launches, []))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    told: list[str] = []
+    found = run_bench(plan(*settings, **changes), told.append)
+    return found, log.read_text().splitlines(), told
+
+
+def test_engines_are_asked_in_turn_on_the_same_prompts_and_seeds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found, asked, _ = run_fakes(monkeypatch, tmp_path, {"fake/a": {}, "fake/b": {}})
+    assert asked == ["fake/a 0", "fake/b 0", "fake/a 1", "fake/b 1", "fake/a 2", "fake/b 2"]
+    assert [(sample.engine, sample.round) for sample in found.samples] == [
+        ("fake/a", 0),
+        ("fake/b", 0),
+        ("fake/a", 1),
+        ("fake/b", 1),
+    ], "the warm-up counts for nothing"
+    assert all(sample.told["memory"]["peak_mib"] > 1 for sample in found.samples)
+
+
+@pytest.mark.parametrize(("dies", "words"), [(False, "it would not"), (True, "status 3: a last word")])
+def test_an_engine_that_fails_is_left_out_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies: bool, words: str
+) -> None:
+    fakes = {"fake/a": {}, "fake/b": {"fails_at": 3, "dies": dies}, "fake/c": {"fails_at": 0}}
+    found, _, told = run_fakes(monkeypatch, tmp_path, fakes)
+    assert {one.name: words in one.reason for one in found.left_out} == {"fake/b": True, "fake/c": False}
+    assert any("left out: fake/c: it did not start: ValueError: no such fake" in line for line in told)
+    counts = [sample.engine for sample in found.samples]
+    assert (counts.count("fake/a"), counts.count("fake/b")) == (2, 1)
+
+
+def test_no_engine_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No engine could be started"):
+        run_fakes(monkeypatch, tmp_path, {"fake/a": {"fails_at": 0}})
+
+
+def test_an_engine_of_few_streams_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fakes: dict[str, dict[str, Any]] = {"fake/a": {}, "fake/b": {"max_streams": 1}}
+    found, _, told = run_fakes(monkeypatch, tmp_path, fakes, streams=(1, 2))
+    assert {sample.engine for sample in found.samples if sample.case.streams == 2} == {"fake/a"}
+    assert any("without fake/b" in line for line in told)
+
+
+def bench(model: Path, *options: object) -> Result:
+    fixed = ["bench", "--model", model, "--dtype", "float32", "--threads", 1, "--kinds", "chat", "--tokens", 6]
+    return CliRunner().invoke(main, [str(one) for one in [*fixed, *options]])
+
+
+def test_the_command_compares_real_engines(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", tokenizer=True)
+    out, page = tmp_path / "figures.json", tmp_path / "page.md"
+    options = ["--engines", "ours/off,ours/ngram:k=2,transformers/plain,ours/eagle3"]
+    options += ["--streams", "2", "--temperatures", "0", "--rounds", "1", "--profile", "--json", str(out)]
+    result = bench(model, *options, "--markdown", page, "--section", "two words")
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert len(found["samples"]) == 3
+    answers: dict[tuple[int, int], list[Any]] = {}
+    for sample in found["samples"]:
+        assert sample["num_tokens"] == 6 * sample["streams"]
+        assert sample["decode_tokens_per_s"] > 0
+        answers.setdefault((sample["streams"], sample["round"]), []).append(sample["token_ids"])
+    assert all(same == [same[0]] * 3 for same in answers.values()), "greedy answers of one model differ"
+    assert {one["engine"] for one in found["left_out"]} == {"ours/eagle3"}
+    assert "--head" in found["left_out"][0]["reason"]
+    steps = {one["engine"]: one["step"] for one in found["steps"]}
+    assert set(steps) == {"ours/off", "ours/ngram:k=2"}
+    assert all(steps["ours/off"][f"{part}_s"] > 0 for part in ("target", "vocabulary", "other"))
+    text = page.read_text()
+    assert text.count("<!-- bench: two words -->") == 1
+    assert "| ours/ngram:k=2 |" in text and f"commit {found['provenance']['commit']}" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--engines", "ours"], "family/variant"),
+        (["--engines", "theirs/off"], "no engine 'theirs'"),
+        (["--engines", "ours/off:k=2"], "unknown k"),
+        (["--engines", "ours/ngram:k=two"], "k must be a whole number"),
+        (["--engines", "ours/ngram:k=65"], "num_draft_tokens"),
+        (["--engines", "vllm/best"], "vllm has off, ngram"),
+        (["--engines", "ours/off", "--against", "ours/ngram"], "not among --engines"),
+        (["--engines", "ours/off,ours/off"], "one twice"),
+        (["--engines", "ours/off", "--streams", "1,0"], "above 0"),
+        (["--engines", "ours/off", "--temperatures", "hot"], "--temperatures"),
+        (["--engines", "ours/off", "--kinds", "poems"], "no prompts for poems"),
+        (["--engines", "vllm/off", "--vllm-python", "/no/python"], "cannot be run"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_starts(bench_model: Path, options: list[str], told: str) -> None:
+    result = bench(bench_model, *options)
+    assert result.exit_code == 1, result.output
+    assert told in " ".join(result.output.split())
+
+
+def test_a_missing_library_is_told_with_how_to_get_it(bench_model: Path) -> None:
+    result = bench(bench_model, "--engines", "vllm/off", "--vllm-python", "/usr/bin/false")
+    assert "vllm is not installed in /usr/bin/false" in " ".join(result.output.split())
+    assert "--vllm-python V/bin/python" in " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def bench_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("bench") / "tiny", tokenizer=True)

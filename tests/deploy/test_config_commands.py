@@ -1,0 +1,66 @@
+"""`truespec config show` and `config reference`."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from deploy.chart import ROOT
+from deploy.cli import CONFIGS, main
+from deploy.reference import configuration_reference, effective_config
+from serve_app.config import AppConfig, load_config
+
+
+@pytest.mark.parametrize("file", [*CONFIGS.glob("*.yaml"), ROOT / "deploy" / "docker" / "truespec.yaml"], ids=str)
+def test_what_is_shown_is_a_configuration_of_the_same_meaning(file: Path, tmp_path: Path) -> None:
+    shown = CliRunner().invoke(main, ["config", "show", str(file)])
+    assert shown.exit_code == 0, shown.output
+    again = tmp_path / "shown.yaml"
+    again.write_text(shown.output)
+    ours, theirs = load_config(file).application, load_config(again).application
+    assert effective_config(load_config(again)) == shown.output
+    assert theirs.args.model.served_name == ours.args.model.served_name
+    assert theirs.args.engine_config(theirs.args.pool_names[0]) == ours.args.engine_config(ours.args.pool_names[0])
+    named = yaml.safe_load(shown.output)["applications"][0]["args"]
+    assert named["engine"].keys() | {"max_model_len"} == AppConfig.model_fields["engine"].annotation.model_fields.keys()
+
+
+def test_overrides_are_folded_into_the_pools(tmp_path: Path) -> None:
+    data = yaml.safe_load((CONFIGS / "demo.yaml").read_text())
+    data["applications"][0]["deployments"] = [{"name": "DecodeServer", "autoscaling_config": {"max_replicas": 3}}]
+    file = tmp_path / "app.yaml"
+    file.write_text(yaml.safe_dump(data))
+    (application,) = yaml.safe_load(effective_config(load_config(file)))["applications"]
+    assert "deployments" not in application
+    assert application["args"]["pools"]["decode"]["autoscaling"]["max_replicas"] == 3
+    assert "replicas" not in application["args"]["pools"]["decode"]
+
+
+def test_a_wrong_file_is_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "app.yaml"
+    file.write_text("applications: []")
+    shown = CliRunner().invoke(main, ["config", "show", str(file)])
+    assert shown.exit_code == 1
+    assert "applications" in shown.output
+
+
+def test_the_reference_is_current_and_check_finds_when_it_is_not(tmp_path: Path) -> None:
+    reference = ROOT / "docs" / "configuration.md"
+    run = CliRunner().invoke(main, ["config", "reference", "--out", str(reference), "--check"])
+    assert run.exit_code == 0, run.output
+    stale = tmp_path / "configuration.md"
+    stale.write_text("old")
+    run = CliRunner().invoke(main, ["config", "reference", "--out", str(stale), "--check"])
+    assert run.exit_code == 1 and "is out of date; run `truespec config reference" in run.output
+    CliRunner().invoke(main, ["config", "reference", "--out", str(stale)])
+    assert stale.read_text() == configuration_reference()
+
+
+def test_the_reference_has_a_row_for_every_field() -> None:
+    text = configuration_reference()
+    for section in ("engine", "drafter", "replay", "limits"):
+        heading = f"## `applications[].args.{section}`"
+        table = text.partition(heading)[2].partition("\n## ")[0]
+        fields = AppConfig.model_fields[section].annotation.model_fields
+        assert {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")} == fields.keys()

@@ -1,0 +1,157 @@
+"""Values that contradict each other or the schema are refused, with a message that names them and says what to do."""
+
+from typing import Any
+
+import pytest
+
+from deploy.chart import ChartError
+from tests.helm.chart import MINIMAL, merged, template
+
+
+def engine(**fields: Any) -> dict[str, Any]:
+    return {"config": {"engine": fields}}
+
+
+def drafter(**fields: Any) -> dict[str, Any]:
+    return {"config": {"drafter": fields}}
+
+
+AUTOSCALED = {"worker": {"autoscaling": {"enabled": True}}}
+INCREMENTAL = {"ray": {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}}}
+VLLM = {"vllm": {"enabled": True, "preview": True}}
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    # Names
+    ({"fullnameOverride": "a" * 48}, "has 48 characters and KubeRay allows 47; set fullnameOverride to a shorter one"),
+    ({"fullnameOverride": "1st"}, 'The name "1st" must begin with a letter'),
+    ({"fullnameOverride": "My-Model"}, 'The name "My-Model" must begin with a letter and have only a-z'),
+    (
+        {"serviceAccount": {"create": False}},
+        "serviceAccount.name is empty; name one that exists, or set",
+    ),
+    ({"commonLabels": {"ray.io/cluster": "x"}}, "The label ray.io/cluster is the chart's or KubeRay's own"),
+    ({"commonLabels": {"team": "a b"}}, "commonLabels.team: Does not match pattern"),
+    # Types and keys
+    ({"nothing": 1}, "Additional property nothing is not allowed"),
+    ({"worker": {"cpu": 4}}, "worker: Additional property cpu is not allowed"),
+    ({"config": {"pools": {}}}, "config: Additional property pools is not allowed"),
+    ({"pools": {"verify": {}}}, "pools: Additional property verify is not allowed"),
+    ({"worker": {"cpus": "4"}}, "worker.cpus: Invalid type. Expected: integer, given: string"),
+    ({"worker": {"cpus": 0.5}}, "worker.cpus: Invalid type. Expected: integer, given: number"),
+    ({"pools": {"decode": {"replicas": 0}}}, "pools.decode.replicas: Must be greater than or equal to 1"),
+    ({"pools": {"decode": {"memory": "32 GB"}}}, "pools.decode.memory: Does not match pattern"),
+    ({"image": {"digest": "sha256:abc"}}, "image.digest: Does not match pattern"),
+    ({"image": {"pullPolicy": "Sometimes"}}, 'image.pullPolicy must be one of the following: "Always"'),
+    ({"service": {"port": 80}}, "service.port: Must be greater than or equal to 1024"),
+    ({"podSecurity": {"runAsUser": 0}}, "podSecurity.runAsUser: Must be greater than or equal to 1"),
+    ({"modelCache": {"mountPath": "models"}}, "modelCache.mountPath: Does not match pattern"),
+    ({"modelCache": {"accessModes": ["RWX"]}}, "must be one of the following"),
+    ({"hub": {"key": "a/b"}}, "hub.key: Does not match pattern"),
+    # The application's own settings, from its models
+    (engine(dtype="int8"), 'config.engine.dtype must be one of the following: "bfloat16", "float32"'),
+    (engine(device="tpu"), "config.engine.device: Does not match pattern"),
+    (engine(kind="vllm"), "config.engine.kind"),
+    (engine(max_model_length=4096), "config.engine: Additional property max_model_length is not allowed"),
+    (engine(verifier="synthetic"), "config.engine.verifier must be one of the following"),
+    (engine(max_num_seqs=0), "config.engine.max_num_seqs: Must be greater than or equal to 1"),
+    (drafter(kind="medusa"), "config.drafter.kind must be one of the following"),
+    (drafter(num_draft_tokens=65), "config.drafter.num_draft_tokens: Must be less than or equal to 64"),
+    ({"config": {"replay": {"share": 1.5}}}, "config.replay.share: Must be less than or equal to 1"),
+    ({"config": {"topology": "sharded"}}, "config.topology must be one of the following"),
+    ({"config": {"model": {"source": ""}}}, "config.model.source is not set; give a folder on a volume"),
+    (
+        {"config": {"limits": {"max_body_bytes": "4Mi"}}},
+        "config.limits.max_body_bytes: Invalid type. Expected",
+    ),
+    # The application's own settings, against each other
+    (drafter(kind="eagle3"), "config.drafter.model is not set; kind eagle3 needs a folder"),
+    (drafter(kind="ngram", model="x"), "config.drafter.model is set, but kind ngram has no weights; remove it"),
+    (
+        engine(max_model_len=32768),
+        "config.engine.kv_cache_tokens (16384) must hold a sequence of",
+    ),
+    (engine(logprobs_mode="raw_logits"), "config.replay.share is above 0, but replays compare raw_logprobs"),
+    ({"config": {"admin": {"token_file": "/t"}}}, "config.admin.token_file is the chart's to set; use admin.enabled"),
+    ({"config": {"dumps": {"folder": "/var/dumps"}}}, "config.dumps.folder is /var/dumps, but only /tmp is writable"),
+    # Pools
+    (engine(device="cpu"), "pools.decode.gpus is 1, but config.engine.device is cpu; set gpus to 0"),
+    (
+        merged(engine(device="cuda"), {"worker": {"gpus": 0}}),
+        "pools.decode.gpus is 0, but config.engine.device is",
+    ),
+    ({"pools": {"prefill": {"gpus": 2}}}, "pools.prefill.gpus is 2, but the torch engine runs on one GPU"),
+    (
+        {"pools": {"decode": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}}},
+        "pools.decode.autoscaling.minReplicas (5) is above maxReplicas (2); lower it or raise maxReplicas",
+    ),
+    ({"worker": {"drainSeconds": 600}}, "terminationGracePeriodSeconds (120) must be at least drainSeconds + 30 (630)"),
+    (
+        {"modelCache": {"accessModes": ["ReadWriteOnce"]}},
+        "modelCache.accessModes has no ReadWriteMany, but 2 worker pods mount the claim; use ReadWriteMany",
+    ),
+    # vLLM
+    ({"vllm": {"enabled": True}}, "refuses vllm at start; set vllm.enabled to false, or vllm.preview to true"),
+    (merged(VLLM, engine(verifier="block")), "config.engine.verifier belongs to the torch engine; remove it"),
+    (merged(VLLM, engine(device="cpu")), "config.engine.device is cpu, but the chart runs vllm on GPUs only"),
+    (merged(VLLM, {"worker": {"gpus": 2}}), "pools.decode.gpus is 2 and vllm.tensorParallelSize 1; make them equal"),
+    ({"vllm": {"tensorParallelSize": 2}}, "vllm.tensorParallelSize is 2, but the torch engine runs on one GPU"),
+    # Ray and KubeRay
+    ({"ray": {"version": "2.51.0"}}, "ray.auth.enabled needs Ray 2.52 and ray.version is 2.51.0"),
+    ({"ray": {"version": "2.59.0"}}, "ray.version is 2.59.0 and the application needs 2.60"),
+    ({"ray": {"version": "latest"}}, "ray.version: Does not match pattern"),
+    (
+        {"ray": {"auth": {"enabled": False, "existingSecret": "s"}}},
+        "but ray.auth.enabled is false; enable it or",
+    ),
+    ({"ray": {"gcsFaultTolerance": {"enabled": True}}}, "redisAddress is not set; give redis://host:port"),
+    (
+        {"ray": {"gcsFaultTolerance": {"redisAddress": "redis://r:6379"}}},
+        "KubeRay would not use it: set enabled",
+    ),
+    ({"ray": {"gcsFaultTolerance": {"redisAddress": "r:6379"}}}, "redisAddress: Does not match pattern"),
+    ({"ray": {"upgrade": {"strategy": "Rolling"}}}, "ray.upgrade.strategy must be one of the following"),
+    (INCREMENTAL, "needs Ray's autoscaler; set autoscaling.enabled of a pool"),
+    (merged(AUTOSCALED, INCREMENTAL, {"ray": {"upgrade": {"gatewayClassName": ""}}}), "gatewayClassName is not set"),
+    (
+        merged(AUTOSCALED, INCREMENTAL, {"ray": {"upgrade": {"stepSizePercent": 60, "maxSurgePercent": 50}}}),
+        "ray.upgrade.stepSizePercent (60) is above maxSurgePercent (50); lower it",
+    ),
+    (
+        merged(AUTOSCALED, INCREMENTAL, {"ingress": {"enabled": True, "hosts": [{"host": "h"}]}}),
+        "an incremental upgrade has one per cluster behind KubeRay's own gateway; disable them",
+    ),
+    ({"ray": {"upgrade": {"gatewayClassName": "istio"}}}, "gatewayClassName is set, but strategy is NewCluster"),
+    # Network, secrets
+    ({"service": {"port": 8265}}, "service.port 8265 is one of Ray's own ports; choose another, 8000 for example"),
+    ({"ingress": {"enabled": True}}, "ingress.hosts empty; add at least one host"),
+    ({"ingress": {"enabled": True, "hosts": [{"path": "/"}]}}, "host is required"),
+    ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs empty; name the gateway"),
+    ({"networkPolicy": {"operator": []}}, "KubeRay could not deploy the application; give the operator's namespace"),
+    (
+        {"networkPolicy": {"allowHttps": False}, "config": {"model": {"source": "org/name"}}},
+        "networkPolicy.allowHttps is false, so the model cannot be fetched; allow it",
+    ),
+    ({"hub": {"token": "t", "existingSecret": "s"}}, "hub.token and hub.existingSecret are both set; remove the token"),
+    ({"podDisruptionBudget": {"maxUnavailable": 0}}, "podDisruptionBudget.maxUnavailable"),
+    (
+        {"monitoring": {"podMonitor": {"enabled": "yes"}}},
+        "podMonitor.enabled: Invalid type. Expected: [boolean,null]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD, ids=[message[:50] for _, message in BAD])
+def test_bad_values_are_refused_with_the_mend(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ChartError) as refused:
+        template(merged(MINIMAL, values))
+    assert message in str(refused.value)
+
+
+def test_without_a_model_the_chart_says_how_to_name_one() -> None:
+    with pytest.raises(ChartError, match=r"config\.model\.source is not set; give a folder .* or a hub id"):
+        template({})
+
+
+def test_what_the_bad_values_change_is_fine_otherwise() -> None:
+    for values in ({}, AUTOSCALED, VLLM, merged(AUTOSCALED, INCREMENTAL)):
+        assert template(merged(MINIMAL, values))

@@ -1,0 +1,152 @@
+"""The chart's CPU example as a cluster runs it: its Serve config put to a real Ray, its smoke script against that."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.chart import CHART
+from deploy.models import fetch_model
+from tests.helm.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
+
+TOKEN = "a-token-of-this-test-only-0123456789"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray head as KubeRay talks to it: over the dashboard's REST API, with the cluster's token."""
+
+    dashboard: str
+    environment: dict[str, str]  # of whoever runs in a pod of the cluster
+
+    def put(self, config: dict[str, Any], timeout_s: float) -> None:
+        """Deploy, and try again while the cluster is not ready, as KubeRay does at each of its rounds."""
+        deadline = time.monotonic() + timeout_s
+        while not (answer := self._request("PUT", config)).is_success:
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(2)
+
+    def application(self) -> dict[str, Any]:
+        return self._request("GET").json()["applications"].get("truespec", {})
+
+    def _request(self, method: str, body: object = None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        return httpx.request(
+            method, f"{self.dashboard}/api/serve/applications/", json=body, headers=headers, timeout=60
+        )
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@pytest.fixture
+def port() -> int:
+    """Of the API."""
+    return free_ports(1)[0]
+
+
+@pytest.fixture
+def objects(port: int) -> list[Object]:
+    """The CPU example, at a free port."""
+    return template(EXAMPLES / "cpu-demo-values.yaml", "--set", f"service.port={port},worker.drainSeconds=1")
+
+
+@pytest.fixture
+def cluster(objects: list[Object]) -> Iterator[Cluster]:
+    """One node that plays the head and every worker group, with their labels and their environment."""
+    groups = one(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    labels = {key: value for group in groups for key, value in group["labels"].items()}
+    (container,) = groups[0]["template"]["spec"]["containers"]
+    of_ray = {entry["name"]: entry["value"] for entry in container["env"] if entry["name"].startswith("RAY_")}
+    gcs, dashboard, agent, metrics = free_ports(4)
+    # Ray's sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        command = [str(Path(sysconfig.get_path("scripts")) / "ray"), "start", "--head", "--block", "--num-cpus=2"]
+        command += [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+        command += [f"--metrics-export-port={metrics}", f"--temp-dir={folder}", "--include-dashboard=true"]
+        command += ["--labels", ",".join(f"{key}={value}" for key, value in labels.items())]
+        slow_machine = {"RAY_raylet_start_wait_time_s": "300"}
+        environment = os.environ | of_ray | slow_machine | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        said = Path(folder, "ray-start.log")
+        with said.open("wb") as log:
+            ray = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            inside = {"RAY_ADDRESS": f"127.0.0.1:{gcs}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+            found = Cluster(f"http://127.0.0.1:{dashboard}", inside)
+            wait_until(lambda: ray.poll() is not None or _answers(found), "Ray's dashboard", 400, said.read_text)
+            assert ray.poll() is None, said.read_text()
+            yield found
+        finally:
+            ray.terminate()  # ends what it started
+            try:
+                ray.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(ray.pid, signal.SIGKILL)
+                ray.wait(10)
+
+
+def _answers(cluster: Cluster) -> bool:
+    try:
+        cluster.application()
+    except (httpx.HTTPError, KeyError, ValueError):
+        return False
+    return True
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float, more: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} was not there after {timeout_s:.0f} s. {more()}"
+        time.sleep(1)
+
+
+def smoke(url: str, timeout_s: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CHART / "files" / "smoke.py"), url, str(timeout_s)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_cpu_example_serves_and_the_smoke_script_passes(cluster: Cluster, objects: list[Object], port: int) -> None:
+    url = f"http://127.0.0.1:{port}"
+    assert smoke(url, 1).returncode != 0, "nobody is there yet"
+    for group in one(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        (fetch,) = group["template"]["spec"]["initContainers"]
+        for name in fetch["args"]:
+            fetch_model(name)  # what the init container does
+    cluster.put(serve_config(objects), 300)
+    wait_until(lambda: cluster.application().get("status") in ("RUNNING", "DEPLOY_FAILED"), "the application", 600)
+    application = cluster.application()
+    assert application["status"] == "RUNNING", application["message"]
+    assert set(application["deployments"]) == {"PrefillServer", "DecodeServer", "RefereeServer"}
+    done = smoke(url, 300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok: ") == 6
+    assert drain(cluster, objects) == "", "Ray accepts that the node is drained"
+
+
+def drain(cluster: Cluster, objects: list[Object]) -> str:
+    """What a worker pod's preStop hook says to standard error when it runs on the cluster."""
+    (container,) = pod_templates(objects)["decode"]["spec"]["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    inside = os.environ | cluster.environment | {"PATH": path, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=inside, timeout=300)
+    return "\n".join(line for line in done.stderr.splitlines() if "\tINFO " not in line)

@@ -1,0 +1,130 @@
+"""hadolint, shellcheck, yamllint and checkov over what is deployed; each exception is explained where it is made."""
+
+import json
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.chart import EXAMPLES, ROOT
+from serve_app.config import load_config
+from tests.helm.chart import example, of_kind, pod_templates
+
+DOCKER = ROOT / "deploy" / "docker"
+# checkov is heavy and has an environment of its own: `make checkov`.
+CHECKOV = os.environ.get("TRUESPEC_CHECKOV") or shutil.which("checkov")
+ACCEPTED = {
+    "CKV_K8S_8": "KubeRay adds the liveness probe that fits the Ray version",
+    "CKV_K8S_9": "KubeRay adds the readiness probe that fits the Ray version",
+    "CKV_K8S_15": "tags are never overwritten here, and pulling gigabytes at each start is no gain",
+    "CKV_K8S_38": "only the head mounts a token, and only for Ray's autoscaler",
+    "CKV_K8S_40": "the image's user is 1000; podSecurity.runAsUser takes a higher one",
+    "CKV_K8S_43": "image.digest is there for whoever has a registry",
+    "CKV_DOCKER_7": "it does not look into PYTHON_IMAGE, whose default is a whole version",
+    "CKV_DOCKER_2": "KubeRay's probes and compose's health check do it; `docker run` serves nothing by itself",
+}
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    assert found, f"{name} is missing; make setup installs it"
+    return found
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_hadolint() -> None:
+    run(tool("hadolint"), str(DOCKER / "Dockerfile"))
+
+
+def test_shellcheck() -> None:
+    scripts = [path for path in (ROOT / ".ci").iterdir() if path.read_bytes().startswith(b"#!")]
+    assert scripts
+    run(tool("shellcheck"), *map(str, scripts))
+
+
+def test_yamllint() -> None:
+    run(tool("yamllint"), "--strict", "deploy", "helm", ".yamllint.yaml")
+
+
+def test_compose_mounts_files_that_are_there_and_keeps_to_this_machine() -> None:
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    assert services.keys() == {"truespec", "prometheus", "grafana"}
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert service["cap_drop"] == ["ALL"]
+        for mount in service["volumes"]:
+            source = mount.partition(":")[0]
+            assert not source.startswith(".") or (DOCKER / source).exists(), f"{source} is not there"
+        if "build" not in service:
+            assert not service["image"].endswith(":latest") and ":" in service["image"]
+    assert load_config(DOCKER / "truespec.yaml").http_options.port == 8000
+
+
+def test_compose_scrapes_with_the_job_name_and_data_source_of_the_dashboards() -> None:
+    (job,) = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
+    assert job["job_name"] == "truespec"
+    provisioning = DOCKER / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    assert (source["type"], source["isDefault"]) == ("prometheus", True)
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "truespec.yaml").read_text())["providers"]
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    assert any(mount.split(":")[1] == provider["options"]["path"] for mount in services["grafana"]["volumes"])
+
+
+def test_the_image_is_built_from_what_the_context_holds() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        source
+        for line in (DOCKER / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY") and "--from" not in line
+        for source in line.split()[1:-1]
+    }
+    assert copied == kept
+    assert all((ROOT / source).exists() for source in copied)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHECKOV is None, reason="needs checkov, in an environment of its own: make checkov")
+def test_checkov(tmp_path: Path) -> None:
+    for name in ("cpu-demo", "disaggregated"):
+        objects = example(name)
+        for component, pod in pod_templates(objects).items():
+            metadata = {"name": component, "namespace": "demo", **pod["metadata"]}
+            found = {**pod, "apiVersion": "v1", "kind": "Pod", "metadata": metadata}
+            (tmp_path / f"{name}-{component}.json").write_text(json.dumps(found))
+        for found in objects:
+            if found["kind"] in ("NetworkPolicy", "ServiceAccount", "PodDisruptionBudget", "PersistentVolumeClaim"):
+                (tmp_path / f"{name}-{found['kind']}-{found['metadata']['name']}.json").write_text(json.dumps(found))
+        assert of_kind(objects, "NetworkPolicy")
+    shutil.copy(DOCKER / "Dockerfile", tmp_path / "Dockerfile")
+    options = ["--framework", "kubernetes", "dockerfile", "-o", "json", "--quiet", "--compact"]
+    said = subprocess.run(
+        [str(CHECKOV), "-d", str(tmp_path), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"BC_SKIP_MAPPING": "TRUE"},
+    )
+    reports = json.loads(said.stdout)
+    assert {report["check_type"] for report in reports} == {"kubernetes", "dockerfile"}
+    failed = {
+        (check["check_id"], check["check_name"], check["resource"])
+        for report in reports
+        for check in report["results"]["failed_checks"]
+    }
+    assert not {check for check in failed if check[0] not in ACCEPTED}
+    assert {check[0] for check in failed} == ACCEPTED.keys(), "an exception that nothing needs any more"
+
+
+def test_examples_are_listed_where_the_renders_are() -> None:
+    names = {path.name.replace("-values", "") for path in EXAMPLES.glob("*-values.yaml")}
+    assert names == {path.name for path in (EXAMPLES / "rendered").glob("*.yaml")}

@@ -1,0 +1,402 @@
+"""What the chart renders: valid for Kubernetes and the operators, safe, and what the application accepts."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+from deploy.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema
+from serve_app.app import build_app
+from serve_app.config import AppConfig, ServeFile, load_config
+from speculative.errors import ConfigError
+from tests.helm import crds
+from tests.helm.chart import (
+    EXAMPLE_NAMES,
+    MINIMAL,
+    MONITORING,
+    example,
+    merged,
+    of_kind,
+    one,
+    pod_templates,
+    serve_config,
+    template,
+)
+
+KUBERNETES = ("1.29.0", "1.33.0", "1.37.0")
+CUSTOM = {"RayService", "PodMonitor", "PrometheusRule", "HTTPRoute"}
+EVERYTHING = merged(
+    MINIMAL,
+    {
+        "commonLabels": {"team": "llm"},
+        "commonAnnotations": {"owner": "llm@example.com"},
+        "image": {"digest": f"sha256:{'0' * 64}", "pullSecrets": ["registry"]},
+        "config": {"dumps": {"folder": "/tmp/dumps"}, "limits": {"max_body_bytes": 41943040}},
+        "worker": {
+            "autoscaling": {"enabled": True},
+            "runtimeClassName": "nvidia",
+            "priorityClassName": "serving",
+            "schedulerName": "volcano",
+            "nodeSelector": {"pool": "gpu"},
+            "affinity": {"nodeAffinity": {}},
+            "podLabels": {"a": "b"},
+            "podAnnotations": {"c": "d"},
+            "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+            "volumes": [{"name": "more", "emptyDir": {}}],
+            "volumeMounts": [{"name": "more", "mountPath": "/more"}],
+            "livenessProbe": {"tcpSocket": {"port": 8080}},
+        },
+        "ray": {
+            "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"},
+            "gcsFaultTolerance": {"enabled": True, "redisAddress": "rediss://redis:6380"},
+        },
+        "hub": {"token": "not-a-token"},
+        "admin": {"enabled": True},
+        "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},
+    },
+)
+
+
+def renders() -> dict[str, list[dict[str, Any]]]:
+    options = [option for version in MONITORING for option in ("--api-versions", version)]
+    made = {name: example(name, *options) for name in EXAMPLE_NAMES}
+    return made | {"everything": template(EVERYTHING, *options), "minimal": template(MINIMAL)}
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, list[dict[str, Any]]]:
+    return renders()
+
+
+NAMES = [*EXAMPLE_NAMES, "everything", "minimal"]
+
+
+def test_generated_files_are_current() -> None:
+    stale = [str(path) for path, text in generated() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    assert not stale, "run python -m deploy.chart"
+
+
+def test_lint_and_package(tmp_path: Path) -> None:
+    for name in EXAMPLE_NAMES:
+        run_helm("lint", "--strict", str(CHART), "-f", str(CHART / "ci" / f"{name}-values.yaml"))
+    run_helm("package", str(CHART), "--destination", str(tmp_path))
+    (package,) = tmp_path.glob("truespec-*.tgz")
+    listed = run_helm("template", "demo", str(package), "--set", "config.model.source=/models/tiny")
+    from_folder = run_helm("template", "demo", str(CHART), "--set", "config.model.source=/models/tiny")
+    assert listed == from_folder, "the package holds all that the folder does, dashboards included"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_core_objects_and_pods_are_valid_kubernetes(rendered: Any, name: str, version: str) -> None:
+    objects = rendered[name]
+    for found in objects:
+        if found["kind"] not in CUSTOM:
+            kubernetes_validate.validate(found, version, strict=True)
+    for component, pod in pod_templates(objects).items():
+        metadata = {"name": component, **pod["metadata"]}
+        kubernetes_validate.validate(
+            {**pod, "apiVersion": "v1", "kind": "Pod", "metadata": metadata}, version, strict=True
+        )
+    service = one(objects, "RayService")["spec"].get("serveService")
+    if service is not None:
+        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Service", **service}, version, strict=True)
+
+
+def test_custom_resources_fit_their_definitions(rendered: Any, record_property: Any) -> None:
+    real, ours = crds.real_schemas(), crds.our_schemas()
+    record_property(
+        "schemas", f"CRDs of {crds.folder()}" if real else "our own part; set TRUESPEC_CRDS for the real ones"
+    )
+    kinds = set()
+    for objects in rendered.values():
+        for found in (found for found in objects if found["kind"] in CUSTOM):
+            kinds.add(found["kind"])
+            assert not crds.errors(ours[found["kind"]], found)
+            assert not crds.errors(real.get(found["kind"], {}), found)
+    assert kinds == CUSTOM, "every custom resource of the chart was seen"
+
+
+def test_the_schemas_of_custom_resources_find_faults(rendered: Any) -> None:
+    for schemas in (crds.our_schemas(), crds.real_schemas()):
+        for kind in schemas.keys() & {"RayService", "PodMonitor"}:
+            found = json.loads(json.dumps(one(rendered["cpu-demo"], kind)))
+            found["spec"]["selektor"] = {}
+            assert crds.errors(schemas[kind], found), f"{kind} has an unknown field"
+
+
+def test_the_values_schema_is_draft_07_and_closed() -> None:
+    made = schema()
+    Draft7Validator.check_schema(made)
+    open_maps = {"global", "livenessProbe", "readinessProbe", "requests", "limits", "podSelector", "namespaceSelector"}
+    free_form = {"ipBlock", "nodeAffinity", "podAffinity", "podAntiAffinity", "items"}  # Kubernetes' own objects
+
+    def check(node: Any, name: str) -> None:
+        if isinstance(node, list):
+            for part in node:
+                check(part, name)
+        elif isinstance(node, dict):
+            if node.get("type") == "object" and name not in open_maps | free_form:
+                assert "additionalProperties" in node, f"{name} takes any key"
+            for key, part in node.items():
+                check(part, name if key == "anyOf" else key)
+
+    check(made, "values")
+
+
+def test_every_value_is_in_the_schema_and_used() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    handwritten = yaml.safe_load(CHART_SCHEMA.read_text())
+    assert values.keys() - {"config"} == handwritten["properties"].keys() - {"global"}
+    worker = handwritten["definitions"]["worker"]["properties"].keys()
+    assert values["worker"].keys() == worker
+    assert values["head"].keys() == handwritten["properties"]["head"]["properties"].keys()
+    templates = "".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
+    for key in _leaves({name: part for name, part in values.items() if name != "config"}):
+        assert re.search(rf"\b{key}\b", templates), f"no template uses {key}"
+
+
+def _leaves(values: dict[str, Any]) -> set[str]:
+    found = set()
+    for key, value in values.items():
+        found |= _leaves(value) if isinstance(value, dict) and value and "requests" not in value else {key}
+    return found - {"grafana_dashboard", "grafana_folder", "prefill", "decode", "monolith"}
+
+
+# -- what Ray Serve gets ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_serve_config_has_only_keys_that_ray_knows(rendered: Any, name: str) -> None:
+    config = serve_config(rendered[name])
+    ServeDeploySchema.model_validate(config)
+    assert config.keys() <= ServeDeploySchema.model_fields.keys()
+    for application in config["applications"]:
+        assert application.keys() <= ServeApplicationSchema.model_fields.keys()
+        for deployment in application["deployments"]:
+            assert deployment.keys() <= DeploymentSchema.model_fields.keys()
+            if "autoscaling_config" in deployment:
+                AutoscalingConfig(**deployment["autoscaling_config"])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "vllm"])
+def test_the_application_accepts_the_serve_config_and_builds(rendered: Any, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(one(rendered[name], "RayService")["spec"]["serveConfigV2"])
+    application = load_config(file).application
+    groups = one(rendered[name], "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    config = application.effective_args
+    assert [group["groupName"] for group in groups] == sorted(config.pool_names)
+    for group in groups:
+        pool = config.pool(group["groupName"])
+        assert pool.label_selector.items() <= group["labels"].items()
+        assert str(int(pool.num_cpus)) == group["rayStartParams"]["num-cpus"]
+        assert str(int(pool.num_gpus)) == group["rayStartParams"]["num-gpus"]
+        assert pool.most_replicas == group["maxReplicas"]
+    build_app(application.args.model_dump(exclude_unset=True))
+
+
+def test_the_application_of_this_release_refuses_the_vllm_example(rendered: Any) -> None:
+    args = serve_config(rendered["vllm"])["applications"][0]["args"]
+    assert args["engine"] == {
+        "kind": "vllm",
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.92,
+        "kv_connector": "nixl",
+        "max_model_len": 32768,
+        "max_num_seqs": 128,
+    }
+    assert args["pools"]["decode"]["num_gpus"] == 2
+    with pytest.raises(Exception, match="the vllm engine is not there yet"):
+        AppConfig.model_validate(args | {"engine": {"kind": args["engine"]["kind"]}})
+
+
+def test_numbers_stay_numbers_of_their_kind(rendered: Any) -> None:
+    args = serve_config(rendered["everything"])["applications"][0]["args"]
+    assert args["limits"]["max_body_bytes"] == 41943040
+    assert isinstance(args["limits"]["max_body_bytes"], int)
+
+
+def test_only_deployments_change_with_the_number_of_replicas() -> None:
+    one_replica, three = (
+        serve_config(template(merged(MINIMAL, {"worker": {"replicas": replicas}}))) for replicas in (1, 3)
+    )
+    assert one_replica["applications"][0]["args"] == three["applications"][0]["args"]
+    assert {d["num_replicas"] for d in three["applications"][0]["deployments"]} == {3}
+
+
+def test_settings_of_the_application_change_no_pod() -> None:
+    changed = {"config": {"engine": {"max_num_seqs": 99}, "drafter": {"num_draft_tokens": 9}, "replay": {"share": 0.5}}}
+    assert pod_templates(template(MINIMAL)) == pod_templates(template(merged(MINIMAL, changed)))
+
+
+def test_the_chart_repeats_the_applications_defaults() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["config"]
+    defaults = AppConfig.model_validate({"model": {"source": "x"}})
+    assert values["limits"]["request_timeout_s"] == defaults.limits.request_timeout_s
+    assert (values["drafter"]["kind"], values["topology"]) == (defaults.drafter.kind, defaults.topology)
+    guards = (CHART / "templates" / "_guards.tpl").read_text()
+    assert f'"share" {defaults.replay.share:g} ' in guards
+    assert f"default {defaults.engine.kv_cache_tokens} $engine.kv_cache_tokens" in guards
+
+
+# -- pods ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_meet_the_restricted_security_standard(rendered: Any, name: str) -> None:
+    for component, pod in pod_templates(rendered[name]).items():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is (component == "head" and name in ("everything", "disaggregated"))
+        assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+        volumes = {kind for volume in spec.get("volumes", ()) for kind in volume.keys() - {"name"}}
+        assert volumes <= {"emptyDir", "secret", "persistentVolumeClaim"}
+        for container in [*spec["containers"], *spec.get("initContainers", ())]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mount_has_its_volume_and_no_secret_is_in_the_environment(rendered: Any, name: str) -> None:
+    for component, pod in pod_templates(rendered[name]).items():
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", ())}
+        mounted = set()
+        for container in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())]:
+            mounted |= {mount["name"] for mount in container.get("volumeMounts", ())}
+            assert not [entry for entry in container.get("env", ()) if "valueFrom" in entry]
+        assert mounted == volumes, component
+
+
+def test_labels_that_change_with_a_release_are_not_on_pods(rendered: Any) -> None:
+    for name, objects in rendered.items():
+        for component, pod in pod_templates(objects).items():
+            if component != "test":
+                assert not pod["metadata"]["labels"].keys() & {"helm.sh/chart", "app.kubernetes.io/version"}, name
+
+
+def test_selectors_find_the_pods_they_mean(rendered: Any) -> None:
+    objects = rendered["disaggregated"]
+    labels = {name: pod["metadata"]["labels"].items() for name, pod in pod_templates(objects).items()}
+    for budget in of_kind(objects, "PodDisruptionBudget"):
+        found = {name for name, has in labels.items() if budget["spec"]["selector"]["matchLabels"].items() <= has}
+        assert found == {budget["metadata"]["name"].removeprefix("demo-truespec-")}
+    for selector in (
+        one(objects, "PodMonitor")["spec"]["selector"]["matchLabels"],
+        one(objects, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+    ):
+        assert all(selector.items() <= has for has in labels.values())
+
+
+def test_a_pool_overrides_what_all_workers_have(rendered: Any) -> None:
+    pods = pod_templates(rendered["disaggregated"])
+    assert "topologySpreadConstraints" in pods["decode"]["spec"]
+    assert "topologySpreadConstraints" not in pods["prefill"]["spec"]
+    assert pods["prefill"]["spec"]["priorityClassName"] == "serving"
+    own = template(merged(MINIMAL, {"pools": {"decode": {"env": [{"name": "A", "value": "1"}], "memory": "99Gi"}}}))
+    decode, prefill = (pod_templates(own)[name]["spec"]["containers"][0] for name in ("decode", "prefill"))
+    assert {"name": "A", "value": "1"} in decode["env"] and {"name": "A", "value": "1"} not in prefill["env"]
+    assert (decode["resources"]["limits"]["memory"], prefill["resources"]["limits"]["memory"]) == ("99Gi", "32Gi")
+
+
+# -- secrets, network, monitoring ---------------------------------------------------------------------------------
+
+
+def test_secrets_are_made_or_taken_and_mounted_as_files(rendered: Any) -> None:
+    made = {secret["metadata"]["name"]: secret for secret in of_kind(rendered["everything"], "Secret")}
+    assert made.keys() == {"demo-truespec-hub", "demo-truespec-admin"}
+    assert made["demo-truespec-hub"]["stringData"] == {"token": "not-a-token"}
+    again = {secret["metadata"]["name"]: secret for secret in of_kind(template(EVERYTHING), "Secret")}
+    assert made["demo-truespec-admin"]["data"] != again["demo-truespec-admin"]["data"], "the admin token is random"
+    taken = rendered["one-gpu"]
+    assert not of_kind(taken, "Secret")
+    (pod,) = (pod for name, pod in pod_templates(taken).items() if name == "monolith")
+    secrets = {v["name"]: v["secret"]["secretName"] for v in pod["spec"]["volumes"] if "secret" in v}
+    assert secrets == {"hub-token": "hub-token", "admin-token": "truespec-admin"}
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+    args = serve_config(taken)["applications"][0]["args"]
+    assert args["admin"]["token_file"] == f"{mounts['admin-token']}/token"
+    environment = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
+    assert environment["HF_TOKEN_PATH"] == f"{mounts['hub-token']}/token"
+
+
+def test_the_network_policy_opens_what_is_needed_and_no_more(rendered: Any) -> None:
+    policy = one(rendered["minimal"], "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    opened = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", ())}
+    assert opened == {8000, 8080, 8265}
+    assert all(rule.get("from") for rule in policy["ingress"])
+    out = {port["port"] for rule in policy["egress"] for port in rule.get("ports", ())}
+    assert out == {53, 443}
+    with_all = one(rendered["everything"], "NetworkPolicy")["spec"]["egress"]
+    assert {port["port"] for rule in with_all for port in rule.get("ports", ())} == {53, 443, 6443, 6380}
+    closed = template(merged(MINIMAL, {"networkPolicy": {"enabled": False}}))
+    assert not of_kind(closed, "NetworkPolicy")
+
+
+def test_monitoring_objects_follow_what_the_cluster_knows() -> None:
+    assert not {"PodMonitor", "PrometheusRule"} & {found["kind"] for found in template(MINIMAL)}
+    forced = template(merged(MINIMAL, {"monitoring": {"podMonitor": {"enabled": True}}}))
+    assert one(forced, "PodMonitor")
+    off = merged(MINIMAL, {"monitoring": {"podMonitor": {"enabled": False}}})
+    assert not of_kind(template(off, "--api-versions", MONITORING[0]), "PodMonitor")
+
+
+def test_relabelling_gives_metrics_the_names_that_dashboards_use(rendered: Any) -> None:
+    (endpoint,) = one(rendered["cpu-demo"], "PodMonitor")["spec"]["podMetricsEndpoints"]
+    rename, drop = endpoint["metricRelabelings"]
+    assert re.fullmatch(rename["regex"], "ray_truespec_drafts_total")[1] == "truespec_drafts_total"
+    assert not re.fullmatch(rename["regex"], "ray_serve_num_http_requests")
+    assert re.fullmatch(drop["regex"], "SessionName") and not re.fullmatch(drop["regex"], "pool")
+
+
+def test_dashboards_and_rules_are_the_generated_ones_byte_for_byte(rendered: Any) -> None:
+    folder = ROOT / "dashboards" / "generated"
+    maps = of_kind(rendered["cpu-demo"], "ConfigMap")
+    files = {name: text for found in maps for name, text in found["data"].items()}
+    assert files == {path.name: path.read_text().rstrip("\n") for path in folder.glob("*.json")}
+    assert files
+    assert all(found["metadata"]["labels"]["grafana_dashboard"] == "1" for found in maps)
+    rule = one(rendered["cpu-demo"], "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((folder / "rules" / "truespec.yaml").read_text())
+
+
+def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
+    # Without a cluster helm shows no notes, so a copy of the chart has them as an object.
+    chart = shutil.copytree(CHART, tmp_path / "truespec")
+    notes = (chart / "templates" / "NOTES.txt").read_text()
+    (chart / "templates" / "notes.yaml").write_text(
+        '{{- define "notes" }}' + notes + '{{ end }}\nkind: Notes\ntext: {{ include "notes" . | quote }}\n'
+    )
+    for name in EXAMPLE_NAMES:
+        values = str(CHART / "ci" / f"{name}-values.yaml")
+        made = run_helm("template", "demo", str(chart), "-f", values, "-n", "demo", "-s", "templates/notes.yaml")
+        text = yaml.safe_load(made)["text"]
+        assert "helm -n demo test demo" in text
+        assert "The API asks for no key" in text
+        assert ("refuses the vllm engine" in text) == (name == "vllm")
+
+
+def test_config_errors_of_the_application_reach_whoever_reads_the_serve_config() -> None:
+    config = serve_config(template(MINIMAL))
+    config["applications"][0]["deployments"].append({"name": "MonolithServer", "num_replicas": 1})
+    with pytest.raises(ValueError, match="topology disaggregated has no such pool"):
+        ServeFile.model_validate(config)
+    with pytest.raises(ConfigError):
+        build_app({"model": {"source": "x"}, "topology": "sharded"})
+
+
+def test_ray_takes_the_labels_as_a_selector() -> None:
+    RayActorOptionsSchema.model_validate({"label_selector": {"truespec-decode": "true"}})

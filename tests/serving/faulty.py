@@ -1,0 +1,61 @@
+"""Replicas with a faulty engine, for tests only: the fault is there while a file is."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serve_app.backends.torch_backend import TorchBackend, load_engine
+from speculative.batch import Layout
+from speculative.config import EngineConfig
+from speculative.draft_law import PointMass
+from speculative.engine import EngineCore
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.token_wise import verify_token_wise
+
+Fault = Callable[[EngineCore, Path], None]
+
+
+def accept_every_draft(engine: EngineCore, flag: Path) -> None:
+    """What is drafted is emitted, whatever the target says."""
+    right = engine.drawer.verify
+
+    def verify(step: VerifyInput) -> VerifyOutput:
+        if not flag.exists():
+            return right(step)
+        surely = step.probs.scatter(1, step.drafts.clamp(min=0)[:, None], 1.0)
+        return verify_token_wise(
+            replace(step, probs=torch.where(step.judged[:, None], surely, step.probs), law=PointMass())
+        )
+
+    engine.drawer.verify = verify
+
+
+def misplace_rounds_with_drafts(engine: EngineCore, flag: Path) -> None:
+    """Rounds with drafts are computed some positions further on; what they leave in the KV cache is wrong too."""
+    right = engine.runner.forward
+
+    def forward(layout: Layout) -> Any:
+        wrong = flag.exists() and layout.draft_counts.any()
+        return right(replace(layout, positions=layout.positions + 9) if wrong else layout)
+
+    engine.runner.forward = forward  # type: ignore[method-assign]
+
+
+def with_fault(replica: Any, fault: Fault, flag: Path) -> Any:
+    """The deployment class with the fault in its engine."""
+
+    class Faulty(replica):  # type: ignore[misc]
+        def make_backend(self) -> TorchBackend:
+            def make(folder: Path, config: EngineConfig) -> EngineCore:
+                engine = load_engine(folder, config)
+                fault(engine, flag)
+                return engine
+
+            model, config = self._config.model, self._config.engine_config(self._pool)
+            return TorchBackend(model.source, model.served_name, config, make)
+
+    Faulty.__name__ = Faulty.__qualname__ = replica.__name__
+    return Faulty

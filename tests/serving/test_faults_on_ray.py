@@ -1,0 +1,182 @@
+"""A replica with a faulty engine, under load: it stops speculating by itself, no client sees an error, what it answers
+from then on is right, and when the fault is gone speculation comes back."""
+
+import concurrent.futures
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import serve_app.app
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
+from tests.engines import NO_DRAFTS, tiny_engine
+from tests.serving.conftest import MODEL, Service, app_args, deployed, gauge_total, wait_for
+from tests.serving.faulty import Fault, accept_every_draft, misplace_rounds_with_drafts, with_fault
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+LOOPING = "one two three one two three one two three one two"
+TOKEN = "a-test's-own-token"
+
+
+class Case(NamedTuple):
+    """What is at fault, where, and by what it may be found."""
+
+    topology: str
+    deployment: str
+    fault: Fault
+    reasons: set[str]
+
+
+class Load:
+    """Clients that ask all the time, and what they were answered."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._stop = threading.Event()
+        self.replies: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+
+    def ask(self, numbers: "itertools.count[int]") -> None:
+        with self._service.http() as http:
+            while not self._stop.is_set():
+                number = next(numbers)
+                body = {"model": MODEL, "prompt": f"{number} {LOOPING}", "max_tokens": 24, "ignore_eos": True}
+                reply = http.post("/v1/completions", json={**body, "seed": number, "temperature": 1.0})
+                if reply.status_code == 200:
+                    self.replies.append(reply.json())
+                else:
+                    self.errors.append(reply.text)
+
+    @contextmanager
+    def on(self, clients: int = 4) -> Iterator[None]:
+        numbers = itertools.count()
+        with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+            asking = [pool.submit(self.ask, numbers) for _ in range(clients)]
+            try:
+                yield
+            finally:
+                self._stop.set()
+        for one in asking:
+            one.result()
+
+
+def verdict_of(service: Service, reply: dict[str, Any]) -> dict[str, Any]:
+    with service.http() as http:
+        told = http.get(f"/v1/verdicts/{reply['id']}")
+    assert told.status_code == 200, told.text
+    return json.loads(told.text)
+
+
+def breaker_state(service: Service) -> float:
+    """Of the replica that speculates; the others' breakers stay closed, which is 0."""
+    return gauge_total(service.metrics_text(), "truespec_breaker_state")
+
+
+def asked(number: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "prompt": f"again {number} {LOOPING}",
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "temperature": number % 2,
+        "seed": number,
+        **fields,
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("monolith", "MonolithServer", accept_every_draft, {"selfcheck", "law"}),
+        Case("disaggregated", "DecodeServer", misplace_rounds_with_drafts, {"drift", "law"}),
+    ],
+    ids=["accepts everything", "misplaces rounds"],
+)
+def test_a_faulty_replica_falls_back_and_comes_back(
+    ray_port: int,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+) -> None:
+    flag, dumps, token = tmp_path / "fault", tmp_path / "dumps", tmp_path / "token"
+    flag.touch()
+    token.write_text(TOKEN)
+    faulty = with_fault(getattr(serve_app.app, case.deployment), case.fault, flag)
+    monkeypatch.setattr(serve_app.app, case.deployment, faulty)
+    args = app_args(
+        tiny_folder,
+        case.topology,
+        breaker={"cooldown_s": 1.0, "canary_requests": 3},
+        dumps={"folder": str(dumps)},
+        admin={"token_file": str(token)},
+    )
+    with deployed(ray_port, f"faulty-{case.topology}", args) as service:
+        load = Load(service)
+        with load.on():
+            wait_for(lambda: breaker_state(service) > 0, "the breaker's trip")
+        assert load.errors == []
+        text = service.metrics_text()
+        tripped = {reason for reason in case.reasons if f'reason="{reason}"}} 1.0' in text}
+        assert tripped, [line for line in text.splitlines() if "breaker_trips" in line]
+        wait_for(lambda: "suspect" in {verdict_of(service, one)["verdict"] for one in load.replies}, "suspicion")
+        assert list(dumps.glob("truespec-*-trip-*.json"))
+        # It decodes plainly now, and rightly, while the fault is still there.
+        engine = tiny_engine(tiny_folder, drafter=NO_DRAFTS)
+        for number in range(4):
+            reply = service.completion(**asked(number, verify=True))
+            assert reply["choices"][0]["token_ids"] == plain_answer(engine, reply, number)
+            assert reply["verdict"] == "verified"
+            assert reply["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+        wait_for(lambda: _canaries(service, "failed") > 0, "a canary that fails")
+        assert breaker_state(service) > 0
+        flag.unlink()
+        # Each canary that failed has doubled the time to the next.
+        wait_for(lambda: breaker_state(service) == 0, "speculation to come back", timeout_s=240)
+        assert _canaries(service, "passed") == 1
+        again = [service.completion(**asked(number, verify=True)) for number in range(4)]
+        assert {reply["verdict"] for reply in again} == {"verified"}
+        assert again[0]["choices"][0]["token_ids"] == plain_answer(engine, again[0], 0), "greedy: drafts change nothing"
+        drafted = [reply["usage"]["completion_tokens_details"] for reply in again]
+        assert sum(one["accepted_prediction_tokens"] + one["rejected_prediction_tokens"] for one in drafted) > 0
+        _switch_off_and_on(service)
+
+
+def plain_answer(engine: EngineCore, reply: dict[str, Any], number: int) -> list[int]:
+    """What an engine without the fault says to the same prompt, with nothing drafted."""
+    prompt = tuple(reply["choices"][0]["prompt_token_ids"])
+    params = SamplingParams(max_tokens=24, temperature=number % 2, ignore_eos=True)
+    engine.add(Request(reply["id"], prompt, params, seed=number))
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    return tokens
+
+
+def _switch_off_and_on(service: Service) -> None:
+    """The operator's way to the same end."""
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    with service.http() as http:
+        assert http.post("/admin/speculation", json={"mode": "off"}).status_code == 401
+        told = http.post("/admin/speculation", json={"mode": "off"}, headers=headers)
+        assert told.status_code == 200, told.text
+        enabled = "truespec_speculation_enabled"
+        wait_for(lambda: gauge_total(service.metrics_text(), enabled) == 0, "speculation to be off")
+        details = service.completion(**asked(0))["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == 0
+        http.post("/admin/speculation", json={"mode": "auto"}, headers=headers)
+        wait_for(lambda: gauge_total(service.metrics_text(), enabled) > 0, "speculation to be on")
+
+
+def _canaries(service: Service, result: str) -> float:
+    lines = service.metrics_text().splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if "truespec_canaries_total" in line and f'"{result}"' in line
+    )

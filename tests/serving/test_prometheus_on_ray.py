@@ -1,0 +1,194 @@
+"""A real Prometheus scrapes the running service under load: every panel and every rule has data, and it is right."""
+
+import concurrent.futures
+import itertools
+import math
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from dashboards.build import PAGES
+from dashboards.panels import Query
+from dashboards.rules import ALERTS, RECORDINGS
+from serve_app.metric_summary import MetricSummary
+from tests.dashboards.prometheus import Prometheus, program, promtool, running_prometheus
+from tests.serving.conftest import Service, app_args, deployed, wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+RULES = [ROOT / "dashboards" / "generated" / "rules" / name for name in ("truespec.yaml", "vllm-names.yaml")]
+APP = "watched"
+QUERIES = [
+    pytest.param(query, id=f"{page.uid}: {panel.title}: {query.legend}")
+    for page in PAGES
+    for panel in page.panels
+    for query in panel.queries
+]
+DATA_TIMEOUT_S = 180.0  # for the first figures, on a machine that is busy
+
+
+@dataclass
+class Load:
+    """Requests that keep coming until they are stopped, three at a time."""
+
+    service: Service
+    usages: list[dict[str, Any]] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> "Load":
+        self._pool = concurrent.futures.ThreadPoolExecutor(3)
+        self._workers = [self._pool.submit(self._ask, number) for number in range(3)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Let the last ones finish; a request that failed fails the test."""
+        self.stopped.set()
+        for worker in self._workers:
+            worker.result()
+        self._pool.shutdown()
+
+    def _ask(self, worker: int) -> None:
+        for number in itertools.count():
+            if self.stopped.is_set():
+                return
+            body = {"max_tokens": 40, "temperature": (0.0, 0.7)[number % 2], "seed": 1000 * worker + number}
+            prompt = f"{worker} {number} " + "one two three " * 6
+            self.usages.append(self.service.completion(prompt=prompt, ignore_eos=True, logprobs=2, **body)["usage"])
+
+
+@dataclass
+class Watched:
+    """A service under load, and the Prometheus that watches it, twice: its own exporter, and Ray's agent."""
+
+    prometheus: Prometheus
+    load: Load
+
+
+def scrape_configs(service: Service) -> list[dict[str, Any]]:
+    """As docs/metrics.md says: both exporters, under different jobs."""
+    agent = next(node["MetricsExportPort"] for node in ray.nodes() if node["Alive"])
+    front, path = re.fullmatch(r"http://([^/]+)(/.*)?", service.base_url).groups()  # type: ignore[union-attr]
+    return [
+        {"job_name": "app", "metrics_path": f"{path}/metrics", "static_configs": [{"targets": [front]}]},
+        {
+            "job_name": "ray",
+            "static_configs": [{"targets": [f"127.0.0.1:{agent}"]}],
+            "metric_relabel_configs": [
+                {"source_labels": ["__name__", "application"], "regex": f"ray_truespec_.+;{APP}", "action": "keep"},
+                {"source_labels": ["__name__"], "regex": "ray_(truespec_.+)", "target_label": "__name__"},
+                {"regex": "otel_scope_.*|SessionName|Version|Component", "action": "labeldrop"},
+            ],
+        },
+    ]
+
+
+def demo_args() -> dict[str, Any]:
+    """The application of the demo, as it is shipped."""
+    file = yaml.safe_load((ROOT / "deploy" / "configs" / "demo.yaml").read_text(encoding="utf-8"))
+    return dict(file["applications"][0]["args"])
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
+def watched(
+    request: pytest.FixtureRequest, ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Watched]:
+    program("prometheus")
+    args = app_args(tiny_folder, "disaggregated") if request.param == "tiny" else demo_args()
+    with deployed(ray_port, APP, args) as service:
+        scrape = scrape_configs(service)
+        folder = tmp_path_factory.mktemp("prometheus")
+        with running_prometheus(folder, scrape, RULES) as prometheus, Load(service) as load:
+            yield Watched(prometheus, load)
+
+
+def filled(expr: str, job: str) -> str:
+    """The expression as Grafana sends it."""
+    for name, value in {
+        "$job": job,
+        "$model": ".*",
+        "$pool": ".*",
+        "$__rate_interval": "5m",
+        "$__range": "5m",
+    }.items():
+        expr = expr.replace(name, value)
+    assert "$" not in expr
+    return expr
+
+
+def has_figures(prometheus: Prometheus, query: Query, job: str) -> bool:
+    values = [value for _, value in prometheus.values(filled(query.expr, job))]
+    return bool(values) and all(math.isfinite(value) for value in values)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_panel_has_figures(watched: Watched, query: Query) -> None:
+    prometheus = watched.prometheus
+    if not query.sparse:
+        wait_for(lambda: has_figures(prometheus, query, "app"), query.expr, DATA_TIMEOUT_S)
+    figures = prometheus.values(filled(query.expr, "app"))
+    assert all(math.isfinite(value) for _, value in figures)
+    for label in re.findall(r"{{(\w+)}}", query.legend):
+        assert all(label in labels for labels, _ in figures)
+    # Ray's agent does not export what never happened.
+    if any(value != 0 for _, value in figures):
+        wait_for(lambda: has_figures(prometheus, query, "ray"), f"{query.expr} of Ray's agent", DATA_TIMEOUT_S)
+
+
+def test_every_rule_is_evaluated_and_nothing_is_found_wrong(watched: Watched) -> None:
+    def rules() -> list[dict[str, Any]]:
+        groups = watched.prometheus.get("rules")["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    wait_for(lambda: all(rule["health"] != "unknown" for rule in rules()), "evaluation of all rules")
+    evaluated = rules()
+    assert {rule["name"] for rule in evaluated} >= {rule.name for rule in (*RECORDINGS, *ALERTS)}
+    assert not {rule["name"]: rule["lastError"] for rule in evaluated if rule["health"] != "ok"}
+    firing = {rule["name"] for rule in evaluated if rule.get("state") == "firing"}
+    assert not firing & {alert.name for alert in ALERTS if alert.severity == "critical"}  # it may be slow here
+    for name in {rule["name"] for rule in evaluated if rule["type"] == "recording"}:
+        wait_for(lambda name=name: bool(watched.prometheus.values(f'{name}{{job="app"}}')), f"figures of {name}")
+
+
+def test_promtool_has_nothing_to_say_about_what_the_service_exports(watched: Watched) -> None:
+    assert promtool("check", "metrics", text=watched.load.service.metrics_text()) == ""
+
+
+def test_acceptance_by_promql_is_the_engines_own(watched: Watched) -> None:
+    watched.load.stop()
+    service, prometheus, usages = watched.load.service, watched.prometheus, watched.load.usages
+    emitted = sum(usage["completion_tokens"] for usage in usages)
+    wait_for(lambda: service.metrics()["emitted_tokens"] == emitted, "the last reports")
+    metrics: MetricSummary = service.metrics()
+    names = {
+        "drafts_total": metrics["drafts"],
+        "draft_tokens_total": metrics["draft_tokens"],
+        "accepted_tokens_total": metrics["accepted_tokens"],
+        "emitted_tokens_total": metrics["emitted_tokens"],
+    }
+
+    def total(name: str, job: str) -> float:
+        return prometheus.value(f'sum(truespec_{name}{{job="{job}"}})')
+
+    for job in ("app", "ray"):
+        for name, value in names.items():
+            wait_for(lambda n=name, j=job, v=value: total(n, j) == v, f"{name} of {job}")
+        selector = f'{{job="{job}"}}'
+        rate = f"sum(truespec_accepted_tokens_total{selector}) / sum(truespec_draft_tokens_total{selector})"
+        assert prometheus.value(rate) == metrics["acceptance_rate"]
+        length = (
+            f"1 + sum(truespec_accepted_tokens_per_position_total{selector}) / sum(truespec_drafts_total{selector})"
+        )
+        assert prometheus.value(length) == pytest.approx(metrics["mean_accepted_length"])
+    delivered = sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages)
+    assert 0 < delivered <= metrics["accepted_tokens"] <= delivered + 4 * len(usages)

@@ -1,0 +1,77 @@
+"""E-processes: fair games stay poor, faults make them rich, and restarts cost what they should."""
+
+import math
+
+import numpy as np
+import pytest
+
+from speculative.selfcheck.eprocess import STAKES, EProcess, FreshStarts, log_wealth
+
+
+def products(values: np.ndarray) -> np.ndarray:
+    return np.log1p(np.array(STAKES) * values[:, None]).sum(axis=0)
+
+
+def feed(process: FreshStarts, values: np.ndarray, step: int = 64) -> int | None:
+    """Where it alarmed first."""
+    for start in range(0, len(values), step):
+        chunk = values[start : start + step]
+        if process.add(products(chunk), len(chunk)):
+            return start + len(chunk)
+    return None
+
+
+def test_the_wealth_is_the_mean_of_the_products() -> None:
+    values = np.random.default_rng(1).uniform(-1, 1, 50)
+    naive = np.mean([np.prod(1 + stake * values) for stake in STAKES])
+    assert math.exp(log_wealth(products(values))) == pytest.approx(naive)
+
+
+def test_a_fair_game_is_a_martingale() -> None:
+    """Exactly: over all 2^10 outcomes of ten fair coins the mean wealth is 1."""
+    coins = np.array(np.meshgrid(*[(-1.0, 1.0)] * 10)).reshape(10, -1).T
+    gains = np.log1p(np.array(STAKES) * coins[:, :, None]).sum(axis=1)
+    assert np.exp(log_wealth(gains)).mean() == pytest.approx(1)
+
+
+def test_no_alarm_without_a_fault() -> None:
+    values = np.random.default_rng(2).choice([-0.5, 0.25, 0.25], 400_000)
+    assert feed(FreshStarts(1e-6), values) is None
+
+
+def test_a_drift_after_a_long_life_is_found_by_a_fresh_start() -> None:
+    random = np.random.default_rng(3)
+    process = FreshStarts(1e-6)
+    assert feed(process, random.choice([-1.0, 1.0], 300_000)) is None
+    late = feed(process, random.choice([-1.0, 1.0], 100_000, p=[0.47, 0.53]))
+    random = np.random.default_rng(3)
+    lifelong = FreshStarts(1e-6, periods=())
+    assert feed(lifelong, random.choice([-1.0, 1.0], 300_000)) is None
+    assert late is not None
+    assert late < 30_000
+    assert feed(lifelong, random.choice([-1.0, 1.0], late, p=[0.47, 0.53])) is None
+
+
+def test_thresholds_spend_delta_once() -> None:
+    process = FreshStarts(1e-6)
+    spent = sum(math.exp(-threshold) for threshold in process._thresholds)
+    for _ in range(2000):
+        process.restart()
+        spent += sum(math.exp(-threshold) for threshold in process._thresholds)
+    assert 0.99e-6 < spent < 1e-6
+
+
+def test_it_alarms_anew_after_an_alarm() -> None:
+    process = FreshStarts(1e-6)
+    fault = np.full(2000, 0.5)
+    assert feed(process, fault) is not None
+    assert feed(process, fault) is not None
+
+
+def test_a_tolerated_shift_is_no_alarm() -> None:
+    values = np.random.default_rng(4).uniform(-0.9, 1.0, 100_000)  # mean 0.05
+    tolerant, strict = EProcess(1e-6, shift=0.06), EProcess(1e-6)
+    tolerant.add(values)
+    strict.add(values)
+    assert strict.alarm
+    assert not tolerant.alarm

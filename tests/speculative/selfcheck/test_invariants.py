@@ -1,0 +1,159 @@
+"""A broken invariant fails its request, is counted by its kind, and never becomes a token; the others go on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from deploy.audit.toy import table_engine
+from speculative import drawing
+from speculative.batch import Drawn
+from speculative.draft_law import Dense
+from speculative.engine import EngineCore
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, top_k=20, bad_words=((5,),))
+Break = Callable[[EngineCore, pytest.MonkeyPatch], None]
+
+
+def serve(engine: EngineCore) -> dict[str, list[TokenDelta]]:
+    for number in range(6):
+        engine.add(Request(f"r{number}", (number + 8,), PARAMS, seed=number + 1))
+    answers: dict[str, list[TokenDelta]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            answers.setdefault(delta.request_id, []).append(delta)
+    return answers
+
+
+def change_law(engine: EngineCore, change: Callable[[torch.Tensor], None]) -> None:
+    """Spoil the first row of q, which is the oldest request's, once."""
+    propose, spoiled = engine.drafter.propose, []
+
+    def proposing(batch: Any) -> Any:
+        draft = propose(batch)
+        if not spoiled and draft.token_ids.size:
+            spoiled.append(True)
+            probs = draft.law.probs.clone()
+            change(probs[0])
+            draft = replace(draft, law=Dense(probs))
+        return draft
+
+    engine.drafter.propose = proposing  # type: ignore[method-assign]
+
+
+def corrupt_q(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_law(engine, lambda row: row.fill_(torch.nan))
+
+
+def q_of_too_much_mass(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_law(engine, lambda row: row.mul_(1.1))
+
+
+def q_without_its_draft(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    propose = engine.drafter.propose
+
+    def proposing(batch: Any) -> Any:
+        draft = propose(batch)
+        if draft.token_ids.size:
+            probs = draft.law.probs.clone()
+            probs[0, draft.token_ids[0]] = 0
+            draft = replace(draft, law=Dense(probs / probs.sum(-1, keepdim=True)))
+        return draft
+
+    engine.drafter.propose = proposing  # type: ignore[method-assign]
+
+
+def change_drawn(monkeypatch: pytest.MonkeyPatch, change: Callable[[Drawn], Drawn]) -> None:
+    original = drawing.drawn_per_entry
+
+    def changed(*args: Any) -> list[Drawn]:
+        first, *others = original(*args)
+        return [change(first), *others]
+
+    monkeypatch.setattr(drawing, "drawn_per_entry", changed)
+
+
+def a_token_too_few(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_drawn(monkeypatch, lambda one: replace(one, num_accepted=one.num_accepted + 1))
+
+
+def a_bad_word(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_drawn(monkeypatch, lambda one: replace(one, token_ids=(*one.token_ids[:-1], 5)))
+
+
+def rows_out_of_place(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = engine.drawer.draw
+
+    def drawing_elsewhere(layout: Any, *rest: Any) -> Any:
+        positions = layout.positions.copy()
+        positions[0] += 1
+        return draw(replace(layout, positions=positions), *rest)
+
+    engine.drawer.draw = drawing_elsewhere  # type: ignore[method-assign]
+
+
+def logits_of_nan(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = engine.runner.logits
+    engine.runner.logits = lambda hidden: logits(hidden).index_fill(  # type: ignore[method-assign]
+        0, torch.tensor([0]), torch.nan
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (corrupt_q, "law"),
+        (q_of_too_much_mass, "law"),
+        (q_without_its_draft, "q_zero"),
+        (a_token_too_few, "conservation"),
+        (a_bad_word, "support"),
+        (rows_out_of_place, "positions"),
+        (logits_of_nan, "not_finite"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_broken_invariant_fails_its_request(fault: Break, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = serve(table_engine(64))
+    engine = table_engine(64)
+    fault(engine, monkeypatch)
+    answers = serve(engine)
+    failed = {name for name, deltas in answers.items() if deltas[-1].finish_reason is FinishReason.ERROR}
+    stats = engine.take_stats()
+    assert set(stats.violations) == {kind}
+    assert stats.violations[kind] == len(failed) > 0
+    for name, deltas in answers.items():
+        said = [token for delta in deltas for token in delta.token_ids]
+        expected = [token for delta in sound[name] for token in delta.token_ids]
+        if name in failed:
+            assert deltas[-1].token_ids == ()
+            assert "broke a rule" in (deltas[-1].error or "")
+            assert said == expected[: len(said)]
+        else:
+            assert said == expected
+
+
+def test_filters_that_let_everything_through_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = drawing.process
+    monkeypatch.setattr(drawing, "process", lambda logits, rows: process(logits / 50, replace(rows, filters=None)))
+    engine = table_engine(64)
+    answers = serve(engine)
+    assert {deltas[-1].finish_reason for deltas in answers.values()} == {FinishReason.ERROR}
+    assert engine.take_stats().violations == {"support": len(answers)}
+
+
+def test_a_request_whose_rules_leave_no_token_is_told_so() -> None:
+    engine = table_engine(64)
+    params = SamplingParams(max_tokens=4, allowed_token_ids=(7,), bad_words=((7,),))
+    engine.add(Request("r", (3,), params))
+    (delta,) = engine.step()
+    assert delta.finish_reason is FinishReason.ERROR
+    assert engine.take_stats().violations == {"no_token": 1}
+
+
+def test_the_sound_engine_breaks_none() -> None:
+    engine = table_engine(64)
+    assert all(deltas[-1].error is None for deltas in serve(engine).values())
+    assert engine.take_stats().violations == {}
