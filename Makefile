@@ -7,7 +7,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test slow test-all check clean
+.PHONY: help setup demo serve test slow test-all check chart checkov clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -41,6 +41,14 @@ check: $(STAMP) ## lint, formatting and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+chart: $(STAMP) ## write what is generated of the chart, and docs/configuration.md
+	$(VENV)/bin/python -m deploy.chart
+	$(VENV)/bin/truespec config reference --out docs/configuration.md
+
+checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in an environment of its own (300 MB)
+	@test -x build/checkov/bin/checkov || { $(PYTHON) -m venv build/checkov && build/checkov/bin/pip install -qq checkov==3.3.30; }
+	TRUESPEC_CHECKOV=build/checkov/bin/checkov $(VENV)/bin/python -m pytest tests/helm/test_linters.py -k checkov
 
 clean: ## remove .venv, build output and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
