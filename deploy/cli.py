@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from deploy.keys import keys
 from deploy.models import CATALOGUE, fetch_model
 from serve_app.config import ServeFile, load_config
 from speculative.errors import TruespecError
@@ -72,6 +73,9 @@ def model_list() -> None:
 def model_get(name: str) -> None:
     """Fetch a catalogue model into the cache and print its folder."""
     _out.print(str(fetch_model(name, progress=progress_printer())), soft_wrap=True)
+
+
+main.add_command(keys)
 
 
 @main.group()
@@ -230,7 +234,8 @@ def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite:
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here too.")
 def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any) -> None:
     """Train a draft head for a model, on what the model itself writes."""
-    from deploy.jobs.train_drafter import TrainJob, View, run_training
+    from deploy.jobs.train_drafter import TrainJob, run_training
+    from deploy.jobs.view import View
     from speculative.training.loop import TrainingConfig
 
     minutes, steps = options.pop("minutes"), options.pop("steps")
@@ -293,31 +298,40 @@ def bench(**options: Any) -> None:
 @main.command()
 @click.option("--mutants", is_flag=True, help="Put every known fault into an engine; tell who finds it, and when.")
 @click.option("--clean", type=click.IntRange(min=0), default=0, help="Serve so many positions without a fault.")
+@click.option("--model", help="With --clean: serve with this model instead of a table; wants --head.")
+@click.option("--head", help="The draft head of --model: a name or a folder.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the findings here.")
 @click.option(
     "--page",
     type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("docs/detection.md"),
-    show_default=True,
-    help="Gets the table of --mutants.",
+    help="Put the tables into this page; those of --mutants go to docs/detection.md without it.",
 )
-def audit(mutants: bool, clean: int, json_file: Path | None, page: Path) -> None:
+def audit(
+    mutants: bool, clean: int, model: str | None, head: str | None, json_file: Path | None, page: Path | None
+) -> None:
     """Check the self-checks: sound engines raise no alarm, and every known fault is found."""
-    from deploy.audit.report import clean_table, detection_page, detection_table
-    from deploy.audit.run import audit_clean, audit_mutants
+    from deploy.audit.model import AuditedModel
+    from deploy.audit.report import clean_table, detection_table, write_clean, write_detection
+    from deploy.audit.run import MAX_Z, VOCAB_SIZE, audit_clean, audit_mutants, pooled
 
     if not (mutants or clean):
         raise click.UsageError("Say what to audit: --mutants, --clean POSITIONS, or both.")
     report, missed = progress_printer(), list[str]()
     if clean:
-        runs = audit_clean(clean, report)
+        runs = audit_clean(clean, report, None if model is None else AuditedModel.find(model, head).serve)
         _out.print(clean_table(runs))
+        if page is not None:
+            write_clean(runs, page, model or f"a table of {VOCAB_SIZE} tokens")
         missed += [f"{run.setting}: {run.alarms | run.violations}" for run in runs if run.alarms or run.violations]
+        missed += [
+            f"{check}: its mean is {sums.z:+.1f} standard deviations from 0"
+            for check, sums in pooled(runs).items()
+            if abs(sums.z) > MAX_Z
+        ]
     if mutants:
         findings = audit_mutants(report=report)
         _out.print(detection_table(findings))
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(detection_page(findings), encoding="utf-8")
+        write_detection(findings, page or Path("docs/detection.md"))
         if json_file is not None:
             json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_text(json.dumps([one.as_dict() for one in findings], indent=2) + "\n", encoding="utf-8")
@@ -326,8 +340,81 @@ def audit(mutants: bool, clean: int, json_file: Path | None, page: Path) -> None
         raise _Failure("\n".join(missed))
 
 
+@main.command()
+@click.argument("requests", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("answers", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--url", help="Of a running server, with or without /v1.")
+@click.option("--model", "source", help="Start an engine of its own: monolith.yaml with this model, on CPUs.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Start an engine of its own: this application.")
+@click.option("--address", help="For an engine of its own: on this Ray cluster, not on one started here.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=16, show_default=True, help="Requests in flight.")
+@click.option("--retries", type=click.IntRange(min=0), default=8, show_default=True, help="Of each request.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, show_default=True, help="Seconds.")
+@click.option("--verify", is_flag=True, help="Have every answer computed again; the verdict goes with it.")
+@click.option("--retry-failed", is_flag=True, help="Ask the requests again whose lines hold no answer.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Holds the server's key; else TRUESPEC_API_KEY does.",
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures here.")
+def batch(requests: Path, answers: Path, json_file: Path | None, **options: Any) -> None:
+    """Answer a file of requests in OpenAI's batch format (JSONL); an interrupted run goes on where it ended.
+
+    Exits with 1 when a request has no answer, or an answer is suspect.
+    """
+    from deploy.jobs.batch import BatchOptions, complaint, run_batch, summary
+    from deploy.jobs.batch_files import BatchInput, BatchOutput
+    from deploy.jobs.view import View
+
+    server = {name: options.pop(name) for name in ("url", "source", "file", "address")}
+    read, key = BatchInput(requests), _api_key(options.pop("api_key_file"))
+    with BatchOutput.opened(answers, read.custom_ids, retry_failed=options.pop("retry_failed")) as output:
+        models = read.models if len(output.done) < len(read) else None
+        with _batch_server(**server, models=models) as url, View(_err) as view:
+            figures = run_batch(read, output, BatchOptions(url=url, api_key=key, **options), view)
+    for line in summary(figures):
+        _out.print(line, soft_wrap=True)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if (fault := complaint(figures)) is not None:
+        raise _Failure(fault)
+
+
 @contextmanager
-def _served(file: ServeFile, address: str | None, report: Callable[[str], None] | None = None) -> Iterator[Any]:
+def _batch_server(
+    url: str | None, source: str | None, file: Path | None, address: str | None, models: set[str] | None
+) -> Iterator[str]:
+    """Where a batch that asks for these models is answered: a server that runs, or one that runs until the block ends.
+
+    `models` is None where nothing is left to answer; then nothing is started.
+    """
+    from deploy.jobs.batch_engine import batch_application
+
+    if [url, source, file].count(None) != 2:
+        raise click.UsageError("Say who answers: --url of a server, or --model or --config for an engine of its own.")
+    if url is not None or models is None:
+        yield url or ""
+        return
+    application = batch_application(source, file, models, on_a_cluster=bool(address or os.environ.get("RAY_ADDRESS")))
+    with _served(application, address, alone=True) as client:
+        yield client.base_url
+
+
+def _api_key(file: Path | None) -> str | None:
+    if file is None:
+        return os.environ.get("TRUESPEC_API_KEY")
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _Failure(f"--api-key-file {file} cannot be read: {error}.") from error
+
+
+@contextmanager
+def _served(
+    file: ServeFile, address: str | None, report: Callable[[str], None] | None = None, *, alone: bool = False
+) -> Iterator[Any]:
     """The running application, with its model fetched first when it is one of the catalogue."""
     from deploy.client import Client
     from deploy.cluster import running_app
@@ -336,7 +423,10 @@ def _served(file: ServeFile, address: str | None, report: Callable[[str], None] 
     source = file.application.args.model.source
     if source in CATALOGUE and address is None:
         fetch_model(source, progress=report)
-    with running_app(file, report, address=address) as app, Client(app.base_url, app.model_name) as client:
+    with (
+        running_app(file, report, address=address, alone=alone) as app,
+        Client(app.base_url, app.model_name) as client,
+    ):
         yield client
 
 

@@ -1,14 +1,24 @@
 """What the audits found, for people: a table to print, and a page to keep."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.table import Table
 
-from deploy.audit.run import MAX_POSITIONS, MAX_REQUESTS, REPLAY_SHARE, VOCAB_SIZE, CleanRun, Finding
+from deploy.audit.run import MAX_POSITIONS, MAX_REQUESTS, REPLAY_SHARE, VOCAB_SIZE, CleanRun, Finding, pooled
+from deploy.bench.provenance import provenance
+from deploy.sections import write_section
 from speculative.selfcheck.monitor import DELTA
 from speculative.stats import CHECKS
 
 _NOTHING = "NOT FOUND"
+_COMMAND = "audit"
+_HEAD = """# Who finds which fault, and when
+
+Every section below was written by the command that stands in it. Each fault of the catalogue that a running engine can
+have is put back into one, which then serves until somebody finds it, and as long again; engines without a fault serve
+for a long time, and nothing may alarm.
+"""
 
 
 def detection_table(findings: Sequence[Finding]) -> Table:
@@ -21,18 +31,18 @@ def detection_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def detection_page(findings: Sequence[Finding]) -> str:
-    """The page `docs/detection.md`."""
+def write_detection(findings: Sequence[Finding], page: Path) -> None:
+    """Write the table of mutants into the page."""
     lines = [
-        "# Who finds which fault, and when",
+        "## Faults put back",
         "",
-        "Written by `truespec audit --mutants`; not to be edited. Each fault of the catalogue that a running engine "
-        "can have is put back into one, which then serves until somebody finds it, and as long again.",
+        _origin(),
         "",
         f"Faults of sampling are served from a table of {VOCAB_SIZE} tokens for at most {MAX_POSITIONS:,} positions, "
         f"all others by a tiny decoder for at most {MAX_REQUESTS} requests, of which {REPLAY_SHARE:.0%} are replayed "
         f"by an engine without the fault. `term x` is a self-check that alarmed (false alarms: at most {DELTA:g} each "
-        "over an engine's life), `invariant` a rule that every step must keep: the request that broke it was failed.",
+        "over an engine's life), `invariant` a rule that every step must keep: the request that broke it was failed. "
+        "Each fault was served once, so a delay tells its order of magnitude.",
         "",
         "| fault | detectors, with the delay of each | found after | acceptance (without the fault) |",
         "|---|---|---|---|",
@@ -40,7 +50,25 @@ def detection_page(findings: Sequence[Finding]) -> str:
     lines += [f"| {f.fault} | {_detectors(f)} | {_delay(f)} | {_acceptance(f)} |" for f in findings]
     lines += ["", "The terms:", ""]
     lines += [f"- `{check}`: {meaning}." for check, meaning in CHECKS.items()]
-    return "\n".join(lines) + "\n"
+    write_section(page, _COMMAND, "mutants", "\n".join(lines), head=_HEAD)
+
+
+def write_clean(runs: Sequence[CleanRun], page: Path, what: str) -> None:
+    """Write the clean runs into the page; `what`: the model they were served by."""
+    lines = [
+        f"## Sound engines: {what}",
+        "",
+        f"{_origin()} Nothing may alarm.",
+        "",
+        "| setting | positions | alarms and violations | worst \\|z\\| of a term |",
+        "|---|---:|---|---:|",
+    ]
+    lines += [f"| {run.setting} | {run.num_positions:,} | {_told(run)} | {run.worst_z:.2f} |" for run in runs]
+    lines += ["", "All settings together:", "", "| term | draws | mean | z |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| `{check}` | {sums.num:,} | {sums.mean:+.2e} | {sums.z:+.2f} |" for check, sums in pooled(runs).items()
+    ]
+    write_section(page, _COMMAND, f"clean, {what}", "\n".join(lines), head=_HEAD)
 
 
 def clean_table(runs: Sequence[CleanRun]) -> Table:
@@ -49,9 +77,17 @@ def clean_table(runs: Sequence[CleanRun]) -> Table:
     for heading in ("setting", "positions", "alarms and violations", "worst |z| of a term"):
         table.add_column(heading)
     for run in runs:
-        told = ", ".join(f"{kind} {count}" for kind, count in (run.alarms | run.violations).items()) or "none"
-        table.add_row(run.setting, f"{run.num_positions:,}", told, f"{run.worst_z:.2f}")
+        table.add_row(run.setting, f"{run.num_positions:,}", _told(run), f"{run.worst_z:.2f}")
     return table
+
+
+def _told(run: CleanRun) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in (run.alarms | run.violations).items()) or "none"
+
+
+def _origin() -> str:
+    found = provenance()
+    return f"`{found['command']}`: {found['date']}, commit {found['commit']}, {found['cpu']}."
 
 
 def _detectors(finding: Finding) -> str:

@@ -10,6 +10,7 @@ from deploy.audit.mutants import MUTANTS, Install
 from deploy.audit.toy import table_engine, tiny_engine
 from deploy.audit.traffic import FILTERED, PLAIN, STOPPING, mixed, sampling
 from deploy.audit.watch import Answer, Replayer, Watch
+from speculative.config import VerifierName
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from speculative.stats import CHECKS, CheckSums, StepStats
@@ -18,6 +19,7 @@ VOCAB_SIZE = 1024
 MAX_POSITIONS = 200_000
 MAX_REQUESTS = 200
 REPLAY_SHARE = 0.1
+MAX_Z = 5.0  # of the mean of a term over all clean runs
 SAMPLED = {"drawn": PLAIN, "chosen": PLAIN, "stopping": STOPPING}
 """Traffic that a table serves, and how it is sampled."""
 
@@ -100,26 +102,50 @@ class CleanRun:
         return max((abs(sums.z) for sums in self.checks.values()), default=0.0)
 
 
-CLEAN_SETTINGS: tuple[tuple[str, dict[str, Any], SamplingParams], ...] = tuple(
-    (f"{verifier}, {drafts} drafts, filters {filters}", {"verifier": verifier, "chosen": drafts == "chosen"}, params)
-    for verifier in ("token_wise", "block", "coupled")
-    for drafts in ("drawn", "chosen")
-    for filters, params in (("off", PLAIN), ("on", FILTERED))
+@dataclass(frozen=True, slots=True)
+class CleanSetting:
+    """One way to serve: who verifies, how drafts are made, and how requests are sampled."""
+
+    verifier: VerifierName
+    chosen: bool  # drafts are the likeliest tokens, not drawn
+    params: SamplingParams
+
+    def __str__(self) -> str:
+        drafts, filters = "chosen" if self.chosen else "drawn", "off" if self.params == PLAIN else "on"
+        return f"{self.verifier}, {drafts} drafts, filters {filters}"
+
+
+VERIFIERS: tuple[VerifierName, ...] = ("token_wise", "block", "coupled")
+CLEAN_SETTINGS = tuple(
+    CleanSetting(verifier, chosen, params)
+    for verifier in VERIFIERS
+    for chosen in (False, True)
+    for params in (PLAIN, FILTERED)
 )
+Serve = Callable[[CleanSetting, int], tuple[EngineCore, Iterator[Request]]]
+"""An engine for a setting, and endless requests that follow from a seed."""
 
 
-def audit_clean(num_positions: int, report: Report = lambda _: None, vocab_size: int = VOCAB_SIZE) -> list[CleanRun]:
-    """Serve `num_positions` with sound engines, all verifiers, kinds of drafts and filters taken together."""
+def audit_clean(num_positions: int, report: Report = lambda _: None, serve: Serve | None = None) -> list[CleanRun]:
+    """Serve `num_positions` with sound engines, all verifiers, kinds of drafts and filters taken together.
+
+    serve: makes the engines; without it they are tables of VOCAB_SIZE tokens.
+    """
     runs = []
-    for index, (setting, options, params) in enumerate(CLEAN_SETTINGS):
-        engine = table_engine(vocab_size, self_check_share=1.0, **options)
+    for index, setting in enumerate(CLEAN_SETTINGS):
+        engine, requests = (serve or serve_table)(setting, 1000 + index)
         watch = Watch()
-        requests = sampling(vocab_size, params, seed=1000 + index)
         _serve(engine, requests, watch, lambda _, count: count >= num_positions / len(CLEAN_SETTINGS), unit="positions")
         total = watch.total
-        runs.append(CleanRun(setting, total.num_emitted, total.alarms, total.violations, total.checks))
+        runs.append(CleanRun(str(setting), total.num_emitted, total.alarms, total.violations, total.checks))
         report(f"{setting}: {total.num_emitted} positions, worst z {runs[-1].worst_z:.2f}, alarms {total.alarms}")
     return runs
+
+
+def serve_table(setting: CleanSetting, seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[EngineCore, Iterator[Request]]:
+    """Serve from a table."""
+    engine = table_engine(vocab_size, self_check_share=1.0, verifier=setting.verifier, chosen=setting.chosen)
+    return engine, sampling(vocab_size, setting.params, seed)
 
 
 def pooled(runs: Sequence[CleanRun]) -> dict[str, CheckSums]:

@@ -1,7 +1,6 @@
 """The figures as tables: on a terminal, and as a section of a Markdown page."""
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +12,7 @@ from rich.table import Table
 from deploy.bench.figures import Acceptance, Row, memory, rows, steps
 from deploy.bench.provenance import describe
 from deploy.bench.rounds import BenchResult
+from deploy.sections import write_section
 
 _HEAD = """# Benchmarks
 
@@ -54,13 +54,7 @@ def render(found: BenchResult) -> RenderableType:
 
 def write_markdown(found: BenchResult, path: Path, section: str, plots: Sequence[Path] = ()) -> None:
     """Put the section into the page: in the place of the one of that name, or at its end."""
-    begin, end = f"<!-- bench: {section} -->", "<!-- end of bench -->"
-    text = f"{begin}\n{_markdown(found, section, path, plots)}{end}\n"
-    page = path.read_text(encoding="utf-8") if path.exists() else _HEAD
-    there = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end) + r"\n", re.DOTALL)
-    page = there.sub(lambda _: text, page) if there.search(page) else f"{page.rstrip()}\n\n{text}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_section(path, "bench", section, _markdown(found, section, path, plots), head=_HEAD)
 
 
 def print_report(found: BenchResult, console: Console) -> None:

@@ -1,14 +1,17 @@
 """The audit: every known fault is found while an engine runs, and a sound engine is left in peace."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from deploy.audit import run
+from deploy.audit.model import AuditedModel
 from deploy.audit.mutants import MUTANTS
 from deploy.cli import main
+from speculative.stats import CheckSums
 
 FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F1": "replay drift",
@@ -43,17 +46,17 @@ def test_the_catalogue_is_covered() -> None:
 
 
 def test_sound_engines_raise_no_alarm() -> None:
-    runs = run.audit_clean(12_000, vocab_size=128)
+    runs = run.audit_clean(12_000, serve=partial(run.serve_table, vocab_size=128))
     assert sum(one.num_positions for one in runs) >= 12_000
     assert all(not (one.alarms or one.violations) for one in runs)
-    assert all(abs(sums.z) < 5 for sums in run.pooled(runs).values())
+    assert all(abs(sums.z) < run.MAX_Z for sums in run.pooled(runs).values())
 
 
 @pytest.mark.slow
 def test_sound_engines_raise_no_alarm_in_two_million_positions() -> None:
     runs = run.audit_clean(2_000_000)
     assert all(not (one.alarms or one.violations) for one in runs)
-    assert all(abs(sums.z) < 5 for sums in run.pooled(runs).values())
+    assert all(abs(sums.z) < run.MAX_Z for sums in run.pooled(runs).values())
 
 
 def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +67,8 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch
     result = CliRunner().invoke(main, ["audit", "--mutants", "--page", str(page), "--json", str(figures)])
     assert result.exit_code == 1
     assert "nobody found it" in result.output
+    CliRunner().invoke(main, ["audit", "--mutants", "--page", str(page)])
+    assert page.read_text("utf-8").count("## Faults put back") == 1, "a section is written anew in its place"
     assert "| F8 something | term f (416), term c (717) | 416 positions | 43.0% (45.0%) |" in page.read_text("utf-8")
     assert json.loads(figures.read_text("utf-8"))[0] == {
         "fault": "F8 something",
@@ -73,3 +78,35 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch
         "acceptance": 0.43,
         "sound_acceptance": 0.45,
     }
+
+
+def test_a_clean_run_is_written_beside_the_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = CheckSums(100, 10.0, 9.0, 40.0)
+    crooked = CheckSums(10_000, 900.0, 0.0, 400.0)
+    page = tmp_path / "detection.md"
+    page.write_text("# Mine\n", encoding="utf-8")
+    monkeypatch.setattr(run, "audit_clean", lambda *_: [run.CleanRun("block, drawn", 1234, {}, {}, {"a": sums})])
+    result = CliRunner().invoke(main, ["audit", "--clean", "1234", "--page", str(page)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text("utf-8")
+    assert text.startswith("# Mine\n")
+    assert "| block, drawn | 1,234 | none |" in text
+    assert f"| `a` | 100 | {sums.mean:+.2e} | {sums.z:+.2f} |" in text
+    monkeypatch.setattr(run, "audit_clean", lambda *_: [run.CleanRun("block, drawn", 1234, {}, {}, {"a": crooked})])
+    result = CliRunner().invoke(main, ["audit", "--clean", "1234"])
+    assert result.exit_code == 1
+    assert "standard deviations from 0" in result.output
+
+
+def test_a_model_wants_its_head() -> None:
+    result = CliRunner().invoke(main, ["audit", "--clean", "10", "--model", "smollm2-135m"])
+    assert result.exit_code == 1
+    assert "--head is missing" in result.output
+
+
+@pytest.mark.slow
+def test_a_real_model_raises_no_alarm() -> None:
+    model = AuditedModel.find("smollm2-135m", "smollm2-135m-eagle3")
+    runs = run.audit_clean(6_000, serve=model.serve)
+    assert all(not (one.alarms or one.violations) for one in runs)
+    assert all(abs(sums.z) < run.MAX_Z for sums in run.pooled(runs).values())

@@ -135,7 +135,8 @@ async def test_a_canary_of_late_requests_brings_speculation_back(replica: Replic
     assert replica.backend.speculation is Speculation.ON
     assert [job.request.prompt_token_ids[0] for job in replica.judged] == [3, 4, 5]
     assert [job.request.params.temperature for job in replica.judged] == [0.0, 0.5, 0.0], "every other one is greedy"
-    assert all(job.num_drafted > 0 and job.request.canary for job in replica.judged)
+    assert all(job.request.canary for job in replica.judged)
+    assert all(job.num_drafted > 0 for job in replica.judged[::2]), "what is greedy here repeats itself"
     assert all(job.request.seed != 9 for job in replica.judged), "an old seed would draw the same numbers again"
     assert all(job.request.params.max_tokens <= 48 for job in replica.judged)
     assert len({job.request.request_id for job in replica.judged}) == 3

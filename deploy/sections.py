@@ -1,0 +1,23 @@
+"""Sections of a Markdown page that a command writes: each is written anew in its place, the rest of the page stays."""
+
+import re
+from pathlib import Path
+
+
+def write_section(path: Path, command: str, name: str, body: str, *, head: str) -> None:
+    """Put a section into the page: in the place of the one of that name, or at its end.
+
+    Args:
+        path: the page; made, folders included, where it is missing.
+        command: who writes it, such as `bench`; with `name` it marks the section.
+        name: of the section.
+        body: Markdown.
+        head: what a new page begins with.
+    """
+    begin, end = f"<!-- {command}: {name} -->", f"<!-- end of {command} -->"
+    text = f"{begin}\n{body.rstrip()}\n{end}\n"
+    page = path.read_text(encoding="utf-8") if path.exists() else head
+    there = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end) + r"\n", re.DOTALL)
+    page = there.sub(lambda _: text, page) if there.search(page) else f"{page.rstrip()}\n\n{text}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
