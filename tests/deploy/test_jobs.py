@@ -1,0 +1,90 @@
+"""The verbs of `truespec` as jobs of a Ray cluster with token auth, submitted as docs/jobs.md says."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_models import write_tiny_model
+
+from tests.ray_head import RayHead, ray_head
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(num_cpus=4) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", tokenizer=True, num_hidden_layers=4)
+
+
+def test_a_job_without_the_clusters_token_is_refused(head: RayHead) -> None:
+    done = head.submit("truespec", "--version", token=False)
+    assert done.returncode != 0
+    assert "401" in done.stdout + done.stderr or "token" in done.stdout + done.stderr
+
+
+def test_audit(head: RayHead) -> None:
+    done = head.submit("truespec", "audit", "--clean", "2000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "alarms" in done.stdout and "succeeded" in done.stdout
+
+
+def test_a_job_that_fails_is_told_as_failed(head: RayHead) -> None:
+    done = head.submit("truespec", "audit")
+    assert done.returncode == 1
+    assert "Say what to audit" in done.stdout + done.stderr
+
+
+def test_bench(head: RayHead, model: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "bench.json"
+    small = ["--kinds", "chat", "--streams", "2", "--temperatures", "0", "--rounds", "1", "--tokens", "8"]
+    engines = ["--engines", "ours/off,ours/ngram", "--threads", "1", "--dtype", "float32"]
+    done = head.submit("truespec", "bench", "--model", str(model), *engines, *small, "--json", str(figures))
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads(figures.read_text())
+    assert {sample["engine"] for sample in measured["samples"]} == {"ours/off", "ours/ngram"}
+
+
+def test_train_drafter(head: RayHead, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    small = ["--kind", "mtp", "--conversations", "40", "--steps", "4"]
+    done = head.submit("truespec", "train-drafter", "--model", str(model), "--out", str(out), *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((out / "report.json").read_text())
+    assert report["final"]["step"] == 4
+    assert report["provenance"]["kind"] == "mtp"
+
+
+def test_batch_with_an_engine_of_its_own_twice(head: RayHead, model: Path, tmp_path: Path) -> None:
+    """The second job finds nothing left of the first one's application, and what it wrote."""
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def ask(number: int) -> None:
+        body = {"model": "tiny", "prompt": "a b c", "max_tokens": 6, "logprobs": 1, "return_token_ids": True}
+        lines = [
+            {"custom_id": f"r{one}", "method": "POST", "url": "/v1/completions", "body": body | {"seed": one}}
+            for one in range(number)
+        ]
+        requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    command = ["truespec", "batch", str(requests), str(answers), "--model", str(model), "--verify"]
+    for number in (8, 12):
+        ask(number)
+        done = head.submit(*command)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert {result["custom_id"] for result in results} == {f"r{one}" for one in range(number)}
+        assert len(results) == number
+    assert "12 of 12 requests done, 8 of them before" in done.stdout
+    for result in results:
+        body = result["response"]["body"]
+        assert body["verdict"] == "verified", body
+        (choice,) = body["choices"]
+        assert len(choice["token_logprobs"]) == len(choice["token_ids"]) >= 1
+        assert all(logprob <= 0 for logprob in choice["token_logprobs"])
