@@ -106,6 +106,8 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
         "prefix_caching": False,
         "weights": options.text("weights", "auto"),
         "device": options.text("device", "auto"),
+        "verifier": options.text("verifier", EngineConfig().verifier),
+        "self_check_share": options.share("checks", EngineConfig().self_check_share),
     }
 
 
@@ -265,6 +267,14 @@ class _Options:
         if not value.isdecimal():
             raise ConfigError(f"--engines: {self._name.text}: {key} must be a whole number, got {value!r}.")
         return int(value)
+
+    def share(self, key: str, default: float) -> float:
+        """An option from 0 to 1."""
+        value = self.text(key, str(default))
+        try:
+            return float(value)
+        except ValueError:
+            raise ConfigError(f"--engines: {self._name.text}: {key} must be a number, got {value!r}.") from None
 
     def require_all_used(self) -> None:
         """Refuse what nobody asked for.

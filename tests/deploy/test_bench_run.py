@@ -123,6 +123,7 @@ def test_the_command_compares_real_engines(tmp_path: Path) -> None:
         (["--engines", "ours"], "family/variant"),
         (["--engines", "theirs/off"], "no engine 'theirs'"),
         (["--engines", "ours/off:k=2"], "unknown k"),
+        (["--engines", "ours/off:checks=half"], "checks must be a number"),
         (["--engines", "ours/ngram:k=two"], "k must be a whole number"),
         (["--engines", "ours/ngram:k=65"], "num_draft_tokens"),
         (["--engines", "vllm/best"], "vllm has off, ngram"),
