@@ -149,6 +149,42 @@ def test_a_faulty_replica_falls_back_and_comes_back(
         _switch_off_and_on(service)
 
 
+@pytest.mark.slow  # Serve takes half a minute to believe that a replica is unhealthy
+def test_a_replica_that_goes_wrong_twice_is_replaced(
+    ray_port: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag, token = tmp_path / "fault", tmp_path / "token"
+    token.write_text(TOKEN)
+    faulty = with_fault(serve_app.app.MonolithServer, accept_every_draft, flag)
+    monkeypatch.setattr(serve_app.app, "MonolithServer", faulty)
+    args = app_args(
+        tiny_folder, "monolith", breaker={"cooldown_s": 1.0, "canary_requests": 3}, admin={"token_file": str(token)}
+    )
+    with deployed(ray_port, "faulty-twice", args) as service:
+        service.completion(**asked(0))
+        first = replica_names(service)
+        for _ in range(2):
+            wait_for(lambda: breaker_state(service) == 0, "speculation to come back", timeout_s=240)
+            flag.touch()
+            with Load(service).on():
+                wait_for(lambda: breaker_state(service) > 0, "the breaker's trip")
+            flag.unlink()
+        wait_for(lambda: bool(replica_names(service) - first), "another replica", timeout_s=240)
+        reply = service.completion(**asked(0, verify=True))
+        assert reply["choices"][0]["token_ids"] == plain_answer(
+            tiny_engine(tiny_folder, drafter=NO_DRAFTS), reply, 0
+        ), "greedy: drafts change nothing"
+        details = reply["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0, "it speculates"
+
+
+def replica_names(service: Service) -> set[str]:
+    """Replicas that the referee has heard of lately; none while the only one is being replaced."""
+    with service.http() as http:
+        told = http.get("/admin/speculation", headers={"authorization": f"Bearer {TOKEN}"})
+    return {one["replica"] for one in told.json()["replicas"]} if told.status_code == 200 else set()
+
+
 def plain_answer(engine: EngineCore, reply: dict[str, Any], number: int) -> list[int]:
     """What an engine without the fault says to the same prompt, with nothing drafted."""
     prompt = tuple(reply["choices"][0]["prompt_token_ids"])
