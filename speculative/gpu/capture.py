@@ -1,0 +1,56 @@
+"""Captures a function over static tensors, to be replayed as one launch."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Outputs = TypeVar("Outputs")
+
+_WARM_UPS = 2  # kernels are compiled, and libraries set up, before anything is recorded
+
+
+class Capturer:
+    """Captures functions that take nothing, read and write static tensors, and return tensors.
+
+    On a CUDA device each becomes a CUDA graph; all share one memory pool, so they are to be replayed one after another,
+    on one stream. Elsewhere a replay calls the function: the same code on the same buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_captured = 0
+        self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def capture(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        """A replay of the function; what it returns is overwritten by the next one.
+
+        The function is called a few times here, on what its buffers hold: let it be padding.
+        """
+        self.num_captured += 1
+        return function if self._pool is None else self._as_graph(function)
+
+    def _as_graph(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        with torch.cuda.device(self.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    function()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of the process may use CUDA meanwhile; only this one's mistakes end the capture.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = function()
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+def copy_once(parts: list[Tensor]) -> Tensor:
+    """Everything the host wants, as one float64 vector: whole numbers below 2**53 stay exact."""
+    return torch.cat([part.reshape(-1).to(torch.float64) for part in parts])

@@ -1,0 +1,32 @@
+"""Tests that need a CUDA device: `make test-gpu` fails where there is none, any other run skips them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session")
+def gpu_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with 512 tokens, whose heads are wide enough for tensor cores."""
+    folder = tmp_path_factory.mktemp("gpu") / "target"
+    return _write(folder, seed=0)
+
+
+@pytest.fixture(scope="session")
+def stranger_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one, of other weights."""
+    return _write(tmp_path_factory.mktemp("gpu") / "stranger", seed=5)
+
+
+def _write(folder: Path, seed: int) -> Path:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return write_tiny_model(folder, seed=seed, num_key_value_heads=2, max_position_embeddings=1024, **sizes)

@@ -1,0 +1,146 @@
+"""CUDA graphs against the same code run eagerly, and the engine with graphs against the engine without."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculative.config import DrafterConfig
+from speculative.engine import EngineCore
+from speculative.gpu.capture import Capturer, Outputs
+from speculative.gpu.staging import Field, StagedInputs
+from speculative.gpu.step import graph_bytes
+from speculative.model.paged_attention import AttentionSizes
+from speculative.request import Request, SamplingParams
+from tests.engines import NO_DRAFTS, Answer, assert_idle, decoder_of, run, settings
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
+NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_min=1)
+
+
+def gpu_engine(folder: Path, **changes: Any) -> EngineCore:
+    sizes = {"device": "cuda", "kv_cache_tokens": 4096, "max_num_seqs": 8, "max_batched_tokens": 256, "block_size": 16}
+    return EngineCore.load(folder, settings(**{**sizes, **changes}))
+
+
+def answers(engine: EngineCore, params: list[SamplingParams]) -> dict[str, Answer]:
+    for index, own in enumerate(params):
+        engine.add(Request(f"r{index}", PROMPTS[index % len(PROMPTS)], own, seed=index))
+    found = run(engine)
+    assert_idle(engine)
+    return found
+
+
+def drafter(kind: str, folder: Path) -> DrafterConfig:
+    if kind == "none":
+        return NO_DRAFTS
+    return NGRAM if kind == "ngram" else DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
+
+
+def test_a_replay_reads_what_was_sent_and_does_what_the_function_does(cuda: torch.device) -> None:
+    inputs = StagedInputs({"rows": Field((64, 64), torch.float32, 0.0)}, cuda)
+    weight = torch.randn((64, 64), device=cuda)
+
+    def function() -> torch.Tensor:
+        return torch.softmax(inputs.on_device["rows"] @ weight, dim=-1)
+
+    capturer = Capturer(cuda)
+    replay = capturer.capture(function)
+    for seed in range(4):
+        inputs.next_host()["rows"][:] = torch.randn((64, 64), generator=torch.Generator().manual_seed(seed)).numpy()
+        inputs.send()
+        assert torch.equal(replay(), function())
+
+
+def test_graphs_that_share_a_pool_do_not_write_over_one_anothers_results(cuda: torch.device) -> None:
+    capturer = Capturer(cuda)
+    source = torch.arange(1 << 16, device=cuda, dtype=torch.float32)
+    first = capturer.capture(lambda: source * 2)
+    second = capturer.capture(lambda: (source * 3).sort(descending=True).values)
+    kept = first()
+    second()
+    assert torch.equal(kept, source * 2)
+
+
+class EagerCapturer(Capturer):
+    """Never captures: what a replay should give, on the same device and the same buffers."""
+
+    def capture(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        return function
+
+
+PLAIN = [
+    SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, logprobs=0)
+    for temperature in (0, 1, 1, 0.7, 0, 1)
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
+def test_replayed_steps_give_the_bits_of_eager_ones(
+    cuda: torch.device, gpu_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+) -> None:
+    replayed = answers(gpu_engine(gpu_folder, dtype=dtype, drafter=drafter(kind, gpu_folder)), PLAIN)
+    monkeypatch.setattr("speculative.gpu.step.Capturer", EagerCapturer)
+    eager = answers(gpu_engine(gpu_folder, dtype=dtype, drafter=drafter(kind, gpu_folder)), PLAIN)
+    assert {name: (one.token_ids, one.values) for name, one in replayed.items()} == {
+        name: (one.token_ids, one.values) for name, one in eager.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
+def test_graphs_emit_what_the_plain_path_emits(cuda: torch.device, gpu_folder: Path, kind: str) -> None:
+    own = drafter(kind, gpu_folder)
+    graphed = answers(gpu_engine(gpu_folder, drafter=own), PLAIN)
+    plain = answers(gpu_engine(gpu_folder, drafter=own, cuda_graphs=False), PLAIN)
+    for name, answer in graphed.items():
+        assert answer.token_ids == plain[name].token_ids
+        assert answer.values == pytest.approx(plain[name].values, abs=1e-3)
+
+
+def test_reproducible_requests_say_the_same_with_and_without_speculation(cuda: torch.device, gpu_folder: Path) -> None:
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, reproducible=True)] * 4
+    texts = [
+        {name: one.token_ids for name, one in answers(gpu_engine(gpu_folder, drafter=own), params).items()}
+        for own in (NO_DRAFTS, NGRAM, drafter("draft_model", gpu_folder))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_full_rounds_find_their_graphs_captured_and_the_memory_estimate_holds(
+    cuda: torch.device, gpu_folder: Path
+) -> None:
+    before = gpu_engine(gpu_folder, drafter=drafter("draft_model", gpu_folder), cuda_graphs=False)
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    del before
+    engine = gpu_engine(gpu_folder, drafter=drafter("draft_model", gpu_folder))
+    torch.cuda.empty_cache()
+    sizes = AttentionSizes(16, 4, -(-engine.max_model_len // 16))
+    assert engine.graphs is not None
+    estimate = graph_bytes(decoder_of(engine), engine.graphs.buckets, sizes, object())
+    # Libraries keep workspaces of their own, and the allocator's segments are not full.
+    assert torch.cuda.memory_reserved() - reserved < estimate + (256 << 20)
+    assert engine.graphs is not None
+    captured = engine.graphs.capturer.num_captured
+    assert captured > 0
+    answers(engine, [SamplingParams(max_tokens=1 + 4 * 5, ignore_eos=True, temperature=0)] * 8)
+    assert engine.graphs.capturer.num_captured - captured <= 6, "only rounds cut short by the end of an answer"
+
+
+def test_sampled_tokens_follow_the_law_on_the_gpu(cuda: torch.device, gpu_folder: Path, stranger_folder: Path) -> None:
+    """Self-checks over thousands of positions raise no alarm, and none of their means is far from 0."""
+    own = drafter("draft_model", stranger_folder)
+    engine = gpu_engine(gpu_folder, drafter=own, self_check_share=1.0, max_num_seqs=32)
+    for index in range(64):
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        engine.add(Request(f"r{index}", PROMPTS[index % len(PROMPTS)], params, seed=1000 + index))
+    run(engine)
+    stats = engine.take_stats()
+    assert not stats.alarms
+    assert stats.checks["d"].num > 5000
+    for check in ("d", "a", "g"):
+        assert abs(stats.checks[check].z) < 5

@@ -1,0 +1,76 @@
+"""The compiled attention kernels against plain torch, in the types and sizes that serve."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.kv_cache import KVCache, KVShape
+from speculative.model.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
+
+pytestmark = pytest.mark.gpu
+BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5
+SIZES = AttentionSizes(BLOCK_SIZE, MAX_QUERIES, MAX_BLOCKS)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+HEADS = [(9, 3, 64), (32, 8, 128), (16, 1, 80), (4, 4, 32)]
+
+
+def scene(
+    cuda: torch.device, heads: tuple[int, int, int], contexts: list[int], num_queries: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
+    """Sequences with `num_queries` rows behind contexts of these lengths; one of -1 is padding.
+
+    What a sequence holds is a function of its length alone. Slots that nobody sees hold NaN.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    num_blocks = len(contexts) * MAX_BLOCKS + 1
+    cache = KVCache(KVShape(1, num_kv_heads, head_dim), num_blocks * BLOCK_SIZE, dtype=dtype, device=cuda)
+    cache.data.fill_(torch.nan)
+    blocks = torch.full((len(contexts), MAX_BLOCKS), num_blocks - 1)
+    visible = torch.zeros((len(contexts), num_queries), dtype=torch.int64)
+    query = torch.zeros((len(contexts), num_queries, num_heads, head_dim))
+    for index, length in enumerate(contexts):
+        if length < 0:
+            continue
+        random = torch.Generator().manual_seed(length)
+        used = -(-(length + num_queries) // BLOCK_SIZE)
+        own = torch.randperm(MAX_BLOCKS, generator=random)[:used] + index * MAX_BLOCKS
+        blocks[index, :used] = own
+        slots = (own[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[: length + num_queries]
+        drawn = torch.randn((2, MAX_BLOCKS * BLOCK_SIZE, num_kv_heads, head_dim), generator=random)
+        cache.data[0, :, slots.to(cuda)] = drawn[:, : length + num_queries].to(cuda, dtype)
+        visible[index] = torch.arange(length + 1, length + num_queries + 1)
+        query[index] = torch.randn((MAX_QUERIES, num_heads, head_dim), generator=random)[:num_queries]
+    keys, values = cache.data[0].unbind(0)
+    rows = PagedRows(
+        torch.zeros(visible.numel(), dtype=torch.int64, device=cuda), *(visible.flatten().to(cuda), blocks.to(cuda))
+    )
+    return query.flatten(0, 1).to(cuda, dtype), keys, values, rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_kernels_agree_with_torch(cuda: torch.device, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    from speculative.model.triton_attention import TritonAttend
+
+    contexts = [0, 1, 15, 16, SPLIT_TOKENS - 3, SPLIT_TOKENS, 1000, -1, 2000]
+    for num_queries in (1, 2, 4, MAX_QUERIES):
+        arguments = scene(cuda, heads, contexts, num_queries, dtype)
+        found, expected = TritonAttend(SIZES)(*arguments), TorchAttend(BLOCK_SIZE)(*arguments)
+        assert (found.float() - expected.float()).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
+    cuda: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    from speculative.model.triton_attention import TritonAttend
+
+    attend, contexts = TritonAttend(SIZES), [700, 3, -1, 1500, 255, 256]
+    whole = attend(*scene(cuda, heads, contexts, MAX_QUERIES, dtype)).unflatten(0, (-1, MAX_QUERIES))
+    again = attend(*scene(cuda, heads, contexts, MAX_QUERIES, dtype)).unflatten(0, (-1, MAX_QUERIES))
+    assert torch.equal(whole, again), "two runs give the same bits"
+    for index in (0, 3, 4, 5):
+        for num_queries in (1, 3, MAX_QUERIES):
+            alone = attend(*scene(cuda, heads, [contexts[index]], num_queries, dtype))
+            assert torch.equal(alone, whole[index, :num_queries])

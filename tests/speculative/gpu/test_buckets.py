@@ -1,0 +1,51 @@
+"""Which padded shapes there are, and which one a step gets."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculative.gpu.buckets import MAX_CAPTURED_SEQS, Bucket, Buckets
+
+SIZES = st.tuples(st.integers(1, 600), st.integers(0, 64))
+
+
+def test_small_shapes_are_exact_and_large_ones_come_in_steps() -> None:
+    assert Buckets.of(20, 7) == Buckets((1, 2, 4, 8, 16, 20), (1, 2, 3, 4, 5, 8))
+    assert Buckets.of(1, 0) == Buckets((1,), (1,))
+    assert Buckets.of(3, 4) == Buckets((1, 2, 3), (1, 2, 3, 4, 5))
+
+
+@given(SIZES)
+def test_every_step_up_to_the_limit_fits_and_the_count_is_bounded(sizes: tuple[int, int]) -> None:
+    max_seqs, max_drafts = sizes
+    buckets = Buckets.of(max_seqs, max_drafts)
+    most = min(max_seqs, MAX_CAPTURED_SEQS)
+    assert buckets.largest == (most, max_drafts + 1)
+    assert len(list(buckets)) <= 200
+    assert next(iter(buckets)) == buckets.largest
+    for num_seqs in (1, most // 2 + 1, most):
+        for num_queries in range(1, max_drafts + 2):
+            bucket = buckets.fit(num_seqs, num_queries)
+            assert bucket is not None
+            assert bucket.num_seqs >= num_seqs and bucket.num_queries >= num_queries
+    assert buckets.fit(most + 1, 1) is None
+    assert buckets.fit(1, max_drafts + 2) is None
+
+
+@given(SIZES, st.data())
+def test_packed_rows_leave_a_row_for_every_sequence_that_is_padding(
+    sizes: tuple[int, int], data: st.DataObject
+) -> None:
+    max_seqs, max_drafts = sizes
+    buckets = Buckets.of(max_seqs, max_drafts)
+    num_seqs = data.draw(st.integers(1, buckets.largest.num_seqs))
+    num_rows = data.draw(st.integers(num_seqs, num_seqs * (max_drafts + 1)))
+    bucket = buckets.fit_rows(num_seqs, num_rows)
+    assert bucket is not None
+    assert bucket.num_rows >= num_rows + bucket.num_seqs - num_seqs
+    assert buckets.fit_rows(buckets.largest.num_seqs + 1, 1000) is None
+
+
+@pytest.mark.parametrize(("num_seqs", "num_queries", "expected"), [(3, 6, (4, 8)), (9, 1, (16, 1)), (17, 8, (20, 8))])
+def test_the_smallest_shape_that_holds_a_step_is_taken(num_seqs: int, num_queries: int, expected: Bucket) -> None:
+    assert Buckets.of(20, 7).fit(num_seqs, num_queries) == expected
