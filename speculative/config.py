@@ -1,5 +1,6 @@
 """The engine's settings: frozen, and complete before anything runs."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Literal
 from speculative.errors import ConfigError
 
 VerifierName = Literal["token_wise", "block", "coupled", "synthetic"]
-WeightsName = Literal["auto", "bfloat16", "float32", "int8", "int4"]
+WeightsName = Literal["auto", "bfloat16", "float32", "int8", "int4", "w8a8", "w4a8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -75,11 +76,13 @@ class EngineConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     weights: WeightsName = "auto"  # how the CPU keeps them; auto = as the checkpoint's source had them, else as `dtype`
     device: str = "auto"  # a CUDA device when there is one, else the CPU
+    cuda_graphs: bool | None = None  # replay captured decoding steps; None = on a GPU; True elsewhere pads, for tests
     num_threads: int = 1  # CPU threads: the replica's share of the cores, never the machine's
     logprobs_mode: LogprobsMode = "raw_logprobs"
     verifier: VerifierName = "token_wise"  # requests that ask to be reproducible get the coupled one in any case
     synthetic_acceptance: float | None = None  # only in benchmarks, and only with the synthetic verifier
     self_check_share: float = 0.5  # of the steps whose terms the self-checks take; invariants are checked in all
+    priority_ageing_s: float = 10.0  # seconds of waiting that make up for one class of priority
     benchmark: bool = False  # this engine serves nobody; what is wrong on purpose may be switched on
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
@@ -94,6 +97,11 @@ class EngineConfig:
         )
         self._check_verifier()
         _check(0 <= self.self_check_share <= 1, "self_check_share", "must lie between 0 and 1")
+        _check(
+            0 < self.priority_ageing_s < math.inf,
+            "priority_ageing_s",
+            "must be above 0, or requests could wait for ever",
+        )
         tokens_per_round = 1 + self.drafter.max_drafts
         _check(
             self.max_batched_tokens >= self.max_num_seqs * tokens_per_round,

@@ -85,7 +85,7 @@ class TokenDrawer:
         checked = not self._wrong_on_purpose and self._self_check.due()
         terms = self._terms(layout, step, verified, emitted) if checked else None
         verdicts = copy_to_host(verified, broken)
-        drawn = self._check_on_host(layout, drawn_per_entry(layout, verdicts, logprobs), masks)
+        drawn = self.check_on_host(layout, drawn_per_entry(layout, verdicts, logprobs), masks)
         return Draws(drawn, verdicts.expected_accepted, terms)
 
     def _verify(self, layout: Layout, step: VerifyInput) -> VerifyOutput:
@@ -115,7 +115,8 @@ class TokenDrawer:
         )
         return terms_to_host(take_terms(step, verified, emitted, scope))
 
-    def _check_on_host(self, layout: Layout, drawn: list[Drawn], masks: list[list[Bools] | None]) -> list[Drawn]:
+    def check_on_host(self, layout: Layout, drawn: list[Drawn], masks: list[list[Bools] | None]) -> list[Drawn]:
+        """What each entry drew, with the fault of those that break a rule which the host can see."""
         wrong = misplaced(layout)
         checked = []
         for index, (entry, one) in enumerate(zip(layout.drawing, drawn, strict=True)):

@@ -3,6 +3,7 @@
 One step schedules, drafts, verifies and commits, and only then the next begins.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
@@ -19,21 +20,17 @@ from speculative.constraint import Bools, ConstraintMaker, TokenConstraint
 from speculative.contract import LogprobContract
 from speculative.draft_length import make_draft_length
 from speculative.draft_sampling import DraftSampler
-from speculative.drafters.draft_model import DecoderDraftModel
-from speculative.drafters.eagle3 import Eagle3DraftModel
-from speculative.drafters.mtp import MtpDraftModel
 from speculative.drafters.ngram import NgramDrafter
 from speculative.drafters.suffix import SuffixDrafter
 from speculative.drafting import Drafter, DraftOutput, NoDrafter, constrain
 from speculative.drawing import TokenDrawer
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
+from speculative.gpu.step import GraphedStep
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 from speculative.kv_cache import KVCache, KVShape
 from speculative.logprobs import gather_logprobs, mode_matrix
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.model.fingerprint import model_fingerprint
-from speculative.model.loading import choose_weights, load_decoder, resolve_model
 from speculative.model_drafting import DraftModel, ModelDrafter
 from speculative.request import LawRow, Request, Speculation, Structure, TokenDelta, TokenLogprobs
 from speculative.runner import ModelRunner
@@ -42,6 +39,7 @@ from speculative.selfcheck.law_rows import law_rows
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.sequence import Phase, Sequence
 from speculative.stats import EngineUsage, StepStats
+from speculative.weights import Weights, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +91,29 @@ class EngineCore:
         self.self_check = SelfCheck(config.self_check_share)
         self.drawer = TokenDrawer(config, self.device, model.eos_token_ids, self.self_check)
         cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
-        self.runner = ModelRunner(decoder, cache, self.device)
         self.drafter: Drafter = (
             _make_drafter(config.drafter) if draft_model is None else self._model_drafter(draft_model)
         )
+        self._make_runner(decoder, cache)
+
+    def _make_runner(self, decoder: Decoder, cache: KVCache) -> None:
+        """What runs the steps; the drafter is there already, and old graphs let their memory go."""
+        self.graphs: GraphedStep | None = None
+        self.runner = ModelRunner(decoder, cache, self.device)
+        if self._uses_graphs:
+            self.graphs = GraphedStep(self.config, decoder, cache, self.drafter, self.max_model_len)
+            self.runner = self.graphs.runner
+            if self.device.type == "cuda":
+                self.graphs.capture_all()
+
+    @property
+    def _uses_graphs(self) -> bool:
+        wanted = self.config.cuda_graphs
+        return self.device.type == "cuda" if wanted is None else wanted
 
     def _make_cache(self, shape: KVShape) -> KVCache:
-        num_slots = self.config.num_blocks * self.config.block_size
+        num_blocks = self.config.num_blocks + self._uses_graphs  # the last one is for rows that stand for nothing
+        num_slots = num_blocks * self.config.block_size
         return KVCache(shape, num_slots, dtype=getattr(torch, self.config.dtype), device=self.device)
 
     def _model_drafter(self, model: DraftModel) -> ModelDrafter:
@@ -123,11 +137,8 @@ class EngineCore:
         """
         torch.set_num_threads(config.num_threads)
         model = ModelConfig.from_folder(folder)
-        device = resolve_device(config.device)
-        weights = choose_weights(config.weights, folder, dtype=config.dtype, device=device)
-        decoder = load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=weights)
-        draft_model = _load_draft_model(folder, config, decoder)
-        return cls(decoder, model, config, model_fingerprint(folder, weights=weights), make_constraint, draft_model)
+        weights = load_weights(folder, config, resolve_device(config.device))
+        return cls(weights.decoder, model, config, weights.fingerprint, make_constraint, weights.draft_model)
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
@@ -156,7 +167,8 @@ class EngineCore:
             HandoffRefused: damaged, of another build, or of another request.
             InvalidRequest: it does not fit the model.
         """
-        state = decode_state(blob, self.manifest)
+        with _timed(self.stats, "check_s"):
+            state = decode_state(blob, self.manifest)
         if state.token_ids[: state.num_prompt] != request.prompt_token_ids:
             raise HandoffRefused("request", "The handoff was computed for another prompt.")
         self._check(request, state.token_ids)
@@ -222,6 +234,32 @@ class EngineCore:
         self.scheduler.distrust()
 
     @property
+    def weight_version(self) -> str:
+        """What the weights are called that it computes with; every delta says it."""
+        return self.scheduler.weight_version
+
+    def switch(self, weights: Weights, version: str) -> None:
+        """Go on with other weights of the same model.
+
+        Nothing is left of what the old ones computed: the prefix cache is empty, running and held requests are computed
+        again from their tokens, handoffs of the old weights are refused from now on, and the self-checks begin anew.
+        """
+        self.scheduler.begin_anew()
+        self.scheduler.weight_version = version
+        draft_model = weights.draft_model
+        self.manifest = dataclasses.replace(
+            self.manifest,
+            fingerprint=weights.fingerprint,
+            drafter_state=draft_model.name if draft_model is not None else "none",
+        )
+        self.graphs = None
+        if draft_model is not None:
+            self.drafter = NoDrafter()  # lets the old drafter's cache go before the new one is made
+            self.drafter = self._model_drafter(draft_model)
+        self._make_runner(weights.decoder, self.runner.cache)
+        self.self_check.restart()
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
         return self.scheduler.has_work
@@ -254,14 +292,22 @@ class EngineCore:
         if not batch.entries:
             return []
         started_s = self.stats.draft_s + self.stats.verify_s
-        proposal = self._propose(batch)
-        outcome = self._verify(batch, proposal)
+        if self.graphs is not None and self.graphs.takes(batch):
+            outcome = self._replay(self.graphs, batch)
+        else:
+            outcome = self._verify(batch, self._propose(batch))
         step_s = self.stats.draft_s + self.stats.verify_s - started_s
         self.scheduler.draft_length.observe(batch.entries, outcome.drawn, step_s)
         deltas = self.scheduler.commit(batch, outcome)
         self._record(batch, outcome)
         self._forget(deltas)
         return deltas
+
+    def _replay(self, graphs: GraphedStep, batch: Batch) -> StepOutcome:
+        with _timed(self.stats, "draft_s"):
+            drafts = graphs.draft(batch)
+        with _timed(self.stats, "verify_s"):  # on a GPU the drafter's time too: only here the host waits
+            return graphs.verify(batch, drafts, self.drawer, self.self_check)
 
     def _propose(self, batch: Batch) -> Proposal:
         with _timed(self.stats, "draft_s"):
@@ -422,17 +468,6 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
             f"holds {config.kv_cache_tokens} tokens; lower max_model_len or raise kv_cache_tokens."
         )
     return wanted
-
-
-def _load_draft_model(folder: Path, config: EngineConfig, target: Decoder) -> DraftModel | None:
-    if config.drafter.model is None:
-        return None
-    source, dtype = resolve_model(config.drafter.model), getattr(torch, config.dtype)
-    if config.drafter.kind == "eagle3":
-        return Eagle3DraftModel.load(source, target, dtype=dtype, device=target.device)
-    if config.drafter.kind == "mtp":
-        return MtpDraftModel.load(source, target, dtype=dtype, device=target.device)
-    return DecoderDraftModel.load(source, folder, dtype=dtype, device=target.device)
 
 
 def _make_drafter(config: DrafterConfig) -> Drafter:

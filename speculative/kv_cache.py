@@ -5,8 +5,6 @@ it; it may still carry a cached prefix until it is taken), or held by one or mor
 lies in its block i // block_size; rejected drafts are not undone, their positions are overwritten.
 """
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -78,6 +76,10 @@ class BlockPool:
             self._hash_of[block] = digest
             self._block_of[digest] = block
 
+    def newest_prefixes(self, most: int) -> list[bytes]:
+        """Names of the blocks that can be found, the newest last, at most so many; any thread may ask."""
+        return list(self._block_of)[-most:]
+
     def withdraw(self, blocks: Sequence[int]) -> None:
         """Let nobody else find these blocks: what they hold is suspect."""
         for block in blocks:
@@ -101,11 +103,6 @@ class BlockPool:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
-
-
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a full block: its tokens and all before them (`parent` names those)."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ A hidden-state drafter reads the target's features. Its row i belongs to token i
 it depends on nothing behind token i, and a full block can be shared like the target's own. Row 0 does not exist.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -59,6 +59,26 @@ class DraftModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class CatchUpRows:
+    """Rows of verified tokens, positions starts..stops of B sequences. token_ids: packed. blocks: each one's own."""
+
+    token_ids: Int64s
+    starts: Int64s
+    stops: Int64s
+    blocks: tuple[list[int], ...]
+
+
+CatchUp = Callable[[CatchUpRows, Tensor], Tensor | None]
+"""Computes such rows, given their features [N, F]: the hidden states [B, hidden] of the last ones, or None if not."""
+
+MadeDrafts = tuple[list[list[int]], list[list[Tensor]]]
+"""The drafts of each entry, and for each of them the row of q [W] that it was drawn from."""
+
+MakeDrafts = Callable[[Sequences[Entry], Tensor], MadeDrafts | None]
+"""Drafts for entries, given the hidden states [E, hidden] of their last rows; None where it cannot."""
+
+
 @dataclass(slots=True)
 class _State:
     """What a drafter knows of one sequence; good for one stay in the cache (`admission`)."""
@@ -92,11 +112,13 @@ class ModelDrafter:
         self.model = model
         self.capture = model.capture
         self.state_name = model.name
-        self._cache = cache
+        self.cache = cache
         self._pool = pool
-        self._sampler = sampler
+        self.sampler = sampler
         self._block_size = block_size
         self._device = cache.data.device
+        self.catch_up: CatchUp | None = None  # computes few rows of many sequences, where it is set
+        self.draft_loop: MakeDrafts | None = None  # makes all drafts of a round at once, where it is set
         self._first_row = 1 if model.capture else 0
         self._states: dict[str, _State] = {}
         self._edges: dict[int, Tensor] = {}  # features of the last position of a marked block, by block
@@ -105,18 +127,26 @@ class ModelDrafter:
 
     def propose(self, batch: Batch) -> DraftOutput:
         """Catch up, then draft token after token."""
-        self._flush([entry.sequence for entry in batch.entries])
-        drafting = [entry for entry in batch.entries if entry.max_drafts > 0]
+        drafting, hidden = self.begin_round(batch)
         if not drafting:
             return DraftOutput.pack([()] * len(batch.entries), self._law([], []))
-        hidden = self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
         drafts, probs = self._draft(drafting, hidden)
-        for entry, draft in zip(drafting, drafts, strict=True):
-            state = self._state(entry.sequence)
-            state.drafted_after, state.drafted = len(entry.sequence.tokens), draft
+        self.end_round(drafting, drafts)
         by_entry = iter(drafts)
         per_entry = [next(by_entry) if entry.max_drafts > 0 else [] for entry in batch.entries]
         return DraftOutput.pack(per_entry, self._law(drafts, probs))
+
+    def begin_round(self, batch: Batch) -> tuple[list[Entry], Tensor]:
+        """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from."""
+        self._flush([entry.sequence for entry in batch.entries])
+        drafting = [entry for entry in batch.entries if entry.max_drafts > 0]
+        return drafting, self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
+
+    def end_round(self, entries: Sequences[Entry], drafts: Sequences[list[int]]) -> None:
+        """Note what was drafted for entries that are not committed yet."""
+        for entry, draft in zip(entries, drafts, strict=True):
+            state = self._state(entry.sequence)
+            state.drafted_after, state.drafted = len(entry.sequence.tokens), draft
 
     def observe(self, batch: Batch, layout: Layout, features: Tensor) -> None:
         """Take in the features [N, F] of a step's rows, before anybody knows which of them will stand."""
@@ -140,9 +170,9 @@ class ModelDrafter:
         num_computed = sequence.num_computed
         self._catch_up([(sequence, num_computed)])
         slots = self._slots(sequence, 0, num_computed)
-        shape = self._cache.shape
-        rows = self._cache.data.new_empty((shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim))
-        self._cache.read_all(slots, rows)
+        shape = self.cache.shape
+        rows = self.cache.data.new_empty((shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim))
+        self.cache.read_all(slots, rows)
         sections = {"drafter_kv": rows}
         if self.capture:
             features = self._features(self._state(sequence), num_computed - 1, num_computed)
@@ -157,7 +187,7 @@ class ModelDrafter:
         """
         if not _drafts_for(sequence):
             return
-        shape, num_computed = self._cache.shape, len(sequence.tokens) - 1
+        shape, num_computed = self.cache.shape, len(sequence.tokens) - 1
         wanted: dict[str, tuple[int, ...]] = {
             "drafter_kv": (shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim)
         }
@@ -170,7 +200,7 @@ class ModelDrafter:
     def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
         """Take in the sections of a handoff; the sequence has its blocks."""
         num_computed = len(sequence.tokens) - 1
-        self._cache.write_all(self._slots(sequence, 0, num_computed), sections["drafter_kv"])
+        self.cache.write_all(self._slots(sequence, 0, num_computed), sections["drafter_kv"])
         state = _State(sequence.admission, max(self._first_row, num_computed))
         if self.capture and num_computed > 0:
             state.features.append((num_computed - 1, sections["drafter_features"].to(self._device)))
@@ -209,21 +239,32 @@ class ModelDrafter:
             if stop > state.num_computed:
                 jobs.append((sequence, state, state.num_computed, stop))
         if not jobs:
-            return self._cache.data.new_empty((0, 0))
-        tokens = [token for seq, _, start, stop in jobs for token in seq.tokens[start:stop]]
-        spans = [(start, stop) for _, _, start, stop in jobs]
-        slots = [block_slots(seq.blocks, stop, self._block_size) for seq, _, _, stop in jobs]
+            return self.cache.data.new_empty((0, 0))
+        rows = CatchUpRows(
+            token_ids=np.array([token for seq, _, start, stop in jobs for token in seq.tokens[start:stop]], np.int64),
+            starts=np.array([start for _, _, start, _ in jobs], np.int64),
+            stops=np.array([stop for _, _, _, stop in jobs], np.int64),
+            blocks=tuple(seq.blocks for seq, _, _, _ in jobs),
+        )
         if self.capture:
             features = torch.cat([self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs])
-            inputs = self.model.fuse(features)
         else:
-            inputs = self._cache.data.new_empty((len(tokens), 0))
-        hidden = self._run(torch.tensor(tokens, device=self._device), inputs, spans, slots)
+            features = self.cache.data.new_empty((len(rows.token_ids), 0))
+        replayed = None if self.catch_up is None else self.catch_up(rows, features)
+        hidden = self._compute(rows, features) if replayed is None else replayed
         for sequence, state, _, upto in jobs:
             state.num_computed = upto
             self._mark(sequence, state)
             self._trim(state)
-        lasts = np.cumsum([stop - start for start, stop in spans]) - 1
+        return hidden
+
+    def _compute(self, rows: CatchUpRows, features: Tensor) -> Tensor:
+        """As `CatchUp`, eagerly."""
+        spans = list(zip(rows.starts.tolist(), rows.stops.tolist(), strict=True))
+        slots = [block_slots(own, stop, self._block_size) for own, (_, stop) in zip(rows.blocks, spans, strict=True)]
+        inputs = self.model.fuse(features) if self.capture else features
+        hidden = self._run(torch.from_numpy(rows.token_ids).to(self._device), inputs, spans, slots)
+        lasts = np.cumsum(rows.stops - rows.starts) - 1
         return hidden[torch.from_numpy(lasts).to(self._device)]
 
     def _keep_what_was_right(self, state: _State, sequence: Sequence) -> None:
@@ -247,7 +288,7 @@ class ModelDrafter:
                 position = low
         if position > begin or end < stop:
             raise RuntimeError(f"Features of positions {begin} to {stop} are missing: {position} to {end} are there.")
-        merged = torch.cat(rows) if rows else self._cache.data.new_empty((0, self.model.num_features))
+        merged = torch.cat(rows) if rows else self.cache.data.new_empty((0, self.model.num_features))
         state.features = [(begin, merged)] if len(merged) else []
         return merged[: stop - begin]
 
@@ -278,17 +319,19 @@ class ModelDrafter:
 
     # -- drafting -----------------------------------------------------------------------------------------------
 
-    def _draft(self, entries: Sequences[Entry], hidden: Tensor) -> tuple[list[list[int]], list[list[Tensor]]]:
-        """The drafts of each entry, and for each of them the row of q [W] that it was drawn from."""
+    def _draft(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts:
+        made = None if self.draft_loop is None else self.draft_loop(entries, hidden)
+        if made is not None:
+            return made
         drafts: list[list[int]] = [[] for _ in entries]
         probs: list[list[Tensor]] = [[] for _ in entries]
         active = list(range(len(entries)))
         most = max(entry.max_drafts for entry in entries)
         sequences = [entry.sequence for entry in entries]
-        draft_round = self._sampler.start_round(sequences, most, self._device)
+        draft_round = self.sampler.start_round(sequences, most, self._device)
         slots = [block_slots(seq.blocks, len(seq.tokens) + most - 1, self._block_size) for seq in sequences]
         for offset in range(most):
-            drawn = self._sampler.draw(self.model.logits(hidden), draft_round, offset)
+            drawn = self.sampler.draw(self.model.logits(hidden), draft_round, offset)
             tokens = drawn.columns if self.model.ids is None else self.model.ids[drawn.columns]
             for row, (index, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
                 drafts[index].append(token)
@@ -299,7 +342,7 @@ class ModelDrafter:
             if len(going_on) < len(active):
                 active = [active[row] for row in going_on]
                 sequences, slots = [sequences[row] for row in going_on], [slots[row] for row in going_on]
-                draft_round = self._sampler.start_round(sequences, most, self._device)
+                draft_round = self.sampler.start_round(sequences, most, self._device)
                 tokens, hidden = tokens[going_on], hidden[going_on]
             spans = [(len(seq.tokens) + offset, len(seq.tokens) + offset + 1) for seq in sequences]
             hidden = self._run(tokens, hidden, spans, [own[:stop] for own, (_, stop) in zip(slots, spans, strict=True)])
@@ -315,17 +358,17 @@ class ModelDrafter:
             context_slots=tuple(own[self._first_row :] for own in slots),
         )
         positions = np.concatenate([np.arange(start, stop) for start, stop in spans]) - self._first_row
-        attend = StepAttention(self._cache, rows, self._device)
+        attend = StepAttention(self.cache, rows, self._device)
         return self.model.run(tokens, hidden, torch.from_numpy(positions).to(self._device), attend)
 
     def _law(self, drafts: Sequences[Sequences[int]], probs: Sequences[Sequences[Tensor]]) -> DraftLaw:
         rows = [row for rows in probs for row in rows]
-        width = self._sampler.width
+        width = self.sampler.width
         q = torch.stack(rows) if rows else torch.empty((0, width), device=self._device)
         if self.model.ids is None:
             return Dense(q)
         flat = [token for draft in drafts for token in draft]
-        columns = self._sampler.columns_of(torch.tensor(flat, dtype=torch.int64, device=self._device))
+        columns = self.sampler.columns_of(torch.tensor(flat, dtype=torch.int64, device=self._device))
         return SubVocabulary(q, self.model.ids, columns)
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:

@@ -12,7 +12,10 @@ from speculative.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_SCORED_IDS = 1024
 MAX_SEED = 2**64 - 1
+MAX_PRIORITY = 100
 SURPRISAL_CLIP_NATS = 10.0
+DEFAULT_VERSION = "default"
+"""What the weights are called that an engine starts with."""
 
 
 class FinishReason(enum.StrEnum):
@@ -167,7 +170,10 @@ class Request:
     `seed` names the request's random streams; without one a fresh seed is drawn, so two unseeded requests
     never share a stream. With `score_from` the request is teacher-forced: nothing is drawn, and its one delta carries
     the raw logprobs of prompt_token_ids[score_from:], and where these tokens lie in the law that `params` make of the
-    model's. A `canary` is a request of the server's own: it drafts where speculation is on trial, too.
+    model's. A `canary` is a request of the server's own: it drafts where speculation is on trial, too. Of two requests
+    that wait, the one of lower `priority` comes first; waiting makes up for a higher one. `timeout_s` is the longest
+    that the client wants to wait for all of it. What is to `resume` goes on elsewhere when the replica that decodes it
+    is lost; the engine looks at neither.
     """
 
     request_id: str
@@ -176,6 +182,9 @@ class Request:
     seed: int = field(default_factory=lambda: secrets.randbits(64))
     score_from: int | None = None
     canary: bool = False
+    priority: int = 0  # -MAX_PRIORITY = the earliest
+    timeout_s: float | None = None  # None = the server's own limit
+    resume: bool = False  # where it is decoded behind a stream router
 
     def __post_init__(self) -> None:
         _require(bool(self.prompt_token_ids), "prompt", "must hold at least one token", [])
@@ -186,6 +195,13 @@ class Request:
             "must leave a token before it and one to score",
             self.score_from,
         )
+        _require(
+            -MAX_PRIORITY <= self.priority <= MAX_PRIORITY,
+            "priority",
+            f"must lie between -{MAX_PRIORITY} (first) and {MAX_PRIORITY}",
+            self.priority,
+        )
+        _require(self.timeout_s is None or 0 < self.timeout_s < math.inf, "timeout", "must be above 0", self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +253,7 @@ class TokenDelta:
     law: tuple[LawRow, ...] | None = None  # of a teacher-forced request: one a scored token
     error: str | None = None  # set with FinishReason.ERROR
     synthetic: bool = False  # made by a benchmark's verifier: the tokens are wrong on purpose
+    weight_version: str = DEFAULT_VERSION  # of the weights that made it
 
     @property
     def finished(self) -> bool:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculative.model.kernels import cpu_kernels
+
 Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
 Float64s = np.ndarray[Any, np.dtype[np.float64]]
 Words = Any  # 32-bit words, in uint64 arrays or int64 tensors
@@ -48,6 +50,9 @@ def uniforms(seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64
     Returns:
         [R] float64; never 0 (a coin of 0 would accept a token of probability 0) and never 1.
     """
+    kernels = cpu_kernels()
+    if kernels is not None:
+        return kernels.uniforms(*map(np.ascontiguousarray, (seeds, rounds, offsets, purposes)))
     words = _philox((rounds, offsets, purposes, np.zeros_like(rounds)), _key(seeds))
     drawn: Float64s = (_bits(words[0], words[1]) + 0.5) * 2.0**-52
     return drawn
@@ -63,13 +68,19 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     Returns:
         [R, vocab_size] float64, finite; a function of (seed, position, token) alone.
     """
+    kernels = cpu_kernels() if seeds.device.type == "cpu" else None
+    unit = _noise(seeds, positions, vocab_size) if kernels is None else kernels.noise(seeds, positions, vocab_size)
+    return -(-unit.log()).log()
+
+
+def _noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """[R, vocab_size] float64: the uniforms behind `gumbel`."""
     pairs = torch.arange((vocab_size + 1) // 2, device=seeds.device).expand(seeds.shape[0], -1)
     purpose = torch.full_like(pairs, Purpose.NOISE)
     low, high = _key(seeds[:, None].expand_as(pairs))
     words = _philox((pairs, positions[:, None].expand_as(pairs), purpose, torch.zeros_like(pairs)), (low, high))
     bits = torch.stack((_bits(words[0], words[1]), _bits(words[2], words[3])), dim=-1)  # two tokens a call
-    unit = (bits.reshape(seeds.shape[0], -1)[:, :vocab_size].double() + 0.5) * 2.0**-52
-    return -(-unit.log()).log()
+    return (bits.reshape(seeds.shape[0], -1)[:, :vocab_size].double() + 0.5) * 2.0**-52
 
 
 def _key(seeds: Words) -> tuple[Words, Words]:

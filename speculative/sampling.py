@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculative.model.kernels import Kernels, cpu_kernels
 from speculative.request import SamplingParams
 
 _COLDEST = 1e-6  # colder, logits overflow float32; at this temperature a gap of 1e-4 is already certainty
@@ -40,6 +41,15 @@ class Filters:
             top_p=torch.tensor([params[row].top_p for row in rows], device=device),
         )
 
+    def apply(self, logits: Tensor) -> None:
+        """Write -inf into logits [R, V], contiguous, where a token is filtered out."""
+        kernels = kernels_for(logits)
+        if kernels is None:
+            logits[self.rows] = self.keep(logits[self.rows])
+            return
+        min_p = torch.zeros_like(self.top_p) if self.min_p is None else self.min_p
+        kernels.filter(logits, self.rows, min_p.log(), self.top_k, self.top_p)
+
     def keep(self, logits: Tensor) -> Tensor:
         """Logits [F, V] of the rows with -inf where a token is filtered out."""
         if self.min_p is not None:
@@ -54,37 +64,62 @@ class SamplingRows:
     temperature: [R, 1] float32; 1 in greedy rows.
     greedy: [R] bool.
     filters: None when no row has one.
+    all_warm: every temperature is known to be 1.
     """
 
     temperature: Tensor
     greedy: Tensor
     any_greedy: bool
     filters: Filters | None
+    all_warm: bool = False
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "SamplingRows":
         """`params` holds one entry per verify row."""
-        greedy = torch.tensor([p.greedy for p in params], dtype=torch.bool, device=device)
-        temperature = torch.tensor([1.0 if p.greedy else max(p.temperature, _COLDEST) for p in params], device=device)
-        filters = Filters.build(params, vocab_size, device)
-        return cls(temperature[:, None], greedy, any(p.greedy for p in params), filters)
+        greedy = [p.greedy for p in params]
+        temperature = [1.0 if p.greedy else max(p.temperature, _COLDEST) for p in params]
+        return cls(
+            temperature=torch.tensor(temperature, device=device)[:, None],
+            greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
+            any_greedy=any(greedy),
+            filters=Filters.build(params, vocab_size, device),
+            all_warm=all(value == 1.0 for value in temperature),
+        )
+
+    @classmethod
+    def on_device(cls, temperature: Tensor, greedy: Tensor) -> "SamplingRows":
+        """Rows without filters, whose parameters only the device knows when the code is captured."""
+        return cls(temperature, greedy, any_greedy=True, all_warm=False, filters=None)
 
 
 def process(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits after temperature and filters: [R, V] float32, -inf where a token is filtered out."""
+    """Logits after temperature and filters: [R, V] float32, -inf where a token is filtered out.
+
+    Where neither changes anything they are given back as they are.
+    """
+    if rows.all_warm and rows.filters is None:
+        return logits
     processed = logits / rows.temperature
     if rows.filters is not None:
-        processed[rows.filters.rows] = rows.filters.keep(processed[rows.filters.rows])
+        rows.filters.apply(processed)
     return processed
 
 
 def target_probs(processed: Tensor, rows: SamplingRows) -> Tensor:
     """The law p that tokens are drawn from: [R, V] float32; greedy rows have all mass on the most likely token."""
+    kernels = kernels_for(processed)
+    if kernels is not None:
+        return kernels.laws(processed, rows.greedy)
     probs = torch.softmax(processed, dim=-1)
     if not rows.any_greedy:
         return probs
     best = processed.argmax(dim=-1, keepdim=True)
     return torch.where(rows.greedy[:, None], torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
+
+
+def kernels_for(laws: Tensor) -> Kernels | None:
+    """The CPU kernels, where they can read these: float32 on a CPU."""
+    return cpu_kernels() if laws.device.type == "cpu" and laws.dtype == torch.float32 else None
 
 
 def _keep_likely(logits: Tensor, min_p: Tensor) -> Tensor:
@@ -137,6 +172,9 @@ def draw(law: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         [E] int64; a token of mass 0 is never drawn. From a row of NaN some token of the vocabulary, to be thrown away.
     """
+    kernels = kernels_for(law)
+    if kernels is not None:
+        return kernels.draw(law, uniform)
     cdf = law.cumsum(dim=-1, dtype=torch.float64)
     total = cdf[:, -1:].contiguous()
     token = torch.searchsorted(cdf, uniform[:, None] * total, right=True)

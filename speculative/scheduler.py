@@ -1,8 +1,8 @@
 """Which sequences run in a step, and what becomes of what the step decided.
 
 Synchronous: nothing is scheduled on tokens that the host has not seen. Every running sequence that decodes gets its one
-pending token into each step; what is left of the token budget goes to drafts, then to chunks of prefills, oldest first,
-and to scoring last.
+pending token into each step; what is left of the token budget goes to drafts, then to chunks of prefills, in the order
+in which they would wait (by priority and age), and to scoring last.
 When blocks run out, drafts are cut first, then the youngest sequence is preempted: its blocks are freed and its tokens
 are computed again later.
 """
@@ -16,7 +16,7 @@ from speculative.config import EngineConfig
 from speculative.contract import LogprobContract
 from speculative.draft_length import DraftLength, StaticLength
 from speculative.kv_cache import BlockPool
-from speculative.request import FinishReason, Request, Speculation, TokenDelta, TokenKind
+from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta, TokenKind
 from speculative.sequence import Phase, Sequence
 from speculative.stats import INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
 from speculative.waiting import WaitingLine
@@ -52,9 +52,10 @@ class Scheduler:
         self.draft_length = draft_length or StaticLength()
         self.drafter_reads_features = False
         self.speculation = Speculation.ON
+        self.weight_version = DEFAULT_VERSION
         self._canaries_turn = False
         self._live: dict[str, Sequence] = {}  # everything below, by request id
-        self._waiting = WaitingLine()
+        self._waiting = WaitingLine(config.priority_ageing_s)
         self._running: list[Sequence] = []  # oldest first
         self._held: dict[str, Sequence] = {}
 
@@ -118,7 +119,7 @@ class Scheduler:
             max_drafts = self._fit_drafts(sequence, budget)
             budget -= max_drafts
             entries.append(Entry(sequence, num_known=1, max_drafts=max_drafts, draws=True))
-        for sequence in sorted(running, key=lambda seq: seq.scores_only):
+        for sequence in sorted(running, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
             if not sequence.decoding and budget > 0:
                 chunk = min(sequence.num_to_compute, budget)
                 budget -= chunk
@@ -216,6 +217,17 @@ class Scheduler:
             self._preempt(sequence)
         self.pool.drop_prefixes()
 
+    def begin_anew(self) -> None:
+        """Drop all that was computed, for other weights: as `distrust`, and what is held or came by handoff is computed
+        again as well."""
+        for sequence in self.held:
+            del self._held[sequence.request.request_id]
+            self._running.append(sequence)
+            sequence.phase = Phase.RUNNING
+        self.distrust()
+        for sequence in self._waiting:
+            sequence.saved = None
+
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._free(sequence)
@@ -273,6 +285,7 @@ class Scheduler:
             queue_s=sequence.queue_s or 0.0,
             preempted=sequence.admission > 1,
             synthetic=self._config.verifier == "synthetic",
+            weight_version=self.weight_version,
             finish_reason=reason,
             stop_token_id=drawn.token_ids[kept - 1] if reason is FinishReason.STOP else None,
         )
@@ -322,12 +335,15 @@ class Scheduler:
             logprobs=tuple(sequence.prompt_logprobs),
             law=tuple(sequence.law),
             finish_reason=FinishReason.STOP,
+            weight_version=self.weight_version,
         )
 
     def _tell_held(self, sequence: Sequence) -> TokenDelta | None:
         """The prompt's logprobs of a request that is held before its first token: who goes on from it tells none."""
         told = sequence.take_prompt_logprobs() if sequence.ready_to_hold else None
-        return None if told is None else TokenDelta(sequence.request.request_id, prompt_logprobs=told)
+        if told is None:
+            return None
+        return TokenDelta(sequence.request.request_id, prompt_logprobs=told, weight_version=self.weight_version)
 
     def _checked(self, delta: TokenDelta, request: Request) -> TokenDelta:
         """The delta, or its request's end where its logprobs break their contract."""

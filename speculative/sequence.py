@@ -13,7 +13,7 @@ from collections.abc import Sequence as Tokens
 from torch import Tensor
 
 from speculative.constraint import TokenConstraint
-from speculative.kv_cache import hash_block
+from speculative.prefix import hash_block
 from speculative.request import LawRow, Request, TokenLogprobs
 from speculative.token_rules import rules_of
 

@@ -123,7 +123,8 @@ class StepStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     export_s: float = 0.0  # copying computed-token state out of the cache
-    insert_s: float = 0.0  # and into it
+    check_s: float = 0.0  # checking handoffs that came
+    insert_s: float = 0.0  # copying them into the cache
 
     @property
     def num_drafted(self) -> int:

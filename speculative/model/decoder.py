@@ -80,10 +80,12 @@ class Decoder(nn.Module):
         """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
 
         Args:
-            kind: of the weights. Of int4, the LM head has eight bits.
+            kind: of the weights. Of int4 and w4a8, the LM head has eight bits, and it always reads 16.
             quantised: weights that are quantised already, by their names in the checkpoint; the rest is rounded.
         """
-        pack_natively(self, kind, self._quantised(kind, quantised) if kind in ("int8", "int4") else {})
+        weights = {} if kind in ("float32", "bfloat16") else self._quantised(kind, quantised)
+        coarse = kind in ("w8a8", "w4a8")
+        pack_natively(self, kind, weights, lambda linear: 8 if coarse and linear is not self.lm_head else 16)
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, self.rotary, self.config)
 
@@ -91,7 +93,7 @@ class Decoder(nn.Module):
         """The weights of every Linear in integers, of `given` where the bits fit, else of the loaded weights."""
         weights = {}
         for linear, names in self._linear_names().items():
-            bits = 8 if kind == "int8" or linear is self.lm_head else 4
+            bits = 8 if kind in ("int8", "w8a8") or linear is self.lm_head else 4
             parts = [given[name] for name in names if name in given and given[name].bits == bits]
             whole = len(parts) == len(names)
             weights[linear] = Quantised.stack(parts) if whole else quantise(linear.weight, bits)

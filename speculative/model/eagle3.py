@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig, read_json
 from speculative.model.decoder import Decoder
+from speculative.model.fused import FusedHead, HeadParts
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
 from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm, Rotary, nan_parameter
 from speculative.model.packed import can_pack, pack_weights
@@ -160,6 +162,7 @@ class Eagle3Head(nn.Module):
         else:
             self.embedding = embedding.detach()  # no parameter of ours: neither trained nor saved
         self.register_buffer("draft_ids", draft_ids, persistent=False)
+        self.fused: FusedHead | None = None  # the whole layer at once, where it is packed for it
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -179,6 +182,8 @@ class Eagle3Head(nn.Module):
             positions: [N] int64, r.
             attend: called once, as layer 0.
         """
+        if self.fused is not None and isinstance(attend, StepAttention) and attend.native is not None:
+            return self.fused.run(token_ids, hidden, positions, attend.native)
         rotary = self.rotary(positions, hidden.dtype)
         embedded = functional.embedding(token_ids, self.embedding).to(hidden.dtype)
         normed = self.hidden_norm(hidden)
@@ -189,7 +194,26 @@ class Eagle3Head(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, draft_vocab] float32."""
+        if self.fused is not None:
+            return self.fused.logits(hidden)
         return self.lm_head(self.norm(hidden)).float()  # type: ignore[no-any-return]
+
+    def pack(self) -> None:
+        """Lay the loaded weights out for the CPU's kernels."""
+        pack_weights(self)
+        parts = HeadParts(
+            embedding=self.embedding,
+            token_norm=self.input_norm,
+            hidden_norm=self.hidden_norm,
+            attention=self.attention,
+            mlp_norm=self.mlp_norm,
+            mlp=self.mlp,
+            norm=self.norm,
+            lm_head=self.lm_head,
+            rotary=self.rotary,
+            residual_is_normed=self.config.norm_before_residual,
+        )
+        self.fused = FusedHead.of(parts, self.config.shape)
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
@@ -240,7 +264,7 @@ def load_eagle3(
     head = Eagle3Head(config, draft_ids, embedding, dtype=dtype)
     fill_slots(folder, head.checkpoint_slots(), tensors)
     if can_pack(dtype, device):
-        pack_weights(head)
+        head.pack()
     return head.eval()
 
 

@@ -1,14 +1,16 @@
-"""A decoder's layers in one call of our CPU kernels, with nothing of torch between them."""
+"""A decoder's layers, or a draft head's, in one call of our CPU kernels, with nothing of torch between them."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from speculative.model.attention import NativeStep
 from speculative.model.config import ModelConfig
-from speculative.model.kernels import LayerStruct, cpu_kernels
-from speculative.model.layers import DecoderLayer, Rotary
-from speculative.model.native import NativeLinear
+from speculative.model.kernels import DraftHeadStruct, LayerStruct, cpu_kernels
+from speculative.model.layers import MLP, Attention, DecoderLayer, Linear, PackedLinear, RMSNorm, Rotary
+from speculative.model.native import NativeAttention, NativeLinear, NativeMLP, NativeNorm
 
 
 class FusedLayers:
@@ -43,6 +45,76 @@ class FusedLayers:
             if stop in capture and stop < len(self._structs):
                 features.append(hidden.clone())
         return hidden, features
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """The modules of a draft head that reads a token and a hidden state side by side.
+
+    embedding: [vocab, hidden], bfloat16 or float32.
+    residual_is_normed: whether it goes on from the normed hidden state.
+    """
+
+    embedding: Tensor
+    token_norm: RMSNorm | NativeNorm
+    hidden_norm: RMSNorm | NativeNorm
+    attention: Attention
+    mlp_norm: RMSNorm | NativeNorm
+    mlp: MLP | NativeMLP
+    norm: RMSNorm | NativeNorm
+    lm_head: Linear | PackedLinear
+    rotary: Rotary
+    residual_is_normed: bool
+
+
+class FusedHead:
+    """A draft head's layer in one call, and its logits in another. The modules own the memory it points at."""
+
+    def __init__(self, parts: HeadParts, config: ModelConfig) -> None:
+        attention, mlp = parts.attention, parts.mlp
+        assert isinstance(attention, NativeAttention) and isinstance(mlp, NativeMLP)
+        self._struct = DraftHeadStruct(
+            embedding=parts.embedding.data_ptr(),
+            embedding_is_bfloat16=parts.embedding.dtype == torch.bfloat16,
+            residual_is_normed=parts.residual_is_normed,
+            token_norm=parts.token_norm.weight.data_ptr(),
+            hidden_norm=parts.hidden_norm.weight.data_ptr(),
+            layer=LayerStruct(
+                mlp_norm=parts.mlp_norm.weight.data_ptr(),
+                head_norm=attention.struct.head_norm,
+                qkv=attention.struct.qkv,
+                output=attention.struct.output,
+                gate_up=mlp.struct.gate_up,
+                down=mlp.struct.down,
+            ),
+        )
+        self._rotary = parts.rotary.table.float().contiguous()
+        self._config = config
+        self._parts = parts
+
+    @classmethod
+    def of(cls, parts: HeadParts, config: ModelConfig) -> "FusedHead | None":
+        """None where the head is not packed for our kernels."""
+        norms = (parts.token_norm, parts.hidden_norm, parts.mlp_norm, parts.norm)
+        packed = all(isinstance(norm, NativeNorm) for norm in norms) and isinstance(parts.lm_head, NativeLinear)
+        packed &= isinstance(parts.attention, NativeAttention) and isinstance(parts.mlp, NativeMLP)
+        readable = parts.embedding.dtype in (torch.bfloat16, torch.float32) and parts.embedding.is_contiguous()
+        return cls(parts, config) if packed and readable and config.head_dim % 16 == 0 else None
+
+    def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, step: NativeStep) -> Tensor:
+        """token_ids, positions [N] int64 and hidden [N, hidden_size] float32 -> [N, hidden_size]."""
+        config, struct, shape = self._config, step.struct, step.shape
+        struct.positions = positions.data_ptr()
+        shape.hidden_size, shape.intermediate_size = config.hidden_size, config.intermediate_size
+        shape.num_heads, shape.eps, shape.rotary = config.num_heads, config.rms_norm_eps, self._rotary.data_ptr()
+        hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+        return step.kernels.draft_layer(self._struct, token_ids.contiguous(), hidden, (shape, struct, step.cache))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden_size], each of them contiguous -> [R, draft_vocab] float32."""
+        norm, lm_head = self._parts.norm, self._parts.lm_head
+        assert isinstance(norm, NativeNorm) and isinstance(lm_head, NativeLinear)
+        return lm_head.after_norm(hidden, norm)
 
 
 def _linears(layer: nn.Module) -> tuple[nn.Module, ...]:

@@ -1,12 +1,12 @@
-// The decoder's arithmetic for x86 CPUs with AVX-512: products with packed weights, attention over the paged cache, and
-// whole layers in one call.
+// The engine's arithmetic for x86 CPUs with AVX-512: products with packed weights, attention over the paged cache, whole
+// layers in one call; and over the vocabulary, laws, filters and draws.
 //
 // Activations are float32. Every row is computed on its own, in an order that depends neither on the number of rows in
 // the call nor on the number of threads: a token's hidden state is the same bits alone, in a batch, or behind drafts.
 //
 // Weights lie in panels of 16 or 32 outputs, so that one pass over a panel serves up to 8 rows; a step of a few rows
 // is bound by reading them once. Four- and eight-bit weights are multiplied as integers, exactly, with activations
-// rounded to 16 bits in blocks of 32 (relative to the block's largest: 2^-16).
+// rounded in blocks of 32: to 16 bits (relative to the block's largest: 2^-16), or to 8 bits, as llama.cpp does.
 
 #include <immintrin.h>
 
@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include <omp.h>
@@ -31,7 +32,8 @@ constexpr int64_t kPanelInts = 16;   // outputs a panel of integer weights
 constexpr int64_t kPanelFloats = 32;  // and of bfloat16 or float32 weights
 constexpr int64_t kQueryTile = 6;    // queries that share one pass over the values
 
-enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+// Of the last two, activations have 8 bits.
+enum Kind : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kInt8Act8 = 4, kInt4Act8 = 5 };
 
 }  // namespace
 
@@ -53,6 +55,16 @@ struct Layer {
     Linear output;
     Linear gate_up;
     Linear down;
+};
+
+// A draft head of one layer that reads a token and a hidden state side by side (EAGLE-3).
+struct DraftHead {
+    const void* embedding;  // [vocabulary, hidden]
+    int64_t embedding_is_bfloat16;
+    int64_t residual_is_normed;
+    const float* token_norm;   // [hidden]
+    const float* hidden_norm;  // [hidden]
+    Layer layer;
 };
 
 struct Shape {
@@ -122,13 +134,15 @@ __mmask16 first_lanes(int64_t count) {
 
 // -- rows before a product --------------------------------------------------------------------------------------------
 
-// Rows as a product reads them: floats, or 16-bit integers with a scale and a sum for every block.
+// Rows as a product reads them: floats, or integers with a scale and a sum for every block. An integer of 16 bits lies
+// in two bytes, 256 high + low: four high ones, then the four low ones beside them; one of 8 bits has but one.
 struct Rows {
     const float* floats;
-    int64_t stride;  // of floats
-    const int16_t* ints;
-    const float* scales;  // [rows, blocks]
-    const float* sums;    // [rows, blocks], times the scale
+    int64_t stride;        // of floats
+    const int8_t* bytes;   // [rows, inputs / 4, planes, 4]
+    const float* scales;   // [rows, blocks]
+    const float* sums;     // [rows, blocks], times the scale
+    const int32_t* zeros;  // [rows, blocks]: -128 x the sum of the integers
 };
 
 enum class Input { kPlain, kNormed, kSwiGLU };
@@ -166,21 +180,44 @@ void swiglu_row(const float* row, int64_t size, float* out) {
     }
 }
 
-void quantise_row(const float* row, int64_t size, int16_t* ints, float* scales, float* sums) {
+// The largest integers that a block's largest number becomes; of two planes, no high byte comes to 128.
+constexpr float kLargest[] = {0.0f, 127.0f, 32512.0f};
+
+int32_t sum_of_bytes(__m256i bytes) {
+    const __m512i words = _mm512_cvtepi8_epi16(bytes);
+    return _mm512_reduce_add_epi32(_mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+}
+
+template <int planes>
+void quantise_row(const float* row, int64_t size, int8_t* bytes, float* scales, float* sums, int32_t* zeros) {
     for (int64_t i = 0; i < size; i += kBlock) {
         const __m512 x0 = _mm512_loadu_ps(row + i), x1 = _mm512_loadu_ps(row + i + 16);
         const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(x0), _mm512_abs_ps(x1)));
         // NaN and infinity must come out as NaN: integers would hide them.
         const __m512 probe = _mm512_mul_ps(_mm512_add_ps(x0, x1), _mm512_setzero_ps());
         const bool finite = _mm512_cmp_ps_mask(probe, probe, _CMP_UNORD_Q) == 0 && std::isfinite(largest);
-        const __m512 inverse = _mm512_set1_ps(largest > 0 && finite ? 32767.0f / largest : 0.0f);
+        const __m512 inverse = _mm512_set1_ps(largest > 0 && finite ? kLargest[planes] / largest : 0.0f);
         const __m512i q0 = _mm512_cvtps_epi32(_mm512_mul_ps(x0, inverse));
         const __m512i q1 = _mm512_cvtps_epi32(_mm512_mul_ps(x1, inverse));
-        const float scale = finite ? largest / 32767.0f : NAN;
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(ints + i), _mm512_cvtepi32_epi16(q0));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(ints + i + 16), _mm512_cvtepi32_epi16(q1));
+        const float scale = finite ? largest / kLargest[planes] : NAN;
+        const __m256i low = _mm256_set_m128i(_mm512_cvtepi32_epi8(q1), _mm512_cvtepi32_epi8(q0));
+        int32_t sum = sum_of_bytes(low);
+        __m256i* place = reinterpret_cast<__m256i*>(bytes + planes * i);
+        if constexpr (planes == 1) {
+            _mm256_storeu_si256(place, low);
+        } else {
+            const __m512i half = _mm512_set1_epi32(128);  // a low byte above 127 is a negative one: the high byte has it
+            const __m128i h0 = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(q0, half), 8));
+            const __m128i h1 = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(q1, half), 8));
+            const __m256i high = _mm256_set_m128i(h1, h0);
+            sum += 256 * sum_of_bytes(high);
+            const __m256i first = _mm256_unpacklo_epi32(high, low), second = _mm256_unpackhi_epi32(high, low);
+            _mm256_storeu_si256(place, _mm256_permute2x128_si256(first, second, 0x20));
+            _mm256_storeu_si256(place + 1, _mm256_permute2x128_si256(first, second, 0x31));
+        }
         scales[i / kBlock] = scale;
-        sums[i / kBlock] = scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(q0, q1)));
+        sums[i / kBlock] = scale * static_cast<float>(sum);
+        zeros[i / kBlock] = -128 * sum;
     }
 }
 
@@ -194,7 +231,7 @@ struct Buffer {
 };
 
 struct Workspace {
-    Buffer floats, ints, scales, sums, scores, qkv, attended, gate_up;
+    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs;
 };
 
 Workspace& workspace() {
@@ -205,32 +242,37 @@ Workspace& workspace() {
 // Where `prepare` puts rows: one part for each thread when the rows are few, else one for all.
 struct Prepared {
     float* floats;
-    int16_t* ints;
+    int8_t* bytes;
     float* scales;
     float* sums;
+    int32_t* zeros;
     int64_t num_parts, rows_size;
 
     Prepared(Workspace& space, int64_t num_rows, int64_t most_inputs, int num_threads) {
         num_parts = num_rows <= kFewRows ? num_threads : 1;
         rows_size = num_rows * most_inputs;
         floats = space.floats.at_least(num_parts * rows_size);
-        ints = reinterpret_cast<int16_t*>(space.ints.at_least(num_parts * (rows_size / 2 + 1)));
+        bytes = reinterpret_cast<int8_t*>(space.bytes.at_least(num_parts * (rows_size / 2 + 1)));
         scales = space.scales.at_least(num_parts * (rows_size / kBlock + 1));
         sums = space.sums.at_least(num_parts * (rows_size / kBlock + 1));
+        zeros = reinterpret_cast<int32_t*>(space.zeros.at_least(num_parts * (rows_size / kBlock + 1)));
     }
 };
+
+int64_t planes_of(const Linear& linear) { return linear.kind >= kInt8Act8 ? 1 : 2; }
 
 // One thread's share of getting the rows ready. Ends with a barrier where rows were shared out.
 Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const Prepared& to, int thread,
              int threads) {
     const bool is_int = linear.kind >= kInt8;
-    if (source.input == Input::kPlain && !is_int) return {source.rows, source.stride, nullptr, nullptr, nullptr};
+    if (source.input == Input::kPlain && !is_int) return {source.rows, source.stride, nullptr, nullptr, nullptr, nullptr};
     const bool own = to.num_parts > 1 || threads == 1;
     const int64_t part = own ? thread % to.num_parts : 0, size = linear.num_inputs, blocks = size / kBlock;
     float* floats = to.floats + part * to.rows_size;
-    int16_t* ints = to.ints + part * (to.rows_size / 2 + 1) * 2;
+    int8_t* bytes = to.bytes + part * (to.rows_size / 2 + 1) * 4;
     float* scales = to.scales + part * (to.rows_size / kBlock + 1);
     float* sums = to.sums + part * (to.rows_size / kBlock + 1);
+    int32_t* zeros = to.zeros + part * (to.rows_size / kBlock + 1);
     const Range rows = own ? Range{0, num_rows} : share(num_rows, thread, threads);
     for (int64_t r = rows.begin; r < rows.end; ++r) {
         const float* row = source.rows + r * source.stride;
@@ -240,12 +282,17 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
             else swiglu_row(row, size, out);
             row = out;
         }
-        if (is_int) quantise_row(row, size, ints + r * size, scales + r * blocks, sums + r * blocks);
+        const int64_t at = r * blocks;
+        if (is_int && planes_of(linear) == 2) {
+            quantise_row<2>(row, size, bytes + 2 * r * size, scales + at, sums + at, zeros + at);
+        } else if (is_int) {
+            quantise_row<1>(row, size, bytes + r * size, scales + at, sums + at, zeros + at);
+        }
     }
     if (!own) {
 #pragma omp barrier
     }
-    return {floats, size, ints, scales, sums};
+    return {floats, size, bytes, scales, sums, zeros};
 }
 
 // -- products ---------------------------------------------------------------------------------------------------------
@@ -298,15 +345,18 @@ void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pan
     }
 }
 
-// Adds to each of 16 sums the products of two weights with two activations.
-inline __m512i multiply_pairs(__m512i sum, __m512i weights, const int16_t* pair) {
-    const int32_t* both = reinterpret_cast<const int32_t*>(pair);
+// Adds to each of 16 sums the products of four weights (unsigned bytes) with four activations (signed).
+inline __m512i multiply_quads(__m512i sum, __m512i weights, const int8_t* quad) {
+    const int32_t* four = reinterpret_cast<const int32_t*>(quad);
 #if defined(__AVX512VNNI__)
     // As an intrinsic, the broadcast becomes an instruction of its own, which costs a sixth of the time at 16 rows.
-    asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*both));
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*four));
     return sum;
 #else
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(weights, _mm512_set1_epi32(*both)));
+    const __m512i activations = _mm512_set1_epi32(*four);
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(activations, 8), 8), odd = _mm512_srai_epi16(activations, 8);
+    const __m512i low = _mm512_and_si512(weights, _mm512_set1_epi16(255)), high = _mm512_srli_epi16(weights, 8);
+    return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(low, even), _mm512_madd_epi16(high, odd)));
 #endif
 }
 
@@ -317,54 +367,49 @@ inline __m512 load_halves(const void* halves) {
 constexpr int64_t kInt4Bytes = 256 + 32 + 32;  // a block of a panel: 16 x 32 numbers, scales, smallest values
 constexpr int64_t kInt8Bytes = 512 + 32;       // 16 x 32 numbers, scales
 
-// Blocks of a panel of four-bit weights w = scale * n + least: 64 bytes hold 4 pairs of inputs, a pair a nibble.
-template <int R, bool is_int4>
+// Blocks of a panel of four-bit weights w = scale * n + least: 64 bytes hold four inputs of every output in their low
+// halves, four more in the high ones. Of eight-bit weights w = scale * (n - 128) they hold four inputs.
+template <int R, bool is_int4, int planes>
 void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
+    constexpr int64_t kNumbers = is_int4 ? 256 : 512, kBytes = is_int4 ? kInt4Bytes : kInt8Bytes;
     const int64_t size = linear.num_inputs, blocks = size / kBlock;
-    const char* block = static_cast<const char*>(linear.weight) + panel * blocks * (is_int4 ? kInt4Bytes : kInt8Bytes);
-    constexpr int kChains = R == 1 ? 4 : R <= 4 ? 2 : 1;  // independent sums, to hide the latency of a product
-    const int16_t* a[R];
+    const char* block = static_cast<const char*>(linear.weight) + panel * blocks * kBytes;
+    const int8_t* a[R];
     __m512 sums[R];
     for (int r = 0; r < R; ++r) {
-        a[r] = rows.ints + (row + r) * size;
+        a[r] = rows.bytes + (row + r) * planes * size;
         sums[r] = _mm512_setzero_ps();
     }
-    const __m512i nibble = _mm512_set1_epi16(15);
-    for (int64_t b = 0; b < blocks; ++b, block += is_int4 ? kInt4Bytes : kInt8Bytes) {
-        __m512i products[R][kChains];
+    const __m512i low_half = _mm512_set1_epi8(15);
+    for (int64_t b = 0; b < blocks; ++b, block += kBytes) {
+        __m512i products[R][planes];
         for (int r = 0; r < R; ++r) {
-            for (int c = 0; c < kChains; ++c) products[r][c] = _mm512_setzero_si512();
+            for (int p = 0; p < planes; ++p) products[r][p] = _mm512_setzero_si512();
+            if (!is_int4) products[r][planes - 1] = _mm512_set1_epi32(rows.zeros[(row + r) * blocks + b]);
         }
-#pragma GCC unroll 4
-        for (int z = 0; z < 4; ++z) {
-            __m512i weights[4];
+#pragma GCC unroll 8
+        for (int z = 0; z < 8; ++z) {
+            __m512i weights;
             if constexpr (is_int4) {
-                const __m512i packed = _mm512_loadu_si512(block + z * 64);
-                weights[0] = _mm512_and_si512(packed, nibble);
-                weights[1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
-                weights[2] = _mm512_and_si512(_mm512_srli_epi16(packed, 8), nibble);
-                weights[3] = _mm512_srli_epi16(packed, 12);
+                const __m512i packed = _mm512_loadu_si512(block + z / 2 * 64);
+                weights = _mm512_and_si512(z % 2 ? _mm512_srli_epi16(packed, 4) : packed, low_half);
             } else {
-                const __m256i* bytes = reinterpret_cast<const __m256i*>(block + z * 128);
-                for (int n = 0; n < 4; ++n) weights[n] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(bytes + n));
+                weights = _mm512_loadu_si512(block + z * 64);
             }
             for (int r = 0; r < R; ++r) {
-                const int16_t* pairs = a[r] + b * kBlock + z * 8;
-                for (int n = 0; n < 4; ++n) {
-                    __m512i& sum = products[r][n % kChains];
-                    sum = multiply_pairs(sum, weights[n], pairs + 2 * n);
-                }
+                const int8_t* quads = a[r] + planes * (b * kBlock + 4 * z);
+                for (int p = 0; p < planes; ++p) products[r][p] = multiply_quads(products[r][p], weights, quads + 4 * p);
             }
         }
-        const __m512 scale = load_halves(block + (is_int4 ? 256 : 512));
+        const __m512 scale = load_halves(block + kNumbers);
         for (int r = 0; r < R; ++r) {
             const int64_t at = (row + r) * blocks + b;
+            __m512i product = products[r][planes - 1];
+            if constexpr (planes == 2) product = _mm512_add_epi32(product, _mm512_slli_epi32(products[r][0], 8));
             const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[at]));
-            __m512i product = products[r][0];
-            for (int c = 1; c < kChains; ++c) product = _mm512_add_epi32(product, products[r][c]);
             sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), both, sums[r]);
             if constexpr (is_int4) {
-                sums[r] = _mm512_fmadd_ps(load_halves(block + 288), _mm512_set1_ps(rows.sums[at]), sums[r]);
+                sums[r] = _mm512_fmadd_ps(load_halves(block + kNumbers + 32), _mm512_set1_ps(rows.sums[at]), sums[r]);
             }
         }
     }
@@ -376,8 +421,10 @@ void tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, co
     switch (linear.kind) {
         case kFloat32: return float_tile<R, false>(rows, row, linear, panel, target);
         case kBfloat16: return float_tile<R, true>(rows, row, linear, panel, target);
-        case kInt8: return int_tile<R, false>(rows, row, linear, panel, target);
-        default: return int_tile<R, true>(rows, row, linear, panel, target);
+        case kInt8: return int_tile<R, false, 2>(rows, row, linear, panel, target);
+        case kInt4: return int_tile<R, true, 2>(rows, row, linear, panel, target);
+        case kInt8Act8: return int_tile<R, false, 1>(rows, row, linear, panel, target);
+        default: return int_tile<R, true, 1>(rows, row, linear, panel, target);
     }
 }
 
@@ -761,17 +808,331 @@ void in_threads(int64_t num_threads, const Work& work) {
     work(omp_get_thread_num(), omp_get_num_threads());
 }
 
+void embed_row(const DraftHead& head, int64_t token, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        const int64_t at = token * size + i;
+        const __m512 x = head.embedding_is_bfloat16
+                             ? expand(_mm256_maskz_loadu_epi16(lanes, static_cast<const uint16_t*>(head.embedding) + at))
+                             : _mm512_maskz_loadu_ps(lanes, static_cast<const float*>(head.embedding) + at);
+        _mm512_mask_storeu_ps(out + i, lanes, x);
+    }
+}
+
+// -- laws over the vocabulary -----------------------------------------------------------------------------------------
+
+// e^(x - largest) over its sum; NaN everywhere where a logit is NaN or infinite, or all are -infinite.
+void softmax_row(const float* logits, int64_t size, float* out) {
+    __m512 tops[4];
+    for (__m512& top : tops) top = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < size; i += 64) {
+        for (int j = 0; j < 4; ++j) {
+            const __mmask16 lanes = first_lanes(size - i - 16 * j);
+            tops[j] = _mm512_mask_max_ps(tops[j], lanes, _mm512_maskz_loadu_ps(lanes, logits + i + 16 * j), tops[j]);
+        }
+    }
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(
+        _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]))));
+    __m512d totals[4];
+    for (__m512d& total : totals) total = _mm512_setzero_pd();
+    for (int64_t i = 0; i < size; i += 64) {
+        for (int j = 0; j < 4; ++j) {
+            const __mmask16 lanes = first_lanes(size - i - 16 * j);
+            const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, logits + i + 16 * j), top);
+            const __m512 weight = _mm512_maskz_mov_ps(lanes, exponential(x));
+            _mm512_mask_storeu_ps(out + i + 16 * j, lanes, weight);
+            const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(weight));
+            const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1));
+            totals[j] = _mm512_add_pd(totals[j], _mm512_add_pd(low, high));
+        }
+    }
+    const double total = _mm512_reduce_add_pd(
+        _mm512_add_pd(_mm512_add_pd(totals[0], totals[1]), _mm512_add_pd(totals[2], totals[3])));
+    const __m512 inverse = _mm512_set1_ps(static_cast<float>(1.0 / total));
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        _mm512_mask_storeu_ps(out + i, lanes, _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, out + i), inverse));
+    }
+}
+
+// All mass on the first of the largest; on token 0 where a number is none.
+void one_hot_row(const float* logits, int64_t size, float* out) {
+    std::memset(out, 0, size * sizeof(float));
+    __m512 largest = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        largest = _mm512_mask_max_ps(largest, lanes, _mm512_maskz_loadu_ps(lanes, logits + i), largest);
+    }
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    int64_t best = 0;
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        const __mmask16 equal = _mm512_mask_cmp_ps_mask(lanes, _mm512_maskz_loadu_ps(lanes, logits + i), top, _CMP_EQ_OQ);
+        if (equal) {
+            best = i + __builtin_ctz(equal);
+            break;
+        }
+    }
+    out[best] = 1.0f;
+}
+
+// Lanes of the numbers of a row that are not below `least`, copied one after another.
+int64_t copy_from(const float* row, int64_t size, float least, float* out) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 x = _mm512_maskz_loadu_ps(first_lanes(size - i), row + i);
+        const __mmask16 kept = _mm512_mask_cmp_ps_mask(first_lanes(size - i), x, _mm512_set1_ps(least), _CMP_GE_OQ);
+        _mm512_mask_compressstoreu_ps(out + count, kept, x);
+        count += __builtin_popcount(kept);
+    }
+    return count;
+}
+
+// The k-th largest of a row. The k-th largest of the maxima of its parts is no larger: it leaves few to choose from.
+float kth_largest(const float* row, int64_t size, int64_t k, float* scratch) {
+    constexpr int64_t kPart = 64;
+    float least = -INFINITY;
+    if (k <= size / kPart) {
+        int64_t parts = 0;
+        for (int64_t i = 0; i < size; i += kPart) {
+            scratch[parts++] = *std::max_element(row + i, row + std::min(i + kPart, size));
+        }
+        std::nth_element(scratch, scratch + k - 1, scratch + parts, std::greater<float>());
+        least = scratch[k - 1];
+    }
+    const int64_t count = copy_from(row, size, least, scratch);
+    std::nth_element(scratch, scratch + k - 1, scratch + count, std::greater<float>());
+    return scratch[k - 1];
+}
+
+// The smallest probability of the smallest set of the likeliest tokens with mass >= top_p, of a law's numbers.
+float nucleus_floor(float* law, int64_t count, double top_p) {
+    double before = 0;
+    while (true) {
+        const float pivot = law[count / 2];
+        float* const middle = std::partition(law, law + count, [pivot](float p) { return p > pivot; });
+        float* const rest = std::partition(middle, law + count, [pivot](float p) { return p == pivot; });
+        double above = 0;
+        for (const float* p = law; p < middle; ++p) above += *p;
+        if (middle > law && before + above >= top_p) {
+            count = middle - law;
+            continue;
+        }
+        before += above + static_cast<double>(pivot) * static_cast<double>(rest - middle);
+        if (before >= top_p || rest == law + count) return pivot;
+        count -= rest - law;
+        law = rest;
+    }
+}
+
+// -infinity where a number of `row` is below the floor; the floor is one of `of`, which may be the row itself.
+void drop_below(float* row, const float* of, int64_t size, float floor) {
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        const __m512 x = _mm512_maskz_loadu_ps(lanes, of + i);
+        const __mmask16 below = _mm512_mask_cmp_ps_mask(lanes, x, _mm512_set1_ps(floor), _CMP_LT_OQ);
+        _mm512_mask_storeu_ps(row + i, below, _mm512_set1_ps(-INFINITY));
+    }
+}
+
+// Filters of one row of logits, in place; one that holds no number stays as it is. scratch: [2, size].
+void filter_row(float* row, int64_t size, float log_min_p, int64_t top_k, float top_p, float* scratch) {
+    __mmask16 is_nan = 0;
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 x = _mm512_maskz_loadu_ps(first_lanes(size - i), row + i);
+        is_nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    }
+    if (is_nan) return;
+    if (log_min_p > -INFINITY) drop_below(row, row, size, *std::max_element(row, row + size) + log_min_p);
+    if (top_k < size) drop_below(row, row, size, kth_largest(row, size, top_k, scratch));
+    if (top_p >= 1) return;
+    float *law = scratch, *likely = scratch + size;
+    softmax_row(row, size, law);
+    // All tokens below this have together less mass than may be left out.
+    const float least = static_cast<float>((1.0 - top_p) / static_cast<double>(size) * 0.99);
+    const int64_t count = copy_from(law, size, least, likely);
+    if (count > 0) drop_below(row, law, size, nucleus_floor(likely, count, top_p));
+}
+
+constexpr int64_t kRun = 256;  // tokens whose mass is summed up before a draw looks for its place among them
+
+double sum_run(const float* law, int64_t size) {
+    __m512d sums[4];
+    for (__m512d& sum : sums) sum = _mm512_setzero_pd();
+    for (int64_t i = 0; i < size; i += 32) {
+        for (int j = 0; j < 4; ++j) {
+            const __mmask8 lanes = static_cast<__mmask8>(first_lanes(size - i - 8 * j));
+            sums[j] = _mm512_add_pd(sums[j], _mm512_cvtps_pd(_mm256_maskz_loadu_ps(lanes, law + i + 8 * j)));
+        }
+    }
+    return _mm512_reduce_add_pd(_mm512_add_pd(_mm512_add_pd(sums[0], sums[1]), _mm512_add_pd(sums[2], sums[3])));
+}
+
+// The last token with mass among those of begin..end; -1 if none has any.
+int64_t last_possible(const float* law, int64_t begin, int64_t end) {
+    for (int64_t i = end - 1; i >= begin; --i) {
+        if (law[i] > 0) return i;
+    }
+    return -1;
+}
+
+// The token at `uniform` of the law's mass, in double precision; one without mass is never drawn. `runs` has room for
+// the sum of every run.
+int64_t draw_row(const float* law, int64_t size, double uniform, std::vector<double>& runs) {
+    double total = 0;
+    runs.clear();
+    for (int64_t i = 0; i < size; i += kRun) {
+        total += sum_run(law + i, std::min(kRun, size - i));
+        runs.push_back(total);
+    }
+    const double place = uniform * total;
+    const int64_t run = std::upper_bound(runs.begin(), runs.end(), place) - runs.begin();
+    if (run == static_cast<int64_t>(runs.size()) || std::isnan(total)) {
+        return std::max<int64_t>(0, last_possible(law, 0, size));  // the product was rounded up to the total
+    }
+    double mass = run > 0 ? runs[run - 1] : 0.0;
+    const int64_t begin = run * kRun, end = std::min(begin + kRun, size);
+    for (int64_t i = begin; i < end; ++i) {
+        mass += law[i];
+        if (law[i] > 0 && mass > place) return i;
+    }
+    return std::max<int64_t>(0, last_possible(law, begin, end));
+}
+
+// -- random numbers ---------------------------------------------------------------------------------------------------
+
+// 52 bits of two words, in the open interval (0, 1).
+inline double unit_of(uint32_t first, uint32_t second) {
+    const uint64_t bits = (uint64_t{first >> 6} << 26) + (second >> 6);
+    return (static_cast<double>(bits) + 0.5) * 0x1p-52;
+}
+
+// 52 bits of Philox4x32-10, as in rng.py.
+double uniform_of(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2) {
+    uint32_t c3 = 0, k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t first = c0 * uint64_t{0xD2511F53}, second = c2 * uint64_t{0xCD9E8D57};
+        c0 = static_cast<uint32_t>(second >> 32) ^ c1 ^ k0;
+        c1 = static_cast<uint32_t>(second);
+        c2 = static_cast<uint32_t>(first >> 32) ^ c3 ^ k1;
+        c3 = static_cast<uint32_t>(first);
+        k0 += 0x9E3779B9;
+        k1 += 0xBB67AE85;
+    }
+    return unit_of(c0, c1);
+}
+
+// The uniforms of the coupled verifier's noise, as in rng.py: two tokens for each counter.
+void noise_row(uint64_t seed, uint32_t position, int64_t size, double* out) {
+    constexpr int kLanes = 16;
+    constexpr uint32_t kNoise = 4;  // the purpose
+    for (int64_t begin = 0; begin < size; begin += 2 * kLanes) {
+        uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
+        double drawn[2 * kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) {
+            c0[lane] = static_cast<uint32_t>(begin / 2 + lane);
+            c1[lane] = position;
+            c2[lane] = kNoise;
+            c3[lane] = 0;
+        }
+        uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+        for (int round = 0; round < 10; ++round) {
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const uint64_t first = c0[lane] * uint64_t{0xD2511F53}, second = c2[lane] * uint64_t{0xCD9E8D57};
+                c0[lane] = static_cast<uint32_t>(second >> 32) ^ c1[lane] ^ k0;
+                c1[lane] = static_cast<uint32_t>(second);
+                c2[lane] = static_cast<uint32_t>(first >> 32) ^ c3[lane] ^ k1;
+                c3[lane] = static_cast<uint32_t>(first);
+            }
+            k0 += 0x9E3779B9;
+            k1 += 0xBB67AE85;
+        }
+        for (int lane = 0; lane < kLanes; ++lane) {
+            drawn[2 * lane] = unit_of(c0[lane], c1[lane]);
+            drawn[2 * lane + 1] = unit_of(c2[lane], c3[lane]);
+        }
+        std::memcpy(out + begin, drawn, std::min<int64_t>(2 * kLanes, size - begin) * sizeof(double));
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
-// rows [num_rows, inputs] -> out [num_rows, outputs].
-void truespec_linear(const Linear* linear, int64_t num_rows, const float* rows, int64_t stride, float* out,
-                     int64_t num_threads) {
+// logits [num_rows, size] -> laws [num_rows, size]: softmax, or all mass on the likeliest token where `greedy`.
+void truespec_laws(int64_t num_rows, int64_t size, const float* logits, const uint8_t* greedy, float* laws) {
+    for (int64_t r = 0; r < num_rows; ++r) {
+        if (greedy[r]) one_hot_row(logits + r * size, size, laws + r * size);
+        else softmax_row(logits + r * size, size, laws + r * size);
+    }
+}
+
+// Filters of some rows of logits [., size], in place: of row rows[f], log_min_p[f], top_k[f] and top_p[f].
+void truespec_filter(int64_t count, int64_t size, float* logits, const int64_t* rows, const float* log_min_p,
+                     const int64_t* top_k, const float* top_p) {
+    float* scratch = workspace().scores.at_least(2 * size);
+    for (int64_t f = 0; f < count; ++f) {
+        filter_row(logits + rows[f] * size, size, log_min_p[f], top_k[f], top_p[f], scratch);
+    }
+}
+
+// One token of each of num_rows laws [num_rows, size].
+void truespec_draw(int64_t num_rows, int64_t size, const float* laws, const double* uniforms, int64_t* tokens) {
+    std::vector<double> runs;
+    for (int64_t r = 0; r < num_rows; ++r) tokens[r] = draw_row(laws + r * size, size, uniforms[r], runs);
+}
+
+// One token of each residual law (share p - q)+, or of p where nothing is left of it. Row rows[e] of p [., size] stands
+// against row q_rows[e] of q [., width]; -1 = q is 0. `ids` are the tokens of q's columns, entry after entry ids_stride
+// apart; null = width is size.
+void truespec_draw_residual(int64_t count, int64_t size, const float* p, const int64_t* rows, const float* shares,
+                            const float* q, int64_t width, const int64_t* ids, int64_t ids_stride, const int64_t* q_rows,
+                            const double* uniforms, int64_t* tokens) {
+    std::vector<double> runs;
+    float* left = workspace().scores.at_least(size);
+    for (int64_t e = 0; e < count; ++e) {
+        const float* law = p + rows[e] * size;
+        if (q_rows[e] < 0) {
+            tokens[e] = draw_row(law, size, uniforms[e], runs);
+            continue;
+        }
+        const float* against = q + q_rows[e] * width;
+        const float share = shares[e];
+        for (int64_t i = 0; i < size; ++i) left[i] = share * law[i];
+        if (ids) {
+            const int64_t* own = ids + e * ids_stride;
+            for (int64_t w = 0; w < width; ++w) left[own[w]] = std::max(left[own[w]] - against[w], 0.0f);
+        } else {
+            for (int64_t i = 0; i < size; ++i) left[i] = std::max(left[i] - against[i], 0.0f);
+        }
+        const bool something = last_possible(left, 0, size) >= 0;
+        tokens[e] = draw_row(something ? left : law, size, uniforms[e], runs);
+    }
+}
+
+// One uniform in (0, 1) a row, as `uniforms` of rng.py.
+void truespec_uniforms(int64_t count, const uint64_t* seeds, const uint64_t* rounds, const uint64_t* offsets,
+                       const uint64_t* purposes, double* out) {
+    for (int64_t i = 0; i < count; ++i) {
+        out[i] = uniform_of(seeds[i], static_cast<uint32_t>(rounds[i]), static_cast<uint32_t>(offsets[i]),
+                            static_cast<uint32_t>(purposes[i]));
+    }
+}
+
+// One uniform for every token: out [num_rows, size].
+void truespec_noise(int64_t num_rows, int64_t size, const int64_t* seeds, const int64_t* positions, double* out) {
+    for (int64_t r = 0; r < num_rows; ++r) {
+        noise_row(static_cast<uint64_t>(seeds[r]), static_cast<uint32_t>(positions[r]), size, out + r * size);
+    }
+}
+
+// rows [num_rows, inputs] -> out [num_rows, outputs]; normed first where there is a norm.
+void truespec_linear(const Linear* linear, int64_t num_rows, const float* rows, int64_t stride, const float* norm,
+                     double eps, float* out, int64_t num_threads) {
     const int num_parts = static_cast<int>(std::max<int64_t>(1, num_threads));
     const Prepared prepared(workspace(), num_rows, linear->num_inputs, num_parts);
     in_threads(num_threads, [&](int thread, int threads) {
-        const Source source{Input::kPlain, rows, stride, nullptr, 0};
+        const Source source{norm ? Input::kNormed : Input::kPlain, rows, stride, norm, static_cast<float>(eps)};
         const Rows ready = prepare(source, *linear, num_rows, prepared, thread, threads);
         multiply(ready, num_rows, *linear, {out, linear->num_outputs, false}, thread, threads);
     });
@@ -817,6 +1178,30 @@ void truespec_layers(const Layer* layers, int64_t first, int64_t last, const Sha
             worker.mlp({Input::kNormed, hidden, shape->hidden_size, layer.mlp_norm, pass.eps}, layer,
                        {hidden, shape->hidden_size, true});
         }
+    });
+}
+
+// One layer of a draft head: token_ids [num_rows] and hidden [num_rows, hidden_size] -> out, of the same size. It lies
+// first in its cache.
+void truespec_draft_layer(const DraftHead* head, const Shape* shape, const Step* step, void* cache_data,
+                          const int64_t* token_ids, const float* hidden, int64_t stride, float* out,
+                          int64_t num_threads) {
+    const int64_t size = shape->hidden_size, num_rows = step->num_rows;
+    Pass pass(*shape, *step, num_threads, 2 * size);
+    float* rows = workspace().pairs.at_least(num_rows * 2 * size);
+    for (int64_t r = 0; r < num_rows; ++r) {
+        float *token = rows + r * 2 * size, *own = token + size, *residual = out + r * size;
+        embed_row(*head, token_ids[r], size, residual);  // as scratch
+        norm_row(residual, head->token_norm, pass.eps, size, token);
+        norm_row(hidden + r * stride, head->hidden_norm, pass.eps, size, own);
+        std::memcpy(residual, head->residual_is_normed ? own : hidden + r * stride, size * sizeof(float));
+    }
+    in_threads(num_threads, [&](int thread, int threads) {
+        const Worker worker{pass, thread, threads};
+        const Angles angles{shape->rotary, nullptr, nullptr};
+        worker.attention({Input::kPlain, rows, 2 * size, nullptr, 0}, head->layer, angles,
+                         layer_cache(*shape, cache_data, 0), {out, size, true});
+        worker.mlp({Input::kNormed, out, size, head->layer.mlp_norm, pass.eps}, head->layer, {out, size, true});
     });
 }
 

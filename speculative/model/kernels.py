@@ -15,7 +15,9 @@ import subprocess
 import tempfile
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,9 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-strict-aliasing", "-fopenmp", "-fPIC", "-shared")
 _COMPILE_LIMIT_S = 120
+
+Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
+Float64s = np.ndarray[Any, np.dtype[np.float64]]
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +57,19 @@ class LayerStruct(ctypes.Structure):
         ("output", LinearStruct),
         ("gate_up", LinearStruct),
         ("down", LinearStruct),
+    ]
+
+
+class DraftHeadStruct(ctypes.Structure):
+    """`DraftHead` of kernels.cpp."""
+
+    _fields_ = [
+        ("embedding", c_void_p),
+        ("embedding_is_bfloat16", c_int64),
+        ("residual_is_normed", c_int64),
+        ("token_norm", c_void_p),
+        ("hidden_norm", c_void_p),
+        ("layer", LayerStruct),
     ]
 
 
@@ -90,7 +108,10 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._linear = library.truespec_linear
-        self._linear.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
+        self._linear.argtypes = [
+            *(c_void_p, c_int64, c_void_p, c_int64),
+            *(c_void_p, c_double, c_void_p, c_int64),
+        ]
         self._attend = library.truespec_attend
         self._attend.argtypes = [
             *(c_void_p, c_void_p, c_void_p, c_int64),
@@ -108,15 +129,41 @@ class Kernels:
         ]
         self._mlp = library.truespec_mlp
         self._mlp.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
+        self._draft_layer = library.truespec_draft_layer
+        self._draft_layer.argtypes = [
+            *(c_void_p, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+        ]
+        self._laws = library.truespec_laws
+        self._laws.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
+        self._filter = library.truespec_filter
+        self._filter.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
+        self._draw = library.truespec_draw
+        self._draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
+        self._draw_residual = library.truespec_draw_residual
+        self._draw_residual.argtypes = [
+            *(c_int64, c_int64, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+            *(c_void_p, c_void_p),
+        ]
+        self._uniforms = library.truespec_uniforms
+        self._uniforms.argtypes = [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
         for function in (self._linear, self._attend, self._layers, self._norm, self._attention, self._mlp):
             function.restype = None
+        self._noise = library.truespec_noise
+        self._noise.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
+        self._noise.restype = None
+        for function in (self._draft_layer, self._laws, self._draw, self._draw_residual, self._uniforms):
+            function.restype = None
+        self._filter.restype = None
 
-    def linear(self, linear: LinearStruct, rows: Tensor) -> Tensor:
-        """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]."""
+    def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]; normed first if told by what."""
         out = rows.new_empty((rows.shape[0], linear.num_outputs))
+        weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
         self._linear(
-            ctypes.addressof(linear),
-            *(rows.shape[0], rows.data_ptr(), rows.stride(0), out.data_ptr(), torch.get_num_threads()),
+            *(ctypes.addressof(linear), rows.shape[0], rows.data_ptr(), rows.stride(0)),
+            *(weight, eps, out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
@@ -182,6 +229,96 @@ class Kernels:
         self._mlp(
             *(ctypes.addressof(layer), rows.shape[0], rows.data_ptr(), rows.stride(0), out.data_ptr()),
             torch.get_num_threads(),
+        )
+        return out
+
+    def draft_layer(
+        self,
+        head: DraftHeadStruct,
+        token_ids: Tensor,
+        hidden: Tensor,
+        place: tuple[ShapeStruct, StepStruct, Tensor],
+    ) -> Tensor:
+        """One layer of a draft head: token_ids [N] and hidden [N, hidden_size], each row contiguous -> the same size.
+
+        Args:
+            head: its weights.
+            token_ids: int64.
+            hidden: what stands beside the tokens.
+            place: shape, step (with positions) and cache of `attend`.
+        """
+        shape, step, cache = place
+        out = hidden.new_empty(hidden.shape)
+        self._draft_layer(
+            *(ctypes.addressof(head), ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr()),
+            *(token_ids.data_ptr(), hidden.data_ptr(), hidden.stride(0), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def laws(self, logits: Tensor, greedy: Tensor) -> Tensor:
+        """Logits [R, V] -> softmax of each row; where greedy [R] bool, all mass on the likeliest token."""
+        logits = logits.contiguous()
+        out = torch.empty_like(logits)
+        self._laws(*logits.shape, logits.data_ptr(), greedy.data_ptr(), out.data_ptr())
+        return out
+
+    def filter(self, logits: Tensor, rows: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+        """Write -inf into logits [R, V], contiguous, where a filter drops a token.
+
+        rows [F] int64; of each of them the filters, log_min_p and top_p [F] float32 and top_k [F] int64, which hold
+        one after another. -inf, V and 1 drop nothing. A row with a NaN stays as it is.
+        """
+        self._filter(
+            *(rows.shape[0], logits.shape[1], logits.data_ptr(), rows.data_ptr()),
+            *(log_min_p.data_ptr(), top_k.data_ptr(), top_p.data_ptr()),
+        )
+
+    def draw(self, laws: Tensor, uniforms: Tensor) -> Tensor:
+        """One token [R] int64 of each law [R, V], which need not be normalised; uniforms are [R] float64."""
+        laws, uniforms = laws.contiguous(), uniforms.contiguous()
+        tokens = torch.empty(laws.shape[0], dtype=torch.int64)
+        self._draw(*laws.shape, laws.data_ptr(), uniforms.data_ptr(), tokens.data_ptr())
+        return tokens
+
+    def draw_residual(
+        self,
+        target: tuple[Tensor, Tensor, Tensor],
+        draft: tuple[Tensor, Tensor | None, Tensor],
+        uniforms: Tensor,
+    ) -> Tensor:
+        """One token [E] int64 of each law (share p - q)+, or of p where nothing is left of it.
+
+        Args:
+            target: p [R, V]; which of its rows [E] int64; their shares [E] float32.
+            draft: q [D, W]; the tokens of its columns, [1, W] or [E, W] int64, None = all; which of its rows [E] int64,
+                -1 = none.
+            uniforms: [E] float64.
+        """
+        (p, rows, shares), (q, ids, q_rows) = target, draft
+        p, q, ids = p.contiguous(), q.contiguous(), None if ids is None else ids.contiguous()
+        stride = 0 if ids is None or len(ids) == 1 else ids.shape[1]
+        kept = [part.contiguous() for part in (rows, shares, q_rows, uniforms)]
+        tokens = torch.empty(rows.shape[0], dtype=torch.int64)
+        self._draw_residual(
+            *(rows.shape[0], p.shape[1], p.data_ptr(), kept[0].data_ptr(), kept[1].data_ptr()),
+            *(q.data_ptr(), q.shape[1], None if ids is None else ids.data_ptr(), stride, kept[2].data_ptr()),
+            *(kept[3].data_ptr(), tokens.data_ptr()),
+        )
+        return tokens
+
+    def noise(self, seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+        """The uniforms [R, vocab_size] float64 behind `gumbel` of rng.py; seeds and positions are [R] int64."""
+        seeds, positions = seeds.contiguous(), positions.contiguous()
+        out = torch.empty((len(seeds), vocab_size), dtype=torch.float64)
+        self._noise(*out.shape, seeds.data_ptr(), positions.data_ptr(), out.data_ptr())
+        return out
+
+    def uniforms(self, seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
+        """As `uniforms` of rng.py: contiguous arrays [R]."""
+        out = np.empty(len(seeds), np.float64)
+        self._uniforms(
+            *(len(seeds), seeds.ctypes.data, rounds.ctypes.data, offsets.ctypes.data, purposes.ctypes.data),
+            out.ctypes.data,
         )
         return out
 

@@ -83,7 +83,7 @@ def load_decoder(
     _require_all(folder, decoder, loaded)
     del slots  # views that would keep the plain weights alive
     if weights is not None:
-        decoder.pack(weights, load_quantised(folder) if weights == "int4" else {})
+        decoder.pack(weights, load_quantised(folder) if weights in ("int4", "w4a8") else {})
     elif can_pack_for_onednn(dtype, decoder.device):
         pack_for_onednn(decoder)
     return decoder.eval()

@@ -1,5 +1,6 @@
 """A loaded model's modules on our own CPU kernels: float32 rows, weights of any form, each row computed on its own."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -11,22 +12,35 @@ from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinea
 from speculative.model.quantised import GROUP, Quantised
 
 _FLOAT_PANEL, _INT_PANEL = 32, 16  # outputs a panel
-_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "w8a8": 4, "w4a8": 5}
 
-Kind = Literal["float32", "bfloat16", "int8", "int4"]
+Kind = Literal["float32", "bfloat16", "int8", "int4", "w8a8", "w4a8"]  # of the last two, activations have 8 bits
+ActivationBits = Literal[8, 16]
+
+_QUANTISED_KINDS: dict[tuple[int, ActivationBits], Kind] = {
+    (8, 16): "int8",
+    (4, 16): "int4",
+    (8, 8): "w8a8",
+    (4, 8): "w4a8",
+}
 
 
-def pack_natively(module: nn.Module, kind: Kind, quantised: dict[Linear, Quantised] | None = None) -> None:
+def pack_natively(
+    module: nn.Module,
+    kind: Kind,
+    quantised: dict[Linear, Quantised] | None = None,
+    activation_bits: Callable[[Linear], ActivationBits] = lambda linear: 16,
+) -> None:
     """Replace the layers of a model by those of our kernels, with weights of `kind`, or those of `quantised`.
 
     Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
-    stays).
+    stays). `activation_bits` says to how many bits the products with quantised weights round what they read.
     """
     given = quantised or {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, NativeLinear(child, given.get(child, kind)))
+                setattr(parent, name, NativeLinear(child, given.get(child, kind), activation_bits(child)))
             elif isinstance(child, RMSNorm):
                 setattr(parent, name, NativeNorm(child))
     for parent in list(module.modules()):
@@ -40,11 +54,11 @@ def pack_natively(module: nn.Module, kind: Kind, quantised: dict[Linear, Quantis
 class NativeLinear(PackedLinear):
     """A Linear of our own kernels: float32 rows, weights of any kind, each row computed on its own."""
 
-    def __init__(self, linear: Linear, weight: Kind | Quantised) -> None:
+    def __init__(self, linear: Linear, weight: Kind | Quantised, activation_bits: ActivationBits = 16) -> None:
         super().__init__()
         self.num_outputs, self.num_inputs = linear.weight.shape
         if isinstance(weight, Quantised):
-            self.kind: Kind = "int8" if weight.least is None else "int4"
+            self.kind: Kind = _QUANTISED_KINDS[weight.bits, activation_bits]
             self.panels = _int_panels(weight)
         else:
             self.kind = weight
@@ -63,6 +77,10 @@ class NativeLinear(PackedLinear):
         """[N, num_inputs] -> [N, num_outputs] float32."""
         rows = rows.float()
         return self._kernels.linear(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
+
+    def after_norm(self, rows: Tensor, norm: "NativeNorm") -> Tensor:
+        """Rows [N, num_inputs] float32, each of them contiguous and first normed -> [N, num_outputs] float32."""
+        return self._kernels.linear(self.struct, rows, (norm.weight, norm.eps))
 
 
 class NativeNorm(nn.Module):
@@ -156,13 +174,14 @@ def _int_panels(weight: Quantised) -> Tensor:
     is_int4 = weight.least is not None
     numbers = _padded(weight.numbers, _INT_PANEL)  # [P, 16, I]
     num_panels, num_groups = len(numbers), numbers.shape[2] // GROUP
-    if is_int4:  # 64 bytes hold 4 pairs of inputs of every output, one pair a nibble of its 16-bit words
-        nibbles = numbers.reshape(num_panels, 16, num_groups, 4, 4, 2).permute(0, 2, 3, 1, 5, 4).contiguous()
-        ordered = nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
-    else:
-        ordered = numbers.reshape(num_panels, 16, num_groups, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
-    parts = [ordered.view(torch.uint8).reshape(num_panels, num_groups, -1)]
-    for halves in (weight.scales, weight.least):
-        if halves is not None:
-            parts.append(_padded(halves, _INT_PANEL).transpose(1, 2).contiguous().view(torch.uint8))
+    if is_int4:  # 64 bytes hold 8 inputs of every output: four in the low halves, four in the high ones
+        halves = numbers.reshape(num_panels, 16, num_groups, 4, 2, 4).permute(0, 2, 3, 4, 1, 5)
+        ordered = (halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)).contiguous()
+    else:  # 4 inputs of every output, off by 128 so that none is below 0
+        above = (numbers.short() + 128).to(torch.uint8)
+        ordered = above.reshape(num_panels, 16, num_groups, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
+    parts = [ordered.reshape(num_panels, num_groups, -1)]
+    for factors in (weight.scales, weight.least):
+        if factors is not None:
+            parts.append(_padded(factors, _INT_PANEL).transpose(1, 2).contiguous().view(torch.uint8))
     return torch.cat(parts, dim=-1)

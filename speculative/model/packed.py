@@ -38,13 +38,15 @@ def prefers_onednn() -> bool:
 def pack_weights(head: nn.Module) -> None:
     """Replace every Linear of a loaded bfloat16 draft head by a packed twin. The plain weights go.
 
-    Our kernels take them in eight bits: rounding a drafter changes what is proposed, never the law of what is emitted.
+    Our kernels take them in eight bits, and so what they multiply: rounding a drafter changes what is proposed, never
+    the law of what is emitted.
     """
     if prefers_onednn() or cpu_kernels() is None:
         pack_for_onednn(head)
         return
     fits = {linear: linear.weight.shape[1] % GROUP == 0 for _, _, linear in _linears(head)}
-    pack_natively(head, "bfloat16", {linear: quantise(linear.weight, 8) for linear in fits if fits[linear]})
+    quantised = {linear: quantise(linear.weight, 8) for linear in fits if fits[linear]}
+    pack_natively(head, "bfloat16", quantised, lambda linear: 8)
 
 
 def pack_for_onednn(module: nn.Module) -> None:

@@ -22,6 +22,7 @@ its coins, and the mean is 0 over the round as a whole.
 The chances are computed here from p and q, not taken from the verifier that is to be watched.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -234,11 +235,16 @@ def _sum_of_squares(law: Tensor) -> Tensor:
     return norm.square()
 
 
+@functools.cache
+def _stakes(device: torch.device) -> Tensor:
+    """[len(STAKES)] float64; made once, since nothing may come from the host while a graph is captured."""
+    return torch.tensor(STAKES, dtype=torch.float64, device=device)
+
+
 def _sum_up(found: list[tuple[Tensor, Tensor]]) -> Tensor:
     where = torch.stack([where & values.isfinite() for values, where in found])  # [C, R]
     values = torch.where(where, torch.stack([values for values, _ in found]).double().clamp(-1, 1), 0.0)
-    stakes = torch.tensor(STAKES, dtype=torch.float64, device=values.device)
-    gains = torch.log1p(stakes[:, None] * values[:, None]).sum(dim=-1)  # [C, len(STAKES)]
+    gains = torch.log1p(_stakes(values.device)[:, None] * values[:, None]).sum(dim=-1)  # [C, len(STAKES)]
     parts = (
         where.sum(-1).double(),
         values.clamp(min=0).sum(-1),

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculative.draft_law import DraftLaw
+from speculative.draft_law import DraftLaw, PointMass, SubVocabulary
 from speculative.rng import gumbel
+from speculative.sampling import draw, kernels_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +120,25 @@ def residual(probs: Tensor, draft_probs: Tensor) -> Tensor:
     """
     left = (probs - draft_probs).clamp(min=0)
     return torch.where(left.sum(dim=-1, keepdim=True) > 0, left, probs)
+
+
+def draw_last(step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
+    """[E] the token after the accepted drafts, from the residual law of each entry's row.
+
+    Args:
+        step: what is verified.
+        rows: [E] int64, the row that each entry came to.
+        shares: [E] what p counts there; None = 1.
+    """
+    kernels, law, drafts = kernels_for(step.probs), step.law, step.drafts[rows]
+    if kernels is None:
+        probs = step.probs[rows] if shares is None else shares[:, None] * step.probs[rows]
+        return draw(residual(probs, step.q_at(rows)), step.finals[rows])
+    shares = torch.ones(len(rows)) if shares is None else shares
+    if isinstance(law, PointMass):
+        places = torch.where(drafts >= 0, 0, -1)
+        draft: tuple[Tensor, Tensor | None, Tensor] = (torch.ones((1, 1)), drafts[:, None], places)
+    else:
+        places = torch.where(drafts >= 0, step.packed[rows], -1)
+        draft = (law.probs, law.ids[None] if isinstance(law, SubVocabulary) else None, places)
+    return kernels.draw_residual((step.probs, rows, shares), draft, step.finals[rows])

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from speculative.draft_law import PointMass
-from speculative.sampling import draw
-from speculative.verification.base import VerifyInput, VerifyOutput, residual
+from speculative.verification.base import VerifyInput, VerifyOutput, draw_last
 
 
 def verify_block(step: VerifyInput) -> VerifyOutput:
@@ -26,11 +25,10 @@ def verify_block(step: VerifyInput) -> VerifyOutput:
     reached = torch.where(passes, step.offsets, 0)
     num_accepted = torch.zeros_like(step.counts).scatter_reduce(0, step.entries, reached, "amax")
     final_rows = step.first_rows + num_accepted
-    law = residual(rho[final_rows, None] * step.probs[final_rows], step.q_at(final_rows))
     after_first = torch.where(step.offsets > 0, rho, 0.0)
     return VerifyOutput(
         num_accepted=num_accepted,
-        token_ids=draw(law, step.finals[final_rows]),
+        token_ids=draw_last(step, final_rows, rho[final_rows]),
         expected_accepted=torch.zeros_like(step.counts, dtype=rho.dtype).scatter_add(0, step.entries, after_first),
     )
 

@@ -10,9 +10,8 @@ one-hot.
 import torch
 from torch import Tensor
 
-from speculative.draft_law import PointMass
-from speculative.sampling import draw
-from speculative.verification.base import VerifyInput, VerifyOutput, residual
+from speculative.draft_law import PointMass, SubVocabulary
+from speculative.verification.base import VerifyInput, VerifyOutput, draw_last
 
 
 def verify_token_wise(step: VerifyInput) -> VerifyOutput:
@@ -22,10 +21,9 @@ def verify_token_wise(step: VerifyInput) -> VerifyOutput:
     survives = (step.coins * q.double() < p.double()) & (p > 0) & (q > 0)
     num_accepted = step.leading(survives)
     final_rows = step.first_rows + num_accepted
-    law = residual(step.probs[final_rows], step.q_at(final_rows))
     return VerifyOutput(
         num_accepted=num_accepted,
-        token_ids=draw(law, step.finals[final_rows]),
+        token_ids=draw_last(step, final_rows),
         expected_accepted=step.sum_reached(_overlap(step, p), num_accepted),
     )
 
@@ -34,5 +32,8 @@ def _overlap(step: VerifyInput, p: Tensor) -> Tensor:
     """[R] the chance that a draft survives, before it is drawn: sum of min(p, q) over the vocabulary."""
     if isinstance(step.law, PointMass):
         return p
-    rows = torch.arange(step.probs.shape[0], device=p.device)
-    return torch.minimum(step.probs, step.q_at(rows)).sum(dim=-1)
+    if step.law.probs.shape[0] == 0:
+        return torch.zeros_like(p)
+    law = step.law.probs[step.packed.clamp(max=step.law.probs.shape[0] - 1)].to(p.dtype)
+    probs = step.probs[:, step.law.ids] if isinstance(step.law, SubVocabulary) else step.probs
+    return torch.where(step.judged, torch.minimum(probs, law).sum(dim=-1), 0.0)

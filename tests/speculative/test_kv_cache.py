@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from speculative.kv_cache import BlockPool, KVCache, KVShape, hash_block
+from speculative.kv_cache import BlockPool, KVCache, KVShape
+from speculative.prefix import hash_block
 
 NUM_BLOCKS = 6
 DIGESTS = [bytes([index]) * 16 for index in range(8)]

@@ -138,7 +138,7 @@ def assert_rows_are_true(engine: EngineCore) -> None:
     """Every row the drafter counts as computed holds its own token and was given the features of the one before."""
     drafter = engine.drafter
     assert isinstance(drafter, ModelDrafter)
-    stored = drafter._cache.data[0, :, :, 0, 0]  # [2, slots]
+    stored = drafter.cache.data[0, :, :, 0, 0]  # [2, slots]
     for sequence in live_sequences(engine):
         state = drafter._states.get(sequence.request.request_id)
         if state is None or not sequence.blocks or state.admission != sequence.admission:

@@ -4,10 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from laws import assert_departs, assert_follows
 
 from speculative import rng
-from speculative.rng import Purpose, uniforms
+from speculative.model.kernels import cpu_kernels
+from speculative.rng import Purpose, gumbel, uniforms
 
 # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = (
@@ -51,9 +53,22 @@ def test_a_uniform_is_made_of_the_two_first_words_of_its_name() -> None:
     assert uniforms(u64([seed]), u64([round_]), u64([offset]), u64([purpose]))[0] == exact
 
 
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
+def test_the_kernels_uniforms_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    seeds = generator.integers(0, 2**64, 1000, np.uint64)
+    rest = [generator.integers(0, 2**32, 1000, np.uint64) for _ in range(3)]
+    ours = uniforms(seeds, *rest)
+    strided = uniforms(np.repeat(seeds, 2)[::2], *rest)
+    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
+    assert np.array_equal(ours, uniforms(seeds, *rest))
+    assert np.array_equal(strided, ours)
+
+
 @pytest.mark.parametrize(("word", "value"), [(0, 2.0**-53), (0xFFFFFFFF, 1 - 2.0**-53)])
 def test_the_interval_is_open(monkeypatch: pytest.MonkeyPatch, word: int, value: float) -> None:
     """A coin of 0 would accept a token of probability 0; a uniform of 1 would fall off the end of the law."""
+    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
     monkeypatch.setattr(rng, "_philox", lambda *_: (u64([word]),) * 4)
     drawn = uniforms(*(u64([1]) for _ in range(4)))
     assert drawn.dtype == np.float64
@@ -121,3 +136,13 @@ def test_all_at_once_is_one_by_one() -> None:
     together = uniforms(*columns)
     singly = [uniforms(*(column[i : i + 1] for column in columns))[0] for i in range(200)]
     assert together.tolist() == singly
+
+
+@pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 4097])
+def test_the_kernel_makes_the_same_noise_bit_for_bit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cpu_kernels() is None:
+        pytest.skip("no C++ compiler, or a CPU without AVX-512")
+    seeds, positions = torch.tensor([0, -1, 2**62 + 17]), torch.tensor([0, 7, 2**32 - 1])
+    ours = gumbel(seeds, positions, size)
+    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
+    assert torch.equal(ours, gumbel(seeds, positions, size))

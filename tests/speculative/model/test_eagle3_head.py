@@ -4,16 +4,22 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
 from transformers import AutoConfig
 
+from speculative.batch import AttentionRows
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.kv_cache import KVCache, KVShape
+from speculative.model.attention import StepAttention
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers, load_eagle3, save_eagle3
+from speculative.model.kernels import cpu_kernels
 from speculative.model.loading import load_decoder
+from speculative.model.packed import prefers_onednn
 from speculative.training.heads import draft_vocabulary, initial_head
 
 VOCAB = 64
@@ -75,6 +81,38 @@ def test_a_head_for_the_cpu_in_bfloat16_says_the_same(head: Eagle3Head, folder: 
         ours, theirs = logits(head, torch.float32), logits(served, torch.bfloat16)
     assert ours.dtype == theirs.dtype == torch.float32
     assert (ours - theirs).abs().max() < 0.05 * ours.abs().max()
+
+
+@pytest.mark.skipif(cpu_kernels() is None or prefers_onednn(), reason="heads are not for our kernels here")
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_one_call_is_the_modules_one_after_another_to_the_bit(
+    folder: Path, target: Decoder, norm_before_residual: bool
+) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"norm_before_residual": norm_before_residual}))
+    served = load_eagle3(folder, target, dtype=torch.bfloat16, device="cpu")
+    fused, shape = served.fused, served.config.shape
+    assert fused is not None
+    tokens = torch.arange(3, 13)
+    hidden = served.fuse(torch.randn(10, 3 * 64, generator=torch.Generator().manual_seed(2)))
+
+    def drafted() -> list[torch.Tensor]:
+        """Hidden states, logits and cache, of a few rows and then of more behind them."""
+        cache = KVCache(KVShape(1, shape.num_kv_heads, shape.head_dim), 32, dtype=torch.float32, device=hidden.device)
+        cache.data.zero_()
+        parts = []
+        for begin, end in ((0, 7), (7, 10)):
+            rows = AttentionRows(np.arange(begin, end), np.array([0, end - begin]), (np.arange(end),))
+            attend = StepAttention(cache, rows, hidden.device)
+            parts.append(served(tokens[begin:end], hidden[begin:end], torch.arange(begin, end), attend))
+        out = torch.cat(parts)
+        return [out, served.logits(out), cache.data]
+
+    with torch.inference_mode():
+        at_once = drafted()
+        served.fused = None
+        for ours, theirs in zip(at_once, drafted(), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_the_files_are_what_vllm_reads(folder: Path) -> None:

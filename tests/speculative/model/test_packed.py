@@ -74,7 +74,7 @@ def test_a_head_for_onednn_takes_rows_of_a_float32_target(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="there are no CPU kernels here")
-@pytest.mark.parametrize(("num_inputs", "kind"), [(96, "int8"), (40, "bfloat16")])
+@pytest.mark.parametrize(("num_inputs", "kind"), [(96, "w8a8"), (40, "bfloat16")])
 def test_a_head_for_our_kernels_has_eight_bits_where_they_fit(
     num_inputs: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

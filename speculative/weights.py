@@ -1,0 +1,82 @@
+"""An engine's weights: the target's and its drafter's, loaded together and changed together."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from speculative.config import EngineConfig
+from speculative.drafters.draft_model import DecoderDraftModel
+from speculative.drafters.eagle3 import Eagle3DraftModel
+from speculative.drafters.mtp import MtpDraftModel
+from speculative.errors import ConfigError
+from speculative.model.config import ModelConfig
+from speculative.model.decoder import Decoder
+from speculative.model.fingerprint import model_fingerprint
+from speculative.model.loading import choose_weights, load_decoder, resolve_model
+from speculative.model_drafting import DraftModel
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A target with the drafter that belongs to it: heads share the target's embedding or LM head."""
+
+    decoder: Decoder
+    fingerprint: str  # of the target's configuration and weights
+    draft_model: DraftModel | None
+
+
+def load_weights(
+    folder: Path, config: EngineConfig, device: torch.device, drafter: str | Path | None = None
+) -> Weights:
+    """Load a checkpoint, and the drafter for it. Touches no engine, so it may be done beside one that runs.
+
+    Args:
+        folder: the target's checkpoint.
+        config: what the engine is to be.
+        device: where to.
+        drafter: the drafter's weights; None = those that `config` names.
+
+    Raises:
+        ConfigError: files are missing or damaged, or target and drafter do not belong together.
+        UnsupportedModel: the checkpoint needs what this engine does not do.
+    """
+    kind = choose_weights(config.weights, folder, dtype=config.dtype, device=device)
+    decoder = load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=kind)
+    draft_model = _load_draft_model(folder, config, decoder, drafter)
+    return Weights(decoder, model_fingerprint(folder, weights=kind), draft_model)
+
+
+def check_same_model(folder: Path, served: ModelConfig) -> None:
+    """Refuse a checkpoint that is not of the model that is served: only weights can be changed while it runs.
+
+    Raises:
+        ConfigError: it is of another model; the message names the first difference.
+    """
+    wanted = ModelConfig.from_folder(folder)
+    for name in ModelConfig.__dataclass_fields__:
+        theirs, ours = getattr(wanted, name), getattr(served, name)
+        if theirs != ours:
+            raise ConfigError(
+                f"{folder} is of another model: its {name} is {theirs}, and {ours} is served. Only the weights can "
+                "change while the service runs; deploy another model anew."
+            )
+
+
+def _load_draft_model(
+    folder: Path, config: EngineConfig, target: Decoder, drafter: str | Path | None
+) -> DraftModel | None:
+    source = drafter or config.drafter.model
+    if config.drafter.model is None:
+        if drafter is not None:
+            raise ConfigError(
+                f"drafter.kind {config.drafter.kind} has no weights, but an update names some ({drafter})."
+            )
+        return None
+    assert source is not None
+    found, dtype = resolve_model(source), getattr(torch, config.dtype)
+    if config.drafter.kind == "eagle3":
+        return Eagle3DraftModel.load(found, target, dtype=dtype, device=target.device)
+    if config.drafter.kind == "mtp":
+        return MtpDraftModel.load(found, target, dtype=dtype, device=target.device)
+    return DecoderDraftModel.load(found, folder, dtype=dtype, device=target.device)

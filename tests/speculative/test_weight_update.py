@@ -1,0 +1,244 @@
+"""Other weights while the engine runs: what follows is what a fresh engine with them says, and nothing old is left."""
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import NGRAM, NO_DRAFTS, Answer, assert_idle, run, settings, take, teacher_forced
+from tiny_models import write_tiny_model
+
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError, HandoffRefused
+from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
+from speculative.model.loading import load_decoder
+from speculative.request import Request, SamplingParams, Speculation
+from speculative.weights import check_same_model, load_weights
+
+PROMPT = tuple(3 + (7 * index) % 41 for index in range(30))
+CPU = torch.device("cpu")
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, logprobs=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("weights") / "old", vocab_size=64, num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("weights") / "new", vocab_size=64, num_hidden_layers=6, seed=9)
+
+
+@pytest.fixture(scope="module")
+def head(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    decoder = load_decoder(old, dtype=torch.float32, device="cpu")
+    config = Eagle3Config(decoder.config, draft_vocab_size=24, target_hidden_size=decoder.config.hidden_size)
+    made = Eagle3Head(config.for_target(decoder.config), torch.arange(3, 27), decoder.embedding, dtype=torch.float32)
+    random = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
+        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
+    folder = tmp_path_factory.mktemp("weights") / "head"
+    save_eagle3(made, folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["none", "ngram", "draft_model", "eagle3"])
+def drafter(request: pytest.FixtureRequest, old: Path, head: Path) -> DrafterConfig:
+    models = {"draft_model": str(old), "eagle3": str(head)}
+    if request.param not in models:
+        return NO_DRAFTS if request.param == "none" else NGRAM
+    return DrafterConfig(kind=request.param, model=models[request.param], num_draft_tokens=3)
+
+
+def updated(engine: EngineCore, folder: Path, version: str = "v1", drafter: Path | None = None) -> EngineCore:
+    engine.switch(load_weights(folder, engine.config, CPU, drafter), version)
+    return engine
+
+
+def asked(name: str = "r", seed: int = 5, params: SamplingParams = PARAMS) -> Request:
+    return Request(name, PROMPT, params, seed)
+
+
+def answer(engine: EngineCore, request: Request) -> Answer:
+    engine.add(request)
+    return run(engine)[request.request_id]
+
+
+def config(drafter: DrafterConfig = NO_DRAFTS, **changes: object) -> EngineConfig:
+    return settings(drafter=drafter, **changes)
+
+
+def assert_follows(engine: EngineCore, given: Answer, tokens: slice = slice(None)) -> None:
+    """These tokens' logprobs are what the engine's present weights say, computed without a cache."""
+    expected = teacher_forced(engine, PROMPT, given.token_ids)
+    told = torch.tensor(given.values)[tokens]
+    wanted = expected[range(len(given.token_ids)), given.token_ids][tokens]
+    torch.testing.assert_close(told, wanted, atol=2e-5, rtol=0)
+
+
+def test_after_an_update_the_engine_is_a_fresh_one_with_the_new_weights(
+    old: Path, new: Path, drafter: DrafterConfig
+) -> None:
+    engine = EngineCore.load(old, config(drafter))
+    before = answer(engine, asked("before"))
+    assert before.num_cached_tokens == 0 and answer(engine, asked("again")).num_cached_tokens > 0
+    updated(engine, new)
+    fresh = EngineCore.load(new, config(drafter))
+    got, wanted = answer(engine, asked()), answer(fresh, asked())
+    assert got.token_ids == wanted.token_ids != before.token_ids
+    assert got.values == wanted.values
+    assert got.num_cached_tokens == 0, "a prefix that the old weights computed was found"
+    assert (got.num_drafted, got.num_accepted) == (wanted.num_drafted, wanted.num_accepted)
+    assert engine.manifest == fresh.manifest
+    assert_idle(engine)
+
+
+def test_target_and_drafter_change_together(old: Path, new: Path) -> None:
+    # A target that drafts for itself has every draft accepted, for as long as the drafter is the target.
+    engine = EngineCore.load(old, config(DrafterConfig(kind="draft_model", model=str(old), num_draft_tokens=3)))
+    assert_all_accepted(answer(engine, asked("before")))
+    updated(engine, new, drafter=new)
+    assert_all_accepted(answer(engine, asked("after")))
+    updated(engine, old)
+    assert_all_accepted(answer(engine, asked("configured again")))
+    updated(engine, new)
+    stale = answer(engine, asked("of another drafter"))
+    assert stale.num_accepted < stale.num_drafted
+    assert_follows(engine, stale)
+
+
+def assert_all_accepted(given: Answer) -> None:
+    assert given.num_drafted > 4
+    assert given.num_drafted - given.num_accepted <= 3, "more than the last round's surplus was rejected"
+
+
+def test_requests_under_way_are_computed_again_and_say_which_weights_made_a_token(
+    old: Path, new: Path, drafter: DrafterConfig
+) -> None:
+    engine, reference = EngineCore.load(old, config(drafter)), EngineCore.load(old, config(drafter))
+    requests = [asked(f"r{seed}", seed) for seed in range(3)]
+    for request in requests:
+        engine.add(request)
+    answers: dict[str, Answer] = defaultdict(Answer)
+    versions: dict[str, list[str]] = defaultdict(list)
+
+    def step() -> None:
+        deltas = engine.step()
+        take(answers, deltas)
+        for delta in deltas:
+            versions[delta.request_id] += [delta.weight_version] * len(delta.token_ids)
+
+    while min(len(answers[request.request_id].token_ids) for request in requests) < 4:
+        step()
+    updated(engine, new, "v1")
+    while engine.has_work:
+        step()
+    for request in requests:
+        given, told = answers[request.request_id], versions[request.request_id]
+        assert len(given.token_ids) == len(told) == 12
+        num_old = told.count("default")
+        assert told == ["default"] * num_old + ["v1"] * (12 - num_old) and 4 <= num_old < 12
+        assert_follows(reference, given, slice(num_old))
+        assert_follows(engine, given, slice(num_old, None))
+    assert_idle(engine)
+
+
+def test_a_handoff_of_other_weights_is_refused_and_computed_again(old: Path, new: Path) -> None:
+    prefill, decode = (EngineCore.load(old, config(NGRAM)) for _ in range(2))
+    updated(decode, new)
+    for sender, receiver in ((prefill, decode), (decode, prefill)):
+        sender.add(asked(), hold_after=0)
+        run(sender)
+        blob = sender.export("r")
+        with pytest.raises(HandoffRefused, match="fingerprint") as refused:
+            receiver.insert(asked(), blob)
+        assert refused.value.reason == "manifest"
+        assert_follows(receiver, answer(receiver, asked()))
+
+
+def test_what_came_by_handoff_and_waits_is_computed_again(old: Path, new: Path, drafter: DrafterConfig) -> None:
+    prefill, decode = (EngineCore.load(old, config(drafter)) for _ in range(2))
+    prefill.add(asked(), hold_after=0)
+    run(prefill)
+    decode.insert(asked(), prefill.export("r"))
+    updated(decode, new)
+    assert_follows(decode, run(decode)["r"])
+    assert decode.stats.num_prompt_tokens >= len(PROMPT), "keys and values of the old weights were put to use"
+
+
+def test_what_is_held_for_export_is_computed_again(old: Path, new: Path, drafter: DrafterConfig) -> None:
+    prefill = EngineCore.load(old, config(drafter))
+    prefill.add(asked(), hold_after=0)
+    run(prefill)
+    assert prefill.held_ids == ("r",)
+    updated(prefill, new)
+    assert prefill.held_ids == ()
+    run(prefill)
+    decode = EngineCore.load(new, config(drafter))
+    decode.insert(asked(), prefill.export("r"))
+    assert_follows(decode, run(decode)["r"])
+    assert_idle(prefill)
+
+
+def test_a_teacher_forced_request_under_way_is_scored_by_one_set_of_weights(old: Path, new: Path) -> None:
+    engine = EngineCore.load(old, config(max_batched_tokens=40))
+    engine.add(replace(asked(params=SamplingParams()), prompt_token_ids=PROMPT * 3, score_from=1))
+    assert engine.step() == [], "it needs more than one step"
+    updated(engine, new)
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    (last,) = deltas
+    expected = teacher_forced(engine, PROMPT[:1], (PROMPT * 3)[1:])
+    assert last.weight_version == "v1" and last.logprobs is not None
+    told = torch.tensor([entry.logprob for entry in last.logprobs])
+    torch.testing.assert_close(told, expected[range(len(told)), (PROMPT * 3)[1:]], atol=2e-5, rtol=0)
+
+
+def test_self_checks_begin_anew_and_the_breakers_word_stays(old: Path, new: Path) -> None:
+    engine = EngineCore.load(old, config(NGRAM, self_check_share=1.0))
+    engine.set_speculation(Speculation.OFF)
+    answer(engine, asked())
+    restarts = 0
+
+    def counted() -> None:
+        nonlocal restarts
+        restarts += 1
+
+    engine.self_check.restart = counted  # type: ignore[method-assign]
+    updated(engine, new)
+    assert restarts == 1
+    assert answer(engine, asked("plain")).num_drafted == 0, "an update switched speculation on"
+
+
+@pytest.mark.parametrize("num_choices", [8, 64])
+def test_a_rollout_group_is_one_prefill_and_many_inserts(old: Path, num_choices: int) -> None:
+    prefill = EngineCore.load(old, config(NGRAM))
+    decode = EngineCore.load(old, config(NGRAM, kv_cache_tokens=8192))
+    prefill.add(asked("r0"), hold_after=0)
+    run(prefill)
+    blob = prefill.export("r0")
+    requests = [asked(f"r{number}", seed=number) for number in range(num_choices)]
+    for request in requests:
+        decode.insert(request, blob)
+    answers = run(decode)
+    assert len({tuple(answers[request.request_id].token_ids) for request in requests}) > num_choices // 2
+    for request in requests[:3]:
+        assert_follows(decode, answers[request.request_id])
+    assert prefill.stats.num_prompt_tokens == len(PROMPT) - 1, "the prompt was computed more than once"
+    assert decode.stats.num_prompt_tokens == 0, "the prompt was computed again for a choice"
+
+
+def test_weights_of_another_model_are_refused(old: Path, tmp_path: Path) -> None:
+    served = EngineCore.load(old, config()).model
+    check_same_model(old, served)
+    other = write_tiny_model(tmp_path / "other", vocab_size=64, num_hidden_layers=4)
+    with pytest.raises(ConfigError, match="its num_layers is 4, and 6 is served"):
+        check_same_model(other, served)
+
+
+def test_drafter_weights_without_such_a_drafter_are_refused(old: Path) -> None:
+    with pytest.raises(ConfigError, match=r"drafter\.kind ngram has no weights"):
+        load_weights(old, config(NGRAM), CPU, old)
