@@ -1,54 +1,115 @@
-"""Who may do what. Today one bearer token opens `/admin`; keys with scopes can take its place behind `Access`."""
+"""Who may do what. By a file of keys, by the one token of `/admin`, or, where neither is set, anybody."""
 
 import enum
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from serve_app.errors import AccessDenied
+from serve_app.errors import AccessDenied, Forbidden
 from speculative.errors import ConfigError
+from speculative.request import MAX_PRIORITY
 
 
 class Scope(enum.StrEnum):
-    """What a route asks for."""
+    """What a key opens."""
 
-    ADMIN = "admin"
+    USER = "user"  # /v1 and the figures of the status page
+    ADMIN = "admin"  # /admin
 
 
-class Access(Protocol):
-    """Decides by the `Authorization` header."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request, and what they may use; None = no limit beyond those of the server.
 
-    def require(self, scope: Scope, authorization: str | None) -> None:
-        """Let pass who may.
+    Requests and tokens are counted by each replica for itself.
+    """
 
-        Raises:
-            AccessDenied: who asks is nobody known, or may not.
-        """
+    id: str  # of the key, never the key; empty for who sent none
+    scopes: frozenset[Scope]
+    max_concurrent: int | None = None  # HTTP requests
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers together
+    max_prompt_tokens: int | None = None
+    earliest_priority: int = -MAX_PRIORITY
+
+
+ANYBODY = Caller("", frozenset({Scope.USER}))
+
+
+class Keys(Protocol):
+    """The keys that are known."""
+
+    def find(self, key: str) -> Caller | None:
+        """Who has this key, if anybody."""
         ...
 
 
-class TokenAccess:
-    """One token, for every scope."""
+class Access:
+    """Decides by the `Authorization` header.
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    Args:
+        keys: None = who sends no key may use what needs the scope `user`.
+        admin_token: opens `/admin` beside the keys of that scope.
+    """
 
-    @classmethod
-    def from_file(cls, path: Path) -> "TokenAccess":
-        """Read the token from a file, such as a mounted secret.
+    def __init__(self, keys: Keys | None = None, admin_token: str | None = None) -> None:
+        self._keys = keys
+        self._admin_token = None if admin_token is None else admin_token.encode()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `/v1` needs no key."""
+        return self._keys is None
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether there is a way to be let into `/admin`."""
+        return self._keys is not None or self._admin_token is not None
+
+    def require(self, scope: Scope | None, authorization: str | None) -> Caller:
+        """Let pass who may.
+
+        Args:
+            scope: what is needed; None = any key that is known.
+            authorization: the header.
 
         Raises:
-            ConfigError: there is no such file, or nothing in it.
+            AccessDenied: nothing was sent that opens anything.
+            Forbidden: what was sent is known, and does not open this.
         """
-        try:
-            token = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"admin.token_file {path} cannot be read: {error}.") from error
-        if not token:
-            raise ConfigError(f"admin.token_file {path} is empty; put a token into it.")
-        return cls(token)
+        caller = self._identify(authorization)
+        if caller is None or (caller is ANYBODY and scope is Scope.ADMIN):
+            raise AccessDenied("This needs a valid key: send it as 'Authorization: Bearer KEY'.")
+        if scope is not None and scope not in caller.scopes:
+            raise Forbidden(f"This needs a key of the scope {scope.value}; the key {caller.id} has not got it.")
+        return caller
 
-    def require(self, scope: Scope, authorization: str | None) -> None:
-        """Let pass who sent the token."""
-        if not secrets.compare_digest((authorization or "").encode(), self._expected):
-            raise AccessDenied(f"This needs the {scope.value} token: send it as 'Authorization: Bearer TOKEN'.")
+    def _identify(self, authorization: str | None) -> Caller | None:
+        scheme, _, sent = (authorization or "").partition(" ")
+        key = sent.strip() if scheme.lower() == "bearer" else ""
+        opens = frozenset({Scope.ADMIN, Scope.USER} if self.is_open else {Scope.ADMIN})
+        if self._admin_token is not None and secrets.compare_digest(_bytes(key), self._admin_token):
+            return Caller("admin.token_file", opens)
+        if self._keys is None:
+            return ANYBODY
+        return self._keys.find(key) if key else None
+
+
+def read_token(path: Path) -> str:
+    """The token of `/admin`, from a file such as a mounted secret.
+
+    Raises:
+        ConfigError: there is no such file, or nothing in it.
+    """
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"admin.token_file {path} cannot be read: {error}.") from error
+    if not token:
+        raise ConfigError(f"admin.token_file {path} is empty; put a token into it.")
+    return token
+
+
+def _bytes(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")

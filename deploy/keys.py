@@ -1,0 +1,95 @@
+"""`truespec keys`: make, show and revoke API keys."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from serve_app.access import Scope
+from serve_app.keys import Key, Limits, create_key, read_keys, revoke_key
+from speculative.request import MAX_PRIORITY
+
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+
+_FILE = click.option(
+    "--file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="The file of keys, as in access.keys_file.",
+)
+
+
+@click.group()
+def keys() -> None:
+    """API keys of a service: a file of ids, hashes, scopes and limits (access.keys_file)."""
+
+
+@keys.command("create")
+@_FILE
+@click.option("--id", "key_id", required=True, help="Public: it stands in logs and metrics.")
+@click.option(
+    "--scope",
+    "scopes",
+    type=click.Choice([scope.value for scope in Scope]),
+    multiple=True,
+    default=[Scope.USER.value],
+    show_default=True,
+    help="user opens /v1 and the status page's figures, admin opens /admin; give it twice for both.",
+)
+@click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Never, when not given.")
+@click.option("--max-concurrent", type=click.IntRange(min=1), help="Requests under way at once.")
+@click.option("--requests-per-minute", type=click.IntRange(min=1))
+@click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Of prompts and answers together.")
+@click.option("--max-prompt-tokens", type=click.IntRange(min=1))
+@click.option(
+    "--earliest-priority",
+    type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
+    default=0,
+    show_default=True,
+    help="The lowest priority that its requests may ask for.",
+)
+def keys_create(file: Path, key_id: str, scopes: tuple[str, ...], expires_days: float | None, **limits: Any) -> None:
+    """Add a key to the file, which is made where there is none, and print the key: this once, and never again."""
+    expires = None
+    if expires_days is not None:
+        expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=expires_days)
+    made = create_key(file, key_id, [Scope(scope) for scope in scopes], expires, Limits(**limits))
+    _err.print(f"{file}: added the key {key_id}, which is shown this once:", soft_wrap=True)
+    _out.print(made, soft_wrap=True)
+
+
+@keys.command("list")
+@_FILE
+def keys_list(file: Path) -> None:
+    """Show the keys of the file; what opens the service is not among what it holds."""
+    table = Table("id", "scopes", "created", "expires", "limits")
+    for key in read_keys(file).keys:
+        table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), _limits(key))
+    _out.print(table)
+
+
+@keys.command("revoke")
+@_FILE
+@click.argument("key_id")
+def keys_revoke(file: Path, key_id: str) -> None:
+    """Remove a key from the file; running replicas refuse it within a second."""
+    revoke_key(file, key_id)
+    _out.print(f"{file}: the key {key_id} was revoked")
+
+
+def _day(moment: datetime | None) -> str:
+    return "" if moment is None else moment.astimezone(UTC).date().isoformat()
+
+
+def _expiry(key: Key) -> str:
+    if key.expires is None:
+        return "never"
+    return _day(key.expires) + (" (expired)" if key.expires <= datetime.now(UTC) else "")
+
+
+def _limits(key: Key) -> str:
+    return ", ".join(f"{name} {value}" for name, value in key.limits.model_dump(exclude_defaults=True).items())

@@ -1,0 +1,92 @@
+"""Keys on a running service: limited, changed and revoked without a restart; and `serve` on a cluster with a token."""
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from serve_app.access import Scope
+from serve_app.keys import Limits, create_key, revoke_key
+from tests.ray_head import free_ports, ray_head
+from tests.serving.conftest import MODEL, app_args, deployed, wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    alice = create_key(path, "alice", [Scope.USER], None, Limits(tokens_per_minute=20))
+    operator = create_key(path, "operator", [Scope.USER, Scope.ADMIN], None, Limits())
+    args = app_args(tiny_folder, "monolith", access={"keys_file": str(path), "open_metrics": False})
+    with deployed(ray_port, "keyed", args) as service:
+
+        def code(key: str, route: str = "/v1/models") -> int:
+            return httpx.get(service.base_url + route, headers={"authorization": f"Bearer {key}"}).status_code
+
+        assert httpx.get(f"{service.base_url}/v1/models").status_code == 401
+        assert httpx.get(f"{service.base_url}/status").status_code == 401
+        assert httpx.get(f"{service.base_url}/").status_code == 200
+        assert (code("nobody"), code(alice), code(operator)) == (401, 200, 200)
+        assert (code(alice, "/admin/speculation"), code(operator, "/admin/speculation")) == (403, 200)
+
+        client = openai.OpenAI(base_url=f"{service.base_url}/v1", api_key=alice, max_retries=0, timeout=120)
+        reply = client.completions.create(model=MODEL, prompt="one two three", max_tokens=40)
+        assert reply.usage is not None and reply.usage.total_tokens > 20
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model=MODEL, prompt="one", max_tokens=1)
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        headers = {"authorization": f"Bearer {operator}"}
+        told = httpx.get(f"{service.base_url}/metrics", headers=headers).text
+        spent = [line for line in told.splitlines() if line.startswith("truespec_key_tokens_total{")]
+        assert any('key="alice"' in line and float(line.rsplit(" ", 1)[1]) > 20 for line in spent), spent
+        assert alice not in told and operator not in told
+
+        carol = create_key(path, "carol", [Scope.USER], None, Limits())
+        wait_for(lambda: code(carol) == 200, "the new key is known")
+        revoke_key(path, "alice")
+        wait_for(lambda: code(alice) == 401, "the revoked key is refused")
+        path.write_text("keys: [")
+        good = 'truespec_key_file_reloads_total{model_name="tiny",pool="monolith",result="failed"} 0'
+        wait_for(
+            lambda: good not in httpx.get(f"{service.base_url}/metrics", headers=headers).text,
+            "the broken file is read",
+        )
+        assert code(carol) == 200, "a file that is wrong changes nothing"
+
+
+@pytest.mark.slow
+def test_serve_on_a_cluster_with_a_token(tiny_folder: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    args = app_args(tiny_folder, "monolith")
+    file = tmp_path / "app.yaml"
+    application = {"name": "own", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
+    file.write_text(yaml.safe_dump({"http_options": {"port": port}, "applications": [application]}))
+    truespec = f"{sysconfig.get_path('scripts')}/truespec"
+    with ray_head(num_cpus=4) as head:
+        command = [truespec, "serve", str(file), "--address", head.address]
+        wrong = head.environment | {"RAY_AUTH_TOKEN": "another-token-0123456789"}
+        refused = subprocess.run(command, env=wrong, capture_output=True, text=True, timeout=300, check=False)
+        assert refused.returncode != 0
+        assert "token" in (refused.stdout + refused.stderr).lower()
+        serving = subprocess.Popen(command, env=head.environment, stdout=sys.stderr, stderr=sys.stderr)
+        try:
+            wait_for(lambda: answers(port), "it serves", timeout_s=300)
+            body = {"model": MODEL, "prompt": "one two", "max_tokens": 3}
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).status_code == 200
+        finally:
+            os.kill(serving.pid, signal.SIGINT)
+            assert serving.wait(120) == 0
+
+
+def answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
