@@ -5,9 +5,17 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
-from serve_app.config import AppConfig, PoolName, parse_args
-from serve_app.deployments import DecodeServer, MonolithServer, PrefillServer, RefereeServer
+from serve_app.config import AppConfig, PoolName, RouterSection, parse_args
+from serve_app.deployments import (
+    DecodeServer,
+    DecodeWorker,
+    MonolithServer,
+    PrefillServer,
+    RefereeServer,
+    StreamRouter,
+)
 
 _PROXY_RETRY_AFTER_S = 2
 # Answers that wait for their verdict wait inside the referee, and must not keep reports out.
@@ -25,11 +33,24 @@ def build_app(args: Mapping[str, Any]) -> Application:
         ConfigError: a field of `args` is wrong; the message names it and the mend.
     """
     config = parse_args(args)
-    referee = serve.deployment(**_REFEREE_OPTIONS)(RefereeServer).bind(config)
+    referee = serve.deployment(**_REFEREE_OPTIONS, logging_config=_logging(config))(RefereeServer).bind(config)
     if config.topology == "monolith":
+        if config.router is not None:
+            return _routed(config, config.router, "MonolithServer", None, referee)
         return serve.deployment(**_options(config, "monolith"))(MonolithServer).bind(config, referee)
     prefill = serve.deployment(**_options(config, "prefill"))(PrefillServer).bind(config)
+    if config.router is not None:
+        return _routed(config, config.router, "DecodeServer", prefill, referee)
     return serve.deployment(**_options(config, "decode"))(DecodeServer).bind(config, prefill, referee)
+
+
+def _routed(
+    config: AppConfig, router: RouterSection, name: str, prefill: Application | None, referee: Application
+) -> Application:
+    """The decoding pool behind a stream router, under the name that it has without one."""
+    pool = config.decoding_pool
+    workers = serve.deployment(name=name, **_options(config, pool))(DecodeWorker).bind(config, pool, prefill)
+    return serve.deployment(**_router_options(config, router))(StreamRouter).bind(config, workers, referee)
 
 
 def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
@@ -37,22 +58,68 @@ def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
     scaling = (
         {"num_replicas": pool.replicas}
         if pool.autoscaling is None
-        else {"autoscaling_config": pool.autoscaling.model_dump()}
+        else {"autoscaling_config": pool.autoscaling.serve_options(name)}
     )
     return {
         **scaling,
+        **_routing(config, name),
         # Serve lets more in than the replica takes on, so that it is the replica that answers 429 with a reason and an
         # honest Retry-After; what even that cannot hold, Serve's own proxy turns away.
         "max_ongoing_requests": 2 * config.limits.max_ongoing_requests,
         "max_queued_requests": config.limits.max_queued_requests,
         "backpressure_config": {"status_code": 429, "retry_after_s": _PROXY_RETRY_AFTER_S},
         "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
+        "logging_config": _logging(config),
         "ray_actor_options": {
             "num_cpus": pool.num_cpus,
             "num_gpus": pool.num_gpus,
             "label_selector": pool.label_selector,
             "runtime_env": {"env_vars": _thread_environment(pool.num_threads)},
         },
+    }
+
+
+def _routing(config: AppConfig, name: PoolName) -> dict[str, Any]:
+    engine, routing = config.engine, config.routing
+    if (routing.prefill if name == "prefill" else routing.decode) == "serve":
+        return {}
+    chosen, needs = (
+        ("PrefillRouter", {"block_size": engine.block_size})
+        if name == "prefill"
+        else ("DecodeRouter", {"max_num_seqs": engine.max_num_seqs})
+    )
+    router = RequestRouterConfig(
+        request_router_class=f"serve_app.routing:{chosen}",
+        request_router_kwargs=needs,
+        request_routing_stats_period_s=routing.period_s,
+    )
+    return {"request_router_config": router}
+
+
+def _router_options(config: AppConfig, router: RouterSection) -> dict[str, Any]:
+    limits = config.limits
+    return {
+        "num_replicas": router.replicas,
+        "max_ongoing_requests": 2 * limits.max_ongoing_requests * config.pool(config.decoding_pool).most_replicas,
+        "max_queued_requests": limits.max_queued_requests,
+        "backpressure_config": {"status_code": 429, "retry_after_s": _PROXY_RETRY_AFTER_S},
+        "graceful_shutdown_timeout_s": limits.request_timeout_s,
+        "logging_config": _logging(config),
+        "ray_actor_options": {
+            "num_cpus": router.num_cpus,
+            "label_selector": router.label_selector,
+            "runtime_env": {"env_vars": _thread_environment(1)},
+        },
+    }
+
+
+def _logging(config: AppConfig) -> dict[str, Any]:
+    """How Ray Serve logs in a replica until the replica has set up its lines; each request has a line of our own."""
+    settings = config.observability
+    return {
+        "encoding": settings.log_format.upper(),
+        "log_level": settings.log_level.upper(),
+        "enable_access_log": False,
     }
 
 

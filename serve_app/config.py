@@ -5,9 +5,10 @@ mend. The engine's own settings, `speculative.config.EngineConfig`, are made fro
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -17,6 +18,7 @@ from speculative.errors import ConfigError
 
 PoolName = Literal["prefill", "decode", "monolith"]
 AtLeastOne = Annotated[int, Field(ge=1)]
+_Model = TypeVar("_Model", bound=BaseModel)
 
 POOLS_OF_TOPOLOGY: dict[str, tuple[PoolName, ...]] = {
     "disaggregated": ("prefill", "decode"),
@@ -77,10 +79,12 @@ class EngineSection(_Section):
     """The engine; there is one today."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the KV cache, and of weights and activations where `weights` does not say otherwise."""
-    weights: Literal["auto", "bfloat16", "float32", "int8", "int4"] = "auto"
-    """How a CPU keeps the weights: as the model's source had them, else as `dtype`; int8 and int4 round others."""
+    weights: Literal["auto", "bfloat16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
+    """How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8 activations too."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`auto` takes the GPU that Ray gave the replica, else the CPU."""
+    cuda_graphs: bool | None = None
+    """Replay captured decoding steps of up to 256 sequences; not set: on a GPU. docs/gpu.md tells its memory."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a request, prompt and answer; the model's own limit when not set."""
     max_num_seqs: AtLeastOne = 16
@@ -99,6 +103,8 @@ class EngineSection(_Section):
     """How drafts are verified; a request that asks to be reproducible gets `coupled` in any case."""
     self_check_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them."""
+    priority_ageing_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Seconds of waiting that make up for one class of `priority`: nobody waits for ever."""
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -150,15 +156,26 @@ class DrafterSection(_Section):
         return self
 
 
-class AutoscalingSection(_Section):
-    """Ray Serve's own autoscaling, as far as it is offered; the names are Serve's."""
+_Target = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_LOAD_POLICY = "serve_app.scaling:LoadPolicy"
+
+
+class _Scaling(_Section):
+    """Bounds and patience of a pool that grows and shrinks."""
 
     min_replicas: AtLeastOne = 1
     """Replicas that always run."""
     max_replicas: AtLeastOne
     """Most replicas."""
-    target_ongoing_requests: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 8.0
-    """Requests in flight per replica that Serve aims at."""
+    target_ongoing_requests: _Target = 8.0
+    """Policy `requests`: requests in flight per replica that Serve aims at."""
+    upscale_delay_s: _Delay = 10.0
+    """How long more replicas must be wanted before they come."""
+    downscale_delay_s: _Delay = 120.0
+    """How long fewer replicas must be wanted before some go; each finishes its streams first."""
+    look_back_period_s: _Target = 10.0
+    """Over which load is averaged."""
 
     @model_validator(mode="after")
     def _range_is_not_empty(self) -> Self:
@@ -167,13 +184,83 @@ class AutoscalingSection(_Section):
         return self
 
 
+class AutoscalingSection(_Scaling):
+    """Ray Serve chooses the number of replicas, by a policy."""
+
+    policy: Literal["load", "requests"] = "load"
+    """`load`: by the seconds of work that wait for a prefill replica, by KV use and running requests of the others;
+    `requests`: by the requests in flight, as Ray Serve does without us."""
+    target_backlog_s: _Target = 2.0
+    """Policy `load`, prefill: seconds of prompts that a replica should have before it at most."""
+    target_kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """Policy `load`, decode and monolith: share of the KV blocks that should be in use at most."""
+    target_running_share: _Target = 0.8
+    """Policy `load`, decode and monolith: requests in the engine, as a share of `engine.max_num_seqs`."""
+
+    @model_validator(mode="after")
+    def _targets_of_its_policy(self) -> Self:
+        of_load = ("target_backlog_s", "target_kv_usage", "target_running_share")
+        for name in of_load if self.policy == "requests" else ("target_ongoing_requests",):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise _FieldError(name, f"means nothing to policy {self.policy}; remove it or change policy.")
+        return self
+
+    def targets(self, pool: PoolName) -> dict[str, float]:
+        """What a replica of a pool should have at most, by the names under which it records its load."""
+        if pool == "prefill":
+            return {"backlog_s": self.target_backlog_s}
+        return {"kv_usage": self.target_kv_usage, "running_share": self.target_running_share}
+
+    def serve_options(self, pool: PoolName) -> dict[str, Any]:
+        """Ray Serve's `autoscaling_config`."""
+        options = self.model_dump(include=set(_Scaling.model_fields)) | {"metrics_interval_s": 1.0}
+        if self.policy == "load":
+            targets = {"targets": self.targets(pool)}
+            options["policy"] = {"policy_function": _LOAD_POLICY, "policy_kwargs": targets}
+        return options
+
+
+class ServePolicySection(_Section):
+    """A policy in Ray Serve's words."""
+
+    policy_function: Literal["serve_app.scaling:LoadPolicy"]
+    """Scales by load."""
+    policy_kwargs: dict[str, dict[str, Annotated[float, Field(strict=False)]]]
+    """`targets`: what a replica should have at most of `backlog_s` (prefill), `kv_usage` and `running_share`."""
+
+    @model_validator(mode="after")
+    def _has_known_targets(self) -> Self:
+        known = {"backlog_s", "kv_usage", "running_share"}
+        targets = self.policy_kwargs.get("targets", {})
+        if set(self.policy_kwargs) != {"targets"} or not targets or set(targets) - known or min(targets.values()) <= 0:
+            raise _FieldError("policy_kwargs", f"must be targets: above 0, of {', '.join(sorted(known))}.")
+        return self
+
+
+class ServeAutoscalingSection(_Scaling):
+    """Autoscaling in Ray Serve's words; without a `policy` it goes by the requests in flight."""
+
+    metrics_interval_s: _Target = 1.0
+    """How often replicas are asked."""
+    policy: ServePolicySection | None = None
+    """Scales by load."""
+
+    def as_ours(self) -> dict[str, Any]:
+        """The same in the words of a pool's `autoscaling`."""
+        kept = self.model_dump(include=self.model_fields_set & set(_Scaling.model_fields))
+        if self.policy is None:
+            return kept | {"policy": "requests"}
+        kept.pop("target_ongoing_requests", None)
+        return kept | {f"target_{name}": value for name, value in self.policy.policy_kwargs["targets"].items()}
+
+
 class PoolSection(_Section):
     """How many replicas a pool has, and what Ray sets aside for each."""
 
     replicas: AtLeastOne = 1
     """Replicas of the pool, without autoscaling."""
     autoscaling: AutoscalingSection | None = None
-    """Let Serve choose the number of replicas, by the requests in flight."""
+    """Let Serve choose the number of replicas, by load or by the requests in flight."""
     num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """CPUs that Ray sets aside for a replica, and threads of its engine."""
     num_gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -198,6 +285,17 @@ class PoolSection(_Section):
         return max(1, int(self.num_cpus))
 
 
+class RouterSection(_Section):
+    """The stream router: it answers HTTP before the replicas that decode, and keeps their streams when they die."""
+
+    replicas: AtLeastOne = 1
+    """Replicas of the router."""
+    num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """CPUs that Ray sets aside for each; 0 finds room on any node. It holds no model."""
+    label_selector: dict[str, str] = {}
+    """Ray node labels that its node must carry."""
+
+
 class PoolsSection(_Section):
     """The pools that are set; a pool of the topology that is not gets `PoolSection`'s defaults."""
 
@@ -207,6 +305,21 @@ class PoolsSection(_Section):
     """Answers HTTP and decodes (topology `disaggregated`)."""
     monolith: PoolSection | None = None
     """Does all of it (topology `monolith`)."""
+    router: RouterSection | None = None
+    """Answers HTTP in front of the decoding pool, so that requests with `resume` outlive a replica (any topology)."""
+
+
+class RecoverySection(_Section):
+    """What is done when a replica dies, or does not answer."""
+
+    prefill_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """Longest wait for one prefill and its handoff; then it is asked for again."""
+    prefill_retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Further attempts at a prefill that failed; after them the decode replica computes the prompt itself."""
+    resume: bool = False
+    """Resume requests that do not say, when their decode replica dies; true puts a stream router in front."""
+    max_resumes: Annotated[int, Field(ge=0, le=100)] = 5
+    """How often a request may be resumed; then it fails."""
 
 
 class ReplaySection(_Section):
@@ -267,6 +380,62 @@ class AdminSection(_Section):
     """A file that holds the bearer token of `/admin`; there is no `/admin` when not set."""
 
 
+class AccessSection(_Section):
+    """Who may use what. Limits of a key stand with it in the file, and hold on each replica by itself."""
+
+    keys_file: Annotated[str, Field(min_length=1)] | None = None
+    """A file made by `truespec keys`; it is read again when it changes. Without it everybody may use `/v1`."""
+    open_metrics: bool = True
+    """Let who has no key read `/metrics`; it holds neither prompts nor keys."""
+    open_health: bool = True
+    """Let who has no key ask `/healthz`."""
+
+    @model_validator(mode="after")
+    def _what_is_closed_has_a_key(self) -> Self:
+        for name in ("open_metrics", "open_health"):
+            if self.keys_file is None and not getattr(self, name):
+                raise _FieldError(name, "is false, but there are no keys to open it; set keys_file, or leave it true.")
+        return self
+
+
+class ObservabilitySection(_Section):
+    """What is told of single requests: log lines and traces."""
+
+    log_format: Literal["text", "json"] = "text"
+    """Of every replica's log lines, Ray Serve's own included: for a reader, or one JSON object a line."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of the lines that are written."""
+    traces_endpoint: str | None = None
+    """OTLP/HTTP URL of an OpenTelemetry collector, as `http://collector:4318/v1/traces`; no spans when not set."""
+    traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the traces that are recorded, of those that begin here; a client's own trace keeps its flag."""
+
+    @field_validator("traces_endpoint")
+    @classmethod
+    def _is_a_url_with_its_path(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.match(r"https?://[^/\s]+/\S", endpoint):
+            raise ValueError("must be a URL with its path, such as http://collector:4318/v1/traces.")
+        return endpoint
+
+
+class HandoffSection(_Section):
+    """How computed prompts get from the prefill pool to the decode pool (topology `disaggregated`)."""
+
+    transport: Literal["plasma", "inline", "nixl"] = "plasma"
+    """`plasma`: Ray's object store; `inline`: up to 3 MiB in the message itself; `nixl`: RDMA, if it is installed."""
+
+
+class RoutingSection(_Section):
+    """Which replica of a pool a request goes to."""
+
+    prefill: Literal["prefix", "serve"] = "prefix"
+    """`prefix`: where most of the prompt is cached and least is waiting; `serve`: as Ray Serve does without us."""
+    decode: Literal["load", "serve"] = "load"
+    """`load`: the replica of the header `x-session-id`, else the one with most room; HAProxy has rules of its own."""
+    period_s: _Target = 1.0
+    """How often replicas tell what they have cached, and how full they are."""
+
+
 class LimitsSection(_Section):
     """What is refused instead of queued without end. The first two are per replica and per router, as in Ray Serve."""
 
@@ -274,12 +443,18 @@ class LimitsSection(_Section):
     """Requests that a replica takes on; more are answered 429."""
     max_queued_requests: AtLeastOne = 256
     """Requests that a router queues before it refuses."""
+    max_queued_tokens: AtLeastOne | None = None
+    """Prompt tokens that may wait for their first token on a replica; more are answered 429."""
+    max_time_to_first_token_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Answer 429 at once where those ahead would keep a request from its first token for longer (estimated)."""
     max_body_bytes: AtLeastOne = 4 * 1024 * 1024
     """Longest body of a request."""
+    max_prompt_tokens: AtLeastOne | None = None
+    """Most tokens of a prompt; the model's own limit when not set."""
     max_choices: AtLeastOne = 64
     """Most `n` of a request."""
     request_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    """Longest time a request may take, and time that a stopping replica gets to finish."""
+    """Longest time a request may take, and time that a stopping replica gets to finish; a request may ask for less."""
 
 
 class AppConfig(_Section):
@@ -303,14 +478,24 @@ class AppConfig(_Section):
     """When a replica stops speculating."""
     dumps: DumpsSection = DumpsSection()
     """Files for a post-mortem."""
+    access: AccessSection = AccessSection()
+    """Who may use what."""
     admin: AdminSection = AdminSection()
     """The admin endpoints."""
+    observability: ObservabilitySection = ObservabilitySection()
+    """Log lines and traces."""
+    recovery: RecoverySection = RecoverySection()
+    """What is done when a replica dies."""
+    handoff: HandoffSection = HandoffSection()
+    """How computed prompts get from pool to pool."""
+    routing: RoutingSection = RoutingSection()
+    """How replicas are chosen."""
     limits: LimitsSection = LimitsSection()
     """What is refused instead of queued."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        for name in self.pools.model_fields_set - set(self.pool_names):
+        for name in self.pools.model_fields_set - {*self.pool_names, "router"}:
             raise _FieldError(
                 f"pools.{name}",
                 f"is set, but topology {self.topology} has only {' and '.join(self.pool_names)}; "
@@ -353,6 +538,16 @@ class AppConfig(_Section):
         """The pools of this topology."""
         return POOLS_OF_TOPOLOGY[self.topology]
 
+    @property
+    def decoding_pool(self) -> PoolName:
+        """The pool whose replicas decode."""
+        return self.pool_names[-1]
+
+    @property
+    def router(self) -> RouterSection | None:
+        """The stream router's settings; None where there is none."""
+        return self.pools.router or (RouterSection() if self.recovery.resume else None)
+
     def pool(self, name: PoolName) -> PoolSection:
         """A pool's settings, with defaults when the file does not set it.
 
@@ -386,7 +581,7 @@ class DeploymentOverride(_Section):
     """The deployment: `PrefillServer`, `DecodeServer` or `MonolithServer`."""
     num_replicas: AtLeastOne | None = None
     """Replicas, in place of the pool's `replicas`."""
-    autoscaling_config: AutoscalingSection | None = None
+    autoscaling_config: ServeAutoscalingSection | None = None
     """In place of the pool's `autoscaling`."""
 
     @model_validator(mode="after")
@@ -436,7 +631,7 @@ class Application(_Section):
             pool = self.args.pool(override.pool_name)
             kept = {name: getattr(pool, name) for name in pool.model_fields_set - {"replicas", "autoscaling"}}
             scale = (
-                {"autoscaling": override.autoscaling_config}
+                {"autoscaling": override.autoscaling_config.as_ours()}
                 if override.autoscaling_config is not None
                 else {"replicas": override.num_replicas}
             )
@@ -461,14 +656,22 @@ class ServeFile(_Section):
 
 
 def load_config(path: Path | str) -> ServeFile:
+    """Read and check the application's YAML file.
+
+    Raises:
+        ConfigError: as of `read_file`.
+    """
+    return read_file(path, ServeFile)
+
+
+def read_file(path: Path | str, kind: type[_Model]) -> _Model:
     """Read and check a YAML file.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line `file: field: message` a fault.
     """
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-        return ServeFile.model_validate(data)
+        return kind.model_validate(yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -6,7 +6,12 @@ InvalidRequest (speculative.errors)
 ├── UnsupportedParameter   a field or value of the OpenAI API that is not served (yet)
 ├── ContextLengthExceeded  prompt and output do not fit into the model
 ├── MalformedBody          the body is not a JSON object
-└── BodyTooLarge           the body is longer than the server takes
+├── BodyTooLarge           the body is longer than the server takes
+└── PriorityForbidden      the key may not ask for so early a priority
+
+EngineOverloaded (speculative.errors)
+└── NoRoom                 refused at once, for it would not be served in time
+    └── RateLimited        the key has used up what it may use for now
 """
 
 import math
@@ -49,7 +54,34 @@ class BodyTooLarge(InvalidRequest):
 
 
 class AccessDenied(TruespecError):
-    """Who asks is not known, or may not."""
+    """Who asks is not known: no key, or one that is not valid."""
+
+
+class Forbidden(TruespecError):
+    """Who asks is known, and may not do this."""
+
+
+class PriorityForbidden(InvalidRequest, Forbidden):
+    """The key may not ask for this priority."""
+
+
+class NoRoom(EngineOverloaded):
+    """Refused at once, since it would not be served in time. `reason` is one word for the metric's label."""
+
+    def __init__(self, reason: str, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["NoRoom"], tuple[str, str, float]]:  # type: ignore[override]
+        return type(self), (self.reason, str(self), self.retry_after_s)
+
+
+class RateLimited(NoRoom):
+    """The key has used up what it may use for now."""
+
+
+class BodyTimeout(TruespecError):
+    """The body did not come in time."""
 
 
 class UnknownVerdict(TruespecError):
@@ -58,6 +90,10 @@ class UnknownVerdict(TruespecError):
 
 class UnknownReplica(TruespecError):
     """There is no replica of that name."""
+
+
+class UpdateRefused(TruespecError):
+    """The service's weights stay as they are; the message says why."""
 
 
 class RequestAborted(TruespecError):
@@ -98,9 +134,14 @@ _RULES: dict[type[BaseException], _Rule] = {
     MalformedBody: _Rule(400, "invalid_request_error", "malformed_body"),
     BodyTooLarge: _Rule(413, "invalid_request_error", "body_too_large"),
     InvalidRequest: _Rule(400, "invalid_request_error", "invalid_value"),
-    AccessDenied: _Rule(401, "authentication_error", "access_denied"),
+    AccessDenied: _Rule(401, "authentication_error", "invalid_api_key"),
+    PriorityForbidden: _Rule(403, "permission_error", "priority_forbidden"),
+    Forbidden: _Rule(403, "permission_error", "forbidden"),
+    RateLimited: _Rule(429, "rate_limit_error", "rate_limit_exceeded"),
+    BodyTimeout: _Rule(408, "invalid_request_error", "body_timeout"),
     UnknownVerdict: _Rule(404, "invalid_request_error", "verdict_not_found"),
     UnknownReplica: _Rule(404, "invalid_request_error", "replica_not_found"),
+    UpdateRefused: _Rule(409, "invalid_request_error", "update_refused"),
     EngineOverloaded: _Rule(429, "rate_limit_error", "engine_overloaded"),
     RequestTimeout: _Rule(504, "server_error", "request_timeout"),
     RequestAborted: _Rule(503, "server_error", "request_aborted", "The server let go of this request. Send it again."),

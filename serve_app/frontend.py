@@ -18,7 +18,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from serve_app.backends.base import ModelInfo
 from serve_app.checks import Checks
-from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, UnsupportedParameter, reply_for
+from serve_app.errors import (
+    ContextLengthExceeded,
+    ModelNotFound,
+    PriorityForbidden,
+    RequestAborted,
+    UnsupportedParameter,
+    reply_for,
+)
 from serve_app.protocol import (
     LEGACY_MAX_TOKENS,
     ChatCompletionRequest,
@@ -40,11 +47,19 @@ from serve_app.protocol import (
 from serve_app.replays import worst
 from serve_app.tokenizer import StopMatcher, StopStrings, Tokenizer
 from speculative.errors import EngineFault, InvalidRequest
-from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
+from speculative.request import MAX_PRIORITY, FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Spend = Callable[[int], None]
+"""Told of so many more tokens."""
+
+
+def free(num_tokens: int) -> None:
+    """For who need not pay."""
+
 
 _LONG_TEXT = 4096  # characters; encoding more than this leaves the event loop
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -75,7 +90,45 @@ class Limits:
     max_body_bytes: int = 8 * 2**20
     max_prompts: int = 64
     max_choices: int = 64  # of each prompt
+    max_prompt_tokens: int | None = None  # None = the model's own
     default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
+    resumes: bool | None = None  # whether a request that does not say is resumed; None = none can be
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for one HTTP request beside its body: what who sent it may ask for."""
+
+    max_prompt_tokens: int | None = None
+    earliest_priority: int = -MAX_PRIORITY
+    timeout_s: float | None = None  # as the header asks
+
+    def check_prompt(self, name: str, num_tokens: int, longest: int | None) -> None:
+        """Refuse a prompt of more tokens than these terms or the server (`longest`) allow.
+
+        Raises:
+            ContextLengthExceeded: it has more.
+        """
+        most = min((limit for limit in (self.max_prompt_tokens, longest) if limit is not None), default=num_tokens)
+        if num_tokens > most:
+            raise ContextLengthExceeded(name, f"{name} has {num_tokens} tokens, and may have {most} here. Shorten it.")
+
+    def priority(self, asked: int | None) -> int:
+        """The priority of a request: what it asks for, or 0 where that is allowed.
+
+        Raises:
+            PriorityForbidden: it asks for an earlier one than it may.
+        """
+        if asked is not None and asked < self.earliest_priority:
+            raise PriorityForbidden("priority", f"priority must be at least {self.earliest_priority} for this key.")
+        return max(0, self.earliest_priority) if asked is None else asked
+
+    def time_limit_s(self, asked: float | None) -> float | None:
+        """The stricter of body and header; None where neither asks."""
+        return min((limit for limit in (asked, self.timeout_s) if limit is not None), default=None)
+
+
+NO_TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +174,10 @@ class FrontEnd:
         self._names = tuple(dict.fromkeys((model.model_name, *aliases)))
         self._created = int(time.time())
 
+    def weights_switched(self, model: ModelInfo) -> None:
+        """Other weights of the model are served from now on."""
+        self._model = model
+
     def models(self) -> dict[str, Any]:
         """The body of GET /v1/models."""
         return {"object": "list", "data": [self.model(name) for name in self._names]}
@@ -136,8 +193,8 @@ class FrontEnd:
             raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {served}.")
         return model_card(name, self._created, self._model.max_model_len)
 
-    async def prepare(self, wire: CompletionRequest | ChatCompletionRequest) -> Job:
-        """Check a wire request against the model, and tokenise it.
+    async def prepare(self, wire: CompletionRequest | ChatCompletionRequest, terms: Terms = NO_TERMS) -> Job:
+        """Check a wire request against the model and the terms of who sent it, and tokenise it.
 
         Raises:
             InvalidRequest: it can never be served; `field` names what is wrong.
@@ -150,7 +207,15 @@ class FrontEnd:
             raise UnsupportedParameter(
                 "verify", "verify needs a server whose logprobs_mode is raw_logprobs: only these are compared."
             )
+        if wire.resume and self.limits.resumes is None:
+            raise UnsupportedParameter(
+                "resume", "resume needs a server with a stream router; set pools.router in its configuration."
+            )
+        priority = terms.priority(wire.priority)
         prompts = await self._prompts(wire)
+        for prompt in prompts:
+            name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
+            terms.check_prompt(name, len(prompt), self.limits.max_prompt_tokens)
         reply_format: ReplyFormat = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
         head = ReplyHead(
             reply_id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
@@ -165,11 +230,18 @@ class FrontEnd:
             with_token_kinds=bool(wire.return_token_kinds),
         )
         bad_words = await self._bad_words(wire)
-        groups = tuple(self._group(wire, head, index, bad_words) for index in range(len(prompts)))
+        limit_s = terms.time_limit_s(wire.timeout)
+        groups = tuple(
+            tuple(
+                dataclasses.replace(request, priority=priority, timeout_s=limit_s)
+                for request in self._group(wire, head, index, bad_words)
+            )
+            for index in range(len(prompts))
+        )
         return Job(head, reply_format, groups, StopStrings(wire.stop_strings), bool(wire.stream), bool(wire.verify))
 
-    async def collect(self, job: Job) -> dict[str, Any]:
-        """Generate and give the whole reply.
+    async def collect(self, job: Job, spend: Spend = free) -> dict[str, Any]:
+        """Generate and give the whole reply. `spend` is told of tokens as they are emitted.
 
         Raises:
             TruespecError: the source refused the request or failed.
@@ -177,14 +249,15 @@ class FrontEnd:
         run = _Run(job, self._tokenizer)
         pieces: list[list[Piece]] = [[] for _ in job.requests]
         with self._expecting(job):
-            async with aclosing(self._pieces(job, run)) as arriving:
+            async with aclosing(self._pieces(job, run, spend)) as arriving:
                 async for piece in arriving:
                     pieces[piece.index].append(piece)
             verdicts = await self._verdicts(job)
         return job.format.whole(job.head, [join(parts) for parts in pieces], run.usage()) | verdicts
 
-    async def events(self, job: Job) -> AsyncGenerator[bytes, None]:
-        """Generate and give server-sent events, one for each delta that has something to say.
+    async def events(self, job: Job, spend: Spend = free) -> AsyncGenerator[bytes, None]:
+        """Generate and give server-sent events, one for each delta that has something to say. `spend` is told of tokens
+        as they are emitted.
 
         What goes wrong before the first event is raised, so that it can still become an HTTP status; later it becomes
         an error event, and the stream ends without `[DONE]`.
@@ -194,7 +267,7 @@ class FrontEnd:
         begun = False
         try:
             with self._expecting(job):
-                async with aclosing(self._pieces(job, run)) as arriving:
+                async with aclosing(self._pieces(job, run, spend)) as arriving:
                     async for piece in arriving:
                         event = _event(job.format.chunk(job.head, piece))
                         yield event if begun else opening + event
@@ -280,11 +353,12 @@ class FrontEnd:
         params = self._params(wire, len(prompt), bad_words)
         others = dataclasses.replace(params, prompt_logprobs=None)
         first = index * head.num_choices
+        resume = bool(self.limits.resumes if wire.resume is None else wire.resume)
         seeds: list[dict[str, Any]] = [
             {} if wire.seed is None else {"seed": choice_seed(wire.seed, n)} for n in range(head.num_choices)
         ]
         return tuple(
-            Request(f"{head.reply_id}-{first + choice}", prompt, others if choice else params, **seed)
+            Request(f"{head.reply_id}-{first + choice}", prompt, others if choice else params, resume=resume, **seed)
             for choice, seed in enumerate(seeds)
         )
 
@@ -319,12 +393,13 @@ class FrontEnd:
             )
         return asked
 
-    async def _pieces(self, job: Job, run: "_Run") -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, job: Job, run: "_Run", spend: Spend) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices as they come; ends when every choice has ended."""
         async with aclosing(merge([self._source.stream(group) for group in job.groups])) as deltas:
             async for delta in deltas:
                 if delta.request_id not in run.unfinished:
                     continue
+                spend(len(delta.token_ids))
                 piece = run.push(delta)
                 if delta.request_id not in run.unfinished and not delta.finished:
                     await self._source.abort(delta.request_id)
@@ -430,7 +505,8 @@ class _Choice:
         entries = self._entries(delta, offsets) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
         ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
-        return Piece(self._index, text, ids, kinds, entries, reason, first, prompt_entries)
+        versions = ((delta.weight_version, num_delivered),)
+        return Piece(self._index, text, ids, kinds, entries, reason, first, prompt_entries, versions)
 
     def _take_prompt_logprobs(self, delta: TokenDelta) -> None:
         """Keep them for the first piece; they must have come when the first token does."""

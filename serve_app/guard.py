@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 
 from serve_app.backends.base import Backend
 from serve_app.breaker import Breaker, BreakerState, Mode, Trip
@@ -92,7 +93,8 @@ class Guard:
         """Have the engine follow the breaker, and begin a canary when it is due."""
         if self._breaker.canary_due and (self._canary is None or self._canary.done()):
             self._breaker.begin_canary()
-            self._canary = asyncio.get_running_loop().create_task(self._run_canary())
+            # A context of its own: whatever request had this looked at, the canary is not part of it.
+            self._canary = asyncio.get_running_loop().create_task(self._run_canary(), context=Context())
         if self._breaker.speculation is not self._speculation:
             self._speculation = self._breaker.speculation
             self._backend.set_speculation(self._speculation)

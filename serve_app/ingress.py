@@ -1,28 +1,48 @@
 """The HTTP routes: bodies in, JSON and server-sent events out, errors in OpenAI's form."""
 
 import asyncio
+import contextlib
+import functools
+import importlib.metadata
 import logging
 import re
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app import access
-from serve_app.admin import Admin, SpeculationOrder
-from serve_app.errors import BodyTooLarge, ErrorReply, UnknownVerdict, UnsupportedParameter, reply_for, route_error
-from serve_app.frontend import FrontEnd
+from serve_app.access import Access, Caller
+from serve_app.admin import Admin, PauseOrder, SpeculationOrder, WeightsAdmin, WeightsOrder
+from serve_app.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    ErrorReply,
+    UnknownVerdict,
+    UnsupportedParameter,
+    reply_for,
+    route_error,
+)
+from serve_app.frontend import FrontEnd, Terms
+from serve_app.gate import Gate
+from serve_app.openapi import document
 from serve_app.protocol import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest, parse
 from serve_app.scoring import Scorer, ScoreRequest
+from serve_app.tracing import Tracing, failed
+from serve_app.weights import Outcome
+from speculative.errors import InvalidRequest, TruespecError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+W = TypeVar("W", bound=PauseOrder)
 
 MetricsPage = Callable[[], Awaitable[tuple[bytes, str]]]
 """Gives the metrics page and its content type."""
@@ -35,30 +55,59 @@ VerdictPage = Callable[[str], Awaitable[dict[str, Any] | None]]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _LONGEST_ORDER = 4096  # bytes
+_BODY_TIMEOUT_S = 30.0  # for all of a body to come
+_TIMEOUT_HEADER = "x-request-timeout"
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?", re.ASCII)
+_COMPUTING = {"/v1/completions", "/v1/chat/completions", "/v1/score"}
+_WORTH_A_LINE = ("/v1/", "/admin/")  # what is polled is not
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What the tools of an operator read."""
+
+    metrics: MetricsPage | None = None
+    health: HealthCheck | None = None
 
 
 def build_ingress(
     front_end: FrontEnd,
     *,
     scorer: Scorer | None = None,
-    metrics: MetricsPage | None = None,
-    health: HealthCheck | None = None,
+    operations: Operations = Operations(),
     verdicts: VerdictPage | None = None,
     admin: Admin | None = None,
+    gate: Gate | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The app that serves one front end over HTTP, and the routes of what else is there."""
-    app = FastAPI(title="truespec", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(RequestIds)
+    """The app that serves one front end over HTTP, and the routes of what else is there.
+
+    Every route that is added to it, here or later, lies behind the gate; without one, `/admin` has its own access and
+    the others are open.
+    """
+    gate = gate or Gate(admin.access if admin is not None else Access())
+    app = FastAPI(
+        title="truespec",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(_admission(gate))],
+    )
+    app.add_middleware(RequestIds, tracing=tracing or Tracing())
     app.add_exception_handler(HTTPException, _on_http_exception)
-    _add_generation(app, front_end)
+    app.add_exception_handler(TruespecError, _on_refusal)
+    _add_generation(app, front_end, gate)
     if scorer is not None:
-        _add_scoring(app, front_end, scorer)
-    _add_operations(app, metrics, health)
+        _add_scoring(app, front_end, scorer, gate)
+    _add_operations(app, operations)
     if verdicts is not None:
         _add_verdicts(app, verdicts)
     if admin is not None:
         _add_admin(app, admin)
+
+    _add_description(app, needs_key=not gate.is_open)
 
     @app.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     async def elsewhere(request: Request, path: str) -> Response:
@@ -67,7 +116,29 @@ def build_ingress(
     return app
 
 
-def _add_generation(app: FastAPI, front_end: FrontEnd) -> None:
+def _admission(gate: Gate) -> Callable[[Request], Awaitable[None]]:
+    """What every route depends on. It goes by the route that was chosen, so no spelling of a path leads around it."""
+
+    async def admit(request: Request) -> None:
+        caller = gate.admit(request.scope["route"].path, request.headers.get("authorization"))
+        request.state.caller = caller
+
+    return admit
+
+
+def _add_description(app: FastAPI, *, needs_key: bool) -> None:
+    @functools.cache
+    def described() -> dict[str, Any]:
+        served = [route for route in app.routes if isinstance(route, APIRoute)]
+        routes = {(method, route.path_format) for route in served for method in route.methods or ()}
+        return document(routes, version=importlib.metadata.version("truespec"), needs_key=needs_key)
+
+    @app.get("/openapi.json")
+    async def describe() -> Response:
+        return JSONResponse(described())
+
+
+def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
     @app.get("/v1/models")
     async def list_models() -> Response:
         return JSONResponse(front_end.models())
@@ -78,17 +149,17 @@ def _add_generation(app: FastAPI, front_end: FrontEnd) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _guarded(request, _generate(front_end, request, CompletionRequest))
+        return await _guarded(request, _generate(front_end, gate, request, CompletionRequest))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _guarded(request, _generate(front_end, request, ChatCompletionRequest))
+        return await _guarded(request, _generate(front_end, gate, request, ChatCompletionRequest))
 
 
-def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer) -> None:
+def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer, gate: Gate) -> None:
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
-        return await _guarded(request, _score(front_end, scorer, request))
+        return await _guarded(request, _score(front_end, scorer, gate, request))
 
 
 def _add_verdicts(app: FastAPI, verdicts: VerdictPage) -> None:
@@ -106,8 +177,41 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
     async def set_speculation(request: Request) -> Response:
         return await _guarded(request, _speculation(admin, request, SpeculationOrder))
 
+    if admin.weights is not None:
+        _add_weights(app, admin.weights)
 
-def _add_operations(app: FastAPI, metrics: MetricsPage | None, health: HealthCheck | None) -> None:
+
+def _add_weights(app: FastAPI, weights: WeightsAdmin) -> None:
+    async def told(outcome: Awaitable[Outcome]) -> Response:
+        done = await outcome
+        return JSONResponse({"complete": done.complete, "replicas": done.replicas})
+
+    async def ordered(request: Request, kind: type[W], do: Callable[[W], Awaitable[Outcome]]) -> Response:
+        return await told(do(parse(await _read_body(request, _LONGEST_ORDER) or b"{}", kind)))
+
+    async def asked() -> Response:
+        return JSONResponse({"replicas": await weights.statuses()})
+
+    @app.get("/admin/weights")
+    async def show_weights(request: Request) -> Response:
+        return await _guarded(request, asked())
+
+    @app.post("/admin/weights")
+    async def update_weights(request: Request) -> Response:
+        return await _guarded(request, ordered(request, WeightsOrder, weights.update))
+
+    @app.post("/admin/pause")
+    async def pause(request: Request) -> Response:
+        return await _guarded(request, ordered(request, PauseOrder, weights.pause))
+
+    @app.post("/admin/resume")
+    async def resume(request: Request) -> Response:
+        return await _guarded(request, told(weights.resume()))
+
+
+def _add_operations(app: FastAPI, operations: Operations) -> None:
+    metrics, health = operations.metrics, operations.health
+
     @app.get("/healthz")
     async def healthz() -> Response:
         try:
@@ -131,52 +235,99 @@ class EventStream(Response):
 
     Starlette's own streaming response notices a client's leaving only at the next event, and leaves the generator to
     the garbage collector; here the generator is cancelled and closed, so that the engine frees what the request held.
+    A client that takes nothing for `patience_s` has left, too.
+
+    Args:
+        first: the first event.
+        rest: the others.
+        closed: called at the end, whatever it was.
+        patience_s: for the client to take an event.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes, None],
+        closed: Callable[[], object] = lambda: None,
+        patience_s: float = 60.0,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._closed = closed
+        self._patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI)."""
         try:
             await _unless_disconnected(receive, self._send_all(send))
-        except (_Disconnected, OSError):  # OSError: the server noticed while sending
+        except (_Disconnected, OSError):  # OSError: the server noticed while sending, or patience ended
             logger.info("%s: the client left", scope.get("path"))
         finally:
-            await self._rest.aclose()
+            try:
+                await self._rest.aclose()
+            finally:
+                self._closed()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        await self._send(send, self._first)
         async for event in self._rest:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await self._send(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, event: bytes) -> None:
+        async with asyncio.timeout(self._patience_s):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 class RequestIds:
-    """Gives every response an `x-request-id`: the client's own where it sent a proper one."""
+    """Gives every request an id (its own `x-request-id` where that is a proper one) and a line in the log; and a span
+    to each that computes something.
 
-    def __init__(self, app: ASGIApp) -> None:
+    An id that is made here is told in the response. One that came with the request is not: Ray Serve's proxy, which
+    names requests that have no id, adds the id to the response itself, and it would stand there twice.
+
+    Args:
+        tracing: goes on with the client's trace.
+    """
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
+        request_id, method = _request_id(scope), scope["method"]
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        began, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if request_id != _sent_id(scope):
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+                status = message["status"]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        about = {"http.request.method": method, "url.path": path, "truespec.request_id": request_id}
+        traced = method == "POST" and path in _COMPUTING
+        with self._tracing.request(f"{method} {path}", request_id, scope["headers"], about, traced=traced) as span:
+            try:
+                await self._app(scope, receive, send_with_id)
+            finally:
+                fields = {"method": method, "path": path, "status": status, "duration_s": time.monotonic() - began}
+                level = logging.INFO if path.startswith(_WORTH_A_LINE) else logging.DEBUG
+                logger.log(level, "%s %s %d", method, path[:200], status, extra={"fields": fields})
+                span.set_attribute("http.response.status_code", status)
+                if status >= 500:
+                    failed(span, f"status {status}")
 
 
 class _Disconnected(Exception):
@@ -184,26 +335,55 @@ class _Disconnected(Exception):
 
 
 async def _generate(
-    front_end: FrontEnd, request: Request, kind: type[CompletionRequest] | type[ChatCompletionRequest]
+    front_end: FrontEnd, gate: Gate, request: Request, kind: type[CompletionRequest] | type[ChatCompletionRequest]
 ) -> Response:
-    body = await _read_body(request, front_end.limits.max_body_bytes)
-    job = await front_end.prepare(parse(body, kind))
-    logger.debug("%s is %s", _request_id(request.scope), job.head.reply_id)
-    if not job.stream:
-        return JSONResponse(await _unless_disconnected(request.receive, front_end.collect(job)))
-    events = front_end.events(job)
+    lease = gate.enter(request.state.caller)
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(lease.leave)
+        body = await _read_body(request, front_end.limits.max_body_bytes)
+        job = await front_end.prepare(parse(body, kind), _terms(request))
+        logger.debug("%s is %s", _request_id(request.scope), job.head.reply_id)
+        lease.spend(sum(map(len, job.head.prompts)))
+        if not job.stream:
+            return JSONResponse(await _unless_disconnected(request.receive, front_end.collect(job, lease.spend)))
+        events = front_end.events(job, lease.spend)
+        try:
+            first = await _unless_disconnected(request.receive, _first(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventStream(first, events, at_the_end.pop_all().close)
+
+
+async def _score(front_end: FrontEnd, scorer: Scorer, gate: Gate, request: Request) -> Response:
+    lease = gate.enter(request.state.caller)
     try:
-        first = await _unless_disconnected(request.receive, _first(events))
-    except BaseException:
-        await events.aclose()
-        raise
-    return EventStream(first, events)
+        wire = parse(await _read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
+        front_end.model(wire.model)
+        return JSONResponse(
+            await _unless_disconnected(request.receive, scorer.score(wire, _terms(request), lease.spend))
+        )
+    finally:
+        lease.leave()
 
 
-async def _score(front_end: FrontEnd, scorer: Scorer, request: Request) -> Response:
-    wire = parse(await _read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
-    front_end.model(wire.model)
-    return JSONResponse(await _unless_disconnected(request.receive, scorer.score(wire)))
+def _terms(request: Request) -> Terms:
+    """What who sent a request may ask for, and for how long they want to wait.
+
+    Raises:
+        InvalidRequest: the header names no time.
+    """
+    caller: Caller = request.state.caller
+    return Terms(caller.max_prompt_tokens, caller.earliest_priority, _header_timeout_s(request))
+
+
+def _header_timeout_s(request: Request) -> float | None:
+    sent = request.headers.get(_TIMEOUT_HEADER)
+    if sent is None:
+        return None
+    if not _SECONDS.fullmatch(sent) or float(sent) == 0:
+        raise InvalidRequest(_TIMEOUT_HEADER, f"{_TIMEOUT_HEADER} must be a number of seconds above 0.")
+    return float(sent)
 
 
 async def _verdict(verdicts: VerdictPage, reply_id: str) -> Response:
@@ -216,7 +396,6 @@ async def _verdict(verdicts: VerdictPage, reply_id: str) -> Response:
 
 
 async def _speculation(admin: Admin, request: Request, order: type[SpeculationOrder] | None) -> Response:
-    admin.access.require(access.Scope.ADMIN, request.headers.get("authorization"))
     if order is None:
         return JSONResponse({"replicas": await admin.statuses()})
     body = await _read_body(request, _LONGEST_ORDER)
@@ -252,15 +431,19 @@ async def _read_body(request: Request, most: int) -> bytes:
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
         raise too_large
     body = bytearray()
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise _Disconnected
-        body += message.get("body", b"")
-        if len(body) > most:
-            raise too_large
-        if not message.get("more_body", False):
-            return bytes(body)
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise _Disconnected
+                body += message.get("body", b"")
+                if len(body) > most:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError as error:
+        raise BodyTimeout(f"The body did not come within {_BODY_TIMEOUT_S:g} s.") from error
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -290,9 +473,14 @@ async def _disconnect(receive: Receive) -> None:
 def _request_id(scope: Scope) -> str:
     """The request's id; made once, and kept in the scope."""
     if "truespec.request_id" not in scope:
-        sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        sent = _sent_id(scope)
         scope["truespec.request_id"] = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"
     return str(scope["truespec.request_id"])
+
+
+def _sent_id(scope: Scope) -> str:
+    """What the request itself gives as its id; "" = nothing."""
+    return next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
 
 
 def _unserved(request: Request, path: str) -> Response:
@@ -315,6 +503,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    """What the gate raises, before a route has begun."""
+    return _error_response(reply_for(error))
 
 
 def _error_response(reply: ErrorReply) -> Response:

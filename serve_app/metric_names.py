@@ -4,7 +4,6 @@ Counters end in `_total` and count from 0 at the start of the process that keeps
 from counters; histograms serve quantiles (Ray's agent only estimates a histogram's sum).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +15,17 @@ REPLICA_LABEL = "replica"  # gauges carry it beside the common labels, since the
 DRIFT_THRESHOLDS_NATS = (0.1, 1.0, 5.0)
 BREAKER_STATES = ("closed", "canary", "open", "out")  # in the order of the gauge's values
 TRIP_REASONS = ("selfcheck", "invariant", "logprobs", "drift", "law")
+REFUSALS = {  # why a request that makes sense is refused, and what each reason means
+    "unauthenticated": "no valid API key was sent",
+    "forbidden": "the key may not do this",
+    "key_concurrency": "the key has as many requests under way as it may",
+    "key_requests": "the key has used up its requests of this minute",
+    "key_tokens": "the key has used up its tokens of this minute",
+    "capacity": "the replica has as many requests under way as it takes on",
+    "queued_tokens": "too many prompt tokens wait for their first token",
+    "time_to_first_token": "those ahead would keep it waiting for longer than the service allows",
+    "deadline": "those ahead would keep it waiting for longer than its own time",
+}
 REPLAY_ALARMS = ("drift", "probability", "surprisal", "support", "greedy")
 DRIFT_CLIP_NATS = 10.0  # a single drift beyond this would drown the sum of the others
 
@@ -80,14 +90,48 @@ CATALOGUE: tuple[Metric, ...] = (
         "handoffs_total", "handoffs", "Handoffs from prefill to decode, by result: ok, refused, failed.", "result"
     ),
     _counter("handoff_bytes_total", "bytes", "Bytes of computed-token state handed off."),
-    _counter("handoff_seconds_total", "seconds", "Time spent on handoffs, by phase: prefill, export, insert.", "phase"),
+    _counter(
+        "handoff_seconds_total",
+        "seconds",
+        "Time spent on handoffs, by phase: prefill (all of it, as the decode replica sees it), export, pack, unpack, "
+        "check, insert.",
+        "phase",
+    ),
     _counter("handoff_refusals_total", "handoffs", "Handoffs that the decode side refused, by reason.", "reason"),
+    # Recovery
+    _counter(
+        "prefill_failures_total",
+        "prefills",
+        "Prefills that failed and were asked for again or computed by the decode replica, by reason: died, timeout, "
+        "full, engine.",
+        "reason",
+    ),
+    _counter(
+        "resumes_total",
+        "requests",
+        "Requests whose decode replica was lost, by result: resumed on another, failed.",
+        "result",
+    ),
     # Requests
     _counter(
         "requests_total",
         "requests",
         "Requests that ended, by outcome: stop, length, abort, error, rejected.",
         "outcome",
+    ),
+    _counter(
+        "refusals_total",
+        "requests",
+        f"Requests that were refused although they make sense, by reason: {', '.join(REFUSALS)}.",
+        "reason",
+    ),
+    _counter("key_requests_total", "requests", "HTTP requests that were let in, by the id of their API key.", "key"),
+    _counter("key_tokens_total", "tokens", "Tokens of prompts and answers, by the id of the API key.", "key"),
+    _counter(
+        "key_file_reloads_total",
+        "reloads",
+        "Times that the changed file of API keys was read, by result: ok, failed (the old keys go on).",
+        "result",
     ),
     _gauge("requests_running", "requests", "Requests that are being computed."),
     _gauge("requests_waiting", "requests", "Requests that wait for room in the engine."),
@@ -146,7 +190,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "kind",
     ),
     # Replay. Strata overlap: the total is stratum="all", never the sum.
-    _counter("replays_total", "replays", "Replays of finished requests, by result: ok, failed, skipped.", "result"),
+    _counter(
+        "replays_total",
+        "replays",
+        "Replays of finished requests, by result: ok, failed, skipped, outdated (other weights since).",
+        "result",
+    ),
     _gauge("replay_queue_length", "replays", "Finished requests that wait to be replayed."),
     _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's.", "stratum"),
     _counter(
@@ -219,6 +268,19 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _counter("canaries_total", "canaries", "Trials of speculation, by result: passed, failed, inconclusive.", "result"),
     _counter("dumps_total", "dumps", "Files written for a post-mortem."),
+    # Weights
+    _counter(
+        "weight_updates_total",
+        "updates",
+        "Updates of a replica's weights, by result: ok, failed (they could not be loaded).",
+        "result",
+    ),
+    _counter(
+        "weight_update_seconds_total",
+        "seconds",
+        "Time spent on weight updates, by phase: load (beside the requests), switch (pause included).",
+        "phase",
+    ),
     # Build
     _gauge(
         "build_info",
@@ -231,10 +293,3 @@ CATALOGUE: tuple[Metric, ...] = (
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
-
-# (label, the metrics that have it) -> what each value means
-LABEL_MEANINGS: dict[tuple[str, tuple[str, ...]], Mapping[str, str]] = {
-    ("check", tuple(metric.name for metric in CATALOGUE if "check" in metric.labels)): CHECKS,
-    ("kind", (f"{PREFIX}selfcheck_violations_total",)): INVARIANTS,
-    ("kind", (f"{PREFIX}logprob_violations_total",)): LOGPROB_RULES,
-}

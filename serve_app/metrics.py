@@ -93,6 +93,7 @@ class Metrics:
         self.count("truespec_draft_seconds_total", stats.draft_s)
         self.count("truespec_verify_seconds_total", stats.verify_s)
         self.count("truespec_handoff_seconds_total", stats.export_s, phase="export")
+        self.count("truespec_handoff_seconds_total", stats.check_s, phase="check")
         self.count("truespec_handoff_seconds_total", stats.insert_s, phase="insert")
         self.count("truespec_preemptions_total", stats.num_preemptions)
         self.count("truespec_prefix_cache_queries_total", stats.prefix_cache_queries)
@@ -199,6 +200,11 @@ class BufferSink:
         """Put one observation into a histogram."""
         with self._lock:
             self._batch.observe((metric.name, labels), metric.buckets, value)
+
+    def forget_gauge(self, name: str) -> None:
+        """Let a gauge's series go; those that are set anew come again."""
+        with self._lock:
+            self._batch.gauges = {series: value for series, value in self._batch.gauges.items() if series[0] != name}
 
     def drain(self) -> MetricBatch:
         """Take the counts since the last drain, and all gauges: each batch alone tells how the replica stands."""

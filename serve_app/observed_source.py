@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from serve_app.admission import Backlog, Clock
+from serve_app.errors import NoRoom
 from serve_app.metrics import Metrics
 from serve_app.replays import Record, Records, ReplayJob
-from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
+from speculative.errors import InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta
 
 
@@ -31,7 +34,9 @@ class SourceLimits:
     """What one replica takes on."""
 
     max_running: int  # requests at once; a request with n choices counts n times
-    timeout_s: float  # the longest a request may take
+    timeout_s: float  # the longest a request may take; it may ask for less
+    max_queued_tokens: int | None = None  # of prompts that wait for their first token
+    max_first_token_s: float | None = None  # that those ahead may keep a request waiting, as estimated
 
 
 @dataclass(slots=True)
@@ -58,6 +63,7 @@ class ObservedSource:
         ended: told of each request that came to an end: the record of it, and what is to be replayed of it, if
             anything is; must not block.
         limits: how many requests may run at once, and how long each.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class ObservedSource:
         choose: Callable[[str], bool],
         ended: Callable[[Record, ReplayJob | None], None],
         limits: SourceLimits,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._source = source
         self._metrics = metrics
@@ -78,25 +85,29 @@ class ObservedSource:
         self._limits = limits
         self._mean_duration_s = 1.0  # of the last requests, for an honest Retry-After
         self._watched: dict[str, _Watched] = {}
+        self._clock = clock
+        self._backlog = Backlog(clock)
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         """Deltas as the source gives them; what only the referee asked for is taken out again.
 
         Raises:
-            EngineOverloaded: too many requests are running.
+            NoRoom: too many requests are running, or too much waits.
             RequestTimeout: it took too long.
         """
-        self._admit(len(requests))
-        now = time.monotonic()
+        self._admit(requests)
+        now = self._clock()
         watched = {
             one.request_id: _Watched(one, self._records.begin(one), self._choose(one.request_id), now, now)
             for one in requests
         }
         self._watched |= watched
         asked = [_with_logprobs(entry.request) if entry.replayed else entry.request for entry in watched.values()]
+        ticket = self._backlog.join(len(requests[0].prompt_token_ids), _owner(requests[0]))
         try:
             async with contextlib.aclosing(self._source.stream(asked)) as deltas:
-                async for delta in _until(deltas, asyncio.get_running_loop().time() + self._limits.timeout_s):
+                async for delta in _until(deltas, self._time_limit_s(requests[0])):
+                    ticket.close(served=True)
                     entry = watched[delta.request_id]
                     self._see(entry, delta)
                     yield delta if _asked_for_logprobs(entry.request) else delta.replace(logprobs=None)
@@ -105,6 +116,7 @@ class ObservedSource:
                 entry.outcome = "error" if entry.outcome == "abort" else entry.outcome
             raise
         finally:
+            ticket.close(served=False)
             for request_id, entry in watched.items():
                 del self._watched[request_id]
                 self._end(entry)
@@ -115,22 +127,53 @@ class ObservedSource:
             self._watched[request_id].outcome = "stop"
         await self._source.abort(request_id)
 
-    def _admit(self, count: int) -> None:
-        limit = self._limits.max_running
-        if len(self._watched) + count <= limit:
-            return
-        for _ in range(count):
-            self._metrics.count("truespec_requests_total", outcome="rejected")
+    def _time_limit_s(self, request: Request) -> float:
+        return min(self._limits.timeout_s, request.timeout_s or math.inf)
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        try:
+            self._check_room(len(requests))
+            self._check_backlog(requests[0])
+        except (InvalidRequest, NoRoom) as error:
+            self._metrics.count("truespec_requests_total", len(requests), outcome="rejected")
+            if isinstance(error, NoRoom):
+                self._metrics.count("truespec_refusals_total", reason=error.reason)
+            raise
+
+    def _check_room(self, count: int) -> None:
+        limit, running = self._limits.max_running, len(self._watched)
         if count > limit:
             raise InvalidRequest("n", f"n asks for {count} choices; this server runs at most {limit} at once.")
-        freed = len(self._watched) + count - limit
-        raise EngineOverloaded(
-            f"{len(self._watched)} requests are running here, and the limit is {limit}; try again soon.",
-            retry_after_s=self._mean_duration_s * freed / limit,
-        )
+        if running + count > limit:
+            raise NoRoom(
+                "capacity",
+                f"{running} requests are running here, and the limit is {limit}; try again soon.",
+                self._mean_duration_s * (running + count - limit) / limit,
+            )
+
+    def _check_backlog(self, request: Request) -> None:
+        """Refuse what would wait too long behind others, while nothing of it is computed yet."""
+        wait_s = self._backlog.wait_s(_owner(request))
+        num_tokens, most_tokens = self._backlog.num_tokens(_owner(request)), self._limits.max_queued_tokens
+        if most_tokens is not None and num_tokens and num_tokens + len(request.prompt_token_ids) > most_tokens:
+            raise NoRoom(
+                "queued_tokens", f"{num_tokens} prompt tokens wait here, and the limit is {most_tokens}.", wait_s or 1.0
+            )
+        if wait_s is None:
+            return
+        for reason, limit_s, name in (
+            ("time_to_first_token", self._limits.max_first_token_s, "the limit"),
+            ("deadline", self._time_limit_s(request), "the request's time"),
+        ):
+            if limit_s is not None and wait_s > limit_s:
+                raise NoRoom(
+                    reason,
+                    f"The first token would come after about {wait_s:.1f} s, and {name} is {limit_s:g} s.",
+                    wait_s - limit_s,
+                )
 
     def _see(self, entry: _Watched, delta: TokenDelta) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if delta.token_ids:
             elapsed = now - entry.last_at
             if entry.waiting:
@@ -145,11 +188,16 @@ class ObservedSource:
             entry.record.take(delta)
 
     def _end(self, entry: _Watched) -> None:
-        self._mean_duration_s += 0.1 * (time.monotonic() - entry.began_at - self._mean_duration_s)
+        self._mean_duration_s += 0.1 * (self._clock() - entry.began_at - self._mean_duration_s)
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
         self._records.end(entry.request.request_id)
         if entry.outcome != FinishReason.ERROR and entry.request.score_from is None:
             self._ended(entry.record, entry.record.job() if entry.replayed else None)
+
+
+def _owner(request: Request) -> str:
+    """The reply that a request is a part of: its prompts and pairs share one, and do not wait behind each other."""
+    return "-".join(request.request_id.split("-")[:2])
 
 
 def _asked_for_logprobs(request: Request) -> bool:
@@ -162,12 +210,13 @@ def _with_logprobs(request: Request) -> Request:
     return dataclasses.replace(request, params=dataclasses.replace(request.params, logprobs=0))
 
 
-async def _until(deltas: AsyncGenerator[TokenDelta, None], deadline: float) -> AsyncIterator[TokenDelta]:
-    """The deltas that come before the deadline (the loop's time).
+async def _until(deltas: AsyncGenerator[TokenDelta, None], limit_s: float) -> AsyncIterator[TokenDelta]:
+    """The deltas that come within the time limit.
 
     Raises:
         RequestTimeout: it passed.
     """
+    deadline = asyncio.get_running_loop().time() + limit_s
     while True:
         try:
             async with asyncio.timeout_at(deadline):
@@ -175,5 +224,8 @@ async def _until(deltas: AsyncGenerator[TokenDelta, None], deadline: float) -> A
         except StopAsyncIteration:
             return
         except TimeoutError as error:
-            raise RequestTimeout("The request took longer than the server allows; ask for fewer tokens.") from error
+            raise RequestTimeout(
+                f"The request took longer than the {limit_s:g} s it had; ask for fewer tokens, or for more time where "
+                "the server allows it."
+            ) from error
         yield delta

@@ -7,16 +7,25 @@ Requests are checked here as far as that needs neither model nor tokenizer. Repl
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
 from speculative.errors import InvalidRequest
-from speculative.request import MAX_LOGPROBS, MAX_SCORED_IDS, MAX_SEED, Structure
+from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, Structure
 
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 300
@@ -118,7 +127,7 @@ class Wire(BaseModel):
 class TextPart(Wire):
     """One part of a message's content. Only text is served."""
 
-    type: str
+    type: str = Field(json_schema_extra={"const": "text"})
     text: str
 
     @field_validator("type")
@@ -129,10 +138,13 @@ class TextPart(Wire):
         return kind
 
 
+_ROLES = ("system", "developer", "user", "assistant")
+
+
 class Message(Wire):
     """One message of a conversation."""
 
-    role: str
+    role: str = Field(json_schema_extra={"enum": [*_ROLES]})
     content: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
         Discriminator(_content_kind),
@@ -149,7 +161,7 @@ class Message(Wire):
     def _known_role(cls, role: str) -> str:
         if role in ("tool", "function"):
             raise PydanticCustomError("unsupported", _NO_TOOLS)
-        if role not in ("system", "developer", "user", "assistant"):
+        if role not in _ROLES:
             raise PydanticCustomError("role", "must be system, developer, user or assistant.")
         return role
 
@@ -182,22 +194,25 @@ class JsonSchemaFormat(Wire):
     schema_text: str = Field(alias="schema")
     strict: bool | None = None
 
-    @field_validator("schema_text", mode="before")
+    @field_validator("schema_text", mode="before", json_schema_input_type=dict[str, Any])
     @classmethod
     def _to_text(cls, schema: Any) -> str:
         return _schema_text(schema)
 
 
+_FORMATS = ("text", "json_object", "json_schema")
+
+
 class ResponseFormat(Wire):
     """The form an answer must have, as OpenAI names it."""
 
-    type: str
+    type: str = Field(json_schema_extra={"enum": [*_FORMATS]})
     json_schema: JsonSchemaFormat | None = None
 
     @field_validator("type")
     @classmethod
     def _known_type(cls, kind: str) -> str:
-        if kind not in ("text", "json_object", "json_schema"):
+        if kind not in _FORMATS:
             raise PydanticCustomError("type", "must be text, json_object or json_schema.")
         return kind
 
@@ -225,7 +240,7 @@ class StructuredOutputs(Wire):
     choice: list[str] | None = Field(None, min_length=1)
     grammar: str | None = Field(None, min_length=1)
 
-    @field_validator("schema_text", mode="before")
+    @field_validator("schema_text", mode="before", json_schema_input_type=dict[str, Any] | str | None)
     @classmethod
     def _to_text(cls, schema: Any) -> str | None:
         if isinstance(schema, str):
@@ -266,6 +281,7 @@ def _schema_text(schema: Any) -> str:
 
 
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+Seconds = Annotated[float, Field(ge=0.001, le=86400)]
 
 
 class WireRequest(Wire):
@@ -300,6 +316,9 @@ class WireRequest(Wire):
     return_token_kinds: bool | None = None
     speculate: bool | None = None
     verify: bool | None = None  # the answer waits for its replay, and tells the verdict
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # the lower, the earlier
+    timeout: Seconds | None = None  # for all of it, from its arrival
+    resume: bool | None = None  # goes on elsewhere when the replica that decodes it is lost
     # accepted and not used: clients send them to be told apart, billed or cached
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -399,14 +418,27 @@ _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
+# How a prompt that is not empty is described; that it is not is told in one way for all of them.
+_NOT_EMPTY: dict[str, Any] = {
+    "text": {"type": "string", "minLength": 1},
+    "ids": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": _INT32_MAX}},
+}
+_NOT_EMPTY |= {
+    "texts": {"type": "array", "minItems": 1, "items": _NOT_EMPTY["text"]},
+    "id lists": {"type": "array", "minItems": 1, "items": _NOT_EMPTY["ids"]},
+}
+
+
 class CompletionRequest(WireRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[list[str], Tag("<texts>")]
-        | Annotated[list[int], Tag("<ids>")]
-        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Tag("<id lists>")],
+        Annotated[str, Tag("<text>"), WithJsonSchema(_NOT_EMPTY["text"])]
+        | Annotated[list[str], Tag("<texts>"), WithJsonSchema(_NOT_EMPTY["texts"])]
+        | Annotated[list[int], Tag("<ids>"), WithJsonSchema(_NOT_EMPTY["ids"])]
+        | Annotated[
+            list[Annotated[list[int], Field(min_length=1)]], Tag("<id lists>"), WithJsonSchema(_NOT_EMPTY["id lists"])
+        ],
         Discriminator(_prompt_kind),
     ]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -602,6 +634,13 @@ class Piece:
     first: bool = False  # the choice's first piece
     # of prompt tokens 1.., each the token itself and then the most likely; in the first piece of a prompt's choice 0
     prompt_logprobs: tuple[tuple[RankedEntry, ...], ...] | None = None
+    weight_versions: tuple[tuple[str, int], ...] = ()  # which weights made so many tokens, in order
+
+    def version_fields(self) -> dict[str, Any]:
+        """`weight_versions`, where the weights changed in the middle."""
+        if len(self.weight_versions) < 2:
+            return {}
+        return {"weight_versions": [{"version": name, "tokens": count} for name, count in self.weight_versions]}
 
     def prompt_fields(self) -> dict[str, Any]:
         """`prompt_logprobs` where they are told, as vLLM writes them: nothing is known of the first token."""
@@ -623,7 +662,31 @@ def join(pieces: Sequence[Piece]) -> Piece:
         finish_reason=pieces[-1].finish_reason,
         first=True,
         prompt_logprobs=pieces[0].prompt_logprobs,
+        weight_versions=_runs(piece.weight_versions for piece in pieces),
     )
+
+
+def _runs(parts: Iterable[Iterable[tuple[str, int]]]) -> tuple[tuple[str, int], ...]:
+    """Counts of tokens by version, neighbours of one version put together; a part without tokens says nothing new."""
+    runs: list[tuple[str, int]] = []
+    for version, count in (run for part in parts for run in part):
+        if runs and (runs[-1][0] == version or count == 0):
+            runs[-1] = (runs[-1][0], runs[-1][1] + count)
+        elif runs and runs[-1][1] == 0:
+            runs[-1] = (version, count)
+        else:
+            runs.append((version, count))
+    return tuple(runs)
+
+
+def metadata_of(versions: Iterable[str]) -> dict[str, Any]:
+    """`metadata` with the weights' version, as SGLang's OpenAI endpoints have it: the newest, and all where there are
+    several."""
+    names = list(dict.fromkeys(versions))
+    if not names:
+        return {}
+    several = {"weight_versions": names} if len(names) > 1 else {}
+    return {"metadata": {"weight_version": names[-1], **several}}
 
 
 @dataclass(slots=True)
@@ -728,7 +791,7 @@ class CompletionFormat:
 
     def chunk(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
         """The chunk of one piece."""
-        return head.chunk(self._kind, [self._choice(head, piece)])
+        return head.chunk(self._kind, [self._choice(head, piece)]) | _metadata([piece])
 
     def closing_chunk(self, head: ReplyHead, told: dict[str, Any]) -> dict[str, Any]:
         """The last chunk, where there is something to tell of the whole reply."""
@@ -737,7 +800,7 @@ class CompletionFormat:
     def whole(self, head: ReplyHead, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The whole reply."""
         rendered = [self._choice(head, piece) for piece in choices]
-        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()}
+        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices)
 
     def _choice(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
         choice = {
@@ -748,7 +811,7 @@ class CompletionFormat:
         }
         if head.with_token_ids and piece.first:
             choice["prompt_token_ids"] = list(head.prompts[piece.index // head.num_choices])
-        return choice | head.token_fields(piece) | piece.prompt_fields()
+        return choice | head.token_fields(piece) | piece.version_fields() | piece.prompt_fields()
 
 
 class ChatFormat:
@@ -770,7 +833,8 @@ class ChatFormat:
     def chunk(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
         """The chunk of one piece."""
         delta = {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
-        return head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)]) | piece.prompt_fields()
+        chunk = head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)])
+        return chunk | _metadata([piece]) | piece.prompt_fields()
 
     def closing_chunk(self, head: ReplyHead, told: dict[str, Any]) -> dict[str, Any]:
         """The last chunk, where there is something to tell of the whole reply."""
@@ -783,14 +847,19 @@ class ChatFormat:
             for piece in choices
         ]
         prompt = self._prompt_fields(head) | choices[0].prompt_fields()
-        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | prompt
+        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices) | prompt
 
     def _choice(self, head: ReplyHead, piece: Piece, name: str, said: dict[str, Any]) -> dict[str, Any]:
         logprobs = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
-        return _chat_choice(piece.index, name, said, logprobs, piece.finish_reason) | head.token_fields(piece)
+        choice = _chat_choice(piece.index, name, said, logprobs, piece.finish_reason)
+        return choice | head.token_fields(piece) | piece.version_fields()
 
     def _prompt_fields(self, head: ReplyHead) -> dict[str, Any]:
         return {"prompt_token_ids": list(head.prompts[0])} if head.with_token_ids else {}
+
+
+def _metadata(pieces: Sequence[Piece]) -> dict[str, Any]:
+    return metadata_of(version for piece in pieces for version, _ in piece.weight_versions)
 
 
 def _chat_choice(index: int, name: str, said: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,8 @@ _FORGOTTEN_AFTER_S = 60.0  # a replica that is not heard of for so long is gone
 Replay = Callable[[Request], Awaitable[Replayed]]
 """Has a teacher-forced request computed on a replica."""
 
-_Queued = tuple[ReplayJob, asyncio.Future[Checked]]
+_Queued = tuple[ReplayJob, asyncio.Future[Checked], Context]
+"""A job, what it is to settle, and the context it came in, which names the client's request and its trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Referee:
         self._queue: deque[_Queued] = deque()
         self._latest: deque[dict[str, Any]] = deque(maxlen=_KEPT_LATEST)  # what came of the latest replays
         self._wake = asyncio.Semaphore(0)  # one permit a job in either
-        for result in ("ok", "failed", "skipped"):
+        for result in ("ok", "failed", "skipped", "outdated"):
             metrics.count("truespec_replays_total", 0, result=result)
         for verdict in Verdict:
             metrics.count("truespec_verdicts_total", 0, verdict=verdict.value)
@@ -155,7 +157,7 @@ class Referee:
             self._metrics.count("truespec_replays_total", result="skipped")
             return None
         settled: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
-        queue.append((job, settled))
+        queue.append((job, settled, copy_context()))
         self._wake.release()
         return settled
 
@@ -168,19 +170,23 @@ class Referee:
     async def _work(self) -> None:
         while True:
             await self._wake.acquire()
-            job, settled = (self._urgent or self._queue).popleft()
-            checked = await self._check(job)
+            job, settled, context = (self._urgent or self._queue).popleft()
+            checked = await asyncio.get_running_loop().create_task(self._check(job), context=context)
             if not settled.done():
                 settled.set_result(checked)
 
     async def _check(self, job: ReplayJob) -> Checked:
         try:
             replayed = await self._replayed(job)
+            if set(job.weight_versions) != {replayed.weight_version}:
+                return self._outdated(job, replayed)
             served = (*job.prompt_logprobs, *job.logprobs)
             drifts = [TokenDrift.between(*pair) for pair in zip(served, replayed.logprobs, strict=True)]
             seen = self._seen(job, drifts, replayed)
             self._record(seen)
-            return self._settle(job, seen, replayed)
+            checked = self._settle(job, seen, replayed)
+            _logger.debug("%s is %s: %s", job.request.request_id, checked.verdict.value, checked.reason)
+            return checked
         except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not
             self._metrics.count("truespec_replays_total", result="failed")
             self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
@@ -197,7 +203,16 @@ class Referee:
         if not job.prompt_logprobs:
             return replayed
         told = await self._replay(Request(f"{name}-prompt", prompt, score_from=1))
-        return dataclasses.replace(replayed, logprobs=(*told.logprobs, *replayed.logprobs))
+        version = replayed.weight_version if told.weight_version == replayed.weight_version else ""
+        return dataclasses.replace(replayed, logprobs=(*told.logprobs, *replayed.logprobs), weight_version=version)
+
+    def _outdated(self, job: ReplayJob, replayed: Replayed) -> Checked:
+        """Other weights say nothing about what these said."""
+        self._metrics.count("truespec_replays_total", result="outdated")
+        self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
+        made, now = ", ".join(job.weight_versions), replayed.weight_version
+        _logger.info("%s was made with weights %s, and was replayed with %s", job.request.request_id, made, now)
+        return Checked(reason="the weights that made it are no longer served")
 
     def _seen(self, job: ReplayJob, drifts: Sequence[TokenDrift], replayed: Replayed) -> list[SeenToken]:
         num_prompt = len(job.prompt_logprobs)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from speculative.request import Request, TokenDelta, TokenKind
+from speculative.request import DEFAULT_VERSION, Request, TokenDelta, TokenKind
 
 STRATA: dict[str, str] = {
     "all": "every emitted token",
@@ -67,6 +67,7 @@ class ReplayJob:
     prompt_logprobs: tuple[float, ...] = ()  # as served, of prompt tokens 1..; () where nobody asked
     num_drafted: int = 0
     num_cached: int = 0  # prompt tokens found in a prefix cache
+    weight_versions: tuple[str, ...] = (DEFAULT_VERSION,)  # that made its tokens
 
     @property
     def first_scored(self) -> int:
@@ -115,6 +116,7 @@ class Record:
     prompt_logprobs: list[float] = field(default_factory=list)
     num_drafted: int = 0
     num_cached: int = 0
+    weight_versions: dict[str, None] = field(default_factory=dict)  # a set in order
 
     def take(self, delta: TokenDelta) -> None:
         """Take in what one step emitted."""
@@ -126,6 +128,7 @@ class Record:
         self.rounds_since_handoff += [self.num_rounds] * count
         self.preempted += [delta.preempted] * count
         self.num_drafted += delta.num_drafted
+        self.weight_versions[delta.weight_version] = None
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
         if self.num_rounds is not None and count:
             self.num_rounds += 1
@@ -148,6 +151,7 @@ class Record:
             prompt_logprobs=tuple(self.prompt_logprobs),
             num_drafted=self.num_drafted,
             num_cached=self.num_cached,
+            weight_versions=tuple(self.weight_versions),
         )
 
 
@@ -177,6 +181,12 @@ class Records:
         record = self._live.get(request_id)
         if record is not None:
             record.prefilled_by, record.num_rounds = prefilled_by, 0
+
+    def answered_by(self, request_id: str, replica: str) -> None:
+        """What comes next is made by another replica than the one that records it, or than before."""
+        record = self._live.get(request_id)
+        if record is not None and record.replica != replica:
+            record.replica, record.prefilled_by, record.num_rounds = replica, "", None
 
     def end(self, request_id: str) -> None:
         """Nothing more comes."""

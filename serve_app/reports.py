@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from serve_app.breaker import BreakerState, Mode, Trip
 from serve_app.metrics import MetricBatch
+from serve_app.weights import Wanted, WeightsStatus
 from speculative.stats import CheckState
 
 
@@ -58,6 +59,7 @@ class Report:
     finished: tuple[Finished, ...] = ()
     trips: tuple[Trip, ...] = ()
     checks: tuple[CheckState, ...] = ()
+    weights: WeightsStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +78,4 @@ class Orders:
 
     findings: tuple[Finding, ...] = ()
     mode: Mode | None = None  # what an operator wants; None = nothing new
+    weights: Wanted | None = None  # which to serve; None = the desk has nothing to say

@@ -10,19 +10,19 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
 from serve_app.backends.base import ModelInfo
-from serve_app.errors import ContextLengthExceeded, UnsupportedParameter
-from serve_app.frontend import TokenSource, refuse_failure
-from serve_app.protocol import Usage, Wire
+from serve_app.errors import ContextLengthExceeded, RequestAborted, UnsupportedParameter
+from serve_app.frontend import NO_TERMS, Spend, Terms, TokenSource, free, refuse_failure
+from serve_app.protocol import Seconds, Usage, Wire, metadata_of
 from serve_app.tokenizer import Tokenizer
 from speculative.config import LogprobsMode
 from speculative.errors import EngineFault, InvalidRequest, RequestTimeout
-from speculative.request import MAX_SCORED_IDS, Request, SamplingParams, TokenDelta
+from speculative.request import MAX_PRIORITY, MAX_SCORED_IDS, Request, SamplingParams, TokenDelta
 
 Ids = tuple[int, ...]
 
@@ -48,6 +48,8 @@ class ScoreRequest(Wire):
         list[Annotated[_Text | Annotated[int, Tag("<id>")] | _Ids, Discriminator(_label_kind)]], Field(min_length=1)
     ]
     normalize: bool = True
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    timeout: Seconds | None = None
     user: str | None = None
 
 
@@ -57,7 +59,8 @@ class ScoreLimits:
 
     max_pairs: int = MAX_SCORED_IDS  # contexts x labels of one body
     max_concurrent: int = 16  # engine requests at once, of all bodies together
-    timeout_s: float = 600.0  # the longest one body may take
+    timeout_s: float = 600.0  # the longest one body may take; it may ask for less
+    max_prompt_tokens: int | None = None  # of a context with a label; None = the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class _Told:
     ask: _Ask
     logprobs: tuple[float, ...]
     num_cached: int
+    weight_version: str
 
 
 class Scorer:
@@ -105,11 +109,11 @@ class Scorer:
         self._limits = limits or ScoreLimits()
         self._room = asyncio.Semaphore(self._limits.max_concurrent)
 
-    async def score(self, wire: ScoreRequest) -> dict[str, Any]:
+    async def score(self, wire: ScoreRequest, terms: Terms = NO_TERMS, spend: Spend = free) -> dict[str, Any]:
         """The reply: for each context, each label's token ids, logprob (nats, summed over its tokens) and score.
 
         A score is the label's share of its context's labels (softmax), or with normalize = false its probability.
-        What runs is aborted when this is cancelled or anything fails.
+        What runs is aborted when this is cancelled or anything fails. `spend` is told of its tokens.
 
         Raises:
             InvalidRequest: it can never be served; `field` names what is wrong.
@@ -117,14 +121,24 @@ class Scorer:
             TruespecError: the source refused a request or failed.
         """
         self._check(wire)
+        priority, limit_s = terms.priority(wire.priority), terms.time_limit_s(wire.timeout)
         contexts, labels = await asyncio.to_thread(self._encode, wire)
+        for index, context in enumerate(contexts):
+            length = len(context) + max(map(len, labels))
+            terms.check_prompt(f"contexts.{index}", length, self._limits.max_prompt_tokens)
+        spend(_usage(contexts, labels).prompt_tokens)
         score_id = f"score-{uuid.uuid4().hex}"
         asks = [ask for index in range(len(contexts)) for ask in _asks(score_id, index, contexts[index], labels)]
+        asks = [replace(ask, request=replace(ask.request, priority=priority, timeout_s=limit_s)) for ask in asks]
+        limit_s = min(self._limits.timeout_s, limit_s or math.inf)
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
+            async with asyncio.timeout(limit_s):
                 told = await self._all(asks)
         except TimeoutError as error:
-            raise RequestTimeout("Scoring took longer than the server allows; send fewer at once.") from error
+            raise RequestTimeout(f"Scoring took longer than the {limit_s:g} s it had; send fewer at once.") from error
+        versions = {part.weight_version for part in told}
+        if len(versions) > 1:
+            raise RequestAborted("The weights were replaced while this was scored; send it again.")
         rows = [[0.0] * len(labels) for _ in contexts]
         for part in told:
             for label, logprob in zip(part.ask.labels, part.logprobs, strict=True):
@@ -136,6 +150,7 @@ class Scorer:
             "model": wire.model,
             "data": [_rendered(index, labels, row, wire.normalize) for index, row in enumerate(rows)],
             "usage": _usage(contexts, labels, told).to_wire(),
+            **metadata_of(versions),
         }
 
     def _check(self, wire: ScoreRequest) -> None:
@@ -207,7 +222,7 @@ class Scorer:
             async for delta in deltas:
                 refuse_failure(delta)
                 if delta.logprobs is not None:
-                    return _Told(ask, _label_logprobs(ask, delta), delta.num_cached_tokens)
+                    return _Told(ask, _label_logprobs(ask, delta), delta.num_cached_tokens, delta.weight_version)
         raise EngineFault(f"{ask.request.request_id} ended without its logprobs.")
 
 
@@ -248,7 +263,7 @@ def _rendered(index: int, labels: Sequence[Ids], logprobs: Sequence[float], norm
     }
 
 
-def _usage(contexts: Sequence[Ids], labels: Sequence[Ids], told: Sequence[_Told]) -> Usage:
+def _usage(contexts: Sequence[Ids], labels: Sequence[Ids], told: Sequence[_Told] = ()) -> Usage:
     """Nothing is generated: each context counts once, and each label once after each of them."""
     return Usage(
         prompt_tokens=sum(map(len, contexts)) + len(contexts) * sum(map(len, labels)),

@@ -253,6 +253,12 @@ def _prefix_table(string: str) -> tuple[int, ...]:
     return tuple(table)
 
 
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The files of a model folder that its tokenizer and its ends of text are read from, by name."""
+    wanted = ("tokenizer", "special_", "added_tokens", "chat_template", "vocab", "merges", "config.", "generation_")
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name.startswith(wanted)}
+
+
 def _generation_eos(folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if not path.is_file():

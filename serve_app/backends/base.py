@@ -1,12 +1,13 @@
 """What the server asks of an engine. It sees requests, deltas and sealed handoffs, never a tensor."""
 
+import enum
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from speculative.request import LawRow, Request, Speculation, TokenDelta
+from speculative.request import DEFAULT_VERSION, LawRow, Request, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
 
 Handoff = np.ndarray[Any, np.dtype[np.uint8]]
@@ -32,6 +33,7 @@ class Replayed:
     logprobs: tuple[float, ...]
     law: tuple[LawRow, ...] | None = None
     replica: str = ""  # that computed it
+    weight_version: str = DEFAULT_VERSION  # it was computed with
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,15 @@ class ModelInfo:
     fingerprint: str  # of configuration and weights
     folder: str  # where the checkpoint and its tokenizer lie on this machine
     eos_token_ids: tuple[int, ...]
+    drafter_folder: str = ""  # where the drafter's weights lie, "" = it has none
+
+
+class PauseMode(enum.StrEnum):
+    """What becomes of the requests that run when an engine is paused."""
+
+    WAIT = "wait"  # they run to their end
+    ABORT = "abort"  # they end at once
+    KEEP = "keep"  # they stand still, and go on afterwards; with other weights, from their tokens
 
 
 class Backend(Protocol):
@@ -98,8 +109,47 @@ class Backend(Protocol):
         empty, and the self-checks begin anew."""
         ...
 
+    async def load_weights(self, source: str, drafter: str | None = None) -> str:
+        """Load other weights of the same model beside those that are served, in place of any loaded so before.
+
+        Args:
+            source: a model folder, a catalogue name, or a hub id.
+            drafter: the drafter's weights; None = the configured ones, for the new target.
+
+        Returns:
+            their fingerprint.
+
+        Raises:
+            ConfigError: they cannot be had, are damaged, or are of another model.
+        """
+        ...
+
+    async def switch_weights(self, version: str) -> ModelInfo:
+        """Go on with the weights loaded last. Nothing that the old ones computed is kept; requests that run are
+        computed again from their tokens."""
+        ...
+
+    def drop_weights(self) -> None:
+        """Let go of weights that were loaded and are not to be served."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin no request from now on; returns when none runs any more, or with `keep` when none moves.
+
+        What comes in the meantime waits. Cancelled, it goes on as if it had not been paused.
+        """
+        ...
+
+    async def unpause(self) -> None:
+        """Go on, with what stood still and with what came meanwhile."""
+        ...
+
     def usage(self) -> EngineUsage:
         """What the engine holds right now."""
+        ...
+
+    def cached_blocks(self, most: int) -> list[bytes]:
+        """Names of the blocks in the prefix cache (`speculative.prefix`), the newest last, at most so many."""
         ...
 
     def take_stats(self) -> StepStats:

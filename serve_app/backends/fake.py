@@ -5,6 +5,7 @@ whole sequence and greedy requests have seed 0; or whatever the `next_token` rul
 """
 
 import asyncio
+import dataclasses
 import json
 import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve_app.backends.base import Handoff, ModelInfo, Prefilled, Replayed
-from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused
+from serve_app.backends.base import Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from speculative.errors import ConfigError, EngineFault, EngineOverloaded, HandoffRefused
 from speculative.request import (
+    DEFAULT_VERSION,
     FinishReason,
     Request,
     SamplingParams,
@@ -63,6 +65,9 @@ class FakeBackend:
         self._ending: set[str] = set()  # those of them that were aborted
         self.speculation = Speculation.ON
         self.num_distrusted = 0
+        self.loaded: str | None = None
+        self.weight_version = DEFAULT_VERSION
+        self.paused: PauseMode | None = None
         self.num_live = 0
         self.num_started = 0
         self.aborted: list[str] = []
@@ -91,6 +96,10 @@ class FakeBackend:
 
     async def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode; `emitted` tokens are taken as said."""
+        if request.score_from is not None:
+            scored = tuple(self._entry(token, 0) for token in request.prompt_token_ids[request.score_from :])
+            yield TokenDelta(request.request_id, logprobs=scored, finish_reason=FinishReason.STOP)
+            return
         async with aclosing(self._decode(request, [*request.prompt_token_ids, *emitted])) as deltas:
             async for delta in deltas:
                 yield delta
@@ -140,10 +149,42 @@ class FakeBackend:
         """Nothing is computed that could be wrong; counts the calls."""
         self.num_distrusted += 1
 
+    async def load_weights(self, source: str, drafter: str | None = None) -> str:
+        """Any name will do, but `missing`; the fingerprint is made of it."""
+        await asyncio.sleep(self.config.step_s)
+        if source == "missing":
+            raise ConfigError(f"No model {source!r}: there is no such folder.")
+        self.loaded = f"{source} with {drafter}" if drafter else source
+        return self.loaded
+
+    async def switch_weights(self, version: str) -> ModelInfo:
+        """Be called otherwise; the formula stays."""
+        if self.loaded is None:
+            raise EngineFault("There are no weights to switch to; load them first.")
+        self.config = dataclasses.replace(self.config, fingerprint=self.loaded)
+        self.weight_version, self.loaded = version, None
+        return self.info
+
+    def drop_weights(self) -> None:
+        """Forget what was loaded."""
+        self.loaded = None
+
+    async def pause(self, mode: PauseMode) -> None:
+        """What runs is left alone; nothing new is stopped either."""
+        self.paused = mode
+
+    async def unpause(self) -> None:
+        """Forget the pause."""
+        self.paused = None
+
     def usage(self) -> EngineUsage:
         """One block a live request."""
         num_blocks = self.config.max_num_seqs
         return EngineUsage(self.num_live, 0, 0, num_blocks - self.num_live, num_blocks, self.config.max_model_len)
+
+    def cached_blocks(self, most: int) -> list[bytes]:
+        """None: nothing is kept."""
+        return []
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
@@ -222,6 +263,7 @@ class FakeBackend:
             num_cached_tokens=self.config.num_cached_tokens if is_first else 0,
             finish_reason=reason,
             stop_token_id=emitted[-1] if reason is FinishReason.STOP else None,
+            weight_version=self.weight_version,
         )
 
     def _drafts(self, request: Request) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from serve_app.backends.base import Handoff, ModelInfo, Prefilled, Replayed
+from serve_app.backends.base import Handoff, ModelInfo, PauseMode, Prefilled, Replayed
 from serve_app.structured import StructureCompiler
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
@@ -22,10 +22,12 @@ from speculative.model.config import ModelConfig
 from speculative.model.loading import resolve_model
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
+from speculative.weights import Weights, check_same_model, load_weights
 
 _logger = logging.getLogger("truespec.engine")
 
 _IDLE_S = 0.02  # how long to wait for a command when work is there but nothing can run (all blocks are held)
+_LOOK_EVERY_S = 1.0  # whether an engine that is waited for still lives
 _STALLED_AFTER_S = 120.0  # one step that takes longer is taken for dead
 _WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
 
@@ -72,6 +74,14 @@ class TorchBackend:
         self._stats_lock = threading.Lock()
         self._fault: Exception | None = None
         self._step_began: float | None = None
+        self._folder = Path()
+        self._loaded: Weights | None = None
+        self._begun: set[str] = set()  # requests the engine may know
+        self._open = asyncio.Event()  # new requests may begin
+        self._open.set()
+        self._idle = asyncio.Event()  # no request has begun
+        self._idle.set()
+        self._frozen = False  # engine thread only: it takes commands and makes no steps
 
     # -- the event loop's side ----------------------------------------------------------------------------------
 
@@ -127,7 +137,11 @@ class TorchBackend:
                 if delta.error is not None:
                     raise EngineFault(delta.error)
                 if delta.logprobs is not None:
-                    return Replayed(tuple(entry.logprob for entry in delta.logprobs), delta.law)
+                    return Replayed(
+                        tuple(entry.logprob for entry in delta.logprobs),
+                        delta.law,
+                        weight_version=delta.weight_version,
+                    )
         raise EngineFault("The replay ended without a result.")
 
     def set_speculation(self, speculation: Speculation) -> None:
@@ -143,9 +157,63 @@ class TorchBackend:
 
         self._commands.put(begin_anew)
 
+    async def load_weights(self, source: str, drafter: str | None = None) -> str:
+        """Load other weights beside those that are served, on a thread of their own."""
+        engine = self._live_engine()
+
+        def load() -> Weights:
+            folder = resolve_model(source)
+            check_same_model(folder, engine.model)
+            return load_weights(folder, engine.config, engine.device, drafter)
+
+        self._loaded = None  # what was loaded before makes room
+        loaded = self._loaded = await asyncio.to_thread(load)
+        return loaded.fingerprint
+
+    async def switch_weights(self, version: str) -> ModelInfo:
+        """Go on with the weights loaded last, from the next step on."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            raise EngineFault("There are no weights to switch to; load them first.")
+
+        def switch(engine: EngineCore) -> None:
+            engine.switch(loaded, version)
+
+        await self._run_between_steps(switch)
+        return self._info(self._live_engine())
+
+    def drop_weights(self) -> None:
+        """Let go of weights that were loaded and are not to be served."""
+        self._loaded = None
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin no request from now on; returns when none runs any more, or with `keep` when none moves."""
+        self._open.clear()
+        try:
+            if mode is PauseMode.KEEP:
+                await self._run_between_steps(lambda _: self._freeze(frozen=True))
+                return
+            if mode is PauseMode.ABORT:
+                for request_id in self._begun:
+                    self.abort(request_id)
+            await self._idle.wait()
+        except asyncio.CancelledError:
+            self._commands.put(lambda _: self._freeze(frozen=False))
+            self._open.set()
+            raise
+
+    async def unpause(self) -> None:
+        """Go on, with what stood still and with what came meanwhile."""
+        await self._run_between_steps(lambda _: self._freeze(frozen=False))
+        self._open.set()
+
     def usage(self) -> EngineUsage:
         """What the engine holds right now, read without stopping it."""
         return self._live_engine().usage()
+
+    def cached_blocks(self, most: int) -> list[bytes]:
+        """Names of the blocks in the prefix cache, read without stopping the engine."""
+        return self._live_engine().scheduler.pool.newest_prefixes(most)
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
@@ -184,6 +252,9 @@ class TorchBackend:
         events = self._streams[request_id] = asyncio.Queue()
         try:
             await self._prepare(request)
+            await self._open.wait()
+            self._begun.add(request_id)
+            self._idle.clear()
             self._commands.put(lambda engine: self._begin(engine, request_id, begin))
             while True:
                 event = await events.get()
@@ -193,6 +264,9 @@ class TorchBackend:
         finally:
             del self._streams[request_id]
             self._commands.put(lambda engine: self._abort(engine, request_id))
+            self._begun.discard(request_id)
+            if not self._begun:
+                self._idle.set()
 
     async def _prepare(self, request: Request) -> None:
         """Compile the request's structure where no step waits for it; the engine then finds it compiled."""
@@ -203,6 +277,32 @@ class TorchBackend:
         for request_id, event in events:
             if request_id in self._streams:
                 self._streams[request_id].put_nowait(event)
+
+    async def _run_between_steps(self, command: Command) -> None:
+        """Have the engine thread do something, and wait until it is done."""
+        self.check_health()
+        done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+        def settle(error: Exception | None) -> None:
+            if not done.done():
+                done.set_result(error)
+
+        def run(engine: EngineCore) -> None:
+            try:
+                command(engine)
+            except Exception as error:
+                self._call(settle, error)
+            else:
+                self._call(settle, None)
+
+        self._commands.put(run)
+        while not done.done():
+            await asyncio.wait((done,), timeout=_LOOK_EVERY_S)
+            if not done.done():
+                self.check_health()
+        error = done.result()
+        if error is not None:
+            raise error
 
     def _live_engine(self) -> EngineCore:
         if self._engine is None:
@@ -225,16 +325,21 @@ class TorchBackend:
             self._call(self._settle_start, error)
             return
         self._engine = engine
-        info = ModelInfo(
+        self._folder = folder
+        self._call(self._settle_start, self._info(engine))
+        self._serve(engine)
+
+    def _info(self, engine: EngineCore) -> ModelInfo:
+        drafter = self._config.drafter.model
+        return ModelInfo(
             model_name=self._model_name,
             max_model_len=engine.max_model_len,
             vocab_size=engine.model.vocab_size,
             fingerprint=engine.manifest.fingerprint,
-            folder=str(folder),
+            folder=str(self._folder),
             eos_token_ids=engine.model.eos_token_ids,
+            drafter_folder="" if drafter is None else str(resolve_model(drafter)),
         )
-        self._call(self._settle_start, info)
-        self._serve(engine)
 
     def _settle_start(self, result: ModelInfo | Exception) -> None:
         assert self._ready is not None
@@ -248,7 +353,9 @@ class TorchBackend:
     def _serve(self, engine: EngineCore) -> None:
         try:
             stalled = False
-            while self._take_commands(engine, wait=stalled or not engine.has_work):
+            while self._take_commands(engine, wait=stalled or self._frozen or not engine.has_work):
+                if self._frozen:
+                    continue
                 self._step_began = time.monotonic()
                 deltas = engine.step()
                 self._step_began = None
@@ -270,7 +377,7 @@ class TorchBackend:
 
     def _take_commands(self, engine: EngineCore, *, wait: bool) -> bool:
         """Run what was asked for; False when the engine is to stop. With nothing to do it waits for a command."""
-        timeout = (_IDLE_S if engine.has_work else None) if wait else 0.0
+        timeout = (_IDLE_S if engine.has_work and not self._frozen else None) if wait else 0.0
         try:
             command = self._commands.get(block=timeout != 0.0, timeout=timeout)
             while command is not None:
@@ -285,6 +392,9 @@ class TorchBackend:
             begin(engine)
         except Exception as error:  # the request's fault, or that of its handoff: nobody else is to suffer
             self._call(self._publish, [(request_id, error)])
+
+    def _freeze(self, *, frozen: bool) -> None:
+        self._frozen = frozen
 
     def _abort(self, engine: EngineCore, request_id: str) -> None:
         self._to_export.discard(request_id)

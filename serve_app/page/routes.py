@@ -15,6 +15,7 @@ _KINDS = {
     "page.js": "text/javascript; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
     "answers.js": "text/javascript; charset=utf-8",
+    "wire.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
 _HEADERS = {

@@ -4,19 +4,21 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import uvicorn
 from fake_serving import BackendSource, Served, ServeFake, make_backend
+from fastapi import FastAPI
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from serve_app.admin import Admin
 from serve_app.frontend import FrontEnd, Limits
-from serve_app.ingress import HealthCheck, MetricsPage, VerdictPage, build_ingress
+from serve_app.gate import Gate
+from serve_app.ingress import HealthCheck, MetricsPage, Operations, VerdictPage, build_ingress
 from serve_app.page.feed import StatusFeed
 from serve_app.page.routes import add_page
 from serve_app.tokenizer import Tokenizer
@@ -73,9 +75,32 @@ def sentencepiece() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def serve_fake(tokenizer: Tokenizer) -> Iterator[ServeFake]:
-    """Starts servers; they stop when the module's tests are over."""
+def serve_http() -> Iterator[Callable[[FastAPI], int]]:
+    """Starts the real HTTP server around an app, and gives its port; it stops when the module's tests are over."""
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def serve(app: FastAPI) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        deadline = time.monotonic() + 10
+        while not server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        return int(listener.getsockname()[1])
+
+    yield serve
+    for server, _ in running:
+        server.should_exit = True
+    for _, thread in running:
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> ServeFake:
+    """Starts servers; they stop when the module's tests are over."""
 
     def serve(
         limits: Limits | None = None,
@@ -85,6 +110,7 @@ def serve_fake(tokenizer: Tokenizer) -> Iterator[ServeFake]:
         verdicts: VerdictPage | None = None,
         admin: Admin | None = None,
         page: StatusFeed | None = None,
+        gate: Gate | None = None,
         **settings: object,
     ) -> Served:
         backend, script = make_backend(tokenizer, **settings)
@@ -92,30 +118,17 @@ def serve_fake(tokenizer: Tokenizer) -> Iterator[ServeFake]:
         source = BackendSource(backend)
         app = build_ingress(
             FrontEnd(source, tokenizer, backend.info, limits, aliases=["fake-alias"]),
-            metrics=metrics,
-            health=health,
+            operations=Operations(metrics, health),
             verdicts=verdicts,
             admin=admin,
+            gate=gate,
         )
         if page is not None:
             add_page(app, page)
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        running.append((server, thread))
-        deadline = time.monotonic() + 10
-        while not server.started:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.01)
+        port = serve_http(app)
         return Served(f"http://127.0.0.1:{port}", port, backend, source, script)
 
-    yield serve
-    for server, _ in running:
-        server.should_exit = True
-    for _, thread in running:
-        thread.join(10)
+    return serve
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Test helpers: a fake engine that says what a test tells it, and the server that stands before it."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 
+from serve_app.backends.base import Backend
 from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.frontend import merge
 from serve_app.tokenizer import Tokenizer
@@ -91,6 +93,19 @@ def make_backend(tokenizer: Tokenizer, **settings: object) -> tuple[FakeBackend,
     defaults = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.eos_token_ids[0], "run_length": 3}
     config = FakeConfig(**(defaults | settings))  # type: ignore[arg-type]
     return FakeBackend(config, script), script
+
+
+async def until_idle(engines: Sequence[Backend], timeout_s: float = 30.0) -> None:
+    """Wait until engines hold nothing; what was aborted is let go of between two steps.
+
+    Fails when that takes too long.
+    """
+    deadline = time.monotonic() + timeout_s
+    while busy := [
+        usage for usage in (engine.usage() for engine in engines) if usage.num_free_blocks < usage.num_blocks
+    ]:
+        assert time.monotonic() < deadline, busy
+        await asyncio.sleep(0.01)
 
 
 ServeFake = Callable[..., Served]

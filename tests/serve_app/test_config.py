@@ -43,7 +43,7 @@ def written(tmp_path: Path, path: str, value: object) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "monolith.yaml"])
+@pytest.mark.parametrize("name", ["demo.yaml", "monolith.yaml", "resilient.yaml"])
 def test_shipped_files_load_and_are_ray_serve_configs(name: str) -> None:
     schema = pytest.importorskip("ray.serve.schema")
     ours = load_config(CONFIGS / name)
@@ -201,6 +201,11 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.breaker.windows_s", 1, "args.breaker.windows_s", "did you mean window_s?"),
     ("args.dumps.folder", "", "args.dumps.folder", "at least 1 character"),
     ("args.admin.token", "s3cret", "args.admin.token", "did you mean token_file?"),
+    ("args.observability.log_format", "xml", "args.observability.log_format", "'text' or 'json'"),
+    ("args.observability.log_level", "INFO", "args.observability.log_level", "'info'"),
+    ("args.observability.traces_endpoint", "collector:4318", "args.observability.traces_endpoint", "with its path"),
+    ("args.observability.traces_endpoint", "http://collector:4318", "args.observability.traces_endpoint", "/v1/traces"),
+    ("args.observability.traces_share", 1.1, "args.observability.traces_share", "less than or equal to 1"),
     ("args.limits.request_timeout_s", 0, "args.limits.request_timeout_s", "greater than 0"),
     ("args.limits.max_choices", 2.5, "args.limits.max_choices", "valid integer"),
 ]

@@ -326,13 +326,12 @@ def test_without_a_metrics_page_there_is_none(server: Served) -> None:
 @pytest.mark.parametrize(
     ("sent", "kept"), [("abc-123", True), ("a" * 129, False), ("semi;colon", False), ("", False), (None, False)]
 )
-def test_a_proper_request_id_is_echoed_and_another_replaced(server: Served, sent: str | None, kept: bool) -> None:
+def test_a_request_id_that_is_no_proper_one_is_replaced(server: Served, sent: str | None, kept: bool) -> None:
+    """One that is kept comes back from Ray Serve's proxy (tests/serving/test_tracing_on_ray.py)."""
     headers = {} if sent is None else {"x-request-id": sent}
     for path, body in ((COMPLETIONS, {"model": "fake", "prompt": "a"}), ("/nowhere", {})):
         answered = httpx.post(server.url + path, json=body, headers=headers).headers.get_list("x-request-id")
-        assert len(answered) == 1
-        assert (answered[0] == sent) == kept
-        assert answered[0].startswith("req-") or kept
+        assert [one.startswith("req-") for one in answered] == ([] if kept else [True])
 
 
 # ---- failures and load

@@ -13,6 +13,8 @@ import pytest
 from fake_serving import Served, ServeFake
 from playwright.sync_api import Browser, expect
 
+from serve_app.access import Access, Caller, Scope
+from serve_app.gate import Gate
 from serve_app.metrics import BufferSink, Metrics, PrometheusSink
 from serve_app.page.feed import StatusFeed
 from serve_app.page.status import StatusBook
@@ -130,8 +132,21 @@ def served(page_server: Served, referee: Referee) -> Iterator[Served]:
     referee.reset()
 
 
+class OneKey:
+    """A file of keys with one of them, "the key"."""
+
+    def find(self, key: str) -> Caller | None:
+        return Caller("somebody", frozenset({Scope.USER})) if key == "the key" else None
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def keyed_server(serve_fake: ServeFake, referee: Referee) -> Served:
+    return serve_fake(page=Feed(referee), gate=Gate(Access(OneKey())))
+
+
+@pytest.fixture(scope="module")
+def browser(page_server: Served, keyed_server: Served) -> Iterator[Browser]:
+    del page_server, keyed_server  # started before a browser's event loop runs in this thread
     with chromium() as running:
         yield running
 
@@ -259,6 +274,25 @@ def test_charts_tables_and_an_answer_in_a_browser(served: Served, browser: Brows
 
 
 @needs_chromium
+def test_every_token_can_be_seen_and_pointed_at(served: Served, browser: Browser) -> None:
+    served.script.say("€\n\u200bok")  # parts of characters, a line's end, and a character without width
+    visit = Visit(browser, served.url)
+    expect(visit.page.locator("#health")).to_have_text("in order")
+    visit.page.get_by_role("button", name="Send").click()
+    expect(visit.page.locator(".answer .pill")).to_have_text("done")
+    assert visit.page.locator(".answer .text").text_content() == "€\n\u200bok<|im_end|>"
+    tokens = visit.page.locator(".answer .tok")
+    marks = [tokens.nth(index).get_attribute("data-mark") for index in range(tokens.count())]
+    assert marks[:4] == ["e2", "82", None, "↵"]
+    for index, mark in enumerate(marks):
+        tokens.nth(index).hover()
+        expect(visit.page.locator("#token")).to_contain_text("logprob")
+        if mark in ("e2", "82"):
+            expect(visit.page.locator("#token code").first).to_have_text(mark)
+    assert visit.complaints == []
+
+
+@needs_chromium
 def test_what_comes_from_outside_is_text(served: Served, referee: Referee, browser: Browser) -> None:
     served.script.say(HOSTILE)
     status = made_up(time.time())
@@ -351,3 +385,32 @@ def test_colours_are_chosen_and_kept(served: Served, browser: Browser) -> None:
     assert dark != light
     visit.page.reload()
     assert visit.page.evaluate(ground) == dark
+
+
+@needs_chromium
+def test_a_key_is_asked_for_and_kept_in_the_tab(keyed_server: Served, browser: Browser) -> None:
+    keyed_server.script.say("the quick brown fox")
+    visit = Visit(browser, keyed_server.url)
+    page = visit.page
+    expect(page.locator("#connection")).to_contain_text("need an API key")
+    expect(page.locator("#health")).to_have_text("connecting")
+    for key in ("wrong", "the key"):
+        page.locator("#key").fill(key)
+        page.get_by_role("button", name="Open").click()
+        if key == "wrong":
+            expect(page.locator("#unlock")).to_be_visible()
+            expect(page.locator("#connection")).to_contain_text("need an API key")
+    expect(page.locator("#health")).to_have_text("in order")
+    expect(page.locator("#unlock")).to_be_hidden()
+    expect(page.locator("#connection")).to_be_hidden()
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".answer .text")).to_contain_text("the quick brown fox")
+    visit.shoot("keyed")
+    page.reload()
+    expect(page.locator("#health")).to_have_text("in order")
+    assert page.evaluate("[document.cookie, Object.values(localStorage).join()].join()") == ","
+    page.get_by_role("button", name="forget key").click()
+    expect(page.locator("#connection")).to_contain_text("need an API key")
+    assert page.evaluate("sessionStorage.length") == 0
+    refused = [complaint for complaint in visit.complaints if "401" not in complaint]
+    assert refused == []

@@ -13,7 +13,9 @@ from serve_app.app import build_app
 from serve_app.config import ServeFile, load_config, parse_args
 from speculative.errors import ConfigError
 
-AUTO = {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 3.0}
+AUTO = {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 3.0}  # in Ray Serve's words
+BY_REQUESTS = {**AUTO, "policy": "requests"}
+BY_LOAD = {"max_replicas": 4, "target_kv_usage": 0.5, "downscale_delay_s": 30.0}
 
 
 def written(tmp_path: Path, *deployments: dict[str, Any], **args: Any) -> Path:
@@ -35,7 +37,7 @@ def options(app: Any, name: str) -> Any:
 
 
 def test_autoscaling_and_labels_reach_ray_serve() -> None:
-    pools = {"decode": {"autoscaling": AUTO, "label_selector": {"pool": "decode"}}, "prefill": {"replicas": 3}}
+    pools = {"decode": {"autoscaling": BY_REQUESTS, "label_selector": {"pool": "decode"}}, "prefill": {"replicas": 3}}
     app = build_app({"model": {"source": "x"}, "pools": pools})
     decode, prefill = options(app, "DecodeServer"), options(app, "PrefillServer")
     scale = decode._deployment_config.autoscaling_config
@@ -44,6 +46,35 @@ def test_autoscaling_and_labels_reach_ray_serve() -> None:
     assert decode.ray_actor_options["label_selector"] == {"pool": "decode"}
     assert prefill._deployment_config.autoscaling_config is None
     assert prefill.num_replicas == 3
+
+
+def test_our_policy_and_its_targets_reach_ray_serve() -> None:
+    pools = {"decode": {"autoscaling": BY_LOAD}, "prefill": {"autoscaling": {"max_replicas": 3}}}
+    app = build_app({"model": {"source": "x"}, "pools": pools})
+    targets = {}
+    for name in ("DecodeServer", "PrefillServer"):
+        scale = options(app, name)._deployment_config.autoscaling_config
+        assert scale.policy.policy_function == "serve_app.scaling:LoadPolicy"
+        assert scale.policy.get_policy().__name__ == "LoadPolicy"
+        targets[name] = scale.policy.policy_kwargs["targets"]
+    assert targets == {
+        "DecodeServer": {"kv_usage": 0.5, "running_share": 0.8},
+        "PrefillServer": {"backlog_s": 2.0},
+    }
+    decode = options(app, "DecodeServer")._deployment_config.autoscaling_config
+    assert (decode.min_replicas, decode.max_replicas, decode.downscale_delay_s) == (1, 4, 30)
+
+
+def test_an_override_may_name_our_policy(tmp_path: Path) -> None:
+    policy = {"policy_function": "serve_app.scaling:LoadPolicy", "policy_kwargs": {"targets": {"backlog_s": 3}}}
+    override = {"name": "PrefillServer", "autoscaling_config": {"max_replicas": 4, "policy": policy}}
+    file = written(tmp_path, override)
+    scale = load_config(file).application.effective_args.pool("prefill").autoscaling
+    assert scale is not None and (scale.policy, scale.target_backlog_s, scale.max_replicas) == ("load", 3.0, 4)
+    AutoscalingConfig(**override["autoscaling_config"])
+    policy["policy_kwargs"] = {"targets": {"latency": 1}}
+    with pytest.raises(ConfigError, match="policy_kwargs: must be targets: above 0, of backlog_s, kv_usage, running_s"):
+        load_config(written(tmp_path, override))
 
 
 def test_overrides_replace_the_pools_numbers_and_nothing_else(tmp_path: Path) -> None:
@@ -88,7 +119,11 @@ def test_wrong_overrides_are_told_with_the_mend(
 
 def test_wrong_pools_are_told_with_the_mend() -> None:
     with pytest.raises(ConfigError, match=r"args\.pools\.decode\.replicas: is set beside autoscaling; remove one"):
-        parse_args({"model": {"source": "x"}, "pools": {"decode": {"replicas": 2, "autoscaling": AUTO}}})
+        parse_args({"model": {"source": "x"}, "pools": {"decode": {"replicas": 2, "autoscaling": BY_LOAD}}})
+    with pytest.raises(ConfigError, match="target_ongoing_requests: means nothing to policy load; remove it or change"):
+        parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": AUTO}}})
+    with pytest.raises(ConfigError, match="target_kv_usage: means nothing to policy requests"):
+        parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": {**BY_LOAD, "policy": "requests"}}}})
     scale = {"min_replicas": 2, "max_replicas": 1}
     with pytest.raises(ConfigError, match=r"min_replicas: must be at most max_replicas \(1\); lower it"):
         parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": scale}}})

@@ -1,5 +1,6 @@
 """Where tokens come from when a prefill pool is there: what is told once, what is never handed off, what falls back."""
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from engines import settings
+from fake_serving import until_idle
 from tiny_models import write_tiny_model
 
 from serve_app.backends.base import Prefilled
@@ -14,7 +16,8 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.metrics import BufferSink, Metrics
 from serve_app.observed_source import ObservedSource, SourceLimits
 from serve_app.replays import STRATA, Record, Records, ReplayJob
-from serve_app.token_source import PooledTokenSource
+from serve_app.token_source import PooledTokenSource, PoolFull, PrefillPatience
+from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, TokenDelta
 
 PROMPT = tuple(range(3, 20))
@@ -34,18 +37,37 @@ class Pools:
         self.prefill, self.decode = (TorchBackend(str(folder), "tiny", settings()) for _ in range(2))
         self.asked: list[tuple[Request, bool]] = []
         self.damaged = False
-        self.metrics = Metrics([BufferSink("test")], model_name="tiny", pool="decode")
+        self.failures: list[Exception | None] = []  # of the first attempts; None = it never answers
+        self.given_up: list[str] = []
+        self.sink = BufferSink("test")
+        self.metrics = Metrics([self.sink], model_name="tiny", pool="decode")
         self.records = Records("decode-1", 512)
         self.source = PooledTokenSource(self.decode, self.metrics, self._ask, self.records.handed_off)
 
     async def _ask(self, request: Request, first_token: bool) -> Prefilled:
         self.asked.append((request, first_token))
+        if len(self.asked) <= len(self.failures):
+            await self._fail(request, self.failures[len(self.asked) - 1])
         prefilled = dataclasses.replace(
             await self.prefill.prefill(request, first_token=first_token), replica="prefill-1"
         )
         if self.damaged and prefilled.handoff is not None:
             prefilled.handoff[-20] ^= 1
         return prefilled
+
+    async def _fail(self, request: Request, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up.append(request.request_id)
+
+    def counted(self) -> dict[tuple[str, str], float]:
+        """Failed prefills by reason and handoffs by result, since the last time."""
+        names = ("truespec_prefill_failures_total", "truespec_handoffs_total")
+        counters = self.sink.drain().counters.items()
+        return {(name.split("_")[1], labels[-1]): value for (name, labels), value in counters if name in names}
 
     async def stream(self, *requests: Request) -> list[TokenDelta]:
         return [delta async for delta in self.source.stream(requests)]
@@ -81,6 +103,72 @@ async def test_a_prompt_is_told_once_and_first(pools: Pools, damaged: bool, num_
     for request in requests:
         alone = [delta async for delta in pools.decode.generate(request)]
         assert text_of(deltas, request.request_id) == text_of(alone, request.request_id)
+
+
+GONE, BROKEN, FULL = ConnectionError("killed"), EngineFault("its engine stopped"), PoolFull("no room")
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked", "counted"),
+    [
+        ([GONE], ["c0", "c0~1"], {("prefill", "died"): 1, ("handoffs", "ok"): 1}),
+        (
+            [BROKEN, GONE],
+            ["c0", "c0~1", "c0~2"],
+            {("prefill", "engine"): 1, ("prefill", "died"): 1, ("handoffs", "ok"): 1},
+        ),
+        ([GONE] * 3, ["c0", "c0~1", "c0~2"], {("prefill", "died"): 3, ("handoffs", "failed"): 1}),
+        ([FULL], ["c0"], {("prefill", "full"): 1, ("handoffs", "failed"): 1}),
+    ],
+    ids=["another replica", "the third replica", "none in the end", "a full pool"],
+)
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_a_prefill_that_fails_is_asked_for_again_and_then_done_here(
+    pools: Pools,
+    failures: list[Exception | None],
+    asked: list[str],
+    counted: dict[tuple[str, str], int],
+    num_choices: int,
+) -> None:
+    requests = [Request(f"c{index}", PROMPT, PLAIN if index else ASKING, index) for index in range(num_choices)]
+    pools.failures = failures
+    deltas = await pools.stream(*requests)
+    assert [request.request_id for request, _ in pools.asked] == asked
+    expected = {key: value * (num_choices if key == ("handoffs", "ok") else 1) for key, value in counted.items()}
+    assert pools.counted() == expected
+    assert [delta.prompt_logprobs is not None for delta in deltas if delta.request_id == "c0"].count(True) == 1
+    for request in requests:
+        alone = [delta async for delta in pools.decode.generate(request)]
+        assert text_of(deltas, request.request_id) == text_of(alone, request.request_id)
+    await until_idle((pools.prefill, pools.decode))
+
+
+async def test_a_prefill_that_never_answers_is_given_up(pools: Pools) -> None:
+    patience = PrefillPatience(timeout_s=0.02, retries=1)
+    source = PooledTokenSource(pools.decode, pools.metrics, pools._ask, pools.records.handed_off, patience)
+    pools.failures = [None] * 2
+    deltas = [delta async for delta in source.stream([Request("c0", PROMPT, PLAIN, 1)])]
+    assert len(text_of(deltas, "c0")) == 6
+    assert pools.given_up == ["c0", "c0~1"]
+    assert pools.counted() == {("prefill", "timeout"): 2, ("handoffs", "failed"): 1}
+
+
+async def test_a_request_that_no_engine_would_take_is_not_tried_elsewhere(pools: Pools) -> None:
+    pools.failures = [InvalidRequest("prompt", "no")]
+    with pytest.raises(InvalidRequest):
+        await pools.stream(Request("c0", PROMPT, PLAIN, 1))
+    assert len(pools.asked) == 1
+
+
+async def test_a_client_that_leaves_ends_the_prefill(pools: Pools) -> None:
+    pools.failures = [None]
+    asking = asyncio.ensure_future(pools.stream(Request("c0", PROMPT, PLAIN, 1)))
+    while not pools.asked:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert pools.given_up == ["c0"] and len(pools.asked) == 1
 
 
 async def test_what_is_teacher_forced_stays_here(pools: Pools) -> None:

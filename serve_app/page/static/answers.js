@@ -1,40 +1,27 @@
 // The prompt box: streams answers, colours their tokens by kind, and compares speculation on and off.
 
 import { element } from "./charts.js";
+import { call, events } from "./wire.js";
 
 const KINDS = new Set(["first", "accepted", "recovered", "bonus"]);
 const byId = (id) => document.getElementById(id);
 let running = null;
 
 /** The JSON events of a streamed reply. */
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let buffer = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    buffer += value;
-    const parts = buffer.split("\n\n");
-    buffer = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
+async function* chunks(body, signal) {
+  const options = { method: "POST", headers: { "content-type": "application/json" }, signal, body: JSON.stringify(body) };
+  for await (const { data } of events(await call("v1/chat/completions", options))) {
+    if (data === "[DONE]") return;
+    yield JSON.parse(data);
   }
 }
 
-async function ask(body, signal) {
-  const headers = { "content-type": "application/json" };
-  if (byId("key").value) headers.authorization = `Bearer ${byId("key").value}`;
-  const response = await fetch("v1/chat/completions", { method: "POST", headers, signal, body: JSON.stringify(body) });
-  if (response.ok) return response;
-  if (response.status === 401) byId("key-label").hidden = false;
-  let why = `${response.status} ${response.statusText}`;
-  try {
-    why = (await response.json()).error.message;
-  } catch { /* no reply of ours: the status has to do */ }
-  throw new Error(why);
+/** What stands for a token that would take no room, so that it can be seen and pointed at; "" = its text will do. */
+function markOf(text, entry) {
+  if (!/^[\p{C}\p{M}]*$/u.test(text)) return "";
+  if (text) return text.replace(/\n/g, "↵").replace(/[\p{C}\p{M}]/gu, "·");
+  const bytes = entry.bytes ?? []; // part of a character: the token that completes it has the text
+  return bytes.length ? bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ") : entry.token || "·";
 }
 
 /** One answer on the page. */
@@ -55,7 +42,7 @@ class Answer {
     this.began = performance.now();
     this.checked = body.verify;
     try {
-      for await (const event of events(await ask(body, signal))) this.take(event);
+      for await (const event of chunks(body, signal)) this.take(event);
       this.say(this.verdict ?? "done", { verified: "good", suspect: "bad" }[this.verdict] ?? "");
     } catch (error) {
       const stopped = error.name === "AbortError";
@@ -89,7 +76,9 @@ class Answer {
     const known = KINDS.has(kind) ? kind : "bonus";
     const span = element("span", { class: `tok kind-${known}` }, text);
     span.dataset.index = this.tokens.length;
-    this.tokens.push({ text, kind: known, logprob: entry.logprob, top: entry.top_logprobs ?? [], span });
+    const mark = markOf(text, entry);
+    if (mark) span.dataset.mark = mark;
+    this.tokens.push({ text, mark, kind: known, logprob: entry.logprob, top: entry.top_logprobs ?? [], span });
     this.text.append(span);
   }
 
@@ -124,9 +113,9 @@ function detail(event) {
   if (!span) return;
   document.querySelector(".tok.picked")?.classList.remove("picked");
   span.classList.add("picked");
-  const { text, kind, logprob, top } = span.closest(".answer").answer.tokens[span.dataset.index];
+  const { text, mark, kind, logprob, top } = span.closest(".answer").answer.tokens[span.dataset.index];
   const percent = (value) => `${(100 * Math.exp(value)).toFixed(value > -0.01 ? 2 : 1)} %`;
-  const parts = [element("code", {}, JSON.stringify(text)), ` ${kind} · logprob ${logprob.toFixed(4)} · ${percent(logprob)}`];
+  const parts = [element("code", {}, text ? JSON.stringify(text) : mark), ` ${kind} · logprob ${logprob.toFixed(4)} · ${percent(logprob)}`];
   for (const [index, other] of top.entries()) {
     parts.push(index ? ", " : " · likeliest: ", element("code", {}, JSON.stringify(other.token)), ` ${percent(other.logprob)}`);
   }

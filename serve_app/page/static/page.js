@@ -2,9 +2,10 @@
 
 import { listen } from "./answers.js";
 import { columns, element, empty, evidence, lines } from "./charts.js";
+import { call, events, keyGiven } from "./wire.js";
 
 const HISTORY_S = 300, SPEED_S = 5, ACCEPTANCE_S = 30, NEAR_S = 60;
-const RETRY_MS = 2000, SILENT_MS = 5000;
+const RETRY_MS = 1000, SILENT_MS = 5000;
 const byId = (id) => document.getElementById(id);
 const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
 const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
@@ -12,8 +13,9 @@ const whole = (value) => Math.round(value).toLocaleString("en");
 
 let status = null; // the newest
 let history = [];
-let source = null;
+let following = null; // what stops the stream
 let heardAt = performance.now();
+let locked = false; // for want of a key
 
 // ---- figures
 
@@ -84,7 +86,7 @@ function drawSpeed() {
   if (!points.some((point) => point[1])) return empty(place, "No token was emitted in the last minutes. Ask something above.");
   lines(place, {
     series: [{ kind: "emitted", points, filled: true }], span: HISTORY_S, now: status.at, top: null,
-    format: (value) => (value < 10 ? value.toFixed(1) : whole(value)), label: "Tokens a second over five minutes",
+    format: (value) => (value > 0 && value < 10 ? value.toFixed(1) : whole(value)), label: "Tokens a second over five minutes",
   });
 }
 
@@ -142,6 +144,8 @@ function table(place, columns, rows, why) {
 }
 
 const pill = (text, tone) => element("span", { class: `pill ${tone}` }, text);
+/** The verdict, and why where that is not plain. */
+const verdict = (one, tone) => element("span", {}, pill(one.verdict, tone), one.reason === "replayed" ? "" : ` ${one.reason}`);
 const shortName = (name) => name.split("#").at(-1);
 const ago = (at) => {
   const seconds = Math.max(0, status.at - at);
@@ -172,10 +176,10 @@ function drawStrata() {
 function drawLatest() {
   const tones = { verified: "good", suspect: "bad" };
   const rows = status.latest.map((one) => [
-    `${ago(one.at)} ago`, pill(one.verdict, tones[one.verdict] ?? ""), whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
-    one.max_drift_nats === null ? "–" : one.max_drift_nats.toExponential(1), one.reason, shortName(one.replica), shortName(one.replayed_by),
+    ago(one.at), verdict(one, tones[one.verdict] ?? ""), whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
+    one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0", `${shortName(one.replica)} → ${shortName(one.replayed_by) || "–"}`,
   ]);
-  const columns = [["when"], ["verdict"], ["tokens", true], ["TME", true], ["most, nats", true], ["why"], ["served by"], ["replayed by"]];
+  const columns = [["ago"], ["verdict"], ["tokens", true], ["TME", true], ["most, nats", true], ["replicas"]];
   table(byId("latest"), columns, rows, "No answer was replayed yet.");
 }
 
@@ -217,29 +221,52 @@ function trouble(text) {
   byId("connection").hidden = !text;
 }
 
-function connect() {
-  source?.close();
-  source = new EventSource("status/events");
-  source.addEventListener("status", (event) => {
-    heardAt = performance.now();
-    trouble("");
-    take(JSON.parse(event.data));
-  });
-  source.addEventListener("trouble", (event) => {
-    heardAt = performance.now();
-    trouble(`${JSON.parse(event.data).message} The figures below are the last that were heard.`);
-  });
+function hear({ event, data }) {
+  heardAt = performance.now();
+  if (event === "trouble") return trouble(`${JSON.parse(data).message} The figures below are the last that were heard.`);
+  trouble("");
+  take(JSON.parse(data));
 }
 
-/** A browser comes back by itself after a break, but not after an answer that was no stream. */
+/** Read stream after stream; each goes on where the one before ended. */
+async function follow(signal) {
+  let last = "";
+  while (!signal.aborted) {
+    try {
+      const headers = last ? { "last-event-id": last } : {};
+      for await (const told of events(await call("status/events", { signal, headers }))) {
+        if (signal.aborted) return;
+        last = told.id || last;
+        hear(told);
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error.status === 401 || error.status === 403) {
+        locked = true;
+        trouble(`The figures need an API key. ${error.message}`);
+        await keyGiven();
+        locked = false;
+        heardAt = performance.now();
+        continue;
+      }
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+function connect() {
+  following?.abort();
+  following = new AbortController();
+  follow(following.signal);
+}
+
 setInterval(() => {
-  if (document.hidden || performance.now() - heardAt < SILENT_MS) return;
+  if (document.hidden || locked || performance.now() - heardAt < SILENT_MS) return;
   trouble("The connection is lost; trying again. The figures below are the last that were heard.");
-  if (source.readyState === EventSource.CLOSED) connect();
 }, RETRY_MS);
 
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden) return source.close();
+  if (document.hidden) return following.abort();
   heardAt = performance.now();
   history = []; // the new stream begins with all of it
   connect();

@@ -1,0 +1,187 @@
+"""Streams that outlive the replica that decodes them.
+
+The source remembers every token that it has passed on. When the replica is lost, another one is given prompt and tokens
+to compute again, and goes on after them: no token comes twice, and none is missing. Random numbers are named by seed
+and position, so a reproducible request goes on with the text that it would have had; of any other the law is kept.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serve_app.errors import RequestAborted
+from serve_app.metrics import Metrics
+from serve_app.replays import Records
+from speculative.errors import EngineFault
+from speculative.request import FinishReason, Request, TokenDelta
+
+_logger = logging.getLogger("truespec.resume")
+
+_PAUSE_S = 0.25  # before the second resume, twice as long before each further one
+
+
+class ReplicaLost(ConnectionError):
+    """The replica died, or could not be reached any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A delta on its way from the replica that emitted it."""
+
+    delta: TokenDelta
+    replica: str
+    prefilled_by: str | None = None  # with the first delta that comes of a handoff: the prefill replica
+
+
+class ReplicaPool(Protocol):
+    """Replicas that decode; each call goes to one of them, whichever the pool's own routing chooses."""
+
+    def stream(
+        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]
+    ) -> AsyncGenerator[Streamed, None]:
+        """Generate for requests that share one prompt; with `emitted` (by id), go on after those tokens.
+
+        Raises:
+            ReplicaLost: the replica died, or none could be reached.
+            EngineFault: its engine failed.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one of several requests, wherever it runs."""
+        ...
+
+
+def own_name(name: str) -> str:
+    """The id of a request by what a replica calls it."""
+    return name.partition("~")[0]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """One request and what was passed on of it."""
+
+    request: Request
+    emitted: list[int] = field(default_factory=list)
+    told_prompt: bool = False  # its prompt's logprobs
+    ended: bool = False
+    num_lost: int = 0  # replicas
+
+    @property
+    def name(self) -> str:
+        """What the replica calls it: another name each time, as one that was given up may not have let go yet."""
+        return f"{self.request.request_id}~{self.num_lost}" if self.num_lost else self.request.request_id
+
+    def rest(self) -> Request:
+        """The request, for the replica that is to go on with it."""
+        params = self.request.params
+        if self.told_prompt:
+            params = dataclasses.replace(params, prompt_logprobs=None)
+        return dataclasses.replace(self.request, request_id=self.name, params=params)
+
+    def take(self, delta: TokenDelta) -> TokenDelta:
+        """Remember what a delta told, and give it its own name again."""
+        self.emitted += delta.token_ids
+        self.told_prompt = self.told_prompt or delta.prompt_logprobs is not None
+        self.ended = delta.finished
+        return delta.replace(request_id=self.request.request_id, preempted=delta.preempted or self.num_lost > 0)
+
+
+class ResumingSource:
+    """A source of tokens over replicas that may die.
+
+    Requests that do not ask for it (`Request.resume`) end with their replica.
+
+    Args:
+        pool: the replicas.
+        metrics: counts requests that were resumed.
+        records: is told which replica answers a request.
+        most_resumes: of one request; then it fails.
+        pause_s: before the second resume of a request, doubled for each further one.
+    """
+
+    def __init__(
+        self, pool: ReplicaPool, metrics: Metrics, records: Records, *, most_resumes: int, pause_s: float = _PAUSE_S
+    ) -> None:
+        self._pool = pool
+        self._metrics = metrics
+        self._records = records
+        self._most_resumes = most_resumes
+        self._pause_s = pause_s
+        self._live: dict[str, _Progress] = {}
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        """Generate for requests that share one prompt; their deltas come interleaved. Closing it aborts them all.
+
+        Raises:
+            RequestAborted: a replica died, and the request is not to be resumed, or was too often.
+        """
+        group = {one.request_id: _Progress(one) for one in requests}
+        self._live |= group
+        try:
+            while left := [one for one in group.values() if not one.ended]:
+                async with contextlib.aclosing(self._passed_on(left)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+        finally:
+            for request_id in group:
+                del self._live[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End one of several choices; the others go on."""
+        progress = self._live.get(request_id)
+        if progress is not None and not progress.ended:
+            progress.ended = True
+            await self._pool.abort(progress.name)
+
+    async def _passed_on(self, left: Sequence[_Progress]) -> AsyncGenerator[TokenDelta, None]:
+        """What one replica makes of these requests until all have ended, or it is lost and they are to go elsewhere."""
+        named = {one.name: one for one in left}
+        emitted = {one.name: tuple(one.emitted) for one in left} if any(one.num_lost for one in left) else {}
+        try:
+            async with contextlib.aclosing(self._pool.stream([one.rest() for one in left], emitted)) as stream:
+                async for streamed in stream:
+                    one = named[streamed.delta.request_id]
+                    if one.ended or self._failed_there(one, streamed):
+                        continue
+                    self._note(one, streamed)
+                    yield one.take(streamed.delta)
+            lost: Exception = ReplicaLost("the stream ended before the request did")
+        except (ReplicaLost, EngineFault) as error:
+            lost = error
+        await self._resume([one for one in left if not one.ended], lost)
+
+    def _failed_there(self, one: _Progress, streamed: Streamed) -> bool:
+        """Whether an engine gave the request up that another may go on with; nothing of that delta is passed on."""
+        gave_up = streamed.delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+        return gave_up and one.request.resume and one.num_lost < self._most_resumes
+
+    def _note(self, one: _Progress, streamed: Streamed) -> None:
+        request_id = one.request.request_id
+        self._records.answered_by(request_id, streamed.replica)
+        if streamed.prefilled_by is not None:
+            self._records.handed_off(request_id, streamed.prefilled_by)
+
+    async def _resume(self, left: Sequence[_Progress], lost: Exception) -> None:
+        """Have requests resumed whose replica was lost.
+
+        Raises:
+            RequestAborted: one of them is not to be.
+            EngineFault: likewise, and it was the engine that failed.
+        """
+        for one in left:
+            resumes = one.request.resume and one.num_lost < self._most_resumes
+            self._metrics.count("truespec_resumes_total", result="resumed" if resumes else "failed")
+            if not resumes and isinstance(lost, EngineFault):
+                raise lost
+            if not resumes:
+                raise RequestAborted(f"{one.request.request_id} ended with its replica: {lost}")
+            one.num_lost += 1
+            _logger.warning("%s goes on elsewhere after %d tokens: %s", one.name, len(one.emitted), lost)
+        earlier = max((one.num_lost for one in left), default=1) - 1
+        if earlier:
+            await asyncio.sleep(self._pause_s * 2 ** (earlier - 1))

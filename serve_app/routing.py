@@ -1,0 +1,250 @@
+"""Which replica a request goes to.
+
+A prompt goes to the prefill replica that will have it computed first: what it has not cached of it, after what it has
+to compute already, all in tokens. A stream goes to the decode replica of its session, and without one to the replica
+with most room. What is cached where, replicas tell about once a second; what a router has sent since, it knows itself.
+
+The functions and `PrefixBook` know nothing of Ray; the routers at the end put them behind Ray Serve's request router.
+"""
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
+from speculative.prefix import block_chain
+from speculative.request import Request
+
+MOST_TOLD = 2048  # blocks that a replica tells of
+_MOST_KNOWN = 16384  # blocks of each replica that a router remembers of what it sent there
+_NAME_BYTES = 8  # of a block's name; two of a million blocks share them once in thirty million caches
+_FULL = 0.95  # KV use from which a session is better off elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLoad:
+    """A prefill replica, as a prompt sees it. All in tokens."""
+
+    cached: int  # of the prompt
+    backlog: int  # to be computed before it
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """A decode replica, as a stream sees it."""
+
+    kv_usage: float  # share of its KV blocks
+    running_share: float  # requests, as a share of those that it computes at once
+
+    @property
+    def fullness(self) -> float:
+        """What it runs out of first."""
+        return max(self.kv_usage, self.running_share)
+
+
+def rank_prefill(loads: Mapping[str, PrefillLoad], num_tokens: int, name: str) -> list[str]:
+    """Replicas for a prompt of so many tokens, the soonest done first.
+
+    Equals are ranked by `name`, so that different prompts go to different ones and the same prompt to the same.
+    """
+    return sorted(loads, key=lambda one: (num_tokens - loads[one].cached + loads[one].backlog, _lot(name, one)))
+
+
+def rank_decode(loads: Mapping[str, DecodeLoad], name: str, session: str = "") -> list[str]:
+    """Replicas for a stream, the emptiest first; that of its session before all, while there is room."""
+    ranked = sorted(loads, key=lambda one: (loads[one].fullness, _lot(name, one)))
+    if session and loads:
+        home = max(loads, key=lambda one: _lot(session, one))  # the same for every router, and for most when some go
+        if loads[home].kv_usage < _FULL:
+            ranked.remove(home)
+            ranked.insert(0, home)
+    return ranked
+
+
+def _lot(name: str, replica: str) -> int:
+    digest = hashlib.blake2b(f"{name}\0{replica}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def told_blocks(names: Iterable[bytes]) -> bytes:
+    """Names of cached blocks as a replica tells them: the newest, each cut short."""
+    newest = list(names)[-MOST_TOLD:]
+    return b"".join(name[:_NAME_BYTES] for name in newest)
+
+
+def _short_names(told: bytes) -> frozenset[int]:
+    return frozenset(struct.unpack(f"<{len(told) // _NAME_BYTES}Q", told))
+
+
+class PrefixBook:
+    """What a router knows of the prefixes that replicas have cached, and of the prompts on their way there.
+
+    Args:
+        block_size: tokens a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._told: dict[str, tuple[bytes, frozenset[int]]] = {}
+        self._sent: dict[str, OrderedDict[int, None]] = {}
+        self._backlog: dict[str, int] = {}  # as told
+        self._on_their_way: dict[str, tuple[str, int]] = {}  # by request: replica, tokens
+
+    def hear(self, replica: str, told: bytes, backlog: int = 0) -> None:
+        """Take in what a replica says: which blocks it has cached, and how many tokens wait there, from all routers."""
+        self._backlog[replica] = backlog
+        known = self._told.get(replica)
+        if known is None or known[0] != told:
+            self._told[replica] = (told, _short_names(told))
+
+    def keep_only(self, replicas: Iterable[str]) -> None:
+        """Forget replicas that are gone."""
+        living = set(replicas)
+        self._told = {name: one for name, one in self._told.items() if name in living}
+        self._sent = {name: one for name, one in self._sent.items() if name in living}
+        self._backlog = {name: one for name, one in self._backlog.items() if name in living}
+        for request_id, (replica, _) in tuple(self._on_their_way.items()):
+            if replica not in living:
+                self.done(request_id)
+
+    def sent(self, replica: str, request_id: str, token_ids: Sequence[int], *, caches: bool) -> None:
+        """A prompt went to a replica; with `caches`, it will be cached there."""
+        self._on_their_way[request_id] = (replica, len(token_ids))
+        if caches:
+            blocks = self._sent.setdefault(replica, OrderedDict())
+            for name in self._names(token_ids):
+                blocks[name] = None
+                blocks.move_to_end(name)
+            while len(blocks) > _MOST_KNOWN:
+                blocks.popitem(last=False)
+
+    def done(self, request_id: str) -> None:
+        """A prompt was computed, or given up."""
+        self._on_their_way.pop(request_id, None)
+
+    def loads(self, replicas: Iterable[str], token_ids: Sequence[int]) -> dict[str, PrefillLoad]:
+        """How replicas stand to a prompt."""
+        names = self._names(token_ids)
+        own: dict[str, int] = {}
+        for replica, count in tuple(self._on_their_way.values()):
+            own[replica] = own.get(replica, 0) + count
+        # What is told holds what this router sent until then; what it sent since may be all there is.
+        backlog = {one: max(own.get(one, 0), self._backlog.get(one, 0)) for one in replicas}
+        return {one: PrefillLoad(self._cached(one, names), backlog[one]) for one in backlog}
+
+    def _cached(self, replica: str, names: Sequence[int]) -> int:
+        """Tokens of the longest prefix that the replica has: the last block that is known names all before it."""
+        told = self._told[replica][1] if replica in self._told else frozenset[int]()
+        sent = self._sent.get(replica, OrderedDict[int, None]())
+        for index in reversed(range(len(names))):
+            if names[index] in told or names[index] in sent:
+                return (index + 1) * self._block_size
+        return 0
+
+    def _names(self, token_ids: Sequence[int]) -> list[int]:
+        told = b"".join(name[:_NAME_BYTES] for name in block_chain(token_ids, self._block_size))
+        return list(struct.unpack(f"<{len(told) // _NAME_BYTES}Q", told))
+
+
+class _Ranking(ConsistentHashRouter):
+    """Ray Serve's router with a ranking of ours. Of the class above it takes the loop, which routes each request to the
+    replica that was chosen for it, and the way without a ranking."""
+
+    def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
+        """The replicas, by their ids, the best first."""
+        raise NotImplementedError
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        """Called by Serve: one replica a rank, tried in turn."""
+        if pending_request is None or not candidate_replicas:
+            return await super().choose_replicas(candidate_replicas, pending_request)  # type: ignore[no-any-return]
+        pending_request.routing_context.should_backoff = True
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        return [[replicas[name]] for name in self.rank(replicas, pending_request)]
+
+
+class PrefillRouter(_Ranking):
+    """Sends prompts where most of them is cached and least is waiting."""
+
+    def initialize_state(self, block_size: int) -> None:
+        """Called by Serve with the deployment's `request_router_kwargs`."""
+        super().initialize_state()
+        self._book = PrefixBook(block_size)
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        """Called by Serve when replicas come, go, or tell something new."""
+        super().update_replicas(replicas)
+        self._book.keep_only(replica.replica_id.unique_id for replica in replicas)
+        for replica in replicas:
+            stats = replica.routing_stats
+            self._book.hear(replica.replica_id.unique_id, stats.get("blocks", b""), stats.get("backlog_tokens", 0))
+
+    def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
+        """The replicas, the soonest done first."""
+        prompt = _prompt(pending)
+        loads = self._book.loads(replicas, prompt)
+        return rank_prefill(loads, len(prompt), pending.metadata.internal_request_id)
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Called by Serve when a replica has taken a request."""
+        request = _request(pending_request)
+        if request is not None:
+            self._book.sent(
+                replica_id.unique_id,
+                pending_request.metadata.internal_request_id,
+                request.prompt_token_ids,
+                caches=request.score_from is None,
+            )
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """Called by Serve when a request has ended."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._book.done(internal_request_id)
+
+
+class DecodeRouter(_Ranking):
+    """Sends streams to the replica of their session, or to the emptiest."""
+
+    def initialize_state(self, max_num_seqs: int) -> None:
+        """Called by Serve with the deployment's `request_router_kwargs`."""
+        super().initialize_state()
+        self._max_num_seqs = max_num_seqs
+        self._running: dict[str, str] = {}  # replica, by request
+
+    def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
+        """The replicas, the session's first, then the emptiest."""
+        here: dict[str, int] = dict.fromkeys(replicas, 0)
+        for replica in tuple(self._running.values()):
+            here[replica] = here.get(replica, 0) + 1
+        loads = {
+            name: DecodeLoad(
+                float(one.routing_stats.get("kv_usage", 0.0)),
+                max(float(one.routing_stats.get("running_share", 0.0)), here[name] / self._max_num_seqs),
+            )
+            for name, one in replicas.items()
+        }
+        metadata = pending.metadata
+        return rank_decode(loads, metadata.internal_request_id, metadata.session_id or "")
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Called by Serve when a replica has taken a request."""
+        self._running[pending_request.metadata.internal_request_id] = replica_id.unique_id
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """Called by Serve when a request has ended."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._running.pop(internal_request_id, None)
+
+
+def _request(pending: Any) -> Request | None:
+    first = pending.args[0] if pending.args else None
+    return first if isinstance(first, Request) else None
+
+
+def _prompt(pending: Any) -> tuple[int, ...]:
+    request = _request(pending)
+    return () if request is None else request.prompt_token_ids

@@ -1,0 +1,1 @@
+"""How handoffs get from a prefill replica to a decode replica."""

@@ -1,0 +1,45 @@
+"""From memory to memory through NIXL (RDMA, or shared memory on one node), by Ray's direct transport."""
+
+import asyncio
+import importlib.util
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from serve_app.backends.base import Handoff
+from serve_app.transport.base import Parcel
+from speculative.errors import ConfigError
+
+
+class NixlTransport:
+    """The reply holds a reference only; the receiver reads the bytes out of the sender's memory.
+
+    The sender owns what it sent: if it dies before the bytes are read, the prompt is computed again.
+
+    Raises:
+        ConfigError: NIXL is not installed.
+    """
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("nixl") is None:
+            raise ConfigError(
+                "handoff.transport nixl needs NIXL: pip install --no-deps nixl nixl-cu12, or set it to plasma."
+            )
+
+    def pack(self, handoff: Handoff) -> Parcel:
+        """Register the bytes with NIXL."""
+        tensor = torch.from_numpy(handoff)
+        return Parcel([ray.put(tensor, _tensor_transport="nixl")], handoff.nbytes)
+
+    async def unpack(self, parcel: Parcel) -> Handoff:
+        """Read them.
+
+        Raises:
+            ConnectionError: the sender is gone.
+        """
+        try:
+            tensor: torch.Tensor = await asyncio.to_thread(ray.get, parcel.content[0])
+        except RayError as error:
+            raise ConnectionError(f"the handoff could not be read from its sender: {error}") from error
+        return tensor.numpy()

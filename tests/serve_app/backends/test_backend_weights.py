@@ -1,0 +1,154 @@
+"""The engine behind its thread: new weights under requests that run, and what a pause does to them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from engines import settings
+from tiny_models import write_tiny_model
+
+from serve_app.backends.base import PauseMode
+from serve_app.backends.torch_backend import TorchBackend
+from speculative.errors import ConfigError, EngineFault
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+
+PROMPT = tuple(range(3, 20))
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.5, speculate=False)
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.5, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    base = tmp_path_factory.mktemp("backend-weights")
+    return write_tiny_model(base / "old", vocab_size=64), write_tiny_model(base / "new", vocab_size=64, seed=9)
+
+
+async def started(folder: Path) -> TorchBackend:
+    backend = TorchBackend(str(folder), "tiny", settings())
+    await backend.start()
+    return backend
+
+
+@pytest_asyncio.fixture
+async def backend(folders: tuple[Path, Path]) -> AsyncIterator[TorchBackend]:
+    one = await started(folders[0])
+    yield one
+    await one.stop()
+
+
+async def collected(backend: TorchBackend, name: str, params: SamplingParams = SHORT) -> list[TokenDelta]:
+    return [delta async for delta in backend.generate(Request(name, PROMPT, params, seed=3))]
+
+
+class Running:
+    """A long request, once its first token is there."""
+
+    def __init__(self, backend: TorchBackend) -> None:
+        self.deltas: list[TokenDelta] = []
+        self._began = asyncio.Event()
+        self.task = asyncio.create_task(self._run(backend))
+
+    async def _run(self, backend: TorchBackend) -> None:
+        async for delta in backend.generate(Request("long", PROMPT, LONG, seed=4)):
+            self.deltas.append(delta)
+            self._began.set()
+
+    async def begun(self) -> "Running":
+        await asyncio.wait_for(self._began.wait(), 30)
+        return self
+
+
+async def test_after_a_switch_it_answers_as_a_fresh_engine_would(
+    backend: TorchBackend, folders: tuple[Path, Path]
+) -> None:
+    old = await collected(backend, "old")
+    fingerprint = await backend.load_weights(str(folders[1]))
+    assert [d.logprobs for d in await collected(backend, "beside")] == [d.logprobs for d in old]
+    info = await backend.switch_weights("v1")
+    assert info.fingerprint == fingerprint and info.folder == str(folders[0])
+    got = await collected(backend, "new")
+    fresh = await started(folders[1])
+    try:
+        wanted = await collected(fresh, "new")
+    finally:
+        await fresh.stop()
+    assert [d.logprobs for d in got] == [d.logprobs for d in wanted]
+    assert {d.weight_version for d in got} == {"v1"} and {d.weight_version for d in old} == {"default"}
+    replay = await backend.replay(Request("replay", PROMPT, score_from=4))
+    assert replay.weight_version == "v1"
+
+
+async def test_weights_that_cannot_be_had_change_nothing(backend: TorchBackend, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No model"):
+        await backend.load_weights(str(tmp_path / "nowhere"))
+    other = write_tiny_model(tmp_path / "other", vocab_size=64, num_hidden_layers=3)
+    with pytest.raises(ConfigError, match="is of another model: its num_layers is 3"):
+        await backend.load_weights(str(other))
+    with pytest.raises(EngineFault, match="load them first"):
+        await backend.switch_weights("v1")
+    assert {d.weight_version for d in await collected(backend, "still")} == {"default"}
+
+
+async def test_wait_lets_them_finish_and_keeps_newcomers_out(backend: TorchBackend) -> None:
+    running = await Running(backend).begun()
+    pausing = asyncio.create_task(backend.pause(PauseMode.WAIT))
+    await asyncio.sleep(0)
+    newcomer = asyncio.create_task(collected(backend, "newcomer"))
+    await pausing
+    assert running.deltas[-1].finish_reason is FinishReason.LENGTH
+    assert sum(len(delta.token_ids) for delta in running.deltas) == LONG.max_tokens
+    assert not newcomer.done() and backend.usage().num_running == 0
+    await backend.unpause()
+    assert (await newcomer)[-1].finished
+
+
+async def test_abort_ends_them_at_once(backend: TorchBackend) -> None:
+    running = await Running(backend).begun()
+    await backend.pause(PauseMode.ABORT)
+    await running.task
+    assert running.deltas[-1].finish_reason is FinishReason.ABORT
+    assert sum(len(delta.token_ids) for delta in running.deltas) < LONG.max_tokens
+    await backend.unpause()
+    assert (await collected(backend, "after"))[-1].finished
+
+
+async def test_keep_stands_still_and_goes_on_with_the_new_weights(
+    backend: TorchBackend, folders: tuple[Path, Path]
+) -> None:
+    await backend.load_weights(str(folders[1]))
+    running = await Running(backend).begun()
+    await backend.pause(PauseMode.KEEP)
+    frozen = backend.usage()
+    backend.check_health()
+    await backend.switch_weights("v1")
+    assert not running.task.done() and frozen.num_running == 1
+    await backend.unpause()
+    await running.task
+    versions = [delta.weight_version for delta in running.deltas]
+    num_old = versions.count("default")
+    assert versions == ["default"] * num_old + ["v1"] * (len(versions) - num_old) and 0 < num_old < len(versions)
+    assert sum(len(delta.token_ids) for delta in running.deltas) == LONG.max_tokens
+
+
+async def test_a_pause_that_is_called_off_leaves_no_trace(backend: TorchBackend) -> None:
+    running = await Running(backend).begun()
+    pausing = asyncio.create_task(backend.pause(PauseMode.WAIT))
+    await asyncio.sleep(0)
+    pausing.cancel()
+    await asyncio.gather(pausing, return_exceptions=True)
+    assert (await collected(backend, "meanwhile"))[-1].finished
+    await running.task
+    assert running.deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_client_that_leaves_during_a_pause_leaves_nothing_behind(backend: TorchBackend) -> None:
+    await backend.pause(PauseMode.WAIT)
+    waiting = asyncio.create_task(collected(backend, "leaver"))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await backend.unpause()
+    assert (await collected(backend, "leaver"))[-1].finished, "its name is still taken"
+    assert backend.usage().num_free_blocks == backend.usage().num_blocks

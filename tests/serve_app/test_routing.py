@@ -1,0 +1,175 @@
+"""Which replica: tables for the ranking, what a router knows of caches, and the routers over stand-ins for replicas."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve_app.routing import (
+    MOST_TOLD,
+    DecodeLoad,
+    DecodeRouter,
+    PrefillLoad,
+    PrefillRouter,
+    PrefixBook,
+    rank_decode,
+    rank_prefill,
+    told_blocks,
+)
+from speculative.prefix import block_chain
+from speculative.request import Request
+
+PROMPT = tuple(range(100, 140))
+BLOCK = 8
+
+
+@pytest.mark.parametrize(
+    ("loads", "num_tokens", "first"),
+    [
+        ({"a": (0, 0), "b": (64, 0)}, 100, "b"),  # what is cached need not be computed
+        ({"a": (0, 0), "b": (64, 60)}, 100, "b"),  # 96 tokens from done, against 100
+        ({"a": (0, 0), "b": (64, 70)}, 100, "a"),  # but not behind a long line
+        ({"a": (32, 10), "b": (64, 30)}, 100, "b"),
+        ({"a": (0, 500), "b": (0, 0), "c": (8, 20)}, 40, "b"),
+        ({"a": (40, 0)}, 40, "a"),
+    ],
+)
+def test_a_prompt_goes_where_it_is_done_first(loads: dict[str, tuple[int, int]], num_tokens: int, first: str) -> None:
+    ranked = rank_prefill({name: PrefillLoad(*load) for name, load in loads.items()}, num_tokens, "request")
+    assert ranked[0] == first and sorted(ranked) == sorted(loads)
+
+
+def test_equals_share_the_prompts() -> None:
+    loads = {name: PrefillLoad(0, 0) for name in "abcd"}
+    firsts = [rank_prefill(loads, 10, f"request-{number}")[0] for number in range(400)]
+    assert all(60 < firsts.count(name) < 140 for name in loads)
+
+
+@pytest.mark.parametrize(
+    ("loads", "first"),
+    [
+        ({"a": (0.5, 0.1), "b": (0.4, 0.2)}, "b"),
+        ({"a": (0.1, 0.9), "b": (0.6, 0.1)}, "b"),  # slots run out before blocks
+        ({"a": (0.0, 0.0), "b": (0.0, 0.1)}, "a"),
+    ],
+)
+def test_a_stream_goes_to_the_emptiest(loads: dict[str, tuple[float, float]], first: str) -> None:
+    assert rank_decode({name: DecodeLoad(*load) for name, load in loads.items()}, "request")[0] == first
+
+
+def test_a_session_stays_where_it_is_and_moves_only_when_its_replica_is_full_or_gone() -> None:
+    loads = {name: DecodeLoad(0.9 if name == "a" else 0.1, 0.5) for name in "abc"}
+    homes = {f"s{n}": rank_decode(loads, f"request-{n}", f"s{n}")[0] for n in range(60)}
+    assert set(homes.values()) == {"a", "b", "c"}
+    assert all(rank_decode(loads, "another", session)[0] == home for session, home in homes.items())
+    full = loads | {"a": DecodeLoad(0.97, 0.5)}
+    for session, home in homes.items():
+        now = rank_decode(full, "another", session)[0]
+        assert now != "a" and (home == "a" or now == home)
+    rest = {name: load for name, load in loads.items() if name != "b"}
+    moved = {session for session, home in homes.items() if rank_decode(rest, "x", session)[0] != home}
+    assert moved == {session for session, home in homes.items() if home == "b"}, "others moved too"
+
+
+def heard(replica: str, token_ids: tuple[int, ...]) -> PrefixBook:
+    book = PrefixBook(BLOCK)
+    book.hear(replica, told_blocks(block_chain(token_ids, BLOCK)))
+    return book
+
+
+@pytest.mark.parametrize(
+    ("cached", "asked", "found"),
+    [
+        (PROMPT, PROMPT, 40),
+        (PROMPT[:20], PROMPT, 16),  # full blocks only
+        (PROMPT, PROMPT[:20], 16),
+        ((7, *PROMPT), PROMPT, 0),  # the same tokens at other positions
+        ((*PROMPT[:8], 1, *PROMPT[9:]), PROMPT, 8),
+        (PROMPT[:7], PROMPT, 0),
+    ],
+)
+def test_the_longest_cached_prefix_is_found(cached: tuple[int, ...], asked: tuple[int, ...], found: int) -> None:
+    assert heard("a", cached).loads(["a", "b"], asked) == {"a": PrefillLoad(found, 0), "b": PrefillLoad(0, 0)}
+
+
+def test_what_was_sent_counts_at_once_as_cached_and_as_backlog_until_it_is_done() -> None:
+    book = PrefixBook(BLOCK)
+    book.sent("a", "r1", PROMPT, caches=True)
+    book.sent("b", "r2", PROMPT, caches=False)  # a replay: nothing of it is cached
+    assert book.loads("ab", PROMPT) == {"a": PrefillLoad(40, 40), "b": PrefillLoad(0, 40)}
+    book.done("r1")
+    book.done("r2")
+    book.done("r2")
+    assert book.loads("ab", PROMPT) == {"a": PrefillLoad(40, 0), "b": PrefillLoad(0, 0)}
+    book.sent("a", "r3", PROMPT, caches=True)
+    book.keep_only("b")
+    assert book.loads("a", PROMPT)["a"] == PrefillLoad(0, 0), "a is gone, and what was on its way there"
+
+
+def test_what_other_routers_sent_is_told_and_own_prompts_do_not_count_twice() -> None:
+    book = PrefixBook(BLOCK)
+    book.hear("a", b"", backlog=500)
+    book.sent("a", "r1", PROMPT, caches=False)
+    book.sent("b", "r2", PROMPT, caches=False)
+    assert book.loads("ab", PROMPT) == {"a": PrefillLoad(0, 500), "b": PrefillLoad(0, 40)}
+
+
+def test_what_a_replica_tells_is_bounded_and_its_newest() -> None:
+    chains = [block_chain(range(start, start + 80), BLOCK) for start in range(0, 100_000, 80)]
+    told = told_blocks(name for chain in chains for name in chain)
+    assert len(told) == MOST_TOLD * 8
+    book = PrefixBook(BLOCK)
+    book.hear("a", told)
+    assert book.loads("a", tuple(range(99_920, 100_000)))["a"].cached == 80
+    assert book.loads("a", tuple(range(80)))["a"].cached == 0
+
+
+class Replica(SimpleNamespace):
+    """What Ray Serve hands a router of a replica; a stand-in."""
+
+    def __init__(self, name: str, **stats: Any) -> None:
+        super().__init__(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
+
+
+def pending(name: str, request: Request | None = None, session: str = "") -> Any:
+    return SimpleNamespace(
+        args=[] if request is None else [request, True],
+        metadata=SimpleNamespace(internal_request_id=name, session_id=session),
+        routing_context=SimpleNamespace(should_backoff=False),
+    )
+
+
+def bare(kind: type[Any]) -> Any:
+    """A router without Ray Serve's part of it, which needs a running Serve."""
+    return kind.__new__(kind)
+
+
+async def test_the_prefill_router_ranks_by_what_replicas_told_and_what_it_sent() -> None:
+    router = bare(PrefillRouter)
+    router._book = PrefixBook(BLOCK)
+    replicas = [Replica("a"), Replica("b"), Replica("c")]
+    router._book.hear("b", told_blocks(block_chain(PROMPT, BLOCK)))
+    asked = pending("q1", Request("r1", PROMPT))
+    ranks = await router.choose_replicas(replicas, asked)
+    assert [len(rank) for rank in ranks] == [1, 1, 1] and asked.routing_context.should_backoff
+    assert ranks[0][0].replica_id.unique_id == "b"
+    router.on_request_routed(asked, ranks[0][0].replica_id, None)
+    other = tuple(range(500, 540))
+    ranks = await router.choose_replicas(replicas, pending("q2", Request("r2", other)))
+    assert ranks[-1][0].replica_id.unique_id == "b", "it has a prompt before it"
+
+
+async def test_the_decode_router_counts_what_it_has_sent_since_it_was_told() -> None:
+    router = bare(DecodeRouter)
+    router._max_num_seqs, router._running = 4, {}
+    replicas = [Replica("a", kv_usage=0.2, running_share=0.2), Replica("b", kv_usage=0.3, running_share=0.3)]
+    gone = []
+    for number in range(4):
+        ranks = await router.choose_replicas(replicas, pending(f"q{number}"))
+        gone.append(ranks[0][0].replica_id.unique_id)
+        router.on_request_routed(pending(f"q{number}"), ranks[0][0].replica_id, None)
+    assert gone == ["a", "a", "b", "b"]
+    home = (await router.choose_replicas(replicas, pending("q9", session="s")))[0][0].replica_id.unique_id
+    for number in range(10, 20):
+        again = await router.choose_replicas(replicas, pending(f"q{number}", session="s"))
+        assert again[0][0].replica_id.unique_id == home

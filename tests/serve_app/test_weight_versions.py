@@ -1,0 +1,149 @@
+"""Which weights made an answer: told in every reply and chunk, kept apart by the referee, changed through /admin."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_serving import Served, ServeFake
+from test_referee import Court, served
+
+from serve_app.access import Access
+from serve_app.admin import Admin, PauseOrder, WeightsAdmin, WeightsOrder
+from serve_app.errors import UpdateRefused
+from serve_app.protocol import Piece, join, metadata_of
+from serve_app.replays import Record, Verdict
+from serve_app.weights import Outcome
+from speculative.request import Request, TokenDelta, TokenKind
+
+BODY = {"model": "fake", "prompt": "hello", "max_tokens": 8, "temperature": 0}
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_every_reply_and_every_chunk_says_the_version(server: Served, path: str, body: dict[str, Any]) -> None:
+    server.backend.weight_version = "step-7"
+    try:
+        whole = server.post(path, **body, n=2).json()
+        assert whole["metadata"] == {"weight_version": "step-7"}
+        assert all("weight_versions" not in choice for choice in whole["choices"])
+        lines = server.post(path, **body, stream=True).text.splitlines()
+    finally:
+        server.backend.weight_version = "default"
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    speaking = [chunk for chunk in chunks if chunk["choices"][0].get("delta", {}).get("role") is None]
+    assert len(speaking) >= 2
+    assert all(chunk["metadata"] == {"weight_version": "step-7"} for chunk in speaking)
+
+
+def test_a_change_in_the_middle_of_an_answer_is_told_with_its_place() -> None:
+    pieces = [
+        Piece(0, "a", weight_versions=(("v1", 3),)),
+        Piece(0, "b", weight_versions=(("v1", 2),)),
+        Piece(0, "", weight_versions=(("v2", 0),)),
+        Piece(0, "c", weight_versions=(("v2", 4),)),
+        Piece(0, "", finish_reason="stop", weight_versions=(("v3", 0),)),
+    ]
+    whole = join(pieces)
+    assert whole.version_fields() == {
+        "weight_versions": [{"version": "v1", "tokens": 5}, {"version": "v2", "tokens": 4}]
+    }
+    assert metadata_of(name for name, _ in whole.weight_versions) == {
+        "metadata": {"weight_version": "v2", "weight_versions": ["v1", "v2"]}
+    }
+    assert join(pieces[:2]).version_fields() == {}
+
+
+def test_a_record_keeps_the_versions_of_its_tokens() -> None:
+    record = Record(Request("r", (1, 2)), "replica", 0.0, 64)
+    for version in ("v1", "v1", "v2"):
+        record.take(TokenDelta("r", (5,), (TokenKind.BONUS,), weight_version=version))
+    assert list(record.weight_versions) == ["v1", "v2"]
+
+
+@pytest.mark.parametrize("versions", [("v1",), ("default", "v1")])
+async def test_other_weights_accuse_nobody(tmp_path: Path, versions: tuple[str, ...]) -> None:
+    court = Court(tmp_path)
+    court.replayer.drift = 3.0  # as other weights would give
+    checked = await court.referee._check(served(weight_versions=versions))
+    assert checked.verdict is Verdict.UNVERIFIED and checked.reason == "the weights that made it are no longer served"
+    assert court.value("truespec_replays_total", result="outdated") == 1
+    assert court.value("truespec_replay_tokens_total", stratum="all") == 0
+    assert court.hear("r1").findings == ()
+    wrong = await court.referee._check(served(1))
+    assert wrong.verdict is Verdict.SUSPECT, "the same drift with the same weights is a fault"
+
+
+class Operator:
+    """What /admin was asked for."""
+
+    def __init__(self, serve_fake: ServeFake) -> None:
+        self.asked: list[Any] = []
+        self.refuses = False
+
+        async def nothing() -> list[dict[str, Any]]:
+            return []
+
+        async def order(_: object) -> list[dict[str, Any]]:
+            return []
+
+        weights = WeightsAdmin(self._statuses, self._take, self._take, self._resume)
+        self.server = serve_fake(admin=Admin(Access(admin_token="s3cret"), nothing, order, weights))
+
+    async def _statuses(self) -> list[dict[str, Any]]:
+        return [{"replica": "r1", "weight_version": "default", "fingerprint": "f", "paused": False}]
+
+    async def _take(self, asked: Any) -> Outcome:
+        self.asked.append(asked)
+        if self.refuses:
+            raise UpdateRefused("Nothing has changed, the weights are 'default': r1: no such folder.")
+        return Outcome(True, await self._statuses())
+
+    async def _resume(self) -> Outcome:
+        return await self._take("resume")
+
+    def post(self, route: str, token: str = "s3cret", **body: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {token}"}
+        return httpx.post(f"{self.server.url}/admin/{route}", json=body or None, headers=headers, timeout=20)
+
+
+@pytest.fixture
+def operator(serve_fake: Callable[..., Served]) -> Operator:
+    return Operator(serve_fake)
+
+
+def test_the_admin_endpoints_pass_on_what_is_asked(operator: Operator) -> None:
+    done = operator.post("weights", path="/m/v1", weight_version="step-1", mode="abort", drafter_path="/m/head")
+    assert done.status_code == 200
+    assert done.json()["complete"] is True and done.json()["replicas"][0]["replica"] == "r1"
+    assert operator.post("pause").status_code == operator.post("pause", mode="keep").status_code == 200
+    assert operator.post("resume").status_code == 200
+    assert operator.asked == [
+        WeightsOrder(path="/m/v1", weight_version="step-1", mode="abort", drafter_path="/m/head"),
+        PauseOrder(),
+        PauseOrder(mode="keep"),
+        "resume",
+    ]
+    shown = httpx.get(f"{operator.server.url}/admin/weights", headers={"authorization": "Bearer s3cret"})
+    assert shown.json()["replicas"][0]["weight_version"] == "default"
+
+
+def test_what_is_refused_and_what_is_wrong_is_said(operator: Operator) -> None:
+    for body, field in (
+        ({"weight_version": "v"}, "path"),
+        ({"path": "x"}, "weight_version"),
+        ({"path": "x", "weight_version": "a b"}, "weight_version"),
+        ({"path": "x", "weight_version": "v", "mode": "later"}, "mode"),
+        ({"path": "x", "weight_version": "v", "timeout_s": 0}, "timeout_s"),
+        ({"path": "x", "weight_version": "v", "models": "y"}, "models"),
+    ):
+        reply = operator.post("weights", **body)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == field, body
+    assert operator.asked == []
+    assert operator.post("weights", "guess", path="x", weight_version="v").status_code == 401
+    assert operator.post("resume", "guess").status_code == 401
+    operator.refuses = True
+    refused = operator.post("weights", path="x", weight_version="v")
+    assert refused.status_code == 409 and "no such folder" in refused.json()["error"]["message"]
