@@ -128,6 +128,8 @@ def serve(file: Path, address: str | None) -> None:
     checked = load_config(file)
     with _served(checked, address) as client:
         _err.print(f"Serving {client.model_name} at {client.base_url}. Try:\n  {curl_line(client)}")
+        if checked.application.args.access.keys_file is not None:
+            _err.print("It asks for an API key: add -H 'authorization: Bearer KEY'.")
         _err.print("Ctrl-C stops it.")
         _wait_for_interrupt()
 
@@ -262,7 +264,7 @@ def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any
 @click.option("--engines", help="family/variant[:option=value]..., separated by commas; without it all that are here.")
 @click.option("--kinds", default="chat,code,summarise", show_default=True, help="Of prompts.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="Other prompts: JSON, a list for each kind.")
-@click.option("--streams", default="1,4,16", show_default=True, help="Prompts answered at once.")
+@click.option("--streams", help="Prompts answered at once.  [default: 1,4,16; with --gpu 1,4,16,64]")
 @click.option("--temperatures", default="0,1", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=2), default=96, show_default=True, help="Of every answer.")
@@ -277,6 +279,9 @@ def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any
     help="Tokens a second after the first token, or of the whole batch.",
 )
 @click.option("--profile", is_flag=True, help="Show where the time of our steps goes.")
+@click.option(
+    "--gpu", is_flag=True, help="Our engines on a GPU: off, n-gram and the head, with and without CUDA graphs."
+)
 @click.option("--head", help="A trained head, for eagle3 and dynamic.")
 @click.option("--draft-model", help="For draft_model.")
 @click.option("--gguf", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The model for llama.cpp.")
@@ -293,6 +298,26 @@ def bench(**options: Any) -> None:
     found = run_command(BenchOptions(**options), progress_printer(), _out)
     if not found.samples:
         raise _Failure("Nothing was measured; the lines above say why.")
+
+
+@main.command("bench-handoff")
+@click.option("--mib", type=click.IntRange(min=1), default=300, show_default=True, help="Size of a handoff.")
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--transports", default="plasma", show_default=True, help="Of handoff.transport, separated by commas.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures here.")
+def bench_handoff(mib: int, rounds: int, transports: str, json_file: Path | None) -> None:
+    """Measure how fast handoffs get from process to process, beside what shared memory itself does."""
+    from deploy.bench.handoff import bench_on_ray
+
+    found = bench_on_ray(mib * 2**20, transports.split(","), rounds)
+    for name, way in found["ways"].items():
+        _out.print(
+            f"{name}: {1e3 * way['median_s']:.1f} ms, {way['gb_per_s']:.2f} GB/s, "
+            f"{way['share_of_reference']:.2f} of the reference"
+        )
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 @main.command()
@@ -409,6 +434,82 @@ def _api_key(file: Path | None) -> str | None:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise _Failure(f"--api-key-file {file} cannot be read: {error}.") from error
+
+
+def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What `chaos` and `load` have in common."""
+    path = click.Path(path_type=Path, dir_okay=False)
+    for option in (
+        click.option("--config", "file", type=path, default=CONFIGS / "resilient.yaml", help="What to serve."),
+        click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True),
+        click.option("--max-tokens", type=click.IntRange(min=4), default=96, show_default=True, help="Of an answer."),
+        click.option("--seed", type=int, default=1, show_default=True, help="Of requests and times."),
+        click.option("--json", "json_file", type=path, help="Write the figures here."),
+        click.option("--page", type=path, help="Put the figures into this page."),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command()
+@_reliability_options
+@click.option("--requests", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--concurrency", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--kill-every", "kill_every_s", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="s")
+@click.option("--minutes", type=click.FloatRange(min=0), default=12.0, show_default=True, help="No kill after so long.")
+def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
+    """Kill replicas on this machine while clients stream; check that nothing is lost, repeated, changed or leaked."""
+    from deploy.chaos.command import ChaosOptions
+    from deploy.chaos.command import chaos as run
+    from deploy.chaos.page import write_chaos
+
+    checked = _at_port(load_config(file), port)
+    report = progress_printer()
+    with _served(checked, None, report) as client:
+        figures = run(checked.application, client.base_url, ChaosOptions(**options), report)
+    _write_json(json_file, figures.as_dict())
+    if page is not None:
+        write_chaos(page, figures, _command_line(), client.model_name)
+    _out.print_json(data=figures.as_dict())
+    if not figures.sound:
+        raise _Failure("Something was lost, repeated, changed or leaked; the figures say what.")
+
+
+@main.command()
+@_reliability_options
+@click.option("--seconds", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Of each stretch.")
+@click.option("--calibrate", "calibrate_s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="s")
+def load(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
+    """Load the service with what it can do and with twice that; check that it refuses in good order."""
+    from deploy.chaos.command import LoadOptions
+    from deploy.chaos.command import load as run
+    from deploy.chaos.page import write_load
+
+    checked = _at_port(load_config(file), port)
+    report = progress_printer()
+    with _served(checked, None, report) as client:
+        stretches = run(checked.application, client.base_url, LoadOptions(**options), report)
+    figures = {"stretches": [one.as_dict() for one in stretches]}
+    _write_json(json_file, figures)
+    if page is not None:
+        write_load(page, stretches, _command_line(), client.model_name)
+    _out.print_json(data=figures)
+    if not all(one.in_order for one in stretches):
+        raise _Failure("Something else than full service and polite refusals was seen; the figures say what.")
+
+
+def _at_port(file: ServeFile, port: int) -> ServeFile:
+    return file.model_copy(update={"http_options": file.http_options.model_copy(update={"port": port})})
+
+
+def _command_line() -> str:
+    return f"truespec {' '.join(sys.argv[1:])}"
+
+
+def _write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A small HTTP client of a running service: stream an answer, read its metrics."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,12 +37,14 @@ class Answer:
 
 
 class Client:
-    """Talks to one service."""
+    """Talks to one service; with the key of `TRUESPEC_API_KEY`, where that is set."""
 
     def __init__(self, base_url: str, model_name: str) -> None:
         self.base_url = base_url
         self.model_name = model_name
-        self._http = httpx.Client(base_url=base_url, timeout=_TIMEOUT_S)
+        key = os.environ.get("TRUESPEC_API_KEY")
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=base_url, timeout=_TIMEOUT_S, headers=headers)
 
     def __enter__(self) -> "Client":
         return self

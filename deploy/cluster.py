@@ -25,25 +25,36 @@ class RunningApp:
 
 
 @contextmanager
-def running_app(file: ServeFile, progress: Progress, *, address: str | None = None) -> Iterator[RunningApp]:
+def running_app(
+    file: ServeFile, progress: Progress, *, address: str | None = None, alone: bool = False
+) -> Iterator[RunningApp]:
     """Run the application of a checked file until the block ends.
 
     Args:
         file: what to run.
         progress: is told what is going on.
-        address: of a Ray cluster to run on; None starts one on this machine and stops it afterwards.
+        address: of a Ray cluster to run on; None is that of RAY_ADDRESS, which a job of a cluster finds set, and
+            without one starts a cluster on this machine and stops it afterwards.
+        alone: refuse a cluster on which Serve runs already, instead of joining it.
 
     Raises:
-        ConfigError: a replica could not start; the message is the replica's own.
+        ConfigError: a replica could not start (the message is its own), or Serve runs already.
     """
     config = file.application.effective_args
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # progress tells it in fewer words
+    address = address or os.environ.get("RAY_ADDRESS")
     _connect(config, progress, address)
+    joined = bool(serve.status().proxies)
     try:
+        if joined and alone:
+            raise ConfigError("Ray Serve runs on this cluster already; give the URL of what it serves (--url) instead.")
         yield _deploy(file, config, progress)
     finally:
         progress("stopping")
-        serve.delete(file.application.name)
+        if address is not None and not joined:
+            serve.shutdown()  # the cluster is left as it was found
+        elif not (joined and alone):
+            serve.delete(file.application.name)
         ray.shutdown()  # ends the cluster too, where it was started here
 
 
@@ -54,6 +65,7 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
         return
     cores = os.cpu_count() or 1
     needed = sum(config.pool(name).most_replicas * config.pool(name).num_cpus for name in config.pool_names)
+    needed += config.router.replicas * config.router.num_cpus if config.router is not None else 0
     if needed > cores:
         progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")

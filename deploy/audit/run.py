@@ -194,7 +194,7 @@ def _serve(
     at_once = min(_AT_ONCE, engine.config.max_num_seqs)
     while not until(watch, count):
         for request in islice(requests, at_once - len(answers)):
-            answers[request.request_id] = Answer(request)
+            answers[request.request_id] = Answer(request, handed_off=prefill is not None)
             _begin(engine, prefill, answers[request.request_id])
         deltas = engine.step()
         for delta in deltas:

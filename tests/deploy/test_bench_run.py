@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from tiny_models import write_tiny_model
 
 from deploy.bench import rounds
-from deploy.bench.engines import Launch
+from deploy.bench.command import BenchOptions, make_plan
+from deploy.bench.engines import Launch, gpu_names, resolve
 from deploy.bench.plan import BenchPlan, EngineName
 from deploy.bench.rounds import BenchResult, run_bench
 from deploy.cli import main
@@ -150,3 +152,30 @@ def test_a_missing_library_is_told_with_how_to_get_it(bench_model: Path) -> None
 @pytest.fixture(scope="module")
 def bench_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("bench") / "tiny", tokenizer=True)
+
+
+def test_a_gpu_plan_without_a_gpu_says_so_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = CliRunner().invoke(main, ["bench", "--gpu"])
+    assert told.exit_code == 1
+    assert "--gpu: torch sees no CUDA device here" in told.output
+
+
+def test_a_gpu_plan_compares_drafters_with_and_without_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    folder = write_tiny_model(tmp_path / "model", tokenizer=True)
+    options = dict.fromkeys(BenchOptions.__annotations__)
+    given = {"model": str(folder), "kinds": "chat", "temperatures": "0,1", "rounds": 1, "tokens": 4, "threads": 1}
+    given |= {"dtype": "bfloat16", "measure": "decode", "profile": False, "gpu": True, "section": "gpu"}
+    made = make_plan(BenchOptions(**options | given), print)  # type: ignore[arg-type]
+    assert made.streams == (1, 4, 16, 64)
+    launches, left_out = resolve(made)
+    assert not left_out
+    graphs = {launch.name.text: launch.settings["engine"]["cuda_graphs"] for launch in launches}
+    assert graphs == {"ours/off": None, "ours/ngram": None, "ours/off:graphs=no": False, "ours/ngram:graphs=no": False}
+    assert gpu_names("a head")[2] == "ours/eagle3"
+
+
+def test_an_unknown_way_of_graphs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="graphs must be auto or yes or no"):
+        resolve(plan("ours/off:graphs=perhaps"))

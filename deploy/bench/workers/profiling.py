@@ -35,15 +35,21 @@ class Profile:
         if isinstance(engine.drafter, ModelDrafter):
             for name in ("fuse", "run", "logits"):
                 self._wrap(engine.drafter.model, name, DRAFTER)
-            self._wrap(engine.drafter._sampler, "draw", VOCABULARY)
+            self._wrap(engine.drafter.sampler, "draw", VOCABULARY)
         else:
             self._wrap(engine.drafter, "propose", DRAFTER)
+        if engine.graphs is not None:  # a replayed step is seen from outside: its LM head and checks are vocabulary
+            self._wrap(engine.graphs.runner.target, "run", TARGET)
+            self._wrap(engine.graphs.judge, "run", VOCABULARY)
+            if isinstance(engine.drafter, ModelDrafter):
+                self._wrap(engine.drafter, "begin_round", DRAFTER)
+                self._wrap(engine.graphs.loop, "run", DRAFTER)
         for name in ("adjust", "process", "target_probs", "logprobs_to_host"):
             self._wrap(drawing, name, VOCABULARY)
         self._wrap(engine.drawer, "_verify", VOCABULARY)
         for owner, names in (
             (drawing, ("_outside_filters", "broken_rows")),
-            (engine.drawer, ("_terms", "_check_on_host")),
+            (engine.drawer, ("_terms", "check_on_host")),
             (engine.self_check, ("admit", "take")),
         ):
             for name in names:

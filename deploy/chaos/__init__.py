@@ -1,0 +1,1 @@
+"""Kill replicas while clients stream, load the service beyond what it can do, and say what came of it."""

@@ -1,0 +1,135 @@
+"""Ask more of the service than it can do, and see whether it says so in good order."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import httpx
+
+from deploy.chaos.traffic import Body, Told, ask, ask_all
+
+Progress = Callable[[str], None]
+
+ALLOWED = frozenset({200, 429, 503})
+_SAMPLE_EVERY_S = 1.0
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """One stretch of load. Latencies are those of requests that were let in, in seconds."""
+
+    rate_per_s: float  # that requests came at
+    seconds: float
+    statuses: dict[str, int]  # how often each HTTP status was answered; 0 = no answer
+    broken: int  # let in, and not complete
+    served_per_s: float
+    first_token_p50_s: float
+    first_token_p95_s: float
+    whole_p50_s: float
+    whole_p95_s: float
+    whole_max_s: float
+    memory_begin_mib: float  # of all replicas, median of the first quarter
+    memory_end_mib: float  # of the last quarter
+
+    @property
+    def in_order(self) -> bool:
+        """Whether nothing but full service and polite refusals was seen."""
+        return self.broken == 0 and {int(status) for status in self.statuses} <= ALLOWED
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def saturation_per_s(base_url: str, bodies: Sequence[Body], concurrency: int, seconds: float) -> float:
+    """Requests a second that the service completes when this many clients ask without a pause.
+
+    Args:
+        base_url: of the service.
+        bodies: asked in turn, again and again.
+        concurrency: clients; as many as the service computes at once.
+        seconds: how long they ask.
+    """
+    return asyncio.run(_closed_loop(base_url, bodies, concurrency, seconds))
+
+
+async def _closed_loop(base_url: str, bodies: Sequence[Body], concurrency: int, seconds: float) -> float:
+    await ask_all(base_url, bodies[:concurrency], concurrency)  # warms up
+    began = time.monotonic()
+    completed = 0
+    async with httpx.AsyncClient(base_url=base_url, timeout=600) as http:
+
+        async def client(number: int) -> None:
+            nonlocal completed
+            while time.monotonic() < began + seconds:
+                told = await ask(http, bodies[number % len(bodies)])
+                completed += told.complete
+                number += concurrency
+
+        await asyncio.gather(*(client(number) for number in range(concurrency)))
+    return completed / (time.monotonic() - began)
+
+
+def run_load(
+    base_url: str, bodies: Sequence[Body], rate_per_s: float, seconds: float, memory_bytes: Callable[[], int], seed: int
+) -> LoadFigures:
+    """Send requests at a rate, at times drawn as a Poisson process, whether or not the earlier ones are answered."""
+    return asyncio.run(_open_loop(base_url, bodies, rate_per_s, seconds, memory_bytes, seed))
+
+
+async def _open_loop(
+    base_url: str, bodies: Sequence[Body], rate_per_s: float, seconds: float, memory_bytes: Callable[[], int], seed: int
+) -> LoadFigures:
+    rng = random.Random(seed)
+    memory: list[int] = []
+    sampling = asyncio.create_task(_sample(memory, memory_bytes))
+    began = time.monotonic()
+    asking: list[asyncio.Task[Told]] = []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=base_url, timeout=600, limits=limits) as http:
+        due = began
+        while (due := due + rng.expovariate(rate_per_s)) < began + seconds:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            asking.append(asyncio.create_task(ask(http, bodies[len(asking) % len(bodies)])))
+        told = await asyncio.gather(*asking)
+    elapsed = time.monotonic() - began
+    sampling.cancel()
+    return _figures(told, rate_per_s, elapsed, memory)
+
+
+async def _sample(memory: list[int], memory_bytes: Callable[[], int]) -> None:
+    while True:
+        memory.append(await asyncio.to_thread(memory_bytes))
+        await asyncio.sleep(_SAMPLE_EVERY_S)
+
+
+def _figures(told: Sequence[Told], rate_per_s: float, elapsed_s: float, memory: Sequence[int]) -> LoadFigures:
+    admitted = [one for one in told if one.status == httpx.codes.OK]
+    complete = [one for one in admitted if one.complete]
+    quarter = max(1, len(memory) // 4)
+    first, whole = [one.first_token_s for one in complete], [one.whole_s for one in complete]
+    return LoadFigures(
+        rate_per_s=round(rate_per_s, 2),
+        seconds=round(elapsed_s, 1),
+        statuses={str(status): count for status, count in sorted(Counter(one.status for one in told).items())},
+        broken=len(admitted) - len(complete),
+        served_per_s=round(len(complete) / elapsed_s, 2),
+        first_token_p50_s=quantile(first, 0.5),
+        first_token_p95_s=quantile(first, 0.95),
+        whole_p50_s=quantile(whole, 0.5),
+        whole_p95_s=quantile(whole, 0.95),
+        whole_max_s=quantile(whole, 1.0),
+        memory_begin_mib=round(statistics.median(memory[:quarter] or [0]) / _MIB, 1),
+        memory_end_mib=round(statistics.median(memory[-quarter:] or [0]) / _MIB, 1),
+    )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so large a share of the values does not exceed; 0 of none."""
+    ordered = sorted(values)
+    return round(ordered[max(0, -int(-len(ordered) * share // 1) - 1)], 3) if ordered else 0.0

@@ -1,0 +1,111 @@
+"""The replicas of an application on this machine: their processes, their deaths, and what they hold."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+from speculative.errors import TruespecError
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SETTLE_S = 0.2
+
+
+class PoolNotWhole(TruespecError):
+    """Replicas of a pool are missing, and did not come back in time."""
+
+
+def replica_pids(app: str, deployment: str) -> list[int]:
+    """Processes of a deployment's replicas on this machine, by the title that Ray gives them."""
+    title = f"ray::ServeReplica:{app}:{deployment}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if title in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return sorted(found)
+
+
+def resident_bytes(app: str) -> int:
+    """Memory of all replicas of an application on this machine, by resident set size."""
+    total = 0
+    for pid in replica_pids(app, ""):
+        try:
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        except OSError:
+            continue
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """What lies in Ray's object store. Pinned objects stay; the others make room as soon as it is wanted."""
+
+    num_pinned: int
+    num_unpinned: int
+    num_bytes: int  # of all of them
+
+    @classmethod
+    def read(cls) -> "ObjectStore":
+        """As it is now, on the node of this process."""
+        stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
+        pinned = stats.num_object_store_primary_copies
+        return cls(pinned, max(0, stats.num_local_objects - pinned), stats.object_store_bytes_used)
+
+
+class Killer:
+    """Kills replicas of an application with SIGKILL, one at a time, and never the last one of a pool that lives.
+
+    Args:
+        app: the application's name.
+        sizes: replicas of each deployment that may lose one; two at least.
+        seed: of the choice among them.
+    """
+
+    def __init__(self, app: str, sizes: dict[str, int], seed: int) -> None:
+        self._app = app
+        self._sizes = sizes
+        self._rng = random.Random(seed)
+        self.kills: dict[str, int] = dict.fromkeys(sizes, 0)
+
+    def strike(self) -> bool:
+        """Kill a replica of some deployment that has all of its own; False where none has."""
+        whole = [deployment for deployment in self._sizes if self._is_whole(deployment)]
+        if whole:
+            self.kill(self._rng.choice(whole))
+        return bool(whole)
+
+    def kill(self, deployment: str) -> None:
+        """Kill a replica of this deployment, which has all of its own, and wait until its process is gone."""
+        pid = self._rng.choice(replica_pids(self._app, deployment))
+        os.kill(pid, signal.SIGKILL)
+        while pid in replica_pids(self._app, deployment):
+            time.sleep(_SETTLE_S)
+        self.kills[deployment] += 1
+
+    def wait_until_whole(self, timeout_s: float = 300.0) -> None:
+        """Wait until every deployment has all of its replicas.
+
+        Raises:
+            PoolNotWhole: that took too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while missing := [deployment for deployment in self._sizes if not self._is_whole(deployment)]:
+            if time.monotonic() > deadline:
+                raise PoolNotWhole(f"{', '.join(missing)}: replicas did not come back within {timeout_s:.0f} s.")
+            time.sleep(_SETTLE_S)
+
+    def _is_whole(self, deployment: str) -> bool:
+        """Serve may take a moment to see a death, and a process is there before it serves: so both are asked."""
+        size = self._sizes[deployment]
+        status = serve.status().applications[self._app].deployments[deployment]
+        running = sum(count for state, count in status.replica_states.items() if state == "RUNNING")
+        return size > 1 and running == size == len(replica_pids(self._app, deployment))

@@ -1,0 +1,182 @@
+"""Ask the same questions twice, the second time while replicas are killed, and compare what clients were told."""
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import httpx
+
+from deploy.chaos.replicas import Killer, ObjectStore
+from deploy.chaos.traffic import Body, Told, ask_all, differences
+
+Progress = Callable[[str], None]
+
+_HELD = {
+    "requests": ("truespec_requests_running", "truespec_requests_waiting"),
+    "kv_blocks": ("truespec_kv_cache_usage_ratio",),
+}
+_IDLE_WITHIN_S = 90.0  # dead replicas' gauges vanish after some seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosFigures:
+    """What came of it. Tokens are counted over all requests."""
+
+    requests: int
+    complete: int
+    identical: int
+    duplicated_tokens: int
+    missing_tokens: int
+    leaks: int  # requests, KV blocks and objects that are held with nobody there
+    kills: int
+    kills_by_deployment: dict[str, int]
+    leaked: dict[str, float]
+    unpinned_objects: int  # that the object store keeps until it wants the room
+    resumed: int  # requests that went on on another replica
+    prefill_failures: int
+    tokens: int
+    undisturbed_s: float
+    disturbed_s: float
+    errors: list[str]  # of requests that did not complete
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing was lost, repeated, changed or leaked."""
+        damage = self.duplicated_tokens + self.missing_tokens + self.leaks
+        return self.complete == self.identical == self.requests and not damage
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Strikes:
+    """When replicas are killed."""
+
+    every_s: float
+    longest_s: float  # no more after that
+    most: int | None = None  # no more than so many; None = any number
+
+
+class _Service:
+    """What the service says of itself."""
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url
+
+    def total(self, name: str, **labels: str) -> float:
+        """A metric, summed over all series with these labels."""
+        text = httpx.get(f"{self._base_url}/metrics", timeout=60).text
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))
+
+    def held(self) -> dict[str, float]:
+        """What is held, by kind."""
+        return {kind: sum(self.total(name) for name in names) for kind, names in _HELD.items()}
+
+
+def run_chaos(
+    base_url: str, killer: Killer, bodies: Sequence[Body], concurrency: int, strikes: Strikes, progress: Progress
+) -> ChaosFigures:
+    """Ask, ask again under fire, wait for quiet, and compare."""
+    service = _Service(base_url)
+    progress(f"{len(bodies)} requests, {concurrency} at once, undisturbed")
+    undisturbed, undisturbed_s = _asked(base_url, bodies, concurrency, progress)
+    before = _settled_store(service)
+    resumed, failed = _recoveries(service)
+    progress(f"the same, and every {strikes.every_s:g} s a replica is killed")
+    with _under_fire(killer, strikes, progress):
+        disturbed, disturbed_s = _asked(base_url, bodies, concurrency, progress)
+    progress("waiting for the pools to be whole, and for quiet")
+    killer.wait_until_whole()
+    leaked, unpinned = _leaked(service, before)
+    resumed_now, failed_now = _recoveries(service)
+    found = [differences(one, other) for one, other in zip(undisturbed, disturbed, strict=True)]
+    return ChaosFigures(
+        requests=len(bodies),
+        complete=sum(told.complete for told in disturbed),
+        identical=sum(one.identical for one in found),
+        duplicated_tokens=sum(one.duplicated_tokens for one in found),
+        missing_tokens=sum(one.missing_tokens for one in found),
+        leaks=sum(value > 0 for value in leaked.values()),
+        kills=sum(killer.kills.values()),
+        kills_by_deployment=dict(killer.kills),
+        leaked=leaked,
+        unpinned_objects=unpinned,
+        resumed=int(resumed_now - resumed),
+        prefill_failures=int(failed_now - failed),
+        tokens=sum(len(told.token_ids) for told in disturbed),
+        undisturbed_s=round(undisturbed_s, 1),
+        disturbed_s=round(disturbed_s, 1),
+        errors=[f"{told.status} {_public(told.error)}" for told in disturbed if not told.complete],
+    )
+
+
+def _asked(base_url: str, bodies: Sequence[Body], concurrency: int, progress: Progress) -> tuple[list[Told], float]:
+    def done(number: int) -> None:
+        if number % max(1, len(bodies) // 10) == 0:
+            progress(f"  {number} of {len(bodies)}")
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop of its own
+        told = thread.submit(lambda: asyncio.run(ask_all(base_url, bodies, concurrency, done))).result()
+    return told, time.monotonic() - began
+
+
+def _recoveries(service: _Service) -> tuple[float, float]:
+    return service.total("truespec_resumes_total", result="resumed"), service.total("truespec_prefill_failures_total")
+
+
+@contextmanager
+def _under_fire(killer: Killer, strikes: Strikes, progress: Progress) -> Iterator[None]:
+    over = threading.Event()
+    deadline = time.monotonic() + strikes.longest_s
+
+    def fire() -> None:
+        while not over.wait(strikes.every_s) and time.monotonic() < deadline:
+            if sum(killer.kills.values()) == strikes.most:
+                return
+            if killer.strike():
+                progress(f"  killed so far: {killer.kills}")
+
+    with ThreadPoolExecutor(1) as thread:
+        firing = thread.submit(fire)
+        try:
+            yield
+        finally:
+            over.set()
+            firing.result()
+
+
+def _settled_store(service: _Service) -> ObjectStore:
+    _wait_for_quiet(service)
+    return ObjectStore.read()
+
+
+def _leaked(service: _Service, before: ObjectStore) -> tuple[dict[str, float], int]:
+    """What is held although nobody asks for anything, and the objects that have come and are not held."""
+    held = _wait_for_quiet(service)
+    deadline = time.monotonic() + _IDLE_WITHIN_S
+    while (after := ObjectStore.read()).num_pinned > before.num_pinned and time.monotonic() < deadline:
+        time.sleep(1.0)
+    leaked = held | {"pinned_objects": max(0, after.num_pinned - before.num_pinned)}
+    return leaked, max(0, after.num_unpinned - before.num_unpinned)
+
+
+def _wait_for_quiet(service: _Service) -> dict[str, float]:
+    deadline = time.monotonic() + _IDLE_WITHIN_S
+    while any((held := service.held()).values()) and time.monotonic() < deadline:
+        time.sleep(1.0)
+    return held
+
+
+def _public(error: str) -> str:
+    """An error without the names of processes and paths."""
+    return re.sub(r"(/[\w.-]+)+", "…", error)[:200]

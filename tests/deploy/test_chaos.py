@@ -1,0 +1,176 @@
+"""The chaos and load commands, as far as they need no cluster: what is asked, and how answers are judged."""
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_openai import BREAK, FakeOpenAI, Reply, failure
+
+from deploy.chaos.command import sizes_to_kill
+from deploy.chaos.load import LoadFigures, quantile, run_load, saturation_per_s
+from deploy.chaos.page import write_chaos, write_load
+from deploy.chaos.run import ChaosFigures
+from deploy.chaos.traffic import Told, ask_all, differences, plan
+from serve_app.config import ServeFile, load_config
+from speculative.errors import ConfigError
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
+CALM = Told(200, "abc", [1, 2, 3, 4], 4, "length")
+FIGURES = ChaosFigures(
+    requests=2, complete=2, identical=2, duplicated_tokens=0, missing_tokens=0, leaks=0, kills=1,
+    kills_by_deployment={"DecodeServer": 1}, leaked={}, unpinned_objects=0, resumed=1, prefill_failures=0, tokens=9,
+    undisturbed_s=1.0, disturbed_s=2.0, errors=[],
+)  # fmt: skip
+LOADED = LoadFigures(2.0, 60.0, {"200": 9, "429": 3}, 0, 0.15, 0.1, 0.2, 1.0, 2.0, 3.0, 500.0, 501.0)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "duplicated", "missing"),
+    [
+        ([1, 2, 3, 4], 0, 0),
+        ([1, 2, 3], 0, 1),
+        ([1, 2, 2, 3, 4], 1, 0),
+        ([1, 2, 9, 4], 0, 0),
+        ([3, 4], 0, 2),
+        ([], 0, 4),
+    ],
+)
+def test_lost_and_repeated_tokens_are_told_apart(token_ids: list[int], duplicated: int, missing: int) -> None:
+    found = differences(CALM, replace(CALM, token_ids=token_ids))
+    assert (found.duplicated_tokens, found.missing_tokens) == (duplicated, missing)
+    assert found.identical == (token_ids == CALM.token_ids)
+
+
+@pytest.mark.parametrize("change", [{"text": "ab"}, {"num_logprobs": 3}, {"finish_reason": "stop"}])
+def test_the_same_tokens_are_not_all(change: dict[str, object]) -> None:
+    assert not differences(CALM, replace(CALM, **change)).identical  # type: ignore[arg-type]
+
+
+def test_what_is_broken_off_is_not_complete() -> None:
+    assert CALM.complete
+    assert not replace(CALM, finish_reason="").complete
+    assert not replace(CALM, error="the server let go").complete
+
+
+def test_the_plan_is_a_function_of_its_seed() -> None:
+    bodies = plan("m", 40, 3, 96)
+    assert bodies == plan("m", 40, 3, 96) != plan("m", 40, 4, 96)
+    assert all(body["reproducible"] and 24 <= body["max_tokens"] <= 96 for body in bodies)
+    assert len({body["seed"] for body in bodies}) == 40
+
+
+def test_only_pools_that_can_lose_a_replica_are_shot_at() -> None:
+    data = yaml.safe_load(CONFIG.read_text())
+    assert sizes_to_kill(load_config(CONFIG).application) == {"PrefillServer": 2, "DecodeServer": 2}
+    args = data["applications"][0]["args"]
+    args["pools"]["prefill"]["replicas"] = 1
+    assert sizes_to_kill(ServeFile.model_validate(data).application) == {"DecodeServer": 2}
+    args["pools"]["decode"]["replicas"] = 1
+    with pytest.raises(ConfigError, match="replicas"):
+        sizes_to_kill(ServeFile.model_validate(data).application)
+    args["recovery"]["resume"] = False
+    del args["pools"]["router"]
+    with pytest.raises(ConfigError, match=r"recovery\.resume"):
+        sizes_to_kill(ServeFile.model_validate(data).application)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"complete": 1}, {"identical": 1}, {"duplicated_tokens": 1}, {"missing_tokens": 1}, {"leaks": 1}],
+    ids=str,
+)
+def test_every_kind_of_damage_counts(change: dict[str, int]) -> None:
+    assert FIGURES.sound
+    assert not replace(FIGURES, **change).sound  # type: ignore[arg-type]
+
+
+def test_only_service_and_polite_refusals_are_in_order() -> None:
+    assert LOADED.in_order
+    assert not replace(LOADED, statuses={"200": 9, "500": 1}).in_order
+    assert not replace(LOADED, statuses={"0": 1}).in_order
+    assert not replace(LOADED, broken=1).in_order
+
+
+def test_quantiles() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert [quantile(values, share) for share in (0.5, 0.95, 1.0)] == [50, 95, 100]
+    assert quantile([], 0.5) == 0
+
+
+def test_the_page_keeps_one_section_of_each_command_and_model(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "reliability.md"
+    write_chaos(page, FIGURES, "truespec chaos", "tiny")
+    assert "| held with nobody there | nothing |" in page.read_text()
+    write_load(page, [LOADED, LOADED], "truespec load", "tiny")
+    leaky = replace(FIGURES, requests=77, leaks=1, leaked={"requests": 0.0, "pinned_objects": 3})
+    write_chaos(page, leaky, "truespec chaos", "tiny")
+    text = page.read_text()
+    assert text.startswith("# Reliability")
+    assert text.count("<!-- chaos: tiny -->") == text.count("<!-- load: tiny -->") == 1
+    assert "| held with nobody there | 3 pinned objects |" in text
+    assert "| requests | 77 |" in text and "9 × 200, 3 × 429" in text
+    assert time.strftime("%Y-%m-%d") in text
+
+
+def test_figures_are_json() -> None:
+    told = json.loads(json.dumps(FIGURES.as_dict()))
+    assert {"requests", "complete", "identical", "duplicated_tokens", "missing_tokens", "leaks", "kills"} <= set(told)
+
+
+# -- against a server that answers as a test says --------------------------------------------------------------------
+
+
+def streamed(*chunks: dict[str, object], end: str = "data: [DONE]\n\n") -> Reply:
+    """A stream of choices."""
+    return 200, {}, "".join(f"data: {json.dumps({'choices': [chunk]})}\n\n" for chunk in chunks) + end
+
+
+WHOLE = streamed(
+    {"text": "ab", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-1, -2]}, "finish_reason": None},
+    {"text": "c", "token_ids": [3], "finish_reason": "length"},
+)
+BROKEN_OFF = streamed({"text": "ab", "token_ids": [1, 2]}, end='data: {"error": {"message": "gone"}}\n\n')
+
+
+def test_streams_are_read_to_their_end_and_refusals_asked_again() -> None:
+    server = FakeOpenAI(lambda prompt, times: failure(429, "full") if times == 1 and prompt == "later" else WHOLE)
+    with server.running():
+        told = asyncio.run(ask_all(server.url, [{"prompt": "now"}, {"prompt": "later"}], 2))
+    assert [(one.text, one.token_ids, one.num_logprobs, one.complete) for one in told] == [
+        ("abc", [1, 2, 3], 2, True)
+    ] * 2
+    assert server.asked == {"now": 1, "later": 2}
+
+
+@pytest.mark.parametrize(
+    ("reply", "statuses", "broken"),
+    [
+        (WHOLE, {"200"}, False),
+        (failure(429, "full"), {"429"}, False),
+        (BROKEN_OFF, {"200"}, True),
+        (failure(500, "fault"), {"500"}, True),
+        (BREAK, {"0"}, True),
+    ],
+    ids=["served", "refused", "broken off", "a fault", "no answer"],
+)
+def test_load_tells_order_from_disorder(reply: Reply, statuses: set[str], broken: bool) -> None:
+    server = FakeOpenAI(lambda prompt, times: reply)
+    bodies = [{"prompt": str(number)} for number in range(5)]
+    with server.running():
+        figures = run_load(server.url, bodies, rate_per_s=30, seconds=0.5, memory_bytes=lambda: 2**20, seed=1)
+    assert set(figures.statuses) == statuses
+    assert sum(figures.statuses.values()) == sum(server.asked.values()) > 3
+    assert figures.in_order != broken
+    assert (figures.memory_begin_mib, figures.memory_end_mib) == (1, 1)
+    assert (figures.whole_max_s > 0) == (reply is WHOLE)
+
+
+def test_saturation_counts_what_is_complete() -> None:
+    with FakeOpenAI(lambda prompt, times: WHOLE).running() as server:
+        assert saturation_per_s(server.url, [{"prompt": "a"}, {"prompt": "b"}], concurrency=2, seconds=0.2) > 0
+    with FakeOpenAI(lambda prompt, times: BROKEN_OFF).running() as server:
+        assert saturation_per_s(server.url, [{"prompt": "a"}], concurrency=1, seconds=0.1) == 0
