@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from dashboards.rules import ALERTS, Alert
-from serve_app.metric_names import CATALOGUE, COMMON_LABELS, LABEL_MEANINGS, REPLICA_LABEL, Metric
+from serve_app.label_meanings import Meaning, meaning_of
+from serve_app.metric_names import CATALOGUE, COMMON_LABELS, REPLICA_LABEL, Metric
 
 _MADE_BY = "<!-- Made by `truespec dashboards build`; not edited by hand. -->"
 
@@ -47,12 +48,32 @@ def _table(metrics: Iterable[Metric]) -> list[str]:
 
 
 def _meanings() -> list[str]:
+    """Each label with the metrics that have it in one meaning; the labels of all metrics first."""
+    labelled: dict[str, list[tuple[Meaning, list[str]]]] = {
+        **{label: [(meaning_of(CATALOGUE[0], label), ["every metric"])] for label in COMMON_LABELS},
+        REPLICA_LABEL: [(meaning_of(CATALOGUE[0], REPLICA_LABEL), ["every gauge"])],
+    }
+    for metric in CATALOGUE:
+        for label in metric.labels:
+            groups, meaning = labelled.setdefault(label, []), meaning_of(metric, label)
+            name = f"`{metric.name}`"
+            same = next((names for known, names in groups if known is meaning), None)
+            if same is None:
+                groups.append((meaning, [name]))
+            else:
+                same.append(name)
     lines: list[str] = []
-    for (label, metrics), meanings in LABEL_MEANINGS.items():
-        lines += [f"`{label}` of {', '.join(f'`{name}`' for name in metrics)}:", ""]
-        lines += [f"- `{value}`: {meaning}" for value, meaning in meanings.items()]
-        lines.append("")
+    for label, groups in labelled.items():
+        lines += [f"### `{label}`", ""]
+        for meaning, names in groups:
+            lines += _meaning(meaning, ", ".join(names))
     return lines
+
+
+def _meaning(meaning: Meaning, names: str) -> list[str]:
+    if isinstance(meaning, str):
+        return [f"Of {names}. {meaning}", ""]
+    return [f"Of {names}:", "", *(f"- `{value}`: {text}" for value, text in meaning.items()), ""]
 
 
 def runbooks_page() -> str:

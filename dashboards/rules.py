@@ -20,6 +20,7 @@ _KEEP = ("job", "model_name")
 _5M, _10M, _15M, _1H = (Scope("", window, _KEEP) for window in ("5m", "10m", "15m", "1h"))
 _POOL_5M = Scope("", "5m", (*_KEEP, "pool"))
 _ERROR = 'outcome="error"'
+_FAILED = 'result="failed"'
 _OPEN = BREAKER_STATES.index("open")
 
 
@@ -237,6 +238,16 @@ ALERTS = (
         "Requests fail in the engine or pass their deadline.",
         "The replicas' logs by request id; broken rules on the logprob sanity page; restarts of replicas.",
         "Follow the error that the logs name; deadline errors want more replicas or more `limits.request_timeout_s`.",
+    ),
+    Alert(
+        "TruespecKeysStale",
+        f"{_15M.increase('key_file_reloads_total', where=_FAILED)} > 0",
+        "0m",
+        "warning",
+        "The changed file of API keys of {{ $labels.model_name }} is wrong.",
+        "The keys that were known before go on: a new key does not work yet, and a revoked one still does.",
+        "The replicas' logs, which name the file, the field and the mend.",
+        "Mend the file, or make it anew with `truespec keys`; it is read again within a second.",
     ),
     Alert(
         "TruespecNoTraffic",

@@ -10,6 +10,23 @@ NOT_OK = 'result!="ok"'
 _QUANTILES = (0.5, 0.95, 0.99)
 _FULL_STEPS: Steps = ((None, "green"), (0.8, "yellow"), (0.95, "red"))
 
+_WEIGHT_UPDATES = Panel(
+    title="Weight updates",
+    description="Replicas a second that took new weights, or could not load them. A failure calls the update off for "
+    "all replicas: the trainer was told why, and the replica's log says it too.",
+    unit="ops",
+    queries=(Query(PAGE.rate("weight_updates_total", "pool", "result"), "{{pool}} {{result}}"),),
+    minimum=0,
+)
+_WEIGHT_UPDATE_TIME = Panel(
+    title="Time for weight updates",
+    description="Share of the time that replicas spend on new weights. Load goes on beside requests; switch is time "
+    "in which nothing new begins, and long where the update waits for running requests.",
+    unit="percentunit",
+    queries=(Query(PAGE.rate("weight_update_seconds_total", "pool", "phase"), "{{pool}} {{phase}}", sparse=True),),
+    minimum=0,
+)
+
 _FIRING_NOW = 'count by (alertname) (ALERTS{alertname=~"Truespec.+",alertstate="firing"})'
 _FIRING = Panel(
     title="Firing alerts",
@@ -98,6 +115,40 @@ _KV_USAGE = Panel(
     minimum=0,
     maximum=1,
 )
+_TURNED_AWAY = Panel(
+    title="Requests turned away",
+    description="Requests that make sense and were refused, by reason. Keys at their limits want other limits; "
+    "capacity, time to first token and deadline want more replicas; unauthenticated and forbidden, a word with whoever "
+    "sends them.",
+    unit="reqps",
+    queries=(Query(PAGE.rate("refusals_total", "reason"), "{{reason}}", sparse=True),),
+    stacked=True,
+    minimum=0,
+)
+_KEY_TOKENS = Panel(
+    title="Tokens by API key",
+    description="Tokens of prompts and answers a second, by the id of the key. Empty without keys.",
+    unit="ops",
+    queries=(Query(PAGE.rate("key_tokens_total", "key"), "{{key}}", sparse=True),),
+    stacked=True,
+    minimum=0,
+)
+_KEY_REQUESTS = Panel(
+    title="Requests by API key",
+    description="Requests a second that were let in, by the id of the key. Empty without keys.",
+    unit="reqps",
+    queries=(Query(PAGE.rate("key_requests_total", "key"), "{{key}}", sparse=True),),
+    stacked=True,
+    minimum=0,
+)
+_KEY_RELOADS = Panel(
+    title="Reloads of the key file",
+    description="Changed files of keys that replicas read, by result. Failed: the new file is wrong, and the keys "
+    "that were known before go on, revoked ones included.",
+    unit="none",
+    queries=(Query(PAGE.increase("key_file_reloads_total", "result"), "{{result}}", sparse=True),),
+    minimum=0,
+)
 
 OVERVIEW = Page(
     uid="truespec-overview",
@@ -107,6 +158,8 @@ OVERVIEW = Page(
         Row("Is it right", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
         Row("Is it fast", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN)),
         Row("Is it loaded", (_LOAD, _KV_USAGE)),
+        Row("Who uses it", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS)),
+        Row("Are its weights new", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME)),
     ),
 )
 
@@ -169,6 +222,24 @@ _REFUSALS = Panel(
     stacked=True,
     minimum=0,
 )
+_PREFILL_FAILURES = Panel(
+    title="Prefills that failed",
+    description="Attempts a second at a prefill that came to nothing, by reason; each is made again, at last by the "
+    "decode replica. Died: replicas are lost. Timeout: they hang, or the pool is too small. Full: it is too small.",
+    unit="ops",
+    queries=(Query(PAGE.rate("prefill_failures_total", "reason"), "{{reason}}", sparse=True),),
+    stacked=True,
+    minimum=0,
+)
+_RESUMES = Panel(
+    title="Requests that lost their replica",
+    description="Requests a second whose decode replica was lost. Resumed: they went on elsewhere, and their clients "
+    "saw a pause. Failed: they did not ask to be resumed, or were too often.",
+    unit="reqps",
+    queries=(Query(PAGE.rate("resumes_total", "result"), "{{result}}", sparse=True),),
+    stacked=True,
+    minimum=0,
+)
 _PROMPT_TOKENS = Panel(
     title="Prompt tokens computed",
     description="Prompt tokens a second, by pool. Many in the decode pool mean that handoffs fail or sequences are "
@@ -200,6 +271,7 @@ DISAGGREGATION = Page(
     description="The handoff from prefill to decode, and how the two pools are loaded. Empty in a monolith.",
     rows=(
         Row("Handoff", (_HANDOFFS, _HANDOFF_FAILURES, _HANDOFF_TIME, _REFUSALS, _HANDOFF_BYTES, _HANDOFF_SIZE)),
+        Row("Recovery", (_PREFILL_FAILURES, _RESUMES)),
         Row("Pools", (_POOL_QUEUE, _POOL_LOAD, _PROMPT_TOKENS, _TOKENS, _KV_USAGE)),
     ),
 )

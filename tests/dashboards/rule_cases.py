@@ -216,6 +216,14 @@ CASES: tuple[Case, ...] = (
         "40m",
     ),
     Case(
+        "TruespecKeysStale",
+        "a changed file was wrong",
+        {"key_file_reloads_total result=failed": "0x20 1x30"},
+        "25m",
+        Fires("The changed file of API keys of tiny is wrong."),
+    ),
+    Case("TruespecKeysStale", "files were right", {"key_file_reloads_total result=ok": "0x20 1x30"}, "25m"),
+    Case(
         "TruespecNoTraffic",
         "it stopped",
         {"requests_total outcome=stop": "0+5x120 600x100"},

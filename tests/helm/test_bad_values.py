@@ -71,6 +71,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "config.engine.kv_cache_tokens (16384) must hold a sequence of",
     ),
     (engine(logprobs_mode="raw_logits"), "config.replay.share is above 0, but replays compare raw_logprobs"),
+    ({"config": {"access": {"keys_file": "/k"}}}, "config.access.keys_file is the chart's to set; use apiKeys"),
+    ({"config": {"access": {"open_metrics": False}}}, "config.access.open_metrics is false, but there are no keys"),
+    ({"apiKeys": {"existingSecret": "keys"}}, "so `helm test` needs a key; set apiKeys.smokeSecret"),
+    ({"apiKeys": {"smokeSecret": "key"}}, "apiKeys.smokeSecret is set, but there are no keys"),
     ({"config": {"admin": {"token_file": "/t"}}}, "config.admin.token_file is the chart's to set; use admin.enabled"),
     ({"config": {"dumps": {"folder": "/var/dumps"}}}, "config.dumps.folder is /var/dumps, but only /tmp is writable"),
     # Pools

@@ -1,17 +1,10 @@
 """The chart's CPU example as a cluster runs it: its Serve config put to a real Ray, its smoke script against that."""
 
-import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,18 +13,16 @@ import pytest
 from deploy.chart import CHART
 from deploy.models import fetch_model
 from tests.helm.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
+from tests.ray_head import RayHead, free_ports, ray_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
-
-TOKEN = "a-token-of-this-test-only-0123456789"
 
 
 @dataclass(frozen=True)
 class Cluster:
     """A Ray head as KubeRay talks to it: over the dashboard's REST API, with the cluster's token."""
 
-    dashboard: str
-    environment: dict[str, str]  # of whoever runs in a pod of the cluster
+    head: RayHead
 
     def put(self, config: dict[str, Any], timeout_s: float) -> None:
         """Deploy, and try again while the cluster is not ready, as KubeRay does at each of its rounds."""
@@ -44,18 +35,8 @@ class Cluster:
         return self._request("GET").json()["applications"].get("truespec", {})
 
     def _request(self, method: str, body: object = None) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        return httpx.request(
-            method, f"{self.dashboard}/api/serve/applications/", json=body, headers=headers, timeout=60
-        )
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+        url = f"{self.head.dashboard}/api/serve/applications/"
+        return httpx.request(method, url, json=body, headers=self.head.headers, timeout=60)
 
 
 @pytest.fixture
@@ -77,31 +58,10 @@ def cluster(objects: list[Object]) -> Iterator[Cluster]:
     labels = {key: value for group in groups for key, value in group["labels"].items()}
     (container,) = groups[0]["template"]["spec"]["containers"]
     of_ray = {entry["name"]: entry["value"] for entry in container["env"] if entry["name"].startswith("RAY_")}
-    gcs, dashboard, agent, metrics = free_ports(4)
-    # Ray's sockets need a short path.
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        command = [str(Path(sysconfig.get_path("scripts")) / "ray"), "start", "--head", "--block", "--num-cpus=2"]
-        command += [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
-        command += [f"--metrics-export-port={metrics}", f"--temp-dir={folder}", "--include-dashboard=true"]
-        command += ["--labels", ",".join(f"{key}={value}" for key, value in labels.items())]
-        slow_machine = {"RAY_raylet_start_wait_time_s": "300"}
-        environment = os.environ | of_ray | slow_machine | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-        said = Path(folder, "ray-start.log")
-        with said.open("wb") as log:
-            ray = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            inside = {"RAY_ADDRESS": f"127.0.0.1:{gcs}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-            found = Cluster(f"http://127.0.0.1:{dashboard}", inside)
-            wait_until(lambda: ray.poll() is not None or _answers(found), "Ray's dashboard", 400, said.read_text)
-            assert ray.poll() is None, said.read_text()
-            yield found
-        finally:
-            ray.terminate()  # ends what it started
-            try:
-                ray.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(ray.pid, signal.SIGKILL)
-                ray.wait(10)
+    with ray_head(2, labels, of_ray) as head:
+        found = Cluster(head)
+        wait_until(lambda: _answers(found), "Serve's part of the dashboard", 400)
+        yield found
 
 
 def _answers(cluster: Cluster) -> bool:
@@ -112,10 +72,10 @@ def _answers(cluster: Cluster) -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float, more: Callable[[], str] = str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"{what} was not there after {timeout_s:.0f} s. {more()}"
+        assert time.monotonic() < deadline, f"{what} was not there after {timeout_s:.0f} s"
         time.sleep(1)
 
 
@@ -146,7 +106,6 @@ def drain(cluster: Cluster, objects: list[Object]) -> str:
     """What a worker pod's preStop hook says to standard error when it runs on the cluster."""
     (container,) = pod_templates(objects)["decode"]["spec"]["containers"]
     command = container["lifecycle"]["preStop"]["exec"]["command"]
-    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
-    inside = os.environ | cluster.environment | {"PATH": path, "PYTHONWARNINGS": "ignore"}
+    inside = cluster.head.environment | {"RAY_ADDRESS": cluster.head.address, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=inside, timeout=300)
     return "\n".join(line for line in done.stderr.splitlines() if "\tINFO " not in line)

@@ -328,8 +328,26 @@ def test_secrets_are_made_or_taken_and_mounted_as_files(rendered: Any) -> None:
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
     args = serve_config(taken)["applications"][0]["args"]
     assert args["admin"]["token_file"] == f"{mounts['admin-token']}/token"
+    assert "access" not in args, "anybody may use it without keys"
     environment = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
     assert environment["HF_TOKEN_PATH"] == f"{mounts['hub-token']}/token"
+
+
+def test_api_keys_are_mounted_where_replicas_run_and_the_smoke_test_has_one(rendered: Any) -> None:
+    keyed = rendered["disaggregated"]
+    keys_file = serve_config(keyed)["applications"][0]["args"]["access"]["keys_file"]
+    pods = pod_templates(keyed)
+    (smoke,) = pods.pop("test")["spec"]["containers"]
+    for name, pod in pods.items():
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+        assert ("api-keys" in volumes) == ("api-keys" in mounts) == (name != "head")
+        if name != "head":
+            secret = volumes["api-keys"]["secret"]
+            assert secret["secretName"] == "truespec-keys"
+            assert keys_file == f"{mounts['api-keys']}/{secret['items'][0]['path']}"
+    (mount,) = smoke["volumeMounts"]
+    assert smoke["args"][-1] == f"{mount['mountPath']}/key"
 
 
 def test_the_network_policy_opens_what_is_needed_and_no_more(rendered: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ask the running service for a completion and read its metrics: `smoke.py URL [TIMEOUT_S]`. Standard library only."""
+"""Ask the running service for a completion and read its metrics: `smoke.py URL [TIMEOUT_S [KEY_FILE]]`."""
 
 import json
 import math
@@ -7,6 +7,10 @@ import time
 import urllib.error
 import urllib.request
 
+headers = {"content-type": "application/json"}
+if sys.argv[3:]:
+    with open(sys.argv[3]) as key_file:
+        headers["authorization"] = f"Bearer {key_file.read().strip()}"
 url, deadline = sys.argv[1].rstrip("/"), time.monotonic() + float((sys.argv[2:] or ["120"])[0])
 
 
@@ -14,7 +18,7 @@ def call(path, body=None):
     """The answer to a request, as text; waits while nobody answers or the service says that it is not ready."""
     data = None if body is None else json.dumps(body).encode()
     while True:
-        request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+        request = urllib.request.Request(url + path, data, headers)
         left = deadline - time.monotonic()
         try:
             with urllib.request.urlopen(request, timeout=max(left, 1)) as answer:

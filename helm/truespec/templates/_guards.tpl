@@ -50,6 +50,21 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if dig "admin" "token_file" "" $config -}}
 {{- fail "config.admin.token_file is the chart's to set; use admin.enabled and admin.existingSecret." -}}
 {{- end -}}
+{{- if dig "access" "keys_file" "" $config -}}
+{{- fail "config.access.keys_file is the chart's to set; use apiKeys.existingSecret." -}}
+{{- end -}}
+{{- if not .Values.apiKeys.existingSecret -}}
+{{- if .Values.apiKeys.smokeSecret -}}
+{{- fail "apiKeys.smokeSecret is set, but there are no keys; set apiKeys.existingSecret, or remove it." -}}
+{{- end -}}
+{{- range $name := list "open_metrics" "open_health" -}}
+{{- if not (dig "access" $name true $config) -}}
+{{- fail (printf "config.access.%s is false, but there are no keys to open it; set apiKeys.existingSecret, or leave it true." $name) -}}
+{{- end -}}
+{{- end -}}
+{{- else if and .Values.test.enabled (not .Values.apiKeys.smokeSecret) -}}
+{{- fail "apiKeys.existingSecret is set, so `helm test` needs a key; set apiKeys.smokeSecret, or test.enabled to false." -}}
+{{- end -}}
 {{- $dumps := dig "dumps" "folder" "" $config -}}
 {{- if and $dumps (not (hasPrefix "/tmp/" $dumps)) (not .Values.worker.volumeMounts) (not .Values.head.volumeMounts) -}}
 {{- fail (printf "config.dumps.folder is %s, but only /tmp is writable in the pods; choose a folder below it, or mount a volume with head.volumes and worker.volumes." $dumps) -}}

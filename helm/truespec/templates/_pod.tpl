@@ -128,6 +128,9 @@ spec:
         {{- if and (not $isHead) $values.admin.enabled }}
         - {name: admin-token, mountPath: /etc/truespec/admin, readOnly: true}
         {{- end }}
+        {{- if and (not $isHead) $values.apiKeys.existingSecret }}
+        - {name: api-keys, mountPath: /etc/truespec/keys, readOnly: true}
+        {{- end }}
         {{- with $pod.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -163,6 +166,14 @@ spec:
         defaultMode: 0440
         items:
           - {key: {{ $values.admin.key }}, path: token}
+    {{- end }}
+    {{- with $values.apiKeys.existingSecret }}
+    - name: api-keys
+      secret:
+        secretName: {{ . }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $values.apiKeys.key }}, path: keys.yaml}
     {{- end }}
     {{- end }}
     {{- with $pod.volumes }}

@@ -27,7 +27,24 @@ applications:
         autoscaling_config:
           min_replicas: {{ $pool.autoscaling.minReplicas }}
           max_replicas: {{ $pool.autoscaling.maxReplicas }}
+          upscale_delay_s: {{ $pool.autoscaling.upscaleDelaySeconds }}
+          downscale_delay_s: {{ $pool.autoscaling.downscaleDelaySeconds }}
+          look_back_period_s: 10
+          metrics_interval_s: 1
+          {{- if eq $pool.autoscaling.policy "requests" }}
           target_ongoing_requests: {{ $pool.autoscaling.targetOngoingRequests }}
+          {{- else }}
+          policy:
+            policy_function: serve_app.scaling:LoadPolicy
+            policy_kwargs:
+              targets:
+                {{- if eq $name "prefill" }}
+                backlog_s: {{ $pool.autoscaling.targetBacklogSeconds }}
+                {{- else }}
+                kv_usage: {{ $pool.autoscaling.targetKvUsage }}
+                running_share: {{ $pool.autoscaling.targetRunningShare }}
+                {{- end }}
+          {{- end }}
         {{- else }}
         num_replicas: {{ $pool.replicas }}
         {{- end }}
@@ -42,6 +59,9 @@ applications:
 {{- end -}}
 {{- if .Values.admin.enabled }}
 {{- $_ := set $args "admin" (merge (dict "token_file" "/etc/truespec/admin/token") (default dict .Values.config.admin)) }}
+{{- end -}}
+{{- if .Values.apiKeys.existingSecret }}
+{{- $_ := set $args "access" (merge (dict "keys_file" "/etc/truespec/keys/keys.yaml") (default dict .Values.config.access)) }}
 {{- end -}}
 {{- with .Values.vllm }}
 {{- if .enabled }}

@@ -1,0 +1,71 @@
+"""docs/metrics.md says of every label value what it means: no value is counted that it does not know."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dashboards.reference import metrics_page
+from serve_app.config import POOLS_OF_TOPOLOGY
+from serve_app.label_meanings import meaning_of
+from serve_app.metric_names import CATALOGUE, COMMON_LABELS, METRICS, REPLAY_ALARMS, TRIP_REASONS, Metric
+from serve_app.replays import STRATA, Verdict
+from speculative.request import FinishReason
+
+SOURCE = Path(__file__).parents[2] / "serve_app"
+LABELS = [(metric, label) for metric in CATALOGUE for label in metric.labels]
+
+
+@pytest.mark.parametrize(("metric", "label"), LABELS, ids=lambda value: getattr(value, "name", value))
+def test_every_label_has_a_meaning_and_the_page_tells_it(metric: Metric, label: str) -> None:
+    meaning, page = meaning_of(metric, label), metrics_page()
+    section = page.split(f"### `{label}`")[1].split("###")[0]
+    assert f"`{metric.name}`" in section
+    if isinstance(meaning, str):
+        assert meaning in section
+    else:
+        assert all(f"- `{value}`: {text}" in section for value, text in meaning.items())
+
+
+@pytest.mark.parametrize(
+    ("metric", "label", "values"),
+    [
+        ("breaker_trips_total", "reason", set(TRIP_REASONS)),
+        ("replay_alarms_total", "alarm", set(REPLAY_ALARMS)),
+        ("replay_tokens_total", "stratum", set(STRATA)),
+        ("verdicts_total", "verdict", {verdict.value for verdict in Verdict}),
+        ("requests_total", "outcome", {reason.value for reason in FinishReason} | {"rejected"}),
+        ("requests_total", "pool", {pool for pools in POOLS_OF_TOPOLOGY.values() for pool in pools} | {"router"}),
+    ],
+)
+def test_values_that_are_named_elsewhere_are_all_there(metric: str, label: str, values: set[str]) -> None:
+    meaning = meaning_of(METRICS[f"truespec_{metric}"], label)
+    assert not isinstance(meaning, str)
+    assert meaning.keys() == values
+
+
+def counted() -> Iterator[tuple[str, str, str]]:
+    """Metric, label and value of every call that counts with both written out, conditional values included."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+                continue
+            for keyword in node.keywords if node.args[0].value in METRICS else ():
+                for part in ast.walk(keyword.value):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str) and keyword.arg:
+                        yield str(node.args[0].value), keyword.arg, part.value
+
+
+def test_what_the_code_counts_is_known() -> None:
+    found = list(counted())
+    assert len(found) > 15
+    unknown = [
+        (metric, label, value)
+        for metric, label, value in found
+        if label in METRICS[metric].label_names
+        and not isinstance(meaning := meaning_of(METRICS[metric], label), str)
+        and value not in meaning
+    ]
+    assert unknown == []
+    assert {"model_name", "pool"} == set(COMMON_LABELS)

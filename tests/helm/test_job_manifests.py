@@ -1,0 +1,111 @@
+"""deploy/configs/jobs: RayJobs that fit KubeRay's definition, run safely, and submit commands that exist."""
+
+import json
+import shlex
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from deploy.chart import ROOT
+from serve_app.app import build_app
+from serve_app.config import load_config
+from tests.commands import fault
+from tests.helm import crds
+
+FOLDER = ROOT / "deploy" / "configs" / "jobs"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+KUBERNETES = ("1.29.0", "1.33.0", "1.37.0")
+Object = dict[str, Any]
+
+
+def objects(name: str) -> list[Object]:
+    return list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def job(name: str) -> Object:
+    (found,) = (one for one in objects(name) if one["kind"] == "RayJob")
+    return found
+
+
+def pods(name: str) -> dict[str, Object]:
+    spec = job(name)["spec"]
+    return {"submitter": spec["submitterPodTemplate"], "head": spec["rayClusterSpec"]["headGroupSpec"]["template"]}
+
+
+def test_there_is_one_for_each_verb_that_runs_long() -> None:
+    assert NAMES == ["audit", "batch", "bench", "train-drafter"]
+    for name in NAMES:
+        assert shlex.split(job(name)["spec"]["entrypoint"])[:2] == ["truespec", name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_entrypoint_is_a_command_of_ours(name: str) -> None:
+    words = shlex.split(job(name)["spec"]["entrypoint"])
+    assert fault(words[1:]) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_fits_the_custom_resources_definition(name: str) -> None:
+    for schemas in (crds.our_schemas(), crds.real_schemas()):
+        if "RayJob" in schemas:
+            assert not crds.errors(schemas["RayJob"], job(name))
+            wrong = json.loads(json.dumps(job(name)))
+            wrong["spec"]["rayClusterSpec"]["headGroupSpec"]["replicaz"] = 1
+            assert crds.errors(schemas["RayJob"], wrong), "the schema finds faults"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_pods_and_core_objects_are_valid_kubernetes(name: str, version: str) -> None:
+    for part, pod in pods(name).items():
+        found = {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {"name": part, **pod.get("metadata", {})}}
+        kubernetes_validate.validate(found, version, strict=True)
+    for found in objects(name):
+        if found["kind"] != "RayJob":
+            kubernetes_validate.validate(found, version, strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_meet_the_restricted_security_standard_and_mount_what_they_have(name: str) -> None:
+    for pod in pods(name).values():
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (container,) = spec["containers"]
+        context = container["securityContext"]
+        assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"]) == (False, True)
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_versions_are_the_charts(name: str) -> None:
+    values = yaml.safe_load((ROOT / "helm" / "truespec" / "values.yaml").read_text(encoding="utf-8"))
+    chart = yaml.safe_load((ROOT / "helm" / "truespec" / "Chart.yaml").read_text(encoding="utf-8"))
+    assert job(name)["spec"]["rayClusterSpec"]["rayVersion"] == values["ray"]["version"]
+    for pod in pods(name).values():
+        (container,) = pod["spec"]["containers"]
+        assert container["image"].removesuffix("-cpu") == f"truespec:{chart['appVersion']}"
+        assert container["image"].endswith("-cpu") != ("nvidia.com/gpu" in limits(name))
+
+
+def limits(name: str) -> dict[str, str]:
+    return pods(name)["head"]["spec"]["containers"][0]["resources"]["limits"]
+
+
+def test_the_batchs_application_is_one_that_is_served(tmp_path: Any) -> None:
+    (config_map,) = (one for one in objects("batch") if one["kind"] == "ConfigMap")
+    file = tmp_path / "application.yaml"
+    file.write_text(config_map["data"]["application.yaml"])
+    args = load_config(file).application.args
+    build_app(args.model_dump(exclude_unset=True))
+    head = limits("batch")
+    assert args.pools.monolith is not None
+    assert args.pools.monolith.num_gpus <= int(head["nvidia.com/gpu"])
+    assert args.pools.monolith.num_cpus < int(head["cpu"]), "the job itself and Ray want some"
+    (mount,) = (volume for volume in pods("batch")["head"]["spec"]["volumes"] if "configMap" in volume)
+    assert mount["configMap"]["name"] == config_map["metadata"]["name"]

@@ -1,0 +1,159 @@
+"""The documents: every relative link and anchor leads somewhere, and every `truespec` command shown is one."""
+
+import re
+import subprocess
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.commands import fault, in_shell
+
+ROOT = Path(__file__).parents[1]
+_FENCE = re.compile(r"^(?P<marks>`{3,}|~{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=marks)[ \t]*$", re.M | re.S)
+_CODE = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
+_LINK = re.compile(
+    r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^\s<>)]+)>?(?:\s+\"[^\"]*\")?\s*\)"
+    r"|\b(?:src|srcset|href)=\"([^\"]+)\""
+)
+_HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t]*#*$", re.M)
+_ANCHOR = re.compile(r"\b(?:id|name)=\"([^\"]+)\"")
+_SHELLS = ("", "sh", "bash", "shell", "console", "text")
+# History, and what a person types in parts: commands there may be abbreviated.
+_MENTIONS_ONLY = {"CHANGELOG.md"}
+
+
+def documents() -> list[Path]:
+    """Every Markdown file that is part of the project."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = listed.stdout.split("\n") if listed.returncode == 0 else []
+    found = [ROOT / name for name in names if name and (ROOT / name).is_file()]
+    return found or [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("helm/**/*.md")]
+
+
+DOCUMENTS = documents()
+IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+
+def prose(path: Path) -> str:
+    """The text without code."""
+    return _CODE.sub("`code`", _FENCE.sub("", path.read_text(encoding="utf-8")))
+
+
+def anchors(path: Path) -> set[str]:
+    """What a fragment may name, as GitHub makes it of headings."""
+    text = _FENCE.sub("", path.read_text(encoding="utf-8"))
+    found: set[str] = set(_ANCHOR.findall(text))
+    for heading in _HEADING.findall(text):
+        slug = github_slug(heading)
+        number, name = 0, slug
+        while name in found:
+            number += 1
+            name = f"{slug}-{number}"
+        found.add(name)
+    return found
+
+
+def github_slug(heading: str) -> str:
+    """GitHub's anchor of a heading: links by their text, letters in lower case, spaces as hyphens, signs dropped."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    kept = (sign for sign in text if sign in " -_" or unicodedata.category(sign)[0] in "LN" or sign == "\u200d")
+    return "".join(kept).replace(" ", "-")
+
+
+def links(path: Path) -> Iterator[str]:
+    """Targets that lie within the project."""
+    for written, embedded in _LINK.findall(prose(path)):
+        target = written or embedded
+        if not re.match(r"[a-z][a-z0-9+.-]*:", target):
+            yield target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_links_and_anchors_lead_somewhere(path: Path) -> None:
+    broken = []
+    for target in links(path):
+        place, _, fragment = unquote(target).partition("#")
+        file = (path.parent / place).resolve() if place else path
+        if not file.exists() or not file.is_relative_to(ROOT):
+            broken.append(f"{target}: there is no such file")
+        elif fragment and file.suffix == ".md" and fragment not in anchors(file):
+            broken.append(f"{target}: {file.name} has no such heading")
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_commands_in_blocks_are_whole_commands_of_ours(path: Path) -> None:
+    wrong = []
+    for block in _FENCE.finditer(path.read_text(encoding="utf-8")):
+        if block["language"].strip() in _SHELLS:
+            for words in in_shell(block["text"]):
+                if (found := fault(words, whole=path.name not in _MENTIONS_ONLY)) is not None:
+                    wrong.append(f"truespec {' '.join(words)}: {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_commands_in_the_text_exist_with_their_options(path: Path) -> None:
+    wrong = []
+    for _, code in _CODE.findall(_FENCE.sub("", path.read_text(encoding="utf-8"))):
+        for written in alternatives(" ".join(code.split())):
+            for words in in_shell(written):
+                if (found := fault(words, whole=False)) is not None:
+                    wrong.append(f"{code}: {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+def alternatives(code: str) -> list[str]:
+    """`a b|c` is `a b` and `a c`; spaces around the bar would make it the shell's."""
+    for word in code.split(" "):
+        if "|" in word.strip("|"):
+            return [written for choice in word.split("|") for written in alternatives(code.replace(word, choice, 1))]
+    return [code]
+
+
+def test_the_operations_guide_says_what_to_do_at_each_alert() -> None:
+    alerts = {slug for slug in anchors(ROOT / "docs" / "runbooks.md") if slug.startswith("truespec")}
+    guide = {target.partition("#")[2] for target in links(ROOT / "docs" / "operations.md") if "runbooks.md#" in target}
+    assert alerts and guide == alerts
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda path: path.name)
+def test_pictures_are_self_contained_and_say_what_they_show(path: Path) -> None:
+    root = ElementTree.parse(path).getroot()
+    svg = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{svg}svg" and root.get("viewBox")
+    assert root.findtext(f"{svg}title") and root.findtext(f"{svg}desc"), "for those who cannot see it"
+    text = path.read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in text
+    assert not re.findall(r"(?:href|src)=\"(?!#)|url\((?!#)|<script", text), "it loads nothing"
+
+
+def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b` & C\n\n# A `b` & C\n\n[x](#a-b--c) [y](other.md#z) ![p](<a b.png>)\n```\n[no](link.md)\n```\n"
+    )
+    assert anchors(page) == {"a-b--c", "a-b--c-1"}
+    assert list(links(page))[:2] == ["#a-b--c", "other.md#z"]
+    found = list(
+        in_shell("X=1 truespec audit --clean 5 | tee log  # comment\nray job submit -- .venv/bin/truespec serve F\n")
+    )
+    assert found == [["audit", "--clean", "5"], ["serve", "F"]]
+    assert list(in_shell("pip install truespec\nhelm install truespec helm/truespec\n")) == []
+    assert fault(["serve", "FILE"]) is None
+    assert fault(["serve"]) is not None and fault(["serve"], whole=False) is None
+    assert fault(["serve", "FILE", "--adress", "auto"]) is not None
+    assert fault(["config"]) is not None and fault(["config", "chekc", "FILE"]) is not None
+    assert fault(["serve", "FILE", "FILE"]) is not None
+    assert fault(["train-drafter", "--model", "M", "--out", "O", "--kind", "medusa"]) is not None
+    assert alternatives("truespec audit --mutants|--clean") == ["truespec audit --mutants", "truespec audit --clean"]
