@@ -7,7 +7,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test slow test-all check chart checkov clean
+.PHONY: help setup demo serve test slow test-gpu test-all check chart chaos checkov clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -34,6 +34,11 @@ test: $(STAMP) ## run the tests that need neither a GPU nor minutes; says what i
 slow: $(STAMP) ## run the slow tests only
 	$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)
 
+test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there is none
+	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+	  "make test-gpu: torch " + torch.__version__ + " sees no CUDA device here; nothing was tested.")'
+	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
+
 test-all: $(STAMP) ## run every test; those for a GPU skip themselves where there is none
 	$(VENV)/bin/python -m pytest $(ARGS)
 
@@ -45,6 +50,11 @@ check: $(STAMP) ## lint, formatting and types
 chart: $(STAMP) ## write what is generated of the chart, and docs/configuration.md
 	$(VENV)/bin/python -m deploy.chart
 	$(VENV)/bin/truespec config reference --out docs/configuration.md
+
+chaos: $(STAMP) ## kill replicas under load, then load the service beyond saturation (minutes); writes build/chaos.json
+	@mkdir -p build
+	$(VENV)/bin/truespec chaos --json build/chaos.json --page docs/reliability.md $(ARGS)
+	$(VENV)/bin/truespec load --json build/load.json --page docs/reliability.md
 
 checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in an environment of its own (300 MB)
 	@test -x build/checkov/bin/checkov || { $(PYTHON) -m venv build/checkov && build/checkov/bin/pip install -qq checkov==3.3.30; }

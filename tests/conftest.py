@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,6 +13,8 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+if not Path("/dev/nvidiactl").exists():  # without a GPU, Triton's kernels are run by its interpreter
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # CI repeats itself; at a developer's desk new examples are looked for.
 hypothesis.settings.register_profile("ci", derandomize=True)

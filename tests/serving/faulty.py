@@ -1,5 +1,6 @@
 """Replicas with a faulty engine, for tests only: the fault is there while a file is."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from speculative.batch import Layout
 from speculative.config import EngineConfig
 from speculative.draft_law import PointMass
 from speculative.engine import EngineCore
+from speculative.request import TokenDelta
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.token_wise import verify_token_wise
 
@@ -42,6 +44,18 @@ def misplace_rounds_with_drafts(engine: EngineCore, flag: Path) -> None:
         return right(replace(layout, positions=layout.positions + 9) if wrong else layout)
 
     engine.runner.forward = forward  # type: ignore[method-assign]
+
+
+def slow_steps(engine: EngineCore, flag: Path) -> None:
+    """Every step takes longer: no fault of what is said, but time to do something meanwhile."""
+    right = engine.step
+
+    def step() -> list[TokenDelta]:
+        if flag.exists():
+            time.sleep(0.03)
+        return right()
+
+    engine.step = step  # type: ignore[method-assign]
 
 
 def with_fault(replica: Any, fault: Fault, flag: Path) -> Any:

@@ -8,8 +8,7 @@ from playwright.sync_api import expect
 from tests.browser import Visit, chromium, needs_chromium
 from tests.serving.conftest import Service, wait_for
 
-# Slow: on a busy machine a click sometimes waits out its minute, and why is not known yet.
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), needs_chromium]
 
 LOOPING = "one two three one two three one two three one two"
 

@@ -40,6 +40,7 @@ class Load:
     """Requests that keep coming until they are stopped, three at a time."""
 
     service: Service
+    model: str
     usages: list[dict[str, Any]] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -50,6 +51,12 @@ class Load:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def check(self) -> None:
+        """Fail if a request did: what it was to show will not come."""
+        for worker in self._workers:
+            if worker.done():
+                worker.result()
 
     def stop(self) -> None:
         """Let the last ones finish; a request that failed fails the test."""
@@ -62,7 +69,12 @@ class Load:
         for number in itertools.count():
             if self.stopped.is_set():
                 return
-            body = {"max_tokens": 40, "temperature": (0.0, 0.7)[number % 2], "seed": 1000 * worker + number}
+            body: dict[str, Any] = {
+                "model": self.model,
+                "max_tokens": 40,
+                "temperature": (0.0, 0.7)[number % 2],
+                "seed": 1000 * worker + number,
+            }
             prompt = f"{worker} {number} " + "one two three " * 6
             self.usages.append(self.service.completion(prompt=prompt, ignore_eos=True, logprobs=2, **body)["usage"])
 
@@ -105,10 +117,11 @@ def watched(
 ) -> Iterator[Watched]:
     program("prometheus")
     args = app_args(tiny_folder, "disaggregated") if request.param == "tiny" else demo_args()
+    model = str(args["model"]["name"])
     with deployed(ray_port, APP, args) as service:
         scrape = scrape_configs(service)
         folder = tmp_path_factory.mktemp("prometheus")
-        with running_prometheus(folder, scrape, RULES) as prometheus, Load(service) as load:
+        with running_prometheus(folder, scrape, RULES) as prometheus, Load(service, model) as load:
             yield Watched(prometheus, load)
 
 
@@ -134,6 +147,7 @@ def has_figures(prometheus: Prometheus, query: Query, job: str) -> bool:
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_panel_has_figures(watched: Watched, query: Query) -> None:
     prometheus = watched.prometheus
+    watched.load.check()
     if not query.sparse:
         wait_for(lambda: has_figures(prometheus, query, "app"), query.expr, DATA_TIMEOUT_S)
     figures = prometheus.values(filled(query.expr, "app"))

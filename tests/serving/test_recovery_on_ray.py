@@ -1,0 +1,183 @@
+"""The stream router on a real Ray: the same service as without it, and streams that outlive their replica."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+import serve_app.app
+from deploy.chaos.replicas import Killer, replica_pids
+from deploy.chaos.run import Strikes, run_chaos
+from deploy.chaos.traffic import plan
+from serve_app.app import build_app
+from tests.serving.conftest import MODEL, Service, app_args, deployed, gauge_total, wait_for
+from tests.serving.faulty import slow_steps, with_fault
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+LOOPING = "one two three one two three one two three one two"
+HALF = {"num_cpus": 0.5}
+SIZES = {"PrefillServer": 2, "DecodeServer": 2}
+
+
+@pytest.fixture(scope="module")
+def routed(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
+    pools = {"prefill": {"replicas": 2, **HALF}, "decode": {"replicas": 2, **HALF}, "router": HALF}
+    recovery = {"resume": True, "max_resumes": 20}
+    args = app_args(tiny_folder, "disaggregated", pools=pools, recovery=recovery)
+    with deployed(ray_port, "routed", args) as service:
+        yield service
+
+
+def stream(service: Service, **body: Any) -> Iterator[dict[str, Any]]:
+    """The choices of a streamed completion."""
+    with service.http() as http:
+        asked = {"model": MODEL, "stream": True, "return_token_ids": True, **body}
+        with http.stream("POST", "/v1/completions", json=asked) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    told = json.loads(line.removeprefix("data: "))
+                    assert "error" not in told, told
+                    yield from told["choices"]
+
+
+def whole(choices: Iterator[dict[str, Any]]) -> tuple[str, list[int], str]:
+    text, tokens, reason = "", list[int](), ""
+    for choice in choices:
+        text += choice["text"]
+        tokens += choice.get("token_ids") or ()
+        reason = choice["finish_reason"] or reason
+    return text, tokens, reason
+
+
+def test_the_router_changes_nothing_that_clients_see(routed: Service, monolith: Service) -> None:
+    body = {"prompt": LOOPING, "max_tokens": 20, "seed": 5, "logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True}
+    for more in ({"temperature": 0}, {"temperature": 1.0, "n": 3}, {"temperature": 0.8, "reproducible": True}):
+        ours, theirs = (service.completion(**body, **more) for service in (routed, monolith))
+        for one, other in zip(ours["choices"], theirs["choices"], strict=True):
+            assert one["text"] == other["text"]
+            assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-4)
+    reply = routed.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=8
+    )
+    assert reply.usage is not None and 0 < reply.usage.completion_tokens <= 8
+    assert routed.completion(prompt=LOOPING, max_tokens=9, verify=True)["verdict"] == "verified"
+
+
+def test_a_choice_that_stops_early_is_let_go(routed: Service) -> None:
+    body = {"prompt": LOOPING, "max_tokens": 400, "temperature": 1.0, "seed": 2, "ignore_eos": True}
+    text = routed.completion(**body)["choices"][0]["text"]
+    stop = text[20:24]
+    first, *_ = routed.completion(**body, n=3, stop=stop)["choices"]
+    assert first["finish_reason"] == "stop" and first["text"] == text[: text.index(stop)]
+    wait_for(lambda: _idle(routed), "return to idle")
+
+
+def test_a_client_that_leaves_frees_what_its_worker_held(routed: Service) -> None:
+    with contextlib.closing(stream(routed, prompt="go on", max_tokens=1900, ignore_eos=True)) as choices:
+        assert next(choices)["token_ids"]
+    wait_for(lambda: _idle(routed), "return to idle")
+
+
+def resumed(service: Service) -> float:
+    lines = service.metrics_text().splitlines()
+    counts = [line for line in lines if line.startswith("truespec_resumes_total{") and 'result="resumed"' in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in counts)
+
+
+def test_a_stream_goes_on_when_its_replica_is_killed(routed: Service) -> None:
+    """Every decode replica is killed: the stream waits for a new one, and goes on there."""
+    body = {"prompt": LOOPING, "max_tokens": 1500, "seed": 11, "reproducible": True, "ignore_eos": True}
+    undisturbed = whole(stream(routed, **body, speculate=False))
+    assert len(undisturbed[1]) == 1500
+    before = resumed(routed)
+    with contextlib.closing(stream(routed, **body, speculate=False)) as choices:
+        begun = [next(choices) for _ in range(5)]
+        killed = replica_pids("routed", "DecodeServer")
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        assert whole(iter([*begun, *choices])) == undisturbed
+    assert killed
+    assert resumed(routed) > before
+    wait_for(lambda: _idle(routed), "return to idle")
+
+
+def test_a_killed_prefill_is_asked_for_again(routed: Service) -> None:
+    body = {"prompt": LOOPING, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
+    expected = routed.completion(**body)["choices"][0]["token_ids"]
+    killer = Killer("routed", SIZES, seed=1)
+    killer.wait_until_whole()
+    killer.kill("PrefillServer")
+    answers = [routed.completion(**body)["choices"][0]["token_ids"] for _ in range(5)]
+    assert answers == [expected] * 5
+
+
+def test_twenty_requests_under_fire(routed: Service) -> None:
+    """The small sister of `make chaos`."""
+    killer = Killer("routed", SIZES, seed=3)
+    killer.wait_until_whole()
+    bodies = plan(MODEL, 20, seed=2, max_tokens=600)
+    told: list[str] = []
+    figures = run_chaos(routed.base_url, killer, bodies, 8, Strikes(0.5, 600.0, most=2), told.append)
+    assert figures.sound, figures
+    assert (figures.requests, figures.errors) == (20, [])
+    assert figures.kills == 2
+    assert figures.tokens > 20 * 150
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_requests_under_fire(routed: Service, tmp_path: Path) -> None:
+    killer = Killer("routed", SIZES, seed=1)
+    killer.wait_until_whole()
+    told: list[str] = []
+    bodies = plan(MODEL, 200, seed=1, max_tokens=200)
+    figures = run_chaos(routed.base_url, killer, bodies, 16, Strikes(3.0, 600.0), told.append)
+    assert figures.sound, figures
+    (tmp_path / "chaos.json").write_text(json.dumps(figures.as_dict(), indent=2))
+    assert figures.requests == 200 and figures.kills >= 3 and figures.resumed > 0
+
+
+def test_a_redeployment_keeps_streams_alive(
+    ray_port: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that began under the old settings ends while the new ones are served."""
+    slow = tmp_path / "slow"
+    monkeypatch.setattr(serve_app.app, "DecodeServer", with_fault(serve_app.app.DecodeServer, slow_steps, slow))
+
+    def args(max_choices: int) -> dict[str, Any]:
+        pools = {"prefill": HALF, "decode": HALF}
+        return app_args(tiny_folder, "disaggregated", pools=pools, limits={"max_choices": max_choices})
+
+    def statuses() -> int:
+        with service.http() as http:
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 1, "n": 2}
+            return http.post("/v1/completions", json=body).status_code
+
+    body = {"prompt": LOOPING, "max_tokens": 400, "seed": 1, "reproducible": True, "ignore_eos": True}
+    with deployed(ray_port, "redeployed", args(2)) as service, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        undisturbed = whole(stream(service, **body, speculate=False))
+        assert statuses() == 200
+        slow.touch()
+        with contextlib.closing(stream(service, **body, speculate=False)) as choices:
+            begun = [next(choices) for _ in range(3)]
+            deploying = thread.submit(serve.run, build_app(args(1)), name="redeployed", route_prefix="/redeployed")
+            rest = list(choices)
+        assert whole(iter([*begun, *rest])) == undisturbed
+        slow.unlink()
+        deploying.result(timeout=300)
+        assert statuses() == 400
+
+
+def _idle(service: Service) -> bool:
+    text = service.metrics_text()
+    names = ("truespec_requests_running", "truespec_requests_waiting", "truespec_kv_cache_usage_ratio")
+    return all(gauge_total(text, name) == 0 for name in names)

@@ -1,0 +1,71 @@
+"""Two replicas in each pool: prompts find the cache that has their prefix, whichever decode replica asks."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import MODEL, Service, app_args, deployed, wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+POOLS = {"prefill": {"replicas": 2, "num_cpus": 0.5}, "decode": {"replicas": 2, "num_cpus": 0.5}}
+PROMPTS = [[3 + (number * 31 + index * 7) % 400 for index in range(80)] for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def service(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
+    args = app_args(tiny_folder, "disaggregated", pools=POOLS, routing={"period_s": 0.5})
+    with deployed(ray_port, "routed", args) as running:
+        yield running
+
+
+def ask(service: Service, prompt: list[int], session: str, max_tokens: int = 4) -> dict[str, Any]:
+    with service.http() as http:
+        reply = http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True},
+            headers={"x-session-id": session},
+        )
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def cached(reply: dict[str, Any]) -> int:
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_the_same_prefix_goes_to_the_prefill_replica_that_has_it(service: Service) -> None:
+    assert [cached(ask(service, prompt, "first")) for prompt in PROMPTS] == [0] * len(PROMPTS)
+    # At once, by the same decode replica: it knows where it sent them.
+    assert [cached(ask(service, prompt, "first")) for prompt in PROMPTS] == [64] * len(PROMPTS)
+    assert cached(ask(service, [*PROMPTS[0][:50], 5, 6, 7, 8], "first")) == 48, "the shared part only"
+
+    def found_by_all() -> bool:  # other sessions are another replica's, which knows only what is told
+        return all(cached(ask(service, prompt, f"session-{number}")) == 64 for number in range(6) for prompt in PROMPTS)
+
+    wait_for(found_by_all, "every decode replica knowing what the prefill replicas have cached", timeout_s=60)
+
+
+def test_a_session_stays_with_its_replica_and_sessions_are_shared_out(service: Service) -> None:
+    lengths = itertools.count(5)  # each answer has one of its own, by which its replay is known
+
+    def served_by(session: str) -> str:
+        length = next(lengths)
+        ask(service, PROMPTS[0], session, length)
+        replicas: list[str] = []
+
+        def told() -> bool:
+            with service.http() as http:
+                latest = http.get("/status").json()["latest"]
+            replicas[:] = [one["replica"] for one in latest if one["num_tokens"] == length]
+            return bool(replicas)
+
+        wait_for(told, "the replay of an answer")
+        return replicas[0]
+
+    homes = {session: served_by(session) for session in "abcdefgh"}
+    assert len(set(homes.values())) == 2
+    assert {session: served_by(session) for session in "abcdefgh"} == homes

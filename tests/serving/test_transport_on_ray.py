@@ -1,0 +1,26 @@
+"""Each way a handoff can go between two replicas gives the same answer, and is counted as taken in."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.serving.conftest import Service, app_args, deployed, wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+
+PROMPT = [3 + (index * 7) % 400 for index in range(700)]
+
+
+@pytest.mark.parametrize("transport", ["inline", "nixl"])
+def test_handoffs_arrive_whole(ray_port: int, tiny_folder: Path, disaggregated: Service, transport: str) -> None:
+    if transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        pytest.skip("NIXL is not installed: pip install --no-deps nixl nixl-cu12")
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 3, "logprobs": 1, "return_token_ids": True, "ignore_eos": True}
+    (expected,) = disaggregated.completion(**body)["choices"]
+    args = app_args(tiny_folder, "disaggregated", handoff={"transport": transport})
+    with deployed(ray_port, f"by-{transport}", args) as service:
+        for _ in range(3):
+            (got,) = service.completion(**body)["choices"]
+            assert got["token_ids"] == expected["token_ids"] and got["logprobs"] == expected["logprobs"]
+        wait_for(lambda: service.metrics()["handoffs_by_result"] == {"ok": 3}, "three handoffs, none refused or failed")
