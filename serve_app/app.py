@@ -1,5 +1,6 @@
 """The composition root: from the YAML's `args` to a Ray Serve application."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +84,9 @@ def _routing(config: AppConfig, name: PoolName) -> dict[str, Any]:
     engine, routing = config.engine, config.routing
     if (routing.prefill if name == "prefill" else routing.decode) == "serve":
         return {}
+    is_ingress = name != "prefill" and config.router is None
+    if is_ingress and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        return {}  # HAProxy has a rule of its own, and Serve refuses one that it would pass over
     chosen, needs = (
         ("PrefillRouter", {"block_size": engine.block_size})
         if name == "prefill"

@@ -23,7 +23,10 @@ def test_what_is_shown_is_a_configuration_of_the_same_meaning(file: Path, tmp_pa
     assert theirs.args.model.served_name == ours.args.model.served_name
     assert theirs.args.engine_config(theirs.args.pool_names[0]) == ours.args.engine_config(ours.args.pool_names[0])
     named = yaml.safe_load(shown.output)["applications"][0]["args"]
-    assert named["engine"].keys() | {"max_model_len", "cuda_graphs"} == AppConfig.model_fields["engine"].annotation.model_fields.keys()
+    assert (
+        named["engine"].keys() | {"max_model_len", "cuda_graphs"}
+        == AppConfig.model_fields["engine"].annotation.model_fields.keys()
+    )
 
 
 def test_overrides_are_folded_into_the_pools(tmp_path: Path) -> None:
