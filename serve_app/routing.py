@@ -166,6 +166,18 @@ class _Ranking(ConsistentHashRouter):
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         return [[replicas[name]] for name in self.rank(replicas, pending_request)]
 
+    async def _fulfill_pending_requests(self) -> None:
+        """As above, but requests that came while the last task was ending do not wait for the next one to come."""
+        await super()._fulfill_pending_requests()
+        if self._pending_requests_to_route:
+            self._maybe_start_routing_tasks()
+
+    def _get_pending_request_matching_internal_request_id(self, request_metadata: Any = None) -> Any:
+        """The request that was ranked. Its id will not do: calls from within one HTTP request share it, and all but the
+        last of them would never be sent."""
+        waiting = (one for one in self._pending_requests_to_fulfill if one.metadata is request_metadata)
+        return next((one for one in waiting if not one.future.done()), None)
+
 
 class PrefillRouter(_Ranking):
     """Sends prompts where most of them is cached and least is waiting."""

@@ -173,3 +173,18 @@ async def test_the_decode_router_counts_what_it_has_sent_since_it_was_told() -> 
     for number in range(10, 20):
         again = await router.choose_replicas(replicas, pending(f"q{number}", session="s"))
         assert again[0][0].replica_id.unique_id == home
+
+
+def test_calls_that_share_an_id_are_told_apart() -> None:
+    """Serve gives all calls from within one HTTP request the same internal id."""
+
+    def pending(done: bool = False) -> Any:
+        future = SimpleNamespace(done=lambda: done)
+        return SimpleNamespace(metadata=SimpleNamespace(internal_request_id="same"), future=future)
+
+    first, second, over = pending(), pending(), pending(done=True)
+    router: Any = SimpleNamespace(_pending_requests_to_fulfill=[over, first, second])
+    find = PrefillRouter._get_pending_request_matching_internal_request_id
+    assert find(router, first.metadata) is first
+    assert find(router, second.metadata) is second
+    assert find(router, over.metadata) is None

@@ -156,6 +156,12 @@ def test_labels_are_scored(disaggregated: Service, monolith: Service) -> None:
             assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
 
 
+def test_prompts_of_one_body_are_all_sent_at_once(disaggregated: Service) -> None:
+    reply = disaggregated.completion(prompt=[f"prompt {number}" for number in range(12)], max_tokens=2, temperature=0)
+    assert len(reply["choices"]) == 12
+    assert 'reason="timeout"' not in disaggregated.metrics_text(), "a prefill was lost, and asked for again"
+
+
 def test_structured_answers_pass_through_the_handoff(disaggregated: Service) -> None:
     body = {"prompt": "pick", "max_tokens": 40, "temperature": 1.3, "seed": 1}
     for choice in disaggregated.completion(**body, n=6, structured_outputs={"choice": COLOURS})["choices"]:
