@@ -11,84 +11,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import Batch, Layout
+from deploy.audit import toy
+from speculative.batch import Batch, Int64s
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.draft_law import Dense
-from speculative.drafting import Drafter, DraftOutput
+from speculative.drafting import Drafter
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
-from speculative.rng import Purpose, uniforms
-from speculative.runner import ModelRunner
 from tests.tiny_models import write_tiny_model
 
 
-class TableRunner(ModelRunner):
-    """A model whose logits are rows of a table [V, V]."""
-
-    def __init__(self, engine: EngineCore, table: Tensor) -> None:
-        self.cache = engine.runner.cache
-        self.device = engine.device
-        self.table = table
-
-    def forward(self, layout: Layout) -> Tensor:
-        return torch.from_numpy(layout.input_ids)[:, None].float()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden[:, 0].long()]
-
-
-class TableDrafter:
-    """Draws up to `most` drafts from a chain with the rows of q [V, V]; or chooses the likeliest, as point masses."""
+class TableDrafter(toy.TableDrafter):
+    """Draws up to `most` drafts from a chain with the rows of q [V, V]; `vary`: draft lengths that depend on the prefix,
+    0 included."""
 
     def __init__(self, q: Tensor, most: int, *, vary: bool = True) -> None:
-        self.q = q.float()
-        self.cdf = q.double().cumsum(-1).numpy()
-        self.most = most
-        self.vary = vary  # draft lengths that depend on the prefix, 0 included
+        super().__init__(q, most)
+        self.vary = vary
 
-    def propose(self, batch: Batch) -> DraftOutput:
-        sequences = [entry.sequence for entry in batch.entries]
-        counts = np.array([min(entry.max_drafts, self.most) for entry in batch.entries])
-        if self.vary:
-            counts = np.array([sum(seq.tokens) for seq in sequences]) % (counts + 1)
-        seeds = np.array([seq.request.seed for seq in sequences], np.uint64)
-        rounds = np.array([len(seq.tokens) for seq in sequences], np.uint64)
-        last = np.array([seq.tokens[-1] for seq in sequences])
-        steps = [last]
-        for offset in range(self.most):
-            zeros = np.zeros_like(seeds)
-            uniform = uniforms(seeds, rounds, zeros + np.uint64(offset), zeros + np.uint64(Purpose.DRAFT))
-            cdf = self.cdf[last]
-            last = np.minimum((cdf <= (uniform * cdf[:, -1])[:, None]).sum(-1), cdf.shape[1] - 1)
-            steps.append(last)
-        path = np.stack(steps, axis=1)  # [B, most + 1]: the pending token, then the drafts
-        drafts = [row[1 : count + 1].tolist() for row, count in zip(path, counts, strict=True)]
-        before = np.concatenate([row[:count] for row, count in zip(path, counts, strict=True)])
-        return DraftOutput.pack(drafts, Dense(self.q[torch.from_numpy(before)]))
-
-    def forget(self, request_id: str) -> None:
-        pass
-
-
-class LikeliestDrafter:
-    """Chooses what the target most likely says: long runs are accepted, and the coins behind them matter."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.next = table.argmax(-1).tolist()
-
-    def propose(self, batch: Batch) -> DraftOutput:
-        drafts = []
-        for entry in batch.entries:
-            chain = [entry.sequence.tokens[-1]]
-            while len(chain) <= entry.max_drafts:
-                chain.append(self.next[chain[-1]])
-            drafts.append(chain[1:])
-        return DraftOutput.pack(drafts)
-
-    def forget(self, request_id: str) -> None:
-        pass
+    def counts(self, batch: Batch) -> Int64s:
+        counts = super().counts(batch)
+        return np.array([sum(entry.sequence.tokens) for entry in batch.entries]) % (counts + 1) if self.vary else counts
 
 
 def table_engine(
@@ -110,7 +54,7 @@ def table_engine(
     model = ModelConfig.from_folder(folder)
     decoder = load_decoder(folder, dtype=torch.float32, device="cpu")
     engine = engine_class(decoder, model, EngineConfig(**{**settings, **config}))  # type: ignore[arg-type]
-    engine.runner = TableRunner(engine, table.float())
+    engine.runner = toy.TableRunner(decoder, engine, table.float())
     if drafter is not None:
         engine.drafter = drafter
     return engine

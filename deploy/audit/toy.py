@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import Batch, Layout
+from speculative.batch import Batch, Int64s, Layout
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.draft_law import Dense
 from speculative.drafting import DraftOutput
@@ -43,16 +43,21 @@ class TableRunner(ModelRunner):
 
 
 class TableDrafter:
-    """Draws NUM_DRAFTS tokens from a chain whose rows are q [V, V]."""
+    """Draws up to `most` tokens from a chain whose rows are q [V, V]."""
 
-    def __init__(self, q: Tensor) -> None:
-        self.q = q
+    def __init__(self, q: Tensor, most: int = NUM_DRAFTS) -> None:
+        self.q = q.float()
         self.cdf = q.double().cumsum(-1).numpy()
+        self.most = most
+
+    def counts(self, batch: Batch) -> Int64s:
+        """[E] how many drafts each entry gets; may depend on its prefix."""
+        return np.array([min(entry.max_drafts, self.most) for entry in batch.entries])
 
     def propose(self, batch: Batch) -> DraftOutput:
         """As many drafts as fit, each with the row it was drawn from."""
         sequences = [entry.sequence for entry in batch.entries]
-        counts = np.array([min(entry.max_drafts, NUM_DRAFTS) for entry in batch.entries])
+        counts = self.counts(batch)
         seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
         rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
         path = [np.array([sequence.tokens[-1] for sequence in sequences])]
@@ -79,7 +84,7 @@ class LikeliestDrafter:
         drafts = []
         for entry in batch.entries:
             chain = [entry.sequence.tokens[-1]]
-            while len(chain) <= min(entry.max_drafts, NUM_DRAFTS):
+            while len(chain) <= entry.max_drafts:
                 chain.append(self._next[chain[-1]])
             drafts.append(chain[1:])
         return DraftOutput.pack(drafts)

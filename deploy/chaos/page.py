@@ -9,40 +9,9 @@ from deploy.chaos.load import LoadFigures
 from deploy.chaos.run import ChaosFigures
 from deploy.sections import write_section
 
-HEAD = """# Reliability
+_HEAD = """# Reliability
 
-What happens when replicas die, hang, or are asked for more than they can do. The sections with figures were written by
-the commands named in them, with the day and the machine.
-
-| what goes wrong | what happens | what counts it |
-|---|---|---|
-| a prefill replica dies, hangs, or its handoff does not arrive | it is asked for again, at most \
-`recovery.prefill_retries` times, each for at most `recovery.prefill_timeout_s`; then the decode replica computes the \
-prompt itself | `truespec_prefill_failures_total` by reason |
-| a handoff is damaged, cut, of another request, model, or version | it is refused, and the prompt is computed anew | \
-`truespec_handoff_refusals_total` by reason |
-| a decode replica dies, with a stream router in front | requests with `resume` go on on another replica | \
-`truespec_resumes_total` by result |
-| the same without a router, or without `resume` | the request fails: 503, or an error event once it streams | \
-`truespec_requests_total{outcome="error"}` |
-| an engine gives a request up, with `resume` | another replica goes on with it | the same |
-| a replica is stopped (`serve deploy`, scaling down) | it takes nothing new, finishes what it has, at most \
-`limits.request_timeout_s`, and ends | |
-| more comes than can be served | 429 or 503 with Retry-After, at once | `truespec_requests_total{outcome="rejected"}` |
-
-**Resuming.** `pools.router` puts a stream router before the replicas that decode; `recovery.resume: true` does so too,
-and resumes requests that do not say. A request says with `"resume": true` or `false`. The router knows every token that
-it has passed on. When a replica is lost, another computes prompt and tokens again and goes on after them: the client
-sees a pause. No token comes twice and none is missing, inside a character, a stop string or a structure too; logprobs
-that were told are not told again; every choice of `n` goes on, each on its own.
-
-What is promised of the text: a request with `"reproducible": true` gets the text that it would have had (up to ties
-closer than float32 can tell). Of any other, the law of the tokens is the same, and the text after the break may be
-another one: what is drafted after it may differ, and with it where the random numbers go.
-
-What is not promised: the router itself is one more process, and a stream ends with the router that serves it. A handoff
-carries a checksum, not a signature: it tells damage from soundness, not friend from foe; see Ray's token authentication
-for that.
+Every section below was written by the command that stands in it, with the day and the machine.
 """
 
 
@@ -70,7 +39,7 @@ def write_chaos(path: Path, figures: ChaosFigures, command: str, model: str) -> 
 | | |
 |---|---|
 {table}"""
-    write_section(path, "chaos", model, body, head=HEAD)
+    write_section(path, "chaos", model, body, head=_HEAD)
 
 
 def write_load(path: Path, stretches: Sequence[LoadFigures], command: str, model: str) -> None:
@@ -90,7 +59,7 @@ the second at twice that. Latencies are of requests that were let in.
 | requests/s | s | answers | broken | served/s | first token p50 / p95, s | whole p50 / p95 / max, s | memory, MiB |
 |---|---|---|---|---|---|---|---|
 {rows}"""
-    write_section(path, "load", model, body, head=HEAD)
+    write_section(path, "load", model, body, head=_HEAD)
 
 
 def _leaked(figures: ChaosFigures) -> str:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
+from deploy.audit.toy import LikeliestDrafter
 from speculative.batch import Batch
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting import Drafter, DraftOutput
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams, TokenDelta
 from speculative.runner import ModelRunner
-from tests.table_engine import LikeliestDrafter, TableDrafter, sample, table_engine, worst_window
+from tests.table_engine import TableDrafter, sample, table_engine, worst_window
 
 Install = Callable[[EngineCore], None]
 Check = Callable[["World"], None]

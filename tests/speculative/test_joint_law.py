@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deploy.audit.toy import LikeliestDrafter
 from speculative import drawing
 from speculative.batch import Batch
 from speculative.draft_law import Dense, PointMass
@@ -22,7 +23,7 @@ from speculative.sampling import draw
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.block import verify_block
 from speculative.verification.token_wise import verify_token_wise
-from tests.table_engine import LikeliestDrafter, TableDrafter, sample, sigmas, table_engine, worst_window
+from tests.table_engine import TableDrafter, sample, sigmas, table_engine, worst_window
 
 V, LENGTH, COUNT, FIRST = 16, 7, 20_000, 3
 FIVE_SIGMA = 5.0
