@@ -1,7 +1,9 @@
 """How often what a head drafts would be accepted, measured on answers it was not trained on."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,14 +11,16 @@ from torch.nn import functional
 from speculative.training.loss import TargetLaw, law_slices
 from speculative.training.unrolling import TrainingBatch
 
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """How a head does on held-out answers; one entry per draft position.
 
     acceptance: mean of the sum of min(p, q) at T = 1, prefix and earlier drafts true. top1: how often the head's
-    likeliest token is the answer's next, on greedy answers. length_t1, length_t0: emitted tokens a round with as many
-    drafts, the token after them included; None where the data has no answers at that temperature.
+    likeliest token is the answer's next, on greedy answers. length_t1, length_t0: tokens a round with as many drafts,
+    the token after them included, over whole answers; None where the data has none at that temperature.
     """
 
     acceptance: tuple[float, ...]
@@ -79,8 +83,8 @@ def summary(parts: list[Judged]) -> Acceptance:
     return Acceptance(
         acceptance=_means(acceptance, drafted, own_law if own_law.any() else everywhere),
         top1=_means(hit, drafted, greedy) if greedy.any() else None,
-        length_t1=_length(acceptance, ratio, drafted, own_law) if own_law.any() else None,
-        length_t0=_length(hit, hit, drafted, greedy) if greedy.any() else None,
+        length_t1=_length(ratio, depths, own_law) if own_law.any() else None,
+        length_t0=_length(hit, depths, greedy) if greedy.any() else None,
         num_targets=len(depths),
     )
 
@@ -90,21 +94,33 @@ def _means(values: Tensor, drafted: Tensor, where: Tensor) -> tuple[float, ...]:
     return tuple(((values * counted).sum(1) / counted.sum(1).clamp(min=1)).tolist())
 
 
-def _length(acceptance: Tensor, ratio: Tensor, drafted: Tensor, where: Tensor) -> float:
-    """Mean emitted tokens of a round: 1 + a0 + r0 a1 + r0 r1 a2 + ..., along the row that drafts them.
+def _length(ratio: Tensor, depths: Tensor, where: Tensor) -> float:
+    """Tokens a round over the chosen answers, the one after the drafts included: as an engine counts, tokens by rounds.
 
-    The answer's token x was drawn from p, and E over x of min(1, q(x)/p(x)) f(x) is the sum of min(p, q)(x) f(x): the
-    ratios stand for having accepted x. Only rounds whose drafts all lie within the answer count.
+    The answer's token x was drawn from p, and min(1, q(x)/p(x)) is the chance that its draft was accepted, given that x
+    came of it. So from any target on, the mean number of rounds to the answer's end follows from those behind it.
     """
-    num_steps, num_targets = acceptance.shape
-    num_rounds = num_targets - num_steps + 1
-    if num_rounds < 1:
-        return 1.0
-    last = num_steps - 1
-    whole = drafted[last, last:] & where[last:]  # the round's last draft belongs to the answer of its first
-    length, reached = torch.ones(num_rounds, device=where.device), torch.ones(num_rounds, device=where.device)
-    for step in range(num_steps):
-        aligned = slice(step, step + num_rounds)
-        length += reached * acceptance[step, aligned]
-        reached = reached * ratio[step, aligned]
-    return float(length[whole].mean()) if whole.any() else 1.0
+    chances = ratio.double().cpu().numpy()
+    starts = np.flatnonzero(depths.cpu().numpy() == 0)
+    stops = np.append(starts[1:], len(depths))
+    chosen = where.cpu().numpy()
+    tokens, rounds = 0, 0.0
+    for start, stop in zip(starts, stops, strict=True):
+        if chosen[start]:
+            tokens += stop - start
+            rounds += _rounds(chances[:, start:stop])
+    return float(tokens / rounds)
+
+
+def _rounds(chances: Floats) -> float:
+    """The mean number of rounds that an answer takes; chances: [J, n] of step j's draft of target i to be accepted."""
+    num_steps, num_targets = chances.shape
+    needed = np.zeros(num_targets + num_steps + 1)  # from each target on; none behind the end
+    for first in range(num_targets - 1, -1, -1):
+        reached = needed[first] = 1.0
+        for step in range(min(num_steps, num_targets - first)):
+            accepted = reached * chances[step, first + step]
+            needed[first] += (reached - accepted) * needed[first + step + 1]
+            reached = accepted
+        needed[first] += reached * needed[first + min(num_steps, num_targets - first) + 1]
+    return float(needed[0])
