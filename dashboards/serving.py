@@ -118,8 +118,8 @@ _KV_USAGE = Panel(
 _TURNED_AWAY = Panel(
     title="Requests turned away",
     description="Requests that make sense and were refused, by reason. Keys at their limits want other limits; "
-    "capacity, time to first token and deadline want more replicas; unauthenticated and forbidden, a word with whoever "
-    "sends them.",
+    "capacity, load, time to first token and deadline want more replicas; unauthenticated and forbidden, a word with "
+    "whoever sends them.",
     unit="reqps",
     queries=(Query(PAGE.rate("refusals_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,

@@ -68,6 +68,7 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
     needed += config.router.replicas * config.router.num_cpus if config.router is not None else 0
     if needed > cores:
         progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: behind whatever else the machine does
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
     ray.init(num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
 

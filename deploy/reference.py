@@ -90,7 +90,9 @@ def _plain_type(value: dict[str, Any]) -> str:
         return f"`{_yaml(value['const'])}`"
     if "enum" in value:
         return ", ".join(f"`{_yaml(choice)}`" for choice in value["enum"])
-    kind = {"object": "map of strings", "array": "list"}.get(value["type"], value["type"])
+    kind = {"object": "map", "array": "list"}.get(value["type"], value["type"])
+    if value.get("additionalProperties", {}) == {"type": "string"}:
+        kind = "map of strings"
     bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
     limits = [f"{sign} {value[key]:g}" for key, sign in bounds if key in value]
     return " ".join([kind, ", ".join(limits)]).strip()

@@ -7,12 +7,14 @@ mend. The engine's own settings, `speculative.config.EngineConfig`, are made fro
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_settings
 from speculative.config import DrafterConfig, EngineConfig, LogprobsMode
 from speculative.errors import ConfigError
 
@@ -75,8 +77,8 @@ class ModelSection(_Section):
 class EngineSection(_Section):
     """Sizes and choices of each replica's engine; units as in `speculative.config.EngineConfig`."""
 
-    kind: Literal["torch"] = "torch"
-    """The engine; there is one today."""
+    kind: Literal["torch", "vllm"] = "torch"
+    """Our own engine; or vLLM where it is installed, for what ours does not do (docs/vllm.md)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the KV cache, and of weights and activations where `weights` does not say otherwise."""
     weights: Literal["auto", "bfloat16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
@@ -106,12 +108,14 @@ class EngineSection(_Section):
     priority_ageing_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Seconds of waiting that make up for one class of `priority`: nobody waits for ever."""
 
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _vllm_is_not_there_yet(cls, kind: Any) -> Any:
-        if kind == "vllm":
-            raise ValueError("the vllm engine is not there yet; use torch.")
-        return kind
+
+class VllmSection(_Section):
+    """What only the vLLM engine has (`engine.kind: vllm`)."""
+
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as `tensor_parallel_size`; not those that this file sets."""
+    replays: Literal["vllm", "torch"] = "vllm"
+    """Who computes finished requests again: `torch` is our own engine beside vLLM, where it knows the model."""
 
 
 class DrafterSection(_Section):
@@ -318,6 +322,8 @@ class RecoverySection(_Section):
     """Further attempts at a prefill that failed; after them the decode replica computes the prompt itself."""
     resume: bool = False
     """Resume requests that do not say, when their decode replica dies; true puts a stream router in front."""
+    decode_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """With a stream router: a decode replica that gives no sign of life for so long counts as lost."""
     max_resumes: Annotated[int, Field(ge=0, le=100)] = 5
     """How often a request may be resumed; then it fails."""
 
@@ -441,6 +447,8 @@ class LimitsSection(_Section):
 
     max_ongoing_requests: AtLeastOne = 128
     """Requests that a replica takes on; more are answered 429."""
+    max_load: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    """Requests let in, as a multiple of those computed at once (`max_num_seqs` of all decoding); more are answered 429."""
     max_queued_requests: AtLeastOne = 256
     """Requests that a router queues before it refuses."""
     max_queued_tokens: AtLeastOne | None = None
@@ -466,6 +474,8 @@ class AppConfig(_Section):
     """The model."""
     engine: EngineSection = EngineSection()
     """Each replica's engine."""
+    vllm: VllmSection = VllmSection()
+    """What only the vLLM engine has."""
     drafter: DrafterSection = DrafterSection()
     """The drafter."""
     topology: Literal["disaggregated", "monolith"] = "disaggregated"
@@ -504,7 +514,8 @@ class AppConfig(_Section):
         for pool_name in self.pool_names:
             self._check_device(pool_name)
         max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens
-        if max_len is not None and max_len > room:
+        vllm_chooses = self.engine.kind == "vllm" and "kv_cache_tokens" not in self.engine.model_fields_set
+        if max_len is not None and max_len > room and not vllm_chooses:
             raise _FieldError(
                 "engine.kv_cache_tokens",
                 f"must hold at least one sequence of engine.max_model_len ({max_len}) tokens, got {room}; "
@@ -527,8 +538,12 @@ class AppConfig(_Section):
             raise _FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
 
     def _check_engine(self) -> None:
+        if self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
+            raise _FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
         try:
-            self.engine_config(self.pool_names[0])
+            config = self.engine_config(self.pool_names[0])
+            if self.engine.kind == "vllm":
+                check_settings(config, self.vllm.engine_args)
         except ConfigError as error:
             name, _, rule = str(error).partition(" ")  # "<field> <rule>"; the drafter's come with its section
             raise _FieldError(name if "." in name else f"engine.{name}", rule) from error
@@ -563,6 +578,20 @@ class AppConfig(_Section):
         sizes = self.engine.model_dump(exclude={"kind"})
         drafter = DrafterConfig(**self.drafter.model_dump())
         return EngineConfig(**sizes, drafter=drafter, num_threads=self.pool(pool).num_threads)
+
+    def replay_config(self, pool: PoolName) -> EngineConfig:
+        """The torch engine's settings where it replays beside vLLM: the same weights, not those that are packed."""
+        drafter = DrafterConfig(kind="none")
+        return replace(self.engine_config(pool), weights=self.engine.dtype, drafter=drafter)
+
+    def vllm_settings(self, pool: PoolName) -> VllmSettings:
+        """How vLLM is set up on a replica of `pool`."""
+        given = SIZES & self.engine.model_fields_set
+        if "kv_cache_tokens" in given:  # they are so many blocks
+            given |= {"block_size"}
+        return VllmSettings(
+            self.engine_config(pool), given, self.vllm.engine_args, hands_off=self.topology == "disaggregated"
+        )
 
 
 class HttpOptions(_Section):

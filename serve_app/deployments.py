@@ -30,6 +30,7 @@ from serve_app.access import Access, read_token
 from serve_app.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
 from serve_app.backends.base import Backend, ModelInfo, PauseMode, Prefilled, Replayed
 from serve_app.backends.torch_backend import TorchBackend
+from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.breaker import Breaker, BreakerSettings, Mode
 from serve_app.canary import Canary, CanarySettings
 from serve_app.checks import Checks
@@ -50,7 +51,7 @@ from serve_app.page.status import StatusBook
 from serve_app.referee import Referee, RefereeSettings, chosen
 from serve_app.replays import Record, Records, ReplayJob
 from serve_app.reports import Finished, Orders, Report
-from serve_app.resume import ReplicaLost, ResumingSource, Streamed, own_name
+from serve_app.resume import ReplicaLost, ResumingSource, Streamed, own_name, with_signs_of_life
 from serve_app.routing import MOST_TOLD, told_blocks
 from serve_app.scaling import Backlog
 from serve_app.scoring import ScoreLimits, Scorer
@@ -64,7 +65,7 @@ from serve_app.verdicts import Checked
 from serve_app.watch import Rounding
 from serve_app.weights import Outcome, Transfers, Wanted, WeightsDesk, WeightsKeeper, WeightsRef, fetched
 from speculative.errors import EngineFault, EngineOverloaded, TruespecError
-from speculative.request import DEFAULT_VERSION, Request
+from speculative.request import Request
 
 _logger = logging.getLogger("truespec.serve")
 
@@ -73,6 +74,7 @@ _REPORT_EVERY_S = 1.0
 _HURRIED_REPORT_S = 0.1  # while weights are on their way
 _JOIN_TIMEOUT_S = 60.0
 _CANARY_DRAFTS = 32  # draft tokens without which a canary has shown nothing
+_SIGNS_OF_LIFE = 4  # in the time after which a decode replica counts as lost
 _MOST_UNTOLD = 10_000  # finished requests that are kept while the referee does not answer
 
 
@@ -150,8 +152,13 @@ class EngineReplica(Replica):
 
     def make_backend(self) -> Backend:
         """The engine of this replica, not yet loaded."""
-        config = self._config
-        return TorchBackend(config.model.source, config.model.served_name, config.engine_config(self._pool))
+        config, pool = self._config, self._pool
+        source, name = config.model.source, config.model.served_name
+        if config.engine.kind == "torch":
+            return TorchBackend(source, name, config.engine_config(pool))
+        replays = pool != "decode" and config.vllm.replays == "torch"
+        replayer = TorchBackend(source, name, config.replay_config(pool)) if replays else None
+        return VllmBackend(source, name, config.vllm_settings(pool), replayer)
 
     async def start(self) -> ModelInfo:
         """Load the engine, and report to the referee from then on."""
@@ -348,6 +355,7 @@ class HttpFront(Replica):
         self._checks = Checks(
             lambda request_id: chosen(request_id, replay.share), self._submit, self.check, replay.verify_timeout_s
         )
+        slots = self._config.engine.max_num_seqs * num_engines
         most = limits.max_ongoing_requests * num_engines
         source = ObservedSource(
             tokens,
@@ -356,7 +364,11 @@ class HttpFront(Replica):
             choose=self._checks.chooses,
             ended=self.ended,
             limits=SourceLimits(
-                most, limits.request_timeout_s, limits.max_queued_tokens, limits.max_time_to_first_token_s
+                most,
+                limits.request_timeout_s,
+                max_others=int(limits.max_load * slots),
+                max_queued_tokens=limits.max_queued_tokens,
+                max_first_token_s=limits.max_time_to_first_token_s,
             ),
         )
         tokenizer = Tokenizer.from_folder(info.folder)
@@ -378,7 +390,7 @@ class HttpFront(Replica):
             info,
             logprobs_mode=self._config.engine.logprobs_mode,
             limits=ScoreLimits(
-                max_concurrent=min(self._config.engine.max_num_seqs * num_engines, most),
+                max_concurrent=min(slots, most),
                 timeout_s=limits.request_timeout_s,
                 max_prompt_tokens=limits.max_prompt_tokens,
             ),
@@ -540,16 +552,20 @@ class DecodeWorker(DecodingReplica):
         return self._info, await asyncio.to_thread(tokenizer_files, Path(self._info.folder))
 
     async def stream(
-        self, requests: Sequence[Request], emitted: dict[str, tuple[int, ...]], told: Carried
+        self, requests: Sequence[Request], emitted: dict[str, tuple[int, ...]], told: Carried, avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Streamed, None]:
-        """Generate for requests that share one prompt; with `emitted` (by id), go on after those tokens."""
+        """Generate for requests that share one prompt; with `emitted` (by id), go on after those tokens. What to
+        `avoid` is for the router that chose this replica."""
+        del avoid
         adopt(told)
         began_at = time.time()
         tokens = self.source.go_on(requests, emitted) if emitted else self.source.stream(requests)
+        every_s = self._config.recovery.decode_timeout_s / _SIGNS_OF_LIFE
         try:
-            async with contextlib.aclosing(tokens) as deltas:
+            async with contextlib.aclosing(with_signs_of_life(tokens, every_s, self.backend.check_health)) as deltas:
                 async for delta in deltas:
-                    yield Streamed(delta, self.name, self._prefilled_by.pop(delta.request_id, None))
+                    prefilled_by = None if delta is None else self._prefilled_by.pop(delta.request_id, None)
+                    yield Streamed(delta, self.name, prefilled_by, self._info.fingerprint)
         finally:
             for request in requests:
                 self._prefilled_by.pop(request.request_id, None)
@@ -571,14 +587,16 @@ class StreamRouter(HttpFront):
         del referee
         super().__init__(config, "router")
         self._workers = workers
-        self._weight_version = DEFAULT_VERSION
         info, files = await workers.model.remote()
         self._folder = tempfile.TemporaryDirectory(prefix="truespec-tokenizer-")
         for name, content in files.items():
             (Path(self._folder.name) / name).write_bytes(content)
-        info = dataclasses.replace(info, folder=self._folder.name)
+        info = self._info = dataclasses.replace(info, folder=self._folder.name)
         records = Records(self.name, info.max_model_len)
-        source = ResumingSource(self, self.metrics, records, most_resumes=config.recovery.max_resumes)
+        recovery = config.recovery
+        source = ResumingSource(
+            self, self.metrics, records, most_resumes=recovery.max_resumes, silence_s=recovery.decode_timeout_s
+        )
         pool = config.pool(config.decoding_pool)
         self.open_front(source, records, info, num_engines=pool.most_replicas)
         self.spawn(self.report_forever())
@@ -588,9 +606,9 @@ class StreamRouter(HttpFront):
         return self.asgi_app()
 
     async def stream(
-        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]
+        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Streamed, None]:
-        """Ask one of the workers, whichever Serve's routing chooses.
+        """Ask one of the workers, whichever the pool's routing chooses.
 
         Raises:
             ReplicaLost: it died.
@@ -598,12 +616,10 @@ class StreamRouter(HttpFront):
         """
         session = _get_serve_request_context().session_id  # the client's `x-session-id`, "" without one
         workers = self._workers.options(stream=True, session_id=session)
-        response = workers.stream.remote(requests, dict(emitted), carried())
+        response = workers.stream.remote(requests, dict(emitted), carried(), avoid)
         try:
             async for streamed in response:
-                if streamed.delta.weight_version != self._weight_version:
-                    self._weight_version = streamed.delta.weight_version
-                    self.spawn(self._learn_model())
+                self._learn(streamed.fingerprint)
                 yield streamed
         except BackPressureError as error:
             raise EngineOverloaded("All replicas are busy; try again soon.", retry_after_s=1.0) from error
@@ -614,11 +630,11 @@ class StreamRouter(HttpFront):
         finally:
             response.cancel()
 
-    async def _learn_model(self) -> None:
-        """Other weights are served from now on."""
-        info, _ = await self._workers.model.remote()
-        if self._front_end is not None:
-            self._front_end.weights_switched(dataclasses.replace(info, folder=self._folder.name))
+    def _learn(self, fingerprint: str) -> None:
+        """A worker serves these weights; where they are others than before, replies say so from now on."""
+        if fingerprint != self._info.fingerprint and self._front_end is not None:
+            self._info = dataclasses.replace(self._info, fingerprint=fingerprint)
+            self._front_end.weights_switched(self._info)
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices, wherever it runs."""

@@ -221,7 +221,7 @@ class FrontEnd:
             reply_id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=wire.model,
-            system_fingerprint=f"fp_{self._model.fingerprint[:12]}",
+            system_fingerprint=self._fingerprint,
             prompts=tuple(prompts),
             num_choices=num_choices,
             with_token_ids=bool(wire.return_token_ids),
@@ -240,6 +240,15 @@ class FrontEnd:
         )
         return Job(head, reply_format, groups, StopStrings(wire.stop_strings), bool(wire.stream), bool(wire.verify))
 
+    @property
+    def _fingerprint(self) -> str:
+        return f"fp_{self._model.fingerprint[:12]}"
+
+    def _current(self, head: ReplyHead) -> ReplyHead:
+        """The head, with the weights that are served by now: they may have changed since the request came."""
+        now = self._fingerprint
+        return head if head.system_fingerprint == now else dataclasses.replace(head, system_fingerprint=now)
+
     async def collect(self, job: Job, spend: Spend = free) -> dict[str, Any]:
         """Generate and give the whole reply. `spend` is told of tokens as they are emitted.
 
@@ -253,7 +262,7 @@ class FrontEnd:
                 async for piece in arriving:
                     pieces[piece.index].append(piece)
             verdicts = await self._verdicts(job)
-        return job.format.whole(job.head, [join(parts) for parts in pieces], run.usage()) | verdicts
+        return job.format.whole(self._current(job.head), [join(parts) for parts in pieces], run.usage()) | verdicts
 
     async def events(self, job: Job, spend: Spend = free) -> AsyncGenerator[bytes, None]:
         """Generate and give server-sent events, one for each delta that has something to say. `spend` is told of tokens
@@ -263,14 +272,14 @@ class FrontEnd:
         an error event, and the stream ends without `[DONE]`.
         """
         run = _Run(job, self._tokenizer)
-        opening = b"".join(_event(chunk) for chunk in job.format.opening(job.head))
         begun = False
         try:
             with self._expecting(job):
                 async with aclosing(self._pieces(job, run, spend)) as arriving:
                     async for piece in arriving:
-                        event = _event(job.format.chunk(job.head, piece))
-                        yield event if begun else opening + event
+                        head = self._current(job.head)
+                        event = _event(job.format.chunk(head, piece))
+                        yield event if begun else b"".join(map(_event, job.format.opening(head))) + event
                         begun = True
                 told = await self._verdicts(job)
         except Exception as error:
@@ -281,7 +290,7 @@ class FrontEnd:
             return
         if job.head.with_usage:
             told["usage"] = run.usage().to_wire()
-        closing = _event(job.format.closing_chunk(job.head, told)) if told else b""
+        closing = _event(job.format.closing_chunk(self._current(job.head), told)) if told else b""
         yield closing + b"data: [DONE]\n\n"
 
     def _expecting(self, job: Job) -> AbstractContextManager[None]:

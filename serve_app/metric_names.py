@@ -22,6 +22,7 @@ REFUSALS = {  # why a request that makes sense is refused, and what each reason 
     "key_requests": "the key has used up its requests of this minute",
     "key_tokens": "the key has used up its tokens of this minute",
     "capacity": "the replica has as many requests under way as it takes on",
+    "load": "as many requests as `limits.max_load` allows are computed or wait",
     "queued_tokens": "too many prompt tokens wait for their first token",
     "time_to_first_token": "those ahead would keep it waiting for longer than the service allows",
     "deadline": "those ahead would keep it waiting for longer than its own time",

@@ -35,6 +35,7 @@ class SourceLimits:
 
     max_running: int  # requests at once; a request with n choices counts n times
     timeout_s: float  # the longest a request may take; it may ask for less
+    max_others: int | None = None  # requests of other bodies that may run or wait when one is let in
     max_queued_tokens: int | None = None  # of prompts that wait for their first token
     max_first_token_s: float | None = None  # that those ahead may keep a request waiting, as estimated
 
@@ -132,7 +133,7 @@ class ObservedSource:
 
     def _admit(self, requests: Sequence[Request]) -> None:
         try:
-            self._check_room(len(requests))
+            self._check_room(requests)
             self._check_backlog(requests[0])
         except (InvalidRequest, NoRoom) as error:
             self._metrics.count("truespec_requests_total", len(requests), outcome="rejected")
@@ -140,8 +141,8 @@ class ObservedSource:
                 self._metrics.count("truespec_refusals_total", reason=error.reason)
             raise
 
-    def _check_room(self, count: int) -> None:
-        limit, running = self._limits.max_running, len(self._watched)
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        count, limit, running = len(requests), self._limits.max_running, len(self._watched)
         if count > limit:
             raise InvalidRequest("n", f"n asks for {count} choices; this server runs at most {limit} at once.")
         if running + count > limit:
@@ -149,6 +150,17 @@ class ObservedSource:
                 "capacity",
                 f"{running} requests are running here, and the limit is {limit}; try again soon.",
                 self._mean_duration_s * (running + count - limit) / limit,
+            )
+        most = self._limits.max_others
+        if most is None or running < most:
+            return
+        own = _owner(requests[0])
+        others = sum(_owner(one.request) != own for one in self._watched.values())
+        if others >= most:
+            raise NoRoom(
+                "load",
+                f"{others} requests are computed or wait here, and no more are let in from {most} on; try again soon.",
+                self._mean_duration_s * (others + 1 - most) / most,
             )
 
     def _check_backlog(self, request: Request) -> None:

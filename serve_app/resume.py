@@ -3,16 +3,21 @@
 The source remembers every token that it has passed on. When the replica is lost, another one is given prompt and tokens
 to compute again, and goes on after them: no token comes twice, and none is missing. Random numbers are named by seed
 and position, so a reproducible request goes on with the text that it would have had; of any other the law is kept.
+
+A replica that hangs is not dead, and tells nothing. Therefore replicas give signs of life while they have nothing to
+tell, and one that is silent for longer counts as lost.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from serve_app.admission import Clock
 from serve_app.errors import RequestAborted
 from serve_app.metrics import Metrics
 from serve_app.replays import Records
@@ -22,28 +27,37 @@ from speculative.request import FinishReason, Request, TokenDelta
 _logger = logging.getLogger("truespec.resume")
 
 _PAUSE_S = 0.25  # before the second resume, twice as long before each further one
+_AVOIDED_S = 60.0  # how long others are preferred to a replica that was silent
+
+T = TypeVar("T")
 
 
 class ReplicaLost(ConnectionError):
     """The replica died, or could not be reached any more."""
 
 
+class ReplicaSilent(ReplicaLost):
+    """The replica gave no sign of life for too long."""
+
+
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A delta on its way from the replica that emitted it."""
+    """A delta on its way from the replica that emitted it, or a sign of life while there is none."""
 
-    delta: TokenDelta
+    delta: TokenDelta | None
     replica: str
     prefilled_by: str | None = None  # with the first delta that comes of a handoff: the prefill replica
+    fingerprint: str = ""  # of what the replica serves
 
 
 class ReplicaPool(Protocol):
     """Replicas that decode; each call goes to one of them, whichever the pool's own routing chooses."""
 
     def stream(
-        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]
+        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Streamed, None]:
-        """Generate for requests that share one prompt; with `emitted` (by id), go on after those tokens.
+        """Generate for requests that share one prompt; with `emitted` (by id), go on after those tokens. Replicas to
+        `avoid` are asked last.
 
         Raises:
             ReplicaLost: the replica died, or none could be reached.
@@ -54,6 +68,45 @@ class ReplicaPool(Protocol):
     async def abort(self, request_id: str) -> None:
         """End one of several requests, wherever it runs."""
         ...
+
+
+async def with_signs_of_life(
+    items: AsyncGenerator[T, None], every_s: float, check: Callable[[], None]
+) -> AsyncGenerator[T | None, None]:
+    """The items, and None whenever none came for so long. `check` is called before that, and may raise."""
+    waiting: asyncio.Future[T | None] | None = None
+    try:
+        while True:
+            waiting = asyncio.ensure_future(anext(items, None))
+            while not (await asyncio.wait((waiting,), timeout=every_s))[0]:
+                check()
+                yield None
+            item = waiting.result()
+            if item is None:
+                return
+            yield item
+    finally:
+        if waiting is not None and not waiting.done():
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+        await items.aclose()
+
+
+async def _unless_silent(items: AsyncIterator[T], limit_s: float | None) -> AsyncIterator[T]:
+    """The items.
+
+    Raises:
+        ReplicaSilent: none came for so long.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(limit_s):
+                item = await anext(items)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise ReplicaSilent(f"no sign of life for {limit_s:g} s") from error
+        yield item
 
 
 def own_name(name: str) -> str:
@@ -69,12 +122,13 @@ class _Progress:
     emitted: list[int] = field(default_factory=list)
     told_prompt: bool = False  # its prompt's logprobs
     ended: bool = False
-    num_lost: int = 0  # replicas
+    num_lost: int = 0  # replicas that had begun it
+    num_asked: int = 1  # replicas
 
     @property
     def name(self) -> str:
         """What the replica calls it: another name each time, as one that was given up may not have let go yet."""
-        return f"{self.request.request_id}~{self.num_lost}" if self.num_lost else self.request.request_id
+        return f"{self.request.request_id}~{self.num_asked - 1}" if self.num_asked > 1 else self.request.request_id
 
     def rest(self) -> Request:
         """The request, for the replica that is to go on with it."""
@@ -102,16 +156,29 @@ class ResumingSource:
         records: is told which replica answers a request.
         most_resumes: of one request; then it fails.
         pause_s: before the second resume of a request, doubled for each further one.
+        silence_s: a replica that tells nothing for so long, no sign of life either, is lost; None = never.
+        clock: seconds, monotonic.
     """
 
     def __init__(
-        self, pool: ReplicaPool, metrics: Metrics, records: Records, *, most_resumes: int, pause_s: float = _PAUSE_S
+        self,
+        pool: ReplicaPool,
+        metrics: Metrics,
+        records: Records,
+        *,
+        most_resumes: int,
+        pause_s: float = _PAUSE_S,
+        silence_s: float | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._pool = pool
         self._metrics = metrics
         self._records = records
         self._most_resumes = most_resumes
         self._pause_s = pause_s
+        self._silence_s = silence_s
+        self._clock = clock
+        self._silent: dict[str, float] = {}  # replicas, and when they were found so
         self._live: dict[str, _Progress] = {}
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
@@ -142,22 +209,39 @@ class ResumingSource:
         """What one replica makes of these requests until all have ended, or it is lost and they are to go elsewhere."""
         named = {one.name: one for one in left}
         emitted = {one.name: tuple(one.emitted) for one in left} if any(one.num_lost for one in left) else {}
+        asked = self._pool.stream([one.rest() for one in left], emitted, self._to_avoid())
+        replica = ""
         try:
-            async with contextlib.aclosing(self._pool.stream([one.rest() for one in left], emitted)) as stream:
-                async for streamed in stream:
-                    one = named[streamed.delta.request_id]
-                    if one.ended or self._failed_there(one, streamed):
+            async with contextlib.aclosing(asked) as stream:
+                async for streamed in _unless_silent(stream, self._silence_s):
+                    replica, delta = streamed.replica, streamed.delta
+                    if delta is None:
+                        continue
+                    one = named[delta.request_id]
+                    if one.ended or self._failed_there(one, delta):
                         continue
                     self._note(one, streamed)
-                    yield one.take(streamed.delta)
+                    yield one.take(delta)
             lost: Exception = ReplicaLost("the stream ended before the request did")
         except (ReplicaLost, EngineFault) as error:
             lost = error
-        await self._resume([one for one in left if not one.ended], lost)
+        unfinished = [one for one in left if not one.ended]
+        for one in unfinished:
+            one.num_asked += 1
+        if isinstance(lost, ReplicaSilent):
+            if not replica:  # nobody has begun it: it was sent to one that hangs, or none is there at the moment
+                return
+            self._silent[replica] = self._clock()
+        await self._resume(unfinished, lost)
 
-    def _failed_there(self, one: _Progress, streamed: Streamed) -> bool:
+    def _to_avoid(self) -> tuple[str, ...]:
+        """Replicas that were silent lately."""
+        self._silent = {name: at for name, at in self._silent.items() if self._clock() < at + _AVOIDED_S}
+        return tuple(self._silent)
+
+    def _failed_there(self, one: _Progress, delta: TokenDelta) -> bool:
         """Whether an engine gave the request up that another may go on with; nothing of that delta is passed on."""
-        gave_up = streamed.delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+        gave_up = delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
         return gave_up and one.request.resume and one.num_lost < self._most_resumes
 
     def _note(self, one: _Progress, streamed: Streamed) -> None:

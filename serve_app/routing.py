@@ -7,10 +7,12 @@ with most room. What is cached where, replicas tell about once a second; what a 
 The functions and `PrefixBook` know nothing of Ray; the routers at the end put them behind Ray Serve's request router.
 """
 
+import abc
 import hashlib
 import struct
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,22 +49,30 @@ class DecodeLoad:
 
 
 def rank_prefill(loads: Mapping[str, PrefillLoad], num_tokens: int, name: str) -> list[str]:
-    """Replicas for a prompt of so many tokens, the soonest done first.
+    """Replicas for a prompt of so many tokens, the soonest done first, of equals the one with less to do for it.
 
-    Equals are ranked by `name`, so that different prompts go to different ones and the same prompt to the same.
+    Who is equal in that too is ranked by `name`, so that different prompts go to different ones.
     """
-    return sorted(loads, key=lambda one: (num_tokens - loads[one].cached + loads[one].backlog, _lot(name, one)))
+
+    def standing(one: str) -> tuple[int, int, int]:
+        load = loads[one]
+        return num_tokens - load.cached + load.backlog, -load.cached, _lot(name, one)
+
+    return sorted(loads, key=standing)
 
 
-def rank_decode(loads: Mapping[str, DecodeLoad], name: str, session: str = "") -> list[str]:
-    """Replicas for a stream, the emptiest first; that of its session before all, while there is room."""
+def rank_decode(
+    loads: Mapping[str, DecodeLoad], name: str, session: str = "", avoid: Collection[str] = ()
+) -> list[str]:
+    """Replicas for a stream, the emptiest first; that of its session before all, while there is room. Those to `avoid`
+    come last."""
     ranked = sorted(loads, key=lambda one: (loads[one].fullness, _lot(name, one)))
     if session and loads:
         home = max(loads, key=lambda one: _lot(session, one))  # the same for every router, and for most when some go
         if loads[home].kv_usage < _FULL:
             ranked.remove(home)
             ranked.insert(0, home)
-    return ranked
+    return sorted(ranked, key=lambda one: one in avoid)
 
 
 def _lot(name: str, replica: str) -> int:
@@ -92,7 +102,7 @@ class PrefixBook:
         self._told: dict[str, tuple[bytes, frozenset[int]]] = {}
         self._sent: dict[str, OrderedDict[int, None]] = {}
         self._backlog: dict[str, int] = {}  # as told
-        self._on_their_way: dict[str, tuple[str, int]] = {}  # by request: replica, tokens
+        self._on_their_way: dict[Hashable, tuple[str, int]] = {}  # by call: replica, tokens
 
     def hear(self, replica: str, told: bytes, backlog: int = 0) -> None:
         """Take in what a replica says: which blocks it has cached, and how many tokens wait there, from all routers."""
@@ -107,13 +117,17 @@ class PrefixBook:
         self._told = {name: one for name, one in self._told.items() if name in living}
         self._sent = {name: one for name, one in self._sent.items() if name in living}
         self._backlog = {name: one for name, one in self._backlog.items() if name in living}
-        for request_id, (replica, _) in tuple(self._on_their_way.items()):
+        for call, (replica, _) in tuple(self._on_their_way.items()):
             if replica not in living:
-                self.done(request_id)
+                self.done(call)
 
-    def sent(self, replica: str, request_id: str, token_ids: Sequence[int], *, caches: bool) -> None:
+    def meant(self, replica: str, call: Hashable, num_tokens: int) -> None:
+        """A prompt of so many tokens goes to this replica, unless it takes no more; a later word on the call counts."""
+        self._on_their_way[call] = (replica, num_tokens)
+
+    def sent(self, replica: str, call: Hashable, token_ids: Sequence[int], *, caches: bool) -> None:
         """A prompt went to a replica; with `caches`, it will be cached there."""
-        self._on_their_way[request_id] = (replica, len(token_ids))
+        self._on_their_way[call] = (replica, len(token_ids))
         if caches:
             blocks = self._sent.setdefault(replica, OrderedDict())
             for name in self._names(token_ids):
@@ -122,9 +136,9 @@ class PrefixBook:
             while len(blocks) > _MOST_KNOWN:
                 blocks.popitem(last=False)
 
-    def done(self, request_id: str) -> None:
+    def done(self, call: Hashable) -> None:
         """A prompt was computed, or given up."""
-        self._on_their_way.pop(request_id, None)
+        self._on_their_way.pop(call, None)
 
     def loads(self, replicas: Iterable[str], token_ids: Sequence[int]) -> dict[str, PrefillLoad]:
         """How replicas stand to a prompt."""
@@ -150,13 +164,48 @@ class PrefixBook:
         return list(struct.unpack(f"<{len(told) // _NAME_BYTES}Q", told))
 
 
+class _Calls:
+    """Tells the calls of a router apart. Serve's ids do not: all calls from within one HTTP request share one.
+
+    Args:
+        over: is told of each call that has ended, or was never sent.
+    """
+
+    def __init__(self, over: Callable[[int], object]) -> None:
+        self._over = over
+        self._calls: dict[int, tuple[int, Any]] = {}  # by the pending request's `id`, which is its own while it lives
+        self._num_calls = 0
+
+    def of(self, pending: Any) -> int:
+        """The number of a call that waits for its replica; it is over when Serve lets go of it."""
+        known = self._calls.get(id(pending))
+        if known is not None:
+            return known[0]
+        self._num_calls += 1
+        call, key, calls, over = self._num_calls, id(pending), self._calls, self._over
+
+        def dropped(_: object) -> None:
+            if key in calls:
+                del calls[key]
+                over(call)
+
+        calls[key] = (call, weakref.ref(pending, dropped))
+        return call
+
+    def routed(self, pending: Any, result: Any) -> None:
+        """A replica has taken the call; it is over when its result is there, which may be at once."""
+        call = self.of(pending)
+        del self._calls[id(pending)]
+        result.add_done_callback(lambda _: self._over(call))
+
+
 class _Ranking(ConsistentHashRouter):
     """Ray Serve's router with a ranking of ours. Of the class above it takes the loop, which routes each request to the
     replica that was chosen for it, and the way without a ranking."""
 
+    @abc.abstractmethod
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
         """The replicas, by their ids, the best first."""
-        raise NotImplementedError
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Called by Serve: one replica a rank, tried in turn."""
@@ -186,6 +235,7 @@ class PrefillRouter(_Ranking):
         """Called by Serve with the deployment's `request_router_kwargs`."""
         super().initialize_state()
         self._book = PrefixBook(block_size)
+        self._calls = _Calls(self._book.done)
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Called by Serve when replicas come, go, or tell something new."""
@@ -198,24 +248,21 @@ class PrefillRouter(_Ranking):
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
         """The replicas, the soonest done first."""
         prompt = _prompt(pending)
-        loads = self._book.loads(replicas, prompt)
-        return rank_prefill(loads, len(prompt), pending.metadata.internal_request_id)
+        if pending.future.done():  # another of Serve's routing tasks has placed it meanwhile
+            return list(replicas)
+        call = self._calls.of(pending)
+        self._book.done(call)  # where it was meant to go before
+        ranked = rank_prefill(self._book.loads(replicas, prompt), len(prompt), str(call))
+        self._book.meant(ranked[0], call, len(prompt))
+        return ranked
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """Called by Serve when a replica has taken a request."""
         request = _request(pending_request)
         if request is not None:
-            self._book.sent(
-                replica_id.unique_id,
-                pending_request.metadata.internal_request_id,
-                request.prompt_token_ids,
-                caches=request.score_from is None,
-            )
-
-    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Called by Serve when a request has ended."""
-        super().on_request_completed(replica_id, internal_request_id)
-        self._book.done(internal_request_id)
+            call, caches = self._calls.of(pending_request), request.score_from is None
+            self._book.sent(replica_id.unique_id, call, request.prompt_token_ids, caches=caches)
+        self._calls.routed(pending_request, result)
 
 
 class DecodeRouter(_Ranking):
@@ -225,10 +272,15 @@ class DecodeRouter(_Ranking):
         """Called by Serve with the deployment's `request_router_kwargs`."""
         super().initialize_state()
         self._max_num_seqs = max_num_seqs
-        self._running: dict[str, str] = {}  # replica, by request
+        self._running: dict[int, str] = {}  # replica, by call
+        self._calls = _Calls(lambda call: self._running.pop(call, None))
 
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
         """The replicas, the session's first, then the emptiest."""
+        if pending.future.done():  # another of Serve's routing tasks has placed it meanwhile
+            return list(replicas)
+        call = self._calls.of(pending)
+        self._running.pop(call, None)  # where it was meant to go before
         here: dict[str, int] = dict.fromkeys(replicas, 0)
         for replica in tuple(self._running.values()):
             here[replica] = here.get(replica, 0) + 1
@@ -239,22 +291,24 @@ class DecodeRouter(_Ranking):
             )
             for name, one in replicas.items()
         }
-        metadata = pending.metadata
-        return rank_decode(loads, metadata.internal_request_id, metadata.session_id or "")
+        ranked = rank_decode(loads, str(call), pending.metadata.session_id or "", _to_avoid(pending))
+        self._running[call] = ranked[0]
+        return ranked
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """Called by Serve when a replica has taken a request."""
-        self._running[pending_request.metadata.internal_request_id] = replica_id.unique_id
-
-    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Called by Serve when a request has ended."""
-        super().on_request_completed(replica_id, internal_request_id)
-        self._running.pop(internal_request_id, None)
+        self._running[self._calls.of(pending_request)] = replica_id.unique_id
+        self._calls.routed(pending_request, result)
 
 
 def _request(pending: Any) -> Request | None:
     first = pending.args[0] if pending.args else None
     return first if isinstance(first, Request) else None
+
+
+def _to_avoid(pending: Any) -> Collection[str]:
+    """What a call of `DecodeWorker.stream` names so: its last argument."""
+    return pending.args[3] if len(pending.args) > 3 else ()
 
 
 def _prompt(pending: Any) -> tuple[int, ...]:

@@ -23,8 +23,7 @@ from tests.tiny_models import write_tiny_model
 
 
 class TableDrafter(toy.TableDrafter):
-    """Draws up to `most` drafts from a chain with the rows of q [V, V]; `vary`: draft lengths that depend on the prefix,
-    0 included."""
+    """As its base; with `vary`, draft lengths depend on the prefix, 0 included."""
 
     def __init__(self, q: Tensor, most: int, *, vary: bool = True) -> None:
         super().__init__(q, most)

@@ -237,6 +237,7 @@ def _ray_llm(plan: BenchPlan, name: EngineName, options: "_Options", settings: d
     }
     options.require_all_used()
     environment = _VLLM_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as that server is made
+    environment["RAY_worker_niceness"] = "0"  # as all others: not behind the rest of the machine
     settings["environment"] = environment | {"OMP_NUM_THREADS": str(plan.threads)}
     return Launch(name, f"{_WORKERS}.ray_llm", settings, python, environment)
 

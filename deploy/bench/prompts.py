@@ -1,4 +1,4 @@
-"""The prompts: conversation, code, and summaries that copy from their text."""
+"""The prompts: conversation, code, summaries that copy from their text, and long ones made of these texts."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,8 @@ from serve_app.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 
 KINDS = ("chat", "code", "summarise")
+LONG = "long"  # prompts of `LONG_TOKENS` tokens, each cut out of several texts to summarise
+LONG_TOKENS = 1000
 _FILE = Path(__file__).with_name("prompts.json")
 
 
@@ -24,10 +26,19 @@ def read_prompts(folder: Path, kinds: tuple[str, ...], own: Path | None = None) 
         known = {kind: [str(text) for text in texts[kind]] for kind in texts}
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not a JSON object with a list of prompts for every kind ({error}).") from error
+    if own is None:
+        known[LONG] = known["summarise"]
     missing = [kind for kind in kinds if not known.get(kind)]
     if missing:
         raise ConfigError(f"--kinds: {path.name} has no prompts for {', '.join(missing)}; it has {', '.join(known)}.")
     tokenizer = Tokenizer.from_folder(folder)
-    return {
+    prompts = {
         kind: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in known[kind]] for kind in kinds
     }
+    if own is None and LONG in kinds:
+        prompts[LONG] = [_long(prompts[LONG][number:] + prompts[LONG][:number]) for number in range(len(known[LONG]))]
+    return prompts
+
+
+def _long(texts: list[list[int]]) -> list[int]:
+    return [token for text in texts for token in text][:LONG_TOKENS]

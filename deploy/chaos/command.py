@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.chaos.load import LoadFigures, run_load, saturation_per_s
-from deploy.chaos.replicas import Killer, resident_bytes
+from deploy.chaos.replicas import Killer, memory_bytes
 from deploy.chaos.run import ChaosFigures, Strikes, run_chaos
 from deploy.chaos.traffic import plan
 from deploy.client import ServiceError
@@ -71,7 +71,7 @@ def load(application: Application, base_url: str, options: LoadOptions, progress
     args = application.effective_args
     pool = args.pool(args.decoding_pool)
     bodies = plan(args.model.served_name, 256, options.seed, options.max_tokens)
-    clients = args.engine.max_num_seqs * pool.most_replicas
+    clients = int(args.limits.max_load * args.engine.max_num_seqs * pool.most_replicas)
     progress(f"measuring what {clients} clients get that never pause")
     rate = saturation_per_s(base_url, bodies, clients, options.calibrate_s)
     if rate == 0:
@@ -80,7 +80,7 @@ def load(application: Application, base_url: str, options: LoadOptions, progress
     for factor in (1, 2):
         progress(f"{factor * rate:.2f} requests/s for {options.seconds:g} s")
         found = run_load(
-            base_url, bodies, factor * rate, options.seconds, lambda: resident_bytes(application.name), options.seed
+            base_url, bodies, factor * rate, options.seconds, lambda: memory_bytes(application.name), options.seed
         )
         progress(f"  answers {found.statuses}, whole p95 {found.whole_p95_s:g} s")
         stretches.append(found)

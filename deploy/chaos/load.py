@@ -15,7 +15,7 @@ from deploy.chaos.traffic import Body, Told, ask, ask_all
 Progress = Callable[[str], None]
 
 ALLOWED = frozenset({200, 429, 503})
-_SAMPLE_EVERY_S = 1.0
+_SAMPLE_EVERY_S = 5.0  # a sample walks over the pages of all replicas
 _MIB = 2**20
 
 
@@ -33,7 +33,7 @@ class LoadFigures:
     whole_p50_s: float
     whole_p95_s: float
     whole_max_s: float
-    memory_begin_mib: float  # of all replicas, median of the first quarter
+    memory_begin_mib: float  # of replicas and object store, median of the first quarter
     memory_end_mib: float  # of the last quarter
 
     @property
@@ -52,7 +52,7 @@ def saturation_per_s(base_url: str, bodies: Sequence[Body], concurrency: int, se
     Args:
         base_url: of the service.
         bodies: asked in turn, again and again.
-        concurrency: clients; as many as the service computes at once.
+        concurrency: clients; as many as the service lets in at once.
         seconds: how long they ask.
     """
     return asyncio.run(_closed_loop(base_url, bodies, concurrency, seconds))

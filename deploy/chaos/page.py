@@ -54,7 +54,8 @@ def write_load(path: Path, stretches: Sequence[LoadFigures], command: str, model
     body = f"""## Load beyond saturation: {model}
 
 `{command}`, {_when_and_where()}. The first row is at the rate that the service completes when its clients never pause,
-the second at twice that. Latencies are of requests that were let in.
+the second at twice that. Latencies are of requests that were let in. Memory is that of the replicas and of Ray's object
+store (PSS: shared pages count once), as median of the first and of the last quarter of the stretch.
 
 | requests/s | s | answers | broken | served/s | first token p50 / p95, s | whole p50 / p95 / max, s | memory, MiB |
 |---|---|---|---|---|---|---|---|

@@ -13,7 +13,6 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from speculative.errors import TruespecError
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SETTLE_S = 0.2
 
 
@@ -34,15 +33,24 @@ def replica_pids(app: str, deployment: str) -> list[int]:
     return sorted(found)
 
 
-def resident_bytes(app: str) -> int:
-    """Memory of all replicas of an application on this machine, by resident set size."""
-    total = 0
-    for pid in replica_pids(app, ""):
-        try:
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-        except OSError:
-            continue
-    return total
+def memory_bytes(app: str) -> int:
+    """Memory of all replicas of an application on this machine, and of the raylet, which has Ray's object store.
+
+    By proportional set size: a page that several of them map counts once, an object of the store too.
+    """
+    replicas = replica_pids(app, "")
+    raylets = {_number_in(Path(f"/proc/{pid}/status"), "PPid:") for pid in replicas}
+    rollups = (Path(f"/proc/{pid}/smaps_rollup") for pid in {*replicas, *raylets})
+    return sum(_number_in(rollup, "Pss:") for rollup in rollups) * 1024
+
+
+def _number_in(path: Path, key: str) -> int:
+    """What a file of /proc says of a key; 0 where its process has ended."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(key)), 0)
 
 
 @dataclass(frozen=True, slots=True)

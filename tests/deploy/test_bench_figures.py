@@ -11,7 +11,7 @@ import pytest
 from deploy.bench.figures import ALL_KINDS, acceptance, paired_ratio, rows
 from deploy.bench.plan import BenchPlan, Case, EngineName
 from deploy.bench.plots import write_plots
-from deploy.bench.prompts import KINDS, read_prompts
+from deploy.bench.prompts import KINDS, LONG, LONG_TOKENS, read_prompts
 from deploy.bench.report import grids, write_markdown
 from deploy.bench.rounds import BenchResult, Sample
 from deploy.bench.workers.channel import Ask, Meter, checked
@@ -163,6 +163,9 @@ def test_prompts_of_the_package_are_many_and_differ(tmp_path: Path, bench_tokeni
     prompts = read_prompts(bench_tokenizer, KINDS)
     for kind in KINDS:
         assert len({tuple(prompt) for prompt in prompts[kind]}) >= 16, "16 streams ask 16 questions"
+    long = read_prompts(bench_tokenizer, (LONG,))[LONG]
+    assert {len(prompt) for prompt in long} == {LONG_TOKENS}
+    assert len({tuple(prompt[:100]) for prompt in long}) >= 16, "no prefix is shared"
     own = tmp_path / "own.json"
     own.write_text('{"mine": ["Hello"]}')
     assert len(read_prompts(bench_tokenizer, ("mine",), own)["mine"]) == 1

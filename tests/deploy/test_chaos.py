@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from fake_openai import BREAK, FakeOpenAI, Reply, failure
 from deploy.chaos.command import sizes_to_kill
 from deploy.chaos.load import LoadFigures, quantile, run_load, saturation_per_s
 from deploy.chaos.page import write_chaos, write_load
+from deploy.chaos.replicas import memory_bytes
 from deploy.chaos.run import ChaosFigures
 from deploy.chaos.traffic import Told, ask_all, differences, plan
 from serve_app.config import ServeFile, load_config
@@ -119,6 +122,36 @@ def test_the_page_keeps_one_section_of_each_command_and_model(tmp_path: Path) ->
 def test_figures_are_json() -> None:
     told = json.loads(json.dumps(FIGURES.as_dict()))
     assert {"requests", "complete", "identical", "duplicated_tokens", "missing_tokens", "leaks", "kills"} <= set(told)
+
+
+_MAPS_A_FILE = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file:
+    pages = mmap.mmap(file.fileno(), 0)
+sum(pages[::4096])
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+_STARTS_TWO = """
+import subprocess, sys
+code, file, app = sys.argv[1:]
+children = [subprocess.Popen([sys.executable, "-c", code, file, f"ray::ServeReplica:{app}:D"]) for _ in range(2)]
+[child.wait() for child in children]
+"""
+
+
+def test_memory_that_replicas_share_counts_once(tmp_path: Path) -> None:
+    """Stand-ins for replicas: two processes under a replica's title that map the same 64 MiB, and their parent."""
+    file, app = tmp_path / "shared", f"app-{tmp_path.name}"
+    file.write_bytes(bytes(64 * 2**20))
+    assert memory_bytes(app) == 0
+    command = [sys.executable, "-c", _STARTS_TWO, _MAPS_A_FILE, str(file), app]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert [parent.stdout.readline() for _ in range(2)] == ["mapped\n"] * 2
+        held = memory_bytes(app) / 2**20
+        parent.stdin.close()
+    assert 64 < held < 64 + 60, "three small interpreters, and the file once"
 
 
 # -- against a server that answers as a test says --------------------------------------------------------------------

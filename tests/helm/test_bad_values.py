@@ -18,7 +18,7 @@ def drafter(**fields: Any) -> dict[str, Any]:
 
 AUTOSCALED = {"worker": {"autoscaling": {"enabled": True}}}
 INCREMENTAL = {"ray": {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}}}
-VLLM = {"vllm": {"enabled": True, "preview": True}}
+VLLM = {"vllm": {"enabled": True}}
 
 BAD: list[tuple[dict[str, Any], str]] = [
     # Names
@@ -50,7 +50,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # The application's own settings, from its models
     (engine(dtype="int8"), 'config.engine.dtype must be one of the following: "bfloat16", "float32"'),
     (engine(device="tpu"), "config.engine.device: Does not match pattern"),
-    (engine(kind="vllm"), "config.engine.kind"),
+    (engine(kind="vllm"), "config.engine.kind is vllm, but vllm.enabled is not set; set that instead"),
     (engine(max_model_length=4096), "config.engine: Additional property max_model_length is not allowed"),
     (engine(verifier="synthetic"), "config.engine.verifier must be one of the following"),
     (engine(max_num_seqs=0), "config.engine.max_num_seqs: Must be greater than or equal to 1"),
@@ -94,7 +94,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "modelCache.accessModes has no ReadWriteMany, but 2 worker pods mount the claim; use ReadWriteMany",
     ),
     # vLLM
-    ({"vllm": {"enabled": True}}, "refuses vllm at start; set vllm.enabled to false, or vllm.preview to true"),
     (merged(VLLM, engine(verifier="block")), "config.engine.verifier belongs to the torch engine; remove it"),
     (merged(VLLM, engine(device="cpu")), "config.engine.device is cpu, but the chart runs vllm on GPUs only"),
     (merged(VLLM, {"worker": {"gpus": 2}}), "pools.decode.gpus is 2 and vllm.tensorParallelSize 1; make them equal"),

@@ -187,7 +187,7 @@ def test_the_serve_config_has_only_keys_that_ray_knows(rendered: Any, name: str)
                 AutoscalingConfig(**deployment["autoscaling_config"])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "vllm"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_application_accepts_the_serve_config_and_builds(rendered: Any, name: str, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(one(rendered[name], "RayService")["spec"]["serveConfigV2"])
@@ -204,19 +204,11 @@ def test_the_application_accepts_the_serve_config_and_builds(rendered: Any, name
     build_app(application.args.model_dump(exclude_unset=True))
 
 
-def test_the_application_of_this_release_refuses_the_vllm_example(rendered: Any) -> None:
+def test_the_vllm_example_gives_vllm_its_arguments(rendered: Any) -> None:
     args = serve_config(rendered["vllm"])["applications"][0]["args"]
-    assert args["engine"] == {
-        "kind": "vllm",
-        "tensor_parallel_size": 2,
-        "gpu_memory_utilization": 0.92,
-        "kv_connector": "nixl",
-        "max_model_len": 32768,
-        "max_num_seqs": 128,
-    }
+    assert args["engine"] == {"kind": "vllm", "max_model_len": 32768, "max_num_seqs": 128}
+    assert args["vllm"] == {"engine_args": {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.92}}
     assert args["pools"]["decode"]["num_gpus"] == 2
-    with pytest.raises(Exception, match="the vllm engine is not there yet"):
-        AppConfig.model_validate(args | {"engine": {"kind": args["engine"]["kind"]}})
 
 
 def test_numbers_stay_numbers_of_their_kind(rendered: Any) -> None:
@@ -404,7 +396,6 @@ def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
         text = yaml.safe_load(made)["text"]
         assert "helm -n demo test demo" in text
         assert "The API asks for no key" in text
-        assert ("refuses the vllm engine" in text) == (name == "vllm")
 
 
 def test_config_errors_of_the_application_reach_whoever_reads_the_serve_config() -> None:

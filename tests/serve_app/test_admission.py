@@ -330,6 +330,26 @@ async def test_choices_share_a_prompt_and_count_as_requests(clock: Clock) -> Non
     await watched.end()
 
 
+async def test_newcomers_are_refused_beyond_the_load_and_a_body_is_let_in_whole(clock: Clock) -> None:
+    watched = Watched(clock, max_running=20, max_others=3)
+    await watched.begin("cmpl-a-0")
+    await watched.begin("cmpl-b-0", choices=4)
+    for index in range(1, 4):
+        await watched.begin(f"cmpl-b-{index}")
+        assert f"cmpl-b-{index}" in watched.slow.open, "its own prompts do not stand in its way"
+    error = await refusal(watched, "cmpl-c-0")
+    assert error.reason == "load" and error.retry_after_s > 0
+    assert (await refusal(watched, "cmpl-a-1")).reason == "load", "those of another body do"
+    assert watched.refusals() == {"load": 2}
+    watched.tasks["cmpl-b-0"].cancel()  # all four of its choices
+    await asyncio.gather(watched.tasks["cmpl-b-0"], return_exceptions=True)
+    await watched.serve("cmpl-b-1", 1.0)
+    await watched.serve("cmpl-b-2", 1.0)
+    await watched.begin("cmpl-c-0")
+    assert "cmpl-c-0" in watched.slow.open, "two are left"
+    await watched.end()
+
+
 async def test_a_request_that_runs_out_of_time_ends_and_holds_nothing(clock: Clock) -> None:
     watched = Watched(clock)
     await watched.begin("queued", timeout_s=0.05)

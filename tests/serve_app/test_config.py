@@ -43,7 +43,7 @@ def written(tmp_path: Path, path: str, value: object) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "monolith.yaml", "resilient.yaml"])
+@pytest.mark.parametrize("name", ["demo.yaml", "monolith.yaml", "resilient.yaml", "vllm.yaml"])
 def test_shipped_files_load_and_are_ray_serve_configs(name: str) -> None:
     schema = pytest.importorskip("ray.serve.schema")
     ours = load_config(CONFIGS / name)
@@ -162,7 +162,8 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.model", "smollm2-135m", "args.model", "dictionary"),
     ("args.model.source", "", "args.model.source", "at least 1 character"),
     ("args.modle", {}, "args.modle", "did you mean model?"),
-    ("args.engine.kind", "vllm", "args.engine.kind", "not there yet; use torch"),
+    ("args.engine.kind", "sglang", "args.engine.kind", "'torch' or 'vllm'"),
+    ("args.vllm", {}, "args.vllm", "engine.kind is torch; remove it"),
     ("args.engine.dtype", "float16", "args.engine.dtype", "bfloat16"),
     ("args.engine.device", "gpu", "args.engine.device", "cuda"),
     ("args.engine.max_num_seqs", 0, "args.engine.max_num_seqs", "greater than or equal to 1"),

@@ -3,6 +3,7 @@
 The engines are real, the deaths are not: a replica that dies stops telling, after any number of messages.
 """
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from serve_app.frontend import FrontEnd, Limits
 from serve_app.metrics import BufferSink, Metrics
 from serve_app.protocol import CompletionRequest, parse
 from serve_app.replays import Records
-from serve_app.resume import ReplicaLost, ResumingSource, Streamed
+from serve_app.resume import ReplicaLost, ResumingSource, Streamed, with_signs_of_life
 from serve_app.token_source import PooledTokenSource
 from serve_app.tokenizer import Tokenizer, tokenizer_files
 from speculative.errors import EngineFault
@@ -42,7 +43,7 @@ class Replicas:
         self.aborted: list[str] = []
 
     async def stream(
-        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]
+        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Streamed, None]:
         number = len(self.calls)
         self.calls.append(([one.request_id for one in requests], dict(emitted)))
@@ -278,7 +279,7 @@ async def test_a_prompt_whose_logprobs_were_told_is_not_told_again() -> None:
 
     class Scripted:
         async def stream(
-            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]
+            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
         ) -> AsyncGenerator[Streamed, None]:
             asked.extend(requests)
             name = requests[0].request_id
@@ -296,6 +297,123 @@ async def test_a_prompt_whose_logprobs_were_told_is_not_told_again() -> None:
     deltas = [delta async for delta in source.stream([Request("r", (5, 6), params, resume=True)])]
     assert [delta.prompt_logprobs is not None for delta in deltas] == [True, False]
     assert [one.params.prompt_logprobs for one in asked] == [0, None]
+
+
+class Hanging:
+    """A pool whose first replica hangs after a token: it is not dead, and says nothing any more. `signs` of life come
+    before the last token of the second one."""
+
+    def __init__(self, signs: int = 0) -> None:
+        self.avoided: list[Sequence[str]] = []
+        self._signs = signs
+
+    async def stream(
+        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
+    ) -> AsyncGenerator[Streamed, None]:
+        self.avoided.append(avoid)
+        name = requests[0].request_id
+        if not emitted:
+            yield Streamed(TokenDelta(name, (7,)), "decode-0")
+            await asyncio.Event().wait()
+        assert emitted == {name: (7,)}
+        yield Streamed(TokenDelta(name, (8,)), "decode-1")
+        for _ in range(self._signs):
+            await asyncio.sleep(0.05)
+            yield Streamed(None, "decode-1")
+        yield Streamed(TokenDelta(name, (9,), finish_reason=FinishReason.LENGTH), "decode-1")
+
+    async def abort(self, request_id: str) -> None:
+        raise AssertionError
+
+
+async def test_a_replica_that_hangs_is_left_and_avoided_for_a_while() -> None:
+    now = [0.0]
+    metrics, pool = Metrics([BufferSink("router")], model_name="tiny", pool="router"), Hanging()
+    records = Records("router", 64)
+    source = ResumingSource(pool, metrics, records, most_resumes=1, silence_s=0.2, clock=lambda: now[0])
+    request = Request("r", (5, 6), SamplingParams(max_tokens=3), resume=True)
+    assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
+    assert pool.avoided == [(), ("decode-0",)]
+    now[0] = 61.0
+    assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
+    assert pool.avoided[2:] == [(), ("decode-0",)], "it is asked again in the end"
+
+
+async def test_a_call_that_nobody_takes_is_made_again_whether_or_not_it_may_be_resumed() -> None:
+    """As when it is sent to a replica that hangs, or while the last one is replaced."""
+    asked: list[str] = []
+
+    class Deaf(Hanging):
+        async def stream(
+            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
+        ) -> AsyncGenerator[Streamed, None]:
+            asked.append(requests[0].request_id)
+            if len(asked) < 4:
+                await asyncio.Event().wait()
+            assert emitted == {} and avoid == ()
+            yield Streamed(TokenDelta(asked[-1], (7,), finish_reason=FinishReason.LENGTH), "decode-1")
+
+    sink = BufferSink("router")
+    metrics = Metrics([sink], model_name="tiny", pool="router")
+    source = ResumingSource(Deaf(), metrics, Records("router", 64), most_resumes=0, silence_s=0.1)
+    request = Request("r", (5, 6), SamplingParams(max_tokens=1), resume=False)
+    deltas = [delta async for delta in source.stream([request])]
+    assert [(delta.request_id, delta.token_ids, delta.preempted) for delta in deltas] == [("r", (7,), False)]
+    assert asked == ["r", "r~1", "r~2", "r~3"]
+    assert not sink.drain().counters, "nothing was resumed"
+
+
+async def test_one_that_has_nothing_to_tell_yet_is_not_lost() -> None:
+    metrics, pool = Metrics([BufferSink("router")], model_name="tiny", pool="router"), Hanging(signs=30)
+    source = ResumingSource(pool, metrics, Records("router", 64), most_resumes=1, silence_s=1.0)
+    request = Request("r", (5, 6), SamplingParams(max_tokens=3), resume=True)
+    assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
+    assert len(pool.avoided) == 2, "it took a second and a half, and the limit is one"
+
+
+async def test_signs_of_life_stand_between_the_items_while_all_is_well() -> None:
+    more, broken = asyncio.Event(), False
+
+    async def items() -> AsyncGenerator[int, None]:
+        yield 1
+        await more.wait()
+        yield 2
+        await asyncio.Event().wait()
+
+    def check() -> None:
+        if broken:
+            raise EngineFault("it stands still")
+
+    got: list[int | None] = []
+
+    async def take() -> None:
+        nonlocal broken
+        async for item in with_signs_of_life(items(), 0.01, check):
+            got.append(item)
+            if got.count(None) == 3:
+                more.set()
+            broken = 2 in got
+
+    with pytest.raises(EngineFault, match="stands still"):
+        await take()
+    assert got[:4] == [1, None, None, None] and got[-1] == 2 and set(got) == {1, 2, None}
+
+
+async def test_signs_of_life_end_with_the_items_and_close_them() -> None:
+    closed: list[str] = []
+
+    async def items(name: str) -> AsyncGenerator[str, None]:
+        try:
+            yield name
+            if name == "endless":
+                await asyncio.Event().wait()
+        finally:
+            closed.append(name)
+
+    assert [item async for item in with_signs_of_life(items("short"), 60.0, lambda: None)] == ["short"]
+    async with contextlib.aclosing(with_signs_of_life(items("endless"), 0.01, lambda: None)) as told:
+        assert [await anext(told), await anext(told)] == ["endless", None]
+    assert closed == ["short", "endless"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

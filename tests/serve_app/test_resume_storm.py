@@ -58,7 +58,7 @@ class Decoders:
         self._turn = 0
 
     async def stream(
-        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]
+        self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Streamed, None]:
         self._turn = (self._turn + 1) % len(self._sources)
         name, source = f"decode-{self._turn}", self._sources[self._turn]

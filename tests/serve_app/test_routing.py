@@ -1,9 +1,13 @@
 """Which replica: tables for the ranking, what a router knows of caches, and the routers over stand-ins for replicas."""
 
+import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.common import RequestMetadata
+from ray.serve._private.request_router.common import PendingRequest
 
 from serve_app.routing import (
     MOST_TOLD,
@@ -32,6 +36,7 @@ BLOCK = 8
         ({"a": (32, 10), "b": (64, 30)}, 100, "b"),
         ({"a": (0, 500), "b": (0, 0), "c": (8, 20)}, 40, "b"),
         ({"a": (40, 0)}, 40, "a"),
+        ({"a": (0, 0), "b": (64, 64), "c": (32, 32)}, 100, "b"),  # as soon, and less work
     ],
 )
 def test_a_prompt_goes_where_it_is_done_first(loads: dict[str, tuple[int, int]], num_tokens: int, first: str) -> None:
@@ -131,48 +136,140 @@ class Replica(SimpleNamespace):
         super().__init__(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
 
 
-def pending(name: str, request: Request | None = None, session: str = "") -> Any:
-    return SimpleNamespace(
-        args=[] if request is None else [request, True],
-        metadata=SimpleNamespace(internal_request_id=name, session_id=session),
-        routing_context=SimpleNamespace(should_backoff=False),
-    )
+class Result:
+    """What Ray Serve hands a router of a call under way; a stand-in."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[object], None]] = []
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self._callbacks.append(callback)
+
+    def end(self) -> None:
+        for callback in self._callbacks:
+            callback(self)
 
 
-def bare(kind: type[Any]) -> Any:
+def pending(request: Request | None = None, session: str = "") -> Any:
+    """All of them are calls from within one HTTP request."""
+    metadata = RequestMetadata("reply", "same", session_id=session)
+    return PendingRequest(args=[] if request is None else [request, True], kwargs={}, metadata=metadata)
+
+
+def bare(kind: type[Any], **settings: int) -> Any:
     """A router without Ray Serve's part of it, which needs a running Serve."""
-    return kind.__new__(kind)
+    router = kind.__new__(kind)
+    router._deployment_id = "test"
+    router.initialize_state(**settings)
+    return router
+
+
+async def first_of(router: Any, replicas: list[Any], asked: Any) -> str:
+    ranks = await router.choose_replicas(replicas, asked)
+    return str(ranks[0][0].replica_id.unique_id)
 
 
 async def test_the_prefill_router_ranks_by_what_replicas_told_and_what_it_sent() -> None:
-    router = bare(PrefillRouter)
-    router._book = PrefixBook(BLOCK)
+    router = bare(PrefillRouter, block_size=BLOCK)
     replicas = [Replica("a"), Replica("b"), Replica("c")]
     router._book.hear("b", told_blocks(block_chain(PROMPT, BLOCK)))
-    asked = pending("q1", Request("r1", PROMPT))
+    asked = pending(Request("r1", PROMPT))
     ranks = await router.choose_replicas(replicas, asked)
     assert [len(rank) for rank in ranks] == [1, 1, 1] and asked.routing_context.should_backoff
     assert ranks[0][0].replica_id.unique_id == "b"
-    router.on_request_routed(asked, ranks[0][0].replica_id, None)
+    router.on_request_routed(asked, ranks[0][0].replica_id, Result())
     other = tuple(range(500, 540))
-    ranks = await router.choose_replicas(replicas, pending("q2", Request("r2", other)))
+    ranks = await router.choose_replicas(replicas, pending(Request("r2", other)))
     assert ranks[-1][0].replica_id.unique_id == "b", "it has a prompt before it"
 
 
+async def test_the_prompts_of_one_body_are_shared_out_before_any_replica_says_a_word() -> None:
+    router = bare(PrefillRouter, block_size=BLOCK)
+    replicas = [Replica("a"), Replica("b")]
+    prompts = [tuple(range(start, start + 40)) for start in range(0, 800, 40)]
+    calls = [pending(Request(f"r{number}", prompt)) for number, prompt in enumerate(prompts)]
+    chosen = [await first_of(router, replicas, call) for call in calls]
+    assert chosen.count("a") == chosen.count("b") == 10
+    backlog = router._book.loads("ab", ())
+    assert {load.backlog for load in backlog.values()} == {400}
+    assert await first_of(router, replicas, calls[0]) in "ab", "Serve asks again where a replica takes no more"
+    assert sum(load.backlog for load in router._book.loads("ab", ()).values()) == 800, "it counts once all the same"
+
+
+async def test_a_call_that_is_looked_at_again_after_it_was_placed_counts_once() -> None:
+    """Serve's routing tasks may do so."""
+    replicas = [Replica("a"), Replica("b")]
+    for router in (bare(PrefillRouter, block_size=BLOCK), bare(DecodeRouter, max_num_seqs=4)):
+        call = pending(Request("r", PROMPT))
+        await router.choose_replicas(replicas, call)
+        call.future.set_result(replicas[0])
+        router.on_request_routed(call, replicas[0].replica_id, result := Result())
+        assert len(await router.choose_replicas(replicas, call)) == 2
+        left = router._book._on_their_way if isinstance(router, PrefillRouter) else router._running
+        assert len(left) == 1
+        result.end()
+        assert len(left) == 0
+
+
+async def test_a_call_counts_where_it_went_until_it_ends() -> None:
+    router = bare(PrefillRouter, block_size=BLOCK)
+    replicas = {name: Replica(name) for name in "ab"}
+    calls = [pending(Request(f"r{number}", PROMPT)) for number in range(3)]
+    results = [Result() for _ in calls]
+    for call, result in zip(calls, results, strict=True):
+        await router.choose_replicas(list(replicas.values()), call)
+        router.on_request_routed(call, replicas["b"].replica_id, result)  # whichever was meant, b took it
+    assert [router._book.loads("ab", ())[name].backlog for name in "ab"] == [0, 120]
+    for count, result in enumerate(results, start=1):
+        result.end()
+        assert router._book.loads("ab", ())["b"].backlog == 120 - 40 * count
+
+
+async def test_a_call_that_was_never_sent_leaves_nothing_behind() -> None:
+    for router in (bare(PrefillRouter, block_size=BLOCK), bare(DecodeRouter, max_num_seqs=4)):
+        call = pending(Request("r", PROMPT))
+        await router.choose_replicas([Replica("a")], call)
+        left = router._book._on_their_way if isinstance(router, PrefillRouter) else router._running
+        assert len(left) == 1
+        del call  # a client that leaves
+        gc.collect()
+        assert len(left) == 0
+
+
 async def test_the_decode_router_counts_what_it_has_sent_since_it_was_told() -> None:
-    router = bare(DecodeRouter)
-    router._max_num_seqs, router._running = 4, {}
+    router = bare(DecodeRouter, max_num_seqs=4)
     replicas = [Replica("a", kv_usage=0.2, running_share=0.2), Replica("b", kv_usage=0.3, running_share=0.3)]
-    gone = []
-    for number in range(4):
-        ranks = await router.choose_replicas(replicas, pending(f"q{number}"))
+    calls, gone = [pending() for _ in range(4)], list[str]()
+    results = [Result() for _ in calls]
+    for call, result in zip(calls, results, strict=True):
+        ranks = await router.choose_replicas(replicas, call)
         gone.append(ranks[0][0].replica_id.unique_id)
-        router.on_request_routed(pending(f"q{number}"), ranks[0][0].replica_id, None)
+        router.on_request_routed(call, ranks[0][0].replica_id, result)
     assert gone == ["a", "a", "b", "b"]
-    home = (await router.choose_replicas(replicas, pending("q9", session="s")))[0][0].replica_id.unique_id
-    for number in range(10, 20):
-        again = await router.choose_replicas(replicas, pending(f"q{number}", session="s"))
-        assert again[0][0].replica_id.unique_id == home
+    results[0].end()
+    results[1].end()
+    assert await first_of(router, replicas, pending()) == "a", "its streams have ended"
+    home = await first_of(router, replicas, pending(session="s"))
+    for _ in range(10):
+        assert await first_of(router, replicas, pending(session="s")) == home
+
+
+async def test_what_is_to_be_avoided_comes_last_whatever_its_load_and_the_session() -> None:
+    router = bare(DecodeRouter, max_num_seqs=4)
+    replicas = [Replica("a"), Replica("b", kv_usage=0.9), Replica("c", kv_usage=0.8)]
+    for session in ("", "s1", "s2", "s3"):
+        call = pending(session=session)
+        call.args = [(), {}, None, ("a",)]
+        ranks = await router.choose_replicas(replicas, call)
+        names = [rank[0].replica_id.unique_id for rank in ranks]
+        assert sorted(names) == ["a", "b", "c"] and names[-1] == "a"
+
+
+async def test_the_streams_of_one_body_are_shared_out_before_any_is_sent() -> None:
+    router = bare(DecodeRouter, max_num_seqs=8)
+    calls = [pending() for _ in range(6)]
+    chosen = [await first_of(router, [Replica("a"), Replica("b")], call) for call in calls]
+    assert chosen.count("a") == chosen.count("b") == 3
 
 
 def test_calls_that_share_an_id_are_told_apart() -> None:

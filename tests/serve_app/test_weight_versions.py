@@ -2,19 +2,24 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_serving import Served, ServeFake
+from fake_serving import Served, ServeFake, make_backend
 from test_referee import Court, served
 
 from serve_app.access import Access
 from serve_app.admin import Admin, PauseOrder, WeightsAdmin, WeightsOrder
 from serve_app.errors import UpdateRefused
-from serve_app.protocol import Piece, join, metadata_of
+from serve_app.frontend import FrontEnd, Limits
+from serve_app.metrics import BufferSink, Metrics
+from serve_app.protocol import ChatCompletionRequest, CompletionRequest, Piece, join, metadata_of, parse
 from serve_app.replays import Record, Verdict
+from serve_app.token_source import PooledTokenSource
+from serve_app.tokenizer import Tokenizer
 from serve_app.weights import Outcome
 from speculative.request import Request, TokenDelta, TokenKind
 
@@ -147,3 +152,24 @@ def test_what_is_refused_and_what_is_wrong_is_said(operator: Operator) -> None:
     operator.refuses = True
     refused = operator.post("weights", path="x", weight_version="v")
     assert refused.status_code == 409 and "no such folder" in refused.json()["error"]["message"]
+
+
+async def test_a_reply_tells_the_weights_that_are_served_when_it_is_made(tokenizer: Tokenizer) -> None:
+    """A stream router learns of new weights from the first token that they made: after the request has come."""
+    backend, script = make_backend(tokenizer, run_length=1)
+    script.say("abcd")
+    info = await backend.start()
+    metrics = Metrics([BufferSink("r")], model_name="fake", pool="router")
+    front = FrontEnd(PooledTokenSource(backend, metrics), tokenizer, info, Limits())
+    for body, kind in ((BODY, CompletionRequest), (CHAT, ChatCompletionRequest)):
+        job = await front.prepare(parse(json.dumps(body).encode(), kind))
+        front.weights_switched(replace(info, fingerprint="new" * 8))
+        assert (await front.collect(job))["system_fingerprint"] == "fp_newnewnewnew"
+        front.weights_switched(info)
+        events = front.events(job)
+        front.weights_switched(replace(info, fingerprint="old" * 8))
+        told = [await anext(events)]
+        front.weights_switched(replace(info, fingerprint="new" * 8))
+        told += [event async for event in events]
+        assert b"fp_oldoldoldold" in told[0] and b"fp_newnewnewnew" not in told[0]
+        assert b"fp_newnewnewnew" in told[1] and not any(b"fp_oldoldoldold" in event for event in told[1:])

@@ -19,19 +19,24 @@ from deploy.chaos.traffic import plan
 from serve_app.app import build_app
 from tests.serving.conftest import MODEL, Service, app_args, deployed, gauge_total, wait_for
 from tests.serving.faulty import slow_steps, with_fault
+from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 LOOPING = "one two three one two three one two three one two"
 HALF = {"num_cpus": 0.5}
 SIZES = {"PrefillServer": 2, "DecodeServer": 2}
+TOKEN = "operator-token"
 
 
 @pytest.fixture(scope="module")
-def routed(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
+def routed(ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     pools = {"prefill": {"replicas": 2, **HALF}, "decode": {"replicas": 2, **HALF}, "router": HALF}
-    recovery = {"resume": True, "max_resumes": 20}
-    args = app_args(tiny_folder, "disaggregated", pools=pools, recovery=recovery)
+    recovery = {"resume": True, "max_resumes": 20, "decode_timeout_s": 10}
+    token_file = tmp_path_factory.mktemp("secrets") / "token"
+    token_file.write_text(TOKEN)
+    admin = {"token_file": str(token_file)}
+    args = app_args(tiny_folder, "disaggregated", pools=pools, recovery=recovery, admin=admin)
     with deployed(ray_port, "routed", args) as service:
         yield service
 
@@ -110,6 +115,26 @@ def test_a_stream_goes_on_when_its_replica_is_killed(routed: Service) -> None:
     wait_for(lambda: _idle(routed), "return to idle")
 
 
+def test_a_stream_goes_on_when_its_replica_hangs(routed: Service) -> None:
+    """Every decode replica stands still: none is dead, and the stream is given up. One of them comes round."""
+    body = {"prompt": LOOPING, "max_tokens": 1500, "seed": 12, "reproducible": True, "ignore_eos": True}
+    undisturbed = whole(stream(routed, **body, speculate=False))
+    before = resumed(routed)
+    with contextlib.closing(stream(routed, **body, speculate=False)) as choices:
+        begun = [next(choices) for _ in range(5)]
+        stopped = replica_pids("routed", "DecodeServer")
+        try:
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda: resumed(routed) > before, "the stream being given up")
+            os.kill(stopped[0], signal.SIGCONT)
+            assert whole(iter([*begun, *choices])) == undisturbed
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: _idle(routed), "return to idle")
+
+
 def test_a_killed_prefill_is_asked_for_again(routed: Service) -> None:
     body = {"prompt": LOOPING, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
     expected = routed.completion(**body)["choices"][0]["token_ids"]
@@ -144,6 +169,22 @@ def test_two_hundred_requests_under_fire(routed: Service, tmp_path: Path) -> Non
     assert figures.sound, figures
     (tmp_path / "chaos.json").write_text(json.dumps(figures.as_dict(), indent=2))
     assert figures.requests == 200 and figures.kills >= 3 and figures.resumed > 0
+
+
+def test_replies_tell_new_weights_from_the_first_on(routed: Service, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", tokenizer=True, max_position_embeddings=2048, seed=1)
+    Killer("routed", SIZES, seed=1).wait_until_whole()
+    body = {"prompt": LOOPING, "max_tokens": 4}
+    before = routed.completion(**body)["system_fingerprint"]
+    with routed.http() as http:
+        order = {"path": str(other), "weight_version": "step-1"}
+        done = http.post("/admin/weights", json=order, headers={"authorization": f"Bearer {TOKEN}"})
+    assert done.status_code == 200 and done.json()["complete"], done.text
+    (fingerprint,) = {one["fingerprint"][:12] for one in done.json()["replicas"]}
+    assert before != f"fp_{fingerprint}"
+    for _ in range(4):  # whichever replica answers
+        reply = routed.completion(**body)
+        assert (reply["system_fingerprint"], reply["metadata"]) == (f"fp_{fingerprint}", {"weight_version": "step-1"})
 
 
 def test_a_redeployment_keeps_streams_alive(

@@ -115,12 +115,9 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- $engine := default dict $config.engine -}}
 {{- with .Values.vllm -}}
 {{- if .enabled -}}
-{{- if not .preview -}}
-{{- fail (printf "vllm.enabled: the application of this release (%s) serves with the torch engine and refuses vllm at start; set vllm.enabled to false, or vllm.preview to true to render for an image that has it." $.Chart.AppVersion) -}}
-{{- end -}}
-{{- range $key := list "block_size" "max_batched_tokens" "kv_cache_tokens" "verifier" -}}
+{{- range $key := list "weights" "cuda_graphs" "verifier" "self_check_share" "priority_ageing_s" -}}
 {{- if hasKey $engine $key -}}
-{{- fail (printf "config.engine.%s belongs to the torch engine; remove it, vllm chooses for itself." $key) -}}
+{{- fail (printf "config.engine.%s belongs to the torch engine; remove it." $key) -}}
 {{- end -}}
 {{- end -}}
 {{- if eq (default "auto" $engine.device) "cpu" -}}
@@ -131,6 +128,8 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- fail (printf "pools.%s.gpus is %d and vllm.tensorParallelSize %d; make them equal." $name (int $pool.gpus) (int $.Values.vllm.tensorParallelSize)) -}}
 {{- end -}}
 {{- end -}}
+{{- else if eq (default "torch" $engine.kind) "vllm" -}}
+{{- fail "config.engine.kind is vllm, but vllm.enabled is not set; set that instead." -}}
 {{- else if gt (int .tensorParallelSize) 1 -}}
 {{- fail (printf "vllm.tensorParallelSize is %d, but the torch engine runs on one GPU; set it to 1, or use a model that fits." (int .tensorParallelSize)) -}}
 {{- end -}}

@@ -65,9 +65,10 @@ applications:
 {{- end -}}
 {{- with .Values.vllm }}
 {{- if .enabled }}
-{{- $engine := dict "kind" "vllm" "tensor_parallel_size" .tensorParallelSize "gpu_memory_utilization" .gpuMemoryUtilization -}}
-{{- if eq $.Values.config.topology "disaggregated" }}{{ $_ := set $engine "kv_connector" .kvConnector }}{{ end -}}
-{{- $_ := set $args "engine" (merge $engine (default dict $.Values.config.engine)) -}}
+{{- $_ := set $args "engine" (merge (dict "kind" "vllm") (default dict $.Values.config.engine)) -}}
+{{- $section := default dict $.Values.config.vllm -}}
+{{- $own := dict "tensor_parallel_size" .tensorParallelSize "gpu_memory_utilization" .gpuMemoryUtilization -}}
+{{- $_ := set $args "vllm" (merge (dict "engine_args" (merge $own (default dict $section.engine_args))) $section) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $args -}}

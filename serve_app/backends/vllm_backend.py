@@ -1,0 +1,450 @@
+"""vLLM behind the `Backend` protocol: for models and machines that our own engine does not do, checked from outside.
+
+vLLM's engine runs in a process of its own. We talk to it through `AsyncLLM`; in its process run our scheduler, which
+withholds drafts that must not be verified (`vllm_parts.scheduler`), and our connector, which copies keys and values out
+and in (`vllm_parts.connector`). A prefill samples nothing: the decode side computes the prompt's last token, and so all
+that is drawn for a request is drawn by one engine.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from serve_app.backends.base import Backend, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.vllm_parts.checkpoint import (
+    check_same_model,
+    eos_token_ids,
+    folder_fingerprint,
+    most_tokens,
+    plain_view,
+)
+from serve_app.backends.vllm_parts.deltas import DeltaReader, prompt_logprobs, queue_s, scored
+from serve_app.backends.vllm_parts.handoff import Manifest, pack, unpack
+from serve_app.backends.vllm_parts.settings import (
+    TERMS,
+    VllmSettings,
+    check_build,
+    check_known,
+    engine_arguments,
+    faults_of,
+    installed_version,
+)
+from speculative.contract import LogprobContract
+from speculative.errors import ConfigError, EngineFault, InvalidRequest
+from speculative.model.loading import resolve_model
+from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta
+from speculative.stats import LOGPROB_RULES, CheckState, EngineUsage, StepStats
+
+_logger = logging.getLogger("truespec.vllm")
+
+_STALLED_AFTER_S = 300.0
+_ENVIRONMENT = {  # where it is not set otherwise
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by itself each replica would take the same cores
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the number of blocks is given apart
+}
+
+
+class VllmBackend:
+    """Runs vLLM's `AsyncLLM`.
+
+    Args:
+        source: a model folder, a catalogue name, or a hub id.
+        model_name: the name clients use.
+        settings: how vLLM is set up.
+        replayer: an engine of our own that replays in vLLM's place.
+    """
+
+    def __init__(self, source: str, model_name: str, settings: VllmSettings, replayer: Backend | None = None) -> None:
+        self._source = source
+        self._model_name = model_name
+        self._settings = settings
+        self._replayer = replayer
+        self._llm: Any = None
+        self._live = 0  # requests under way
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._orders: asyncio.Task[None] | None = None  # the last thing asked of the engine as a whole
+        self._fault: Exception | None = None
+        self._version = DEFAULT_VERSION
+        self._loaded: Path | None = None
+        self._paused = False
+
+    async def start(self) -> ModelInfo:
+        """Start vLLM's process, and wait until it has loaded the model."""
+        version = installed_version()
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._folder = await asyncio.to_thread(resolve_model, self._source)
+        drafter = self._settings.engine.drafter
+        self._drafter_folder = None if drafter.model is None else await asyncio.to_thread(resolve_model, drafter.model)
+        self._scratch = Path(tempfile.mkdtemp(prefix="truespec-vllm-", dir=_memory_folder()))
+        try:
+            self._llm = await asyncio.to_thread(self._start_engine)
+        except Exception as error:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            if isinstance(error, ConfigError):
+                raise
+            raise EngineFault(f"vLLM {version} could not start: {error}") from error
+        parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
+        await asyncio.to_thread(self._identify)
+        self._manifest = Manifest(
+            fingerprint=self._fingerprint,
+            drafter=f"{drafter.kind} {self._drafter_fingerprint}".strip(),
+            vllm=version,
+            layout=f"{cache.cache_dtype} {self._settings.engine.dtype} {cache.block_size}",
+            num_ranks=parallel.world_size,
+        )
+        self._contract = LogprobContract(self._settings.engine.logprobs_mode, self._info().vocab_size)
+        if self._replayer is not None:
+            await self._replayer.start()
+        return self._info()
+
+    async def stop(self) -> None:
+        """End vLLM's process; what still runs ends with an error."""
+        if self._replayer is not None:
+            await self._replayer.stop()
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            self._fault = EngineFault("The engine was stopped.")
+            await asyncio.to_thread(llm.shutdown)
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
+        """Prefill and decode here."""
+        return self._deltas(request, emitted, {})
+
+    async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
+        """Compute the prompt and hand it off. No token is sampled here, asked for or not."""
+        self._check(request)
+        path = self._scratch / uuid.uuid4().hex
+        parts = [Path(f"{path}.{rank}") for rank in range(self._manifest.num_ranks)]
+        delta = TokenDelta(request.request_id, weight_version=self._version)
+        try:
+            params = self._params.prefilling(request, str(path))
+            async for output in self._outputs(request, request.prompt_token_ids, params):
+                logprobs = prompt_logprobs(request, output)
+                if logprobs is not None:
+                    delta = delta.replace(prompt_logprobs=logprobs)
+                if output.outputs[0].finish_reason == "abort":
+                    return Prefilled((delta.replace(finish_reason=FinishReason.ABORT),), None)
+                delta = delta.replace(num_cached_tokens=output.num_cached_tokens or 0, queue_s=queue_s(output))
+            breach = self._contract.breach(delta, request)
+            if breach is not None:
+                self._counts.add_breach(breach)
+                raise EngineFault(_broken(breach))
+            return Prefilled((delta,), await asyncio.to_thread(self._packed, request, parts))
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
+
+    async def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
+        """Go on from a handoff."""
+        num_computed, parts = unpack(handoff, self._manifest, request.prompt_token_ids)
+        path = self._scratch / uuid.uuid4().hex
+        files = [Path(f"{path}.{rank}") for rank in range(len(parts))]
+        transfer = {"load": str(path), "num_tokens": num_computed}
+        try:
+            await asyncio.to_thread(_write, files, parts)
+            async with contextlib.aclosing(self._deltas(request, (), transfer)) as deltas:
+                async for delta in deltas:
+                    for file in files:
+                        file.unlink(missing_ok=True)
+                    yield delta
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+
+    def abort(self, request_id: str) -> None:
+        """End a running request; its stream ends with a last delta."""
+        self._spawn(self._engine().abort(request_id))
+
+    async def replay(self, request: Request) -> Replayed:
+        """Compute a teacher-forced request: vLLM keeps its prefix cache out of it, and drafts nothing."""
+        if self._replayer is not None:
+            return await self._replayer.replay(request)
+        async with contextlib.aclosing(self.generate(request)) as deltas:
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise EngineFault(delta.error)
+                if delta.logprobs is not None:
+                    logprobs = tuple(entry.logprob for entry in delta.logprobs)
+                    return Replayed(logprobs, delta.law, weight_version=delta.weight_version)
+        raise EngineFault("The replay ended without a result.")
+
+    def set_speculation(self, speculation: Speculation) -> None:
+        """Who may draft from the next step on; vLLM goes on running."""
+        if self._speculates:
+            self._order(self._tell(speculation))
+
+    def distrust(self) -> None:
+        """Have running requests computed again, from an empty prefix cache."""
+        self._order(self._forget())
+
+    async def load_weights(self, source: str, drafter: str | None = None) -> str:
+        """Check other weights; vLLM reads them when they are switched to."""
+        if drafter is not None:
+            raise ConfigError("drafter_path cannot be given to the vllm engine: its drafter keeps its weights.")
+        folder = await asyncio.to_thread(resolve_model, source)
+        check_same_model(folder, self._folder)
+        if self._replayer is not None:
+            await self._replayer.load_weights(source)
+        self._loaded = folder
+        return await asyncio.to_thread(folder_fingerprint, folder)
+
+    async def switch_weights(self, version: str) -> ModelInfo:
+        """Go on with the weights checked last; requests that run are computed again from their tokens."""
+        folder, self._loaded = self._loaded, None
+        if folder is None:
+            raise EngineFault("There are no weights to switch to; load them first.")
+        was_paused, view = self._paused, plain_view(folder, self._scratch)
+        if not was_paused:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        try:
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(view)})
+            await self._forget()
+            self._fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
+            self._manifest = dataclasses.replace(self._manifest, fingerprint=self._fingerprint)
+            self._version = version
+            if self._replayer is not None:
+                await self._replayer.switch_weights(version)
+        except Exception as error:
+            self._fault = error  # half old, half new: it must not serve
+            raise EngineFault(f"vLLM could not take the new weights: {error}") from error
+        finally:
+            if not was_paused:
+                await self._llm.resume_generation()
+        return self._info()
+
+    def drop_weights(self) -> None:
+        """Let go of weights that were checked and are not to be served."""
+        self._loaded = None
+        if self._replayer is not None:
+            self._replayer.drop_weights()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin no request from now on; returns when none runs any more, or with `keep` when none moves."""
+        self._paused = True
+        try:
+            await self._engine().pause_generation(mode=mode.value, clear_cache=False)
+        except asyncio.CancelledError:
+            await self._llm.resume_generation()
+            self._paused = False
+            raise
+
+    async def unpause(self) -> None:
+        """Go on, with what stood still and with what came meanwhile."""
+        await self._engine().resume_generation()
+        self._paused = False
+
+    def usage(self) -> EngineUsage:
+        """What the engine holds, as of its last step."""
+        return self._counts.usage(self._live)
+
+    def cached_blocks(self, most: int) -> list[bytes]:
+        """None: vLLM's blocks have names of its own."""
+        return []
+
+    def take_stats(self) -> StepStats:
+        """Counts since the last call."""
+        return self._counts.take()
+
+    def self_checks(self) -> tuple[CheckState, ...]:
+        """None: nothing looks inside vLLM; replays look at what it says."""
+        return ()
+
+    def check_health(self) -> None:
+        """Raise if vLLM's process died, stands still, or did not do what it was told."""
+        if self._fault is not None:
+            raise EngineFault(f"The engine stopped: {self._fault}")
+        if self._engine().errored:
+            raise EngineFault("vLLM's engine died; its log says why.")
+        if self._live and not self._paused and time.monotonic() - self._counts.last_step_at > _STALLED_AFTER_S:
+            raise EngineFault(f"vLLM has made no step for more than {_STALLED_AFTER_S:.0f} s.")
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    async def _deltas(
+        self, request: Request, emitted: Sequence[int], transfer: dict[str, Any]
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self._check(request)
+        prompt = [*request.prompt_token_ids, *emitted]
+        room = self._max_model_len - len(prompt)
+        if room <= 0 and request.score_from is None:
+            yield TokenDelta(request.request_id, finish_reason=FinishReason.LENGTH, weight_version=self._version)
+            return
+        params = self._params.to_vllm(request, emitted=emitted, room=room, transfer=transfer)
+        reader = DeltaReader(request, len(emitted), handed_off=bool(transfer))
+        try:
+            async with contextlib.aclosing(self._outputs(request, prompt, params)) as outputs:
+                async for output in outputs:
+                    if request.score_from is None:
+                        delta, rounds = reader.read(output, self._version)
+                    else:
+                        delta, rounds = scored(request, output, self._version)
+                    breach = self._contract.breach(delta, request)
+                    if breach is not None:
+                        self._counts.add_breach(breach)
+                        delta = _failed(request, _broken(breach))
+                    self._counts.add_rounds(request, delta, rounds)
+                    yield delta
+                    if delta.finished:
+                        return
+        except EngineFault as error:
+            yield _failed(request, str(error))
+
+    async def _outputs(self, request: Request, prompt: Sequence[int], params: Any) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs; leaving early aborts the request."""
+        if self._orders is not None:
+            await asyncio.wait((self._orders,))  # it came before this request, and is to be obeyed before
+        self.check_health()
+        if self._live == 0:
+            self._counts.begin()
+        self._live += 1
+        outputs = self._llm.generate(
+            {"prompt_token_ids": list(prompt)}, params, request.request_id, priority=request.priority
+        )
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        except self._client_error as error:
+            raise InvalidRequest(getattr(error, "parameter", None) or "request", str(error)) from error
+        except self._server_error as error:
+            raise EngineFault(f"vLLM's engine failed: {error}") from error
+        finally:
+            self._live -= 1
+
+    def _check(self, request: Request) -> None:
+        self.check_health()
+        self._params.check(
+            request,
+            speculates=self._speculates,
+            max_model_len=self._max_model_len,
+            vocab_size=self._contract.vocab_size,
+        )
+
+    def _packed(self, request: Request, parts: Sequence[Path]) -> Handoff:
+        try:
+            return pack(self._manifest, request.prompt_token_ids, [part.read_bytes() for part in parts])
+        except OSError as error:
+            raise EngineFault(f"vLLM did not copy the computed prompt out: {error}") from error
+
+    # -- the engine as a whole ----------------------------------------------------------------------------------
+
+    async def _tell(self, speculation: Speculation) -> None:
+        """Tell the scheduler; it obeys when the request reaches it, whatever becomes of the request."""
+        name = f"truespec-order-{uuid.uuid4().hex}"
+        await self._llm.add_request(name, {"prompt_token_ids": [0]}, self._params.order(speculation.value))
+        await self._llm.abort(name)
+
+    async def _forget(self) -> None:
+        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineFault("vLLM did not empty its prefix cache.")
+
+    def _order(self, work: Any) -> None:
+        """Do something with the engine, after what was ordered before and before any request that comes."""
+        before = self._orders
+
+        async def run() -> None:
+            if before is not None:
+                await asyncio.wait((before,))
+            try:
+                await work
+            except Exception as error:
+                _logger.exception("vLLM did not do what it was told.")
+                self._fault = error
+
+        self._orders = self._spawn(run())
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _engine(self) -> Any:
+        if self._llm is None:
+            raise EngineFault("The engine is not started.")
+        return self._llm
+
+    @property
+    def _speculates(self) -> bool:
+        return self._settings.engine.drafter.kind != "none"
+
+    def _info(self) -> ModelInfo:
+        model = self._llm.model_config
+        return ModelInfo(
+            model_name=self._model_name,
+            max_model_len=self._max_model_len,
+            vocab_size=model.get_vocab_size(),
+            fingerprint=self._fingerprint,
+            folder=str(self._folder),
+            eos_token_ids=eos_token_ids(self._folder),
+            drafter_folder="" if self._drafter_folder is None else str(self._drafter_folder),
+        )
+
+    @property
+    def _max_model_len(self) -> int:
+        """vLLM samples a token behind whatever it computes, also behind a replayed text: there must be room for it."""
+        return int(self._llm.model_config.max_model_len) - 1
+
+    def _identify(self) -> None:
+        self._fingerprint = folder_fingerprint(self._folder)
+        self._drafter_fingerprint = "" if self._drafter_folder is None else folder_fingerprint(self._drafter_folder)
+
+    def _start_engine(self) -> Any:
+        """vLLM is imported here, where it is used: everything else works without it."""
+        from vllm import AsyncEngineArgs
+        from vllm.exceptions import VLLMClientError, VLLMServerError
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from serve_app.backends.vllm_parts import params, stats
+
+        self._params = params
+        self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
+        config, cpu = self._settings.engine, current_platform.is_cpu()
+        check_build(self._settings, cpu=cpu)
+        arguments = engine_arguments(
+            self._settings,
+            str(plain_view(self._folder, self._scratch)),
+            None if self._drafter_folder is None else str(plain_view(self._drafter_folder, self._scratch)),
+            most_tokens=most_tokens(self._folder, config.max_model_len),
+        )
+        check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+        arguments["additional_config"] = {TERMS: {"sampled_drafts_fail": faults_of(cpu=cpu).sampled_drafts}}
+        self._counts = stats.Counts()
+        logger = stats.logger_for(self._counts.add_step)
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])
+        cache = llm.vllm_config.cache_config
+        self._counts.set_sizes(cache.num_gpu_blocks, cache.block_size)
+        return llm
+
+
+def _memory_folder() -> str | None:
+    """Where files lie in memory; None = wherever temporary ones lie."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _write(files: Sequence[Path], parts: Sequence[memoryview]) -> None:
+    for file, part in zip(files, parts, strict=True):
+        file.write_bytes(part)
+
+
+def _failed(request: Request, why: str) -> TokenDelta:
+    return TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error=why)
+
+
+def _broken(breach: str) -> str:
+    return f"Logprobs broke their contract ({LOGPROB_RULES[breach]}); the request ends here, and none of them is told."

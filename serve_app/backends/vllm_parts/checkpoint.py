@@ -1,0 +1,81 @@
+"""What this engine reads of a checkpoint by itself: which one it is, and how long its sequences may be."""
+
+import json
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from speculative.errors import ConfigError
+
+_OURS_ALONE = "quantised.safetensors"  # weights packed for our own engine, beside the plain ones
+_LEAVES_MODEL_ALONE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+
+
+def plain_view(folder: Path, scratch: Path) -> Path:
+    """The folder as vLLM is to see it, which takes every safetensors file in it for a part of the model.
+
+    Args:
+        folder: a checkpoint.
+        scratch: where a folder of links is made, when one is needed.
+    """
+    if not (folder / _OURS_ALONE).exists():
+        return folder
+    view = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=scratch))
+    for path in folder.iterdir():
+        if path.name != _OURS_ALONE:
+            (view / path.name).symlink_to(path.resolve())
+    return view
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """A hash of a checkpoint's configuration and of every byte of its weights, 32 hex digits.
+
+    Raises:
+        ConfigError: there are no safetensors files.
+    """
+    weights = [path for path in sorted(folder.glob("*.safetensors")) if path.name != _OURS_ALONE]
+    if not weights:
+        raise ConfigError(f"{folder} holds no safetensors files; the vllm engine takes no other weights.")
+    digest = blake2b(digest_size=16)
+    for path in (folder / "config.json", *weights):
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 24):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def most_tokens(folder: Path, wanted: int | None) -> int | None:
+    """`max_model_len` for vLLM: a token more than requests may have, as far as the model goes."""
+    longest = _read_json(folder / "config.json").get("max_position_embeddings")
+    if wanted is None or longest is None:
+        return longest if wanted is None else wanted + 1
+    return min(wanted + 1, int(longest))
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def check_same_model(folder: Path, served: Path) -> None:
+    """Check that two checkpoints differ in their weights only.
+
+    Raises:
+        ConfigError: they are of two models; the message names the difference.
+    """
+    theirs, ours = (_read_json(one / "config.json") for one in (folder, served))
+    for name in sorted({*theirs, *ours} - _LEAVES_MODEL_ALONE):
+        if theirs.get(name) != ours.get(name):
+            raise ConfigError(
+                f"{folder} is of another model: its {name} is {theirs.get(name)}, that of the served one "
+                f"{ours.get(name)}. Restart the service with it instead."
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

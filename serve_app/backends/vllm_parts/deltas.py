@@ -1,0 +1,171 @@
+"""What vLLM says, as our deltas: kinds of tokens, logprobs, and the contract that these keep."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.backends.vllm_parts.settings import TERMS
+from speculative.request import FinishReason, LawRow, Request, TokenDelta, TokenKind, TokenLogprobs
+
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+    "error": FinishReason.ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step of one request."""
+
+    num_emitted: int
+    num_drafted: int
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were emitted; one more token follows them in each round."""
+        return min(self.num_drafted, self.num_emitted - 1)
+
+
+class DeltaReader:
+    """Reads the outputs of one request, in their order.
+
+    Args:
+        request: whose they are.
+        num_emitted: tokens that were emitted for it elsewhere.
+        handed_off: its prompt was computed elsewhere, where what was cached has been told.
+    """
+
+    def __init__(self, request: Request, num_emitted: int = 0, *, handed_off: bool = False) -> None:
+        self._request = request
+        self._is_first = num_emitted == 0
+        self._handed_off = handed_off
+        self._num_read = 0
+        self._begun = False
+
+    def read(self, output: Any, weight_version: str) -> tuple[TokenDelta, list[Round]]:
+        """The delta of one output, and the rounds it came of; a slow reader finds several rounds in one output."""
+        request, completion = self._request, output.outputs[0]
+        params = request.params
+        token_ids = tuple(completion.token_ids)
+        told = (output.kv_transfer_params or {}).get(TERMS) or {}
+        rounds = self._rounds(told.get("rounds") or (), len(token_ids))
+        reason = _REASONS.get(completion.finish_reason) if completion.finish_reason else None
+        logprobs = None
+        if params.tells_logprobs and completion.logprobs is not None:
+            logprobs = _entries(token_ids, completion.logprobs, params.logprobs or 0, params.logprob_token_ids)
+        delta = TokenDelta(
+            request.request_id,
+            token_ids=token_ids,
+            kinds=self._kinds(rounds),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs(request, output),
+            num_drafted=sum(one.num_drafted for one in rounds),
+            num_accepted=sum(one.num_accepted for one in rounds),
+            num_cached_tokens=0 if self._begun or self._handed_off else output.num_cached_tokens or 0,
+            queue_s=0.0 if self._begun else queue_s(output),
+            preempted=bool(told.get("preempted")),
+            finish_reason=reason,
+            stop_token_id=token_ids[-1] if reason is FinishReason.STOP and token_ids else None,
+            error="vLLM gave up the request." if reason is FinishReason.ERROR else None,
+            weight_version=weight_version,
+        )
+        self._begun = True
+        return delta, rounds
+
+    def _rounds(self, told: Sequence[Sequence[int]], num_new: int) -> list[Round]:
+        """The rounds that emitted the newest tokens. What is not told of was not drafted for."""
+        rounds, begin = [], self._num_read
+        self._num_read += num_new
+        for end, num_drafted in told:
+            if begin < end <= self._num_read:
+                rounds.append(Round(end - begin, num_drafted))
+                begin = end
+        if begin < self._num_read:
+            rounds.append(Round(self._num_read - begin, 0))
+        return rounds
+
+    def _kinds(self, rounds: Sequence[Round]) -> tuple[TokenKind, ...]:
+        kinds: list[TokenKind] = []
+        for one in rounds:
+            if self._is_first:
+                kinds += [TokenKind.FIRST] + [TokenKind.BONUS] * (one.num_emitted - 1)
+                self._is_first = False
+                continue
+            last = TokenKind.RECOVERED if one.num_accepted < one.num_drafted else TokenKind.BONUS
+            drafted = TokenKind.ACCEPTED if one.num_drafted else TokenKind.BONUS
+            kinds += [drafted] * (one.num_emitted - 1) + [last]
+        return tuple(kinds)
+
+
+def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDelta, list[Round]]:
+    """What a teacher-forced request comes to; no rounds.
+
+    Of a greedy one whose logits nothing changes, the law is in its logprobs: how much less likely each token is than
+    the likeliest. Of any other it would need the whole distribution, which vLLM does not give.
+    """
+    assert request.score_from is not None
+    entries = _prompt_entries(request, output, 1)[request.score_from - 1 :]
+    params = request.params
+    untouched = (
+        params.greedy
+        and params.presence_penalty == params.frequency_penalty == 0
+        and params.repetition_penalty == 1
+        and not (params.logit_bias or params.bad_words or params.structure or params.min_tokens)
+        and params.allowed_token_ids is None
+    )
+    delta = TokenDelta(
+        request.request_id,
+        logprobs=tuple(TokenLogprobs(entry.token_id, entry.logprob, entry.rank) for entry in entries),
+        num_cached_tokens=output.num_cached_tokens or 0,
+        queue_s=queue_s(output),
+        law=tuple(_greedy_row(entry) for entry in entries) if untouched else None,
+        finish_reason=FinishReason.STOP,
+        weight_version=weight_version,
+    )
+    return delta, []
+
+
+def prompt_logprobs(request: Request, output: Any) -> tuple[TokenLogprobs, ...] | None:
+    """Entries of prompt tokens 1.., where they were asked for and are told with this output."""
+    num_top = request.params.prompt_logprobs
+    if num_top is None or not output.prompt_logprobs:
+        return None
+    return tuple(_prompt_entries(request, output, num_top))
+
+
+def queue_s(output: Any) -> float:
+    """How long the request waited for its first step."""
+    metrics = output.metrics
+    return 0.0 if metrics is None else max(0.0, metrics.scheduled_ts - metrics.queued_ts)
+
+
+def _prompt_entries(request: Request, output: Any, num_top: int) -> tuple[TokenLogprobs, ...]:
+    return _entries(request.prompt_token_ids[1:], list(output.prompt_logprobs)[1:], num_top, ())
+
+
+def _entries(
+    token_ids: Sequence[int], told: Sequence[Mapping[int, Any]], num_top: int, scored_ids: Sequence[int]
+) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            token,
+            row[token].logprob,
+            row[token].rank,
+            top=_top(row, num_top),
+            scored=tuple((other, row[other].logprob) for other in scored_ids),
+        )
+        for token, row in zip(token_ids, told, strict=True)
+    )
+
+
+def _top(row: Mapping[int, Any], num_top: int) -> tuple[tuple[int, float], ...]:
+    best = sorted(row.items(), key=lambda item: (-item[1].logprob, item[0]))[:num_top] if num_top else []
+    return tuple((token, one.logprob) for token, one in best)
+
+
+def _greedy_row(entry: TokenLogprobs) -> LawRow:
+    likeliest = entry.top[0][1]
+    greedy = float(entry.logprob == likeliest)
+    return LawRow(greedy, 1.0, 0.0, 0.0, likeliest - entry.logprob, 0.0)

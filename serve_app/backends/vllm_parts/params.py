@@ -1,0 +1,171 @@
+"""Requests in vLLM's words, and what cannot be said in them.
+
+A request whose law vLLM does not keep is refused by the field that breaks it, never served otherwise than it asks.
+"""
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from vllm import SamplingParams as VllmParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from serve_app.backends.vllm_parts.settings import TERMS
+from speculative.errors import EngineFault, InvalidRequest
+from speculative.request import Request, SamplingParams, Structure
+
+_SEED_BITS = 63  # torch's generators take no more
+
+
+def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size: int) -> None:
+    """Check that this engine keeps the law that a request asks for.
+
+    Args:
+        request: as it came.
+        speculates: whether the engine has a drafter.
+        max_model_len: most tokens, prompt and answer.
+        vocab_size: of the model.
+
+    Raises:
+        InvalidRequest: it does not.
+    """
+    params = request.params
+    longest = max_model_len if request.score_from is not None else max_model_len - 1
+    if len(request.prompt_token_ids) > longest:
+        raise InvalidRequest(
+            "prompt", f"prompt has {len(request.prompt_token_ids)} tokens; this server takes at most {longest}."
+        )
+    wrong = next((token for token in request.prompt_token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest("prompt", f"prompt holds the token id {wrong}; ids run from 0 to {vocab_size - 1}.")
+    params.check_vocabulary(vocab_size)
+    if params.reproducible:
+        raise InvalidRequest(
+            "reproducible", "reproducible needs the coupled verifier, which the vllm engine has not; leave it out."
+        )
+    if speculates and request.score_from is None:
+        for name, is_set in (("min_p", params.min_p > 0), ("logit_bias", bool(params.logit_bias))):
+            if is_set:
+                raise InvalidRequest(
+                    name,
+                    f"{name} is passed over by vLLM where it speculates; leave it out, or ask a server whose drafter "
+                    "is none or whose engine is torch.",
+                )
+
+
+def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfer: dict[str, Any]) -> VllmParams:
+    """How vLLM is to sample a request.
+
+    Args:
+        request: checked.
+        emitted: tokens that were emitted for it elsewhere; they are a part of vLLM's prompt.
+        room: most tokens that may still be emitted.
+        transfer: what the connector is asked for.
+
+    Raises:
+        EngineFault: its law depends on what was emitted in ways that vLLM cannot be told.
+    """
+    params = request.params
+    if emitted:
+        _check_forgetful(params)
+    if request.score_from is not None:
+        return _scoring(request)
+    return VllmParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        _bad_words_token_ids=[list(word) for word in params.bad_words] or None,
+        structured_outputs=_structure(params.structure),
+        seed=_seed(request.seed, len(emitted)),
+        max_tokens=max(1, min(params.max_tokens - len(emitted), room)),
+        min_tokens=max(0, min(params.min_tokens - len(emitted), room)),
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=_num_logprobs(params),
+        prompt_logprobs=params.prompt_logprobs,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={TERMS: _terms(request)} | ({"kv_transfer_params": transfer} if transfer else {}),
+    )
+
+
+def prefilling(request: Request, path: str) -> VllmParams:
+    """Compute the prompt and copy it to a file; the one token that vLLM samples behind it is nobody's."""
+    return VllmParams(
+        temperature=0,
+        max_tokens=1,
+        ignore_eos=True,
+        prompt_logprobs=request.params.prompt_logprobs,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={TERMS: {}, "kv_transfer_params": {"save": path}},
+    )
+
+
+def order(speculation: str) -> VllmParams:
+    """A request of our own that tells the scheduler who may draft."""
+    terms = {TERMS: {"speculation": speculation}}
+    return VllmParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, extra_args=terms)
+
+
+def _scoring(request: Request) -> VllmParams:
+    return VllmParams(
+        temperature=0,
+        max_tokens=1,
+        ignore_eos=True,
+        prompt_logprobs=1,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={TERMS: {}},
+    )
+
+
+def _terms(request: Request) -> dict[str, Any]:
+    """What the scheduler is to know: a form to keep and drafts do not go together well in vLLM (#44993, #54437)."""
+    params = request.params
+    return {"speculate": params.speculate and params.structure is None, "canary": request.canary}
+
+
+def _check_forgetful(params: SamplingParams) -> None:
+    """vLLM takes tokens that were emitted elsewhere for a part of the prompt."""
+    for name, depends in (
+        ("presence_penalty", params.presence_penalty != 0),
+        ("frequency_penalty", params.frequency_penalty != 0),
+        ("bad_words", any(len(word) > 1 for word in params.bad_words)),
+        ("response_format", params.structure is not None),
+    ):
+        if depends:
+            raise EngineFault(
+                f"A request with {name} cannot go on elsewhere on the vllm engine: it does not know which tokens were "
+                "emitted before. Send it again."
+            )
+
+
+def _num_logprobs(params: SamplingParams) -> int | None:
+    """All of the vocabulary's where single tokens are asked for: vLLM's own way to tell some (`logprob_token_ids`)
+    tells none where it speculates, and otherwise replaces what other requests of the batch asked for."""
+    return -1 if params.logprob_token_ids else params.logprobs
+
+
+def _seed(seed: int, num_emitted: int) -> int:
+    """Of a generator that draws nothing again that was drawn before the tokens emitted elsewhere."""
+    digest = blake2b(f"{seed}/{num_emitted}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+
+
+def _structure(structure: Structure | None) -> StructuredOutputsParams | None:
+    if structure is None:
+        return None
+    if structure.kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if structure.kind == "choice":
+        return StructuredOutputsParams(choice=json.loads(structure.text))
+    name = "json" if structure.kind == "json_schema" else structure.kind
+    return StructuredOutputsParams(**{name: structure.text})

