@@ -448,7 +448,7 @@ class LimitsSection(_Section):
     max_ongoing_requests: AtLeastOne = 128
     """Requests that a replica takes on; more are answered 429."""
     max_load: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """Requests let in, as a multiple of what is computed at once (`max_num_seqs` of all decoding replicas); then 429."""
+    """Requests let in per request computed at once (`max_num_seqs` of each decoding replica); then 429."""
     max_queued_requests: AtLeastOne = 256
     """Requests that a router queues before it refuses."""
     max_queued_tokens: AtLeastOne | None = None
