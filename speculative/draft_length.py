@@ -26,6 +26,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
 _PROBE_EVERY = 90  # steps
+_MOST_PATIENCE = 2  # by which probes become rarer while they say that drafting does not pay
 _SEQUENCES_A_PROBE = 8  # more of them tell more at once, so they are asked more rarely
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
 
@@ -72,7 +73,8 @@ class DynamicLength:
     """As many drafts as give the most tokens a second, for each sequence of a batch.
 
     Where drafting does not pay it stops. One step in ninety or more then drafts a little all the same, to see whether
-    that is still so; where drafting pays, one in as many tries none or all. Which steps is a matter of counting them.
+    that is still so (more rarely the longer it is so); where drafting pays, one in as many tries none or all. Which
+    steps is a matter of counting them.
     """
 
     def __init__(self, most: int) -> None:
@@ -85,6 +87,7 @@ class DynamicLength:
         self._context = 0
         self._num_steps = 0
         self._drafting = True
+        self._probed_at, self._num_probes, self._patience = 0, 0, 1
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
         """Choose the lengths of the next step for all decoding sequences."""
@@ -154,10 +157,13 @@ class DynamicLength:
         """A length to try on all sequences of this step: all of them at first, and one now and then."""
         if self._cost.num_observed < _CALIBRATION_STEPS:
             return self._cost.num_observed % (self._most + 1)
-        number, rest = divmod(self._num_steps, _PROBE_EVERY * (1 + num_sequences // _SEQUENCES_A_PROBE))
-        if rest:
+        every = _PROBE_EVERY * (1 + num_sequences // _SEQUENCES_A_PROBE) * self._patience
+        if self._num_steps < self._probed_at + every:
             return None
-        return ((self._most, 0) if self._drafting else (min(2, self._most), 1))[number % 2]
+        self._patience = 1 if self._drafting else min(2 * self._patience, _MOST_PATIENCE)
+        self._probed_at = self._num_steps
+        self._num_probes += 1
+        return ((self._most, 0) if self._drafting else (min(2, self._most), 1))[self._num_probes % 2]
 
 
 class AcceptanceRates:

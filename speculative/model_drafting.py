@@ -90,10 +90,6 @@ class _State:
     drafted_after: int = 0  # tokens at the start of the last round, and what was drafted in it
     drafted: list[int] = field(default_factory=list)
 
-    @property
-    def num_buffered(self) -> int:
-        return sum(len(features) for _, features in self.features)
-
 
 class ModelDrafter:
     """Drafts with a model, for every sequence of a batch at once.
@@ -129,7 +125,7 @@ class ModelDrafter:
         """Catch up, then draft token after token."""
         drafting, hidden = self.begin_round(batch)
         if not drafting:
-            return DraftOutput.pack([()] * len(batch.entries), self._law([], []))
+            return DraftOutput.pack([()] * len(batch.entries))
         drafts, probs = self._draft(drafting, hidden)
         self.end_round(drafting, drafts)
         by_entry = iter(drafts)
@@ -226,7 +222,11 @@ class ModelDrafter:
 
     def _flush(self, sequences: Sequences[Sequence]) -> None:
         """Catch up on sequences that would keep too many features otherwise: long prompts on their way."""
-        long = [seq for seq in sequences if _drafts_for(seq) and self._state(seq).num_buffered > _MAX_BUFFERED]
+        long = [
+            seq
+            for seq in sequences
+            if _drafts_for(seq) and seq.num_computed - self._state(seq).num_computed >= _MAX_BUFFERED
+        ]
         if long:
             self._catch_up([(seq, seq.num_computed) for seq in long])
 
