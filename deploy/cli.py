@@ -321,26 +321,72 @@ def bench_handoff(mib: int, rounds: int, transports: str, json_file: Path | None
 
 
 @main.command()
+@click.argument("url", required=False)
 @click.option("--mutants", is_flag=True, help="Put every known fault into an engine; tell who finds it, and when.")
+@click.option("--outside", is_flag=True, help="With --mutants: serve each fault, and look for it from outside.")
 @click.option("--clean", type=click.IntRange(min=0), default=0, help="Serve so many positions without a fault.")
-@click.option("--model", help="With --clean: serve with this model instead of a table; wants --head.")
-@click.option("--head", help="The draft head of --model: a name or a folder.")
+@click.option(
+    "--model",
+    help="With URL: the weights to compare with (a catalogue name, a folder or a hub id). With --clean: serve with "
+    "this model instead of a table; wants --head.",
+)
+@click.option("--head", help="With --clean: the draft head of --model, a name or a folder.")
+@click.option("--served", help="With URL: which of the server's models; else the first.")
+@click.option("--beside", help="With URL: a server of the same model without speculation, to compare with.")
+@click.option("--destructive", is_flag=True, help="With URL: send what has killed servers, too.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="With URL: only this probe. With --outside: only faults whose names begin so. May be given several times.",
+)
+@click.option("--budget", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="With URL.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=120, show_default=True, help="Seconds of a request."
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Holds the server's key; else TRUESPEC_API_KEY does.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the findings here.")
+@click.option(
+    "--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="With URL: a report to read."
+)
 @click.option(
     "--page",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Put the tables into this page; those of --mutants go to docs/detection.md without it.",
+    help="Put the tables into this page; without it those of --mutants go to docs/detection.md, with --outside to "
+    "docs/audit.md.",
 )
+@click.option("--section", help="With URL and --page: the section's name.")
 def audit(
-    mutants: bool, clean: int, model: str | None, head: str | None, json_file: Path | None, page: Path | None
+    url: str | None,
+    mutants: bool,
+    outside: bool,
+    clean: int,
+    model: str | None,
+    head: str | None,
+    page: Path | None,
+    **options: Any,
 ) -> None:
-    """Check the self-checks: sound engines raise no alarm, and every known fault is found."""
+    """Audit the server at URL from outside; or, without one, the self-checks.
+
+    Exits with 1 when something was found (or, of the self-checks, missed), with 2 when the server could not be audited.
+    """
+    if url is not None:
+        _audit_url(url, model, page, **options)
+        return
+    json_file: Path | None = options["json_file"]
+    if mutants and outside:
+        _audit_from_outside(page or Path("docs/audit.md"), options["only"])
+        return
     from deploy.audit.model import AuditedModel
     from deploy.audit.report import clean_table, detection_table, write_clean, write_detection
     from deploy.audit.run import MAX_Z, VOCAB_SIZE, audit_clean, audit_mutants, pooled
 
     if not (mutants or clean):
-        raise click.UsageError("Say what to audit: --mutants, --clean POSITIONS, or both.")
+        raise click.UsageError("Say what to audit: the URL of a server, --mutants, --clean POSITIONS, or both.")
     report, missed = progress_printer(), list[str]()
     if clean:
         runs = audit_clean(clean, report, None if model is None else AuditedModel.find(model, head).serve)
@@ -363,6 +409,37 @@ def audit(
         missed += [f"{one.fault}: nobody found it" for one in findings if one.delay is None]
     if missed:
         raise _Failure("\n".join(missed))
+
+
+def _audit_url(url: str, model: str | None, page: Path | None, **options: Any) -> None:
+    """Audit a running server."""
+    from deploy.audit.blackbox.command import AuditOptions, audit_url, put_into, tell
+    from deploy.audit.blackbox.dialect import AuditFailed
+
+    key, section = _api_key(options["api_key_file"]), options["section"]
+    asked = AuditOptions(url, model, api_key=key, **{name: options[name] for name in _AUDIT_OPTIONS})
+    try:
+        found = audit_url(asked, progress_printer())
+    except AuditFailed as error:
+        _err.print(f"Error: {error}")
+        raise click.exceptions.Exit(2) from error
+    tell(found, _out, options["json_file"], options["html_file"])
+    if page is not None:
+        put_into(page, found, section or f"{found.facts['model']} at {url}")
+    if found.findings:
+        raise click.exceptions.Exit(1)
+
+
+_AUDIT_OPTIONS = ("served", "beside", "destructive", "budget", "timeout_s", "only")
+
+
+def _audit_from_outside(page: Path, only: tuple[str, ...]) -> None:
+    """Serve known faults, and look for them from outside."""
+    from deploy.audit.blackbox.command import audit_faults, servable
+
+    wrong = audit_faults(servable(only), page, progress_printer())
+    if wrong:
+        raise _Failure(f"Servers without a fault were found at fault: {'; '.join(wrong)}.")
 
 
 @main.command()

@@ -322,7 +322,7 @@ class RecoverySection(_Section):
     """Further attempts at a prefill that failed; after them the decode replica computes the prompt itself."""
     resume: bool = False
     """Resume requests that do not say, when their decode replica dies; true puts a stream router in front."""
-    decode_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    decode_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """With a stream router: a decode replica that gives no sign of life for so long counts as lost."""
     max_resumes: Annotated[int, Field(ge=0, le=100)] = 5
     """How often a request may be resumed; then it fails."""

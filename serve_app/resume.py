@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -27,6 +27,7 @@ from speculative.request import FinishReason, Request, TokenDelta
 _logger = logging.getLogger("truespec.resume")
 
 _PAUSE_S = 0.25  # before the second resume, twice as long before each further one
+_PARTS = 4  # of the time after which a replica counts as silent
 _AVOIDED_S = 60.0  # how long others are preferred to a replica that was silent
 
 T = TypeVar("T")
@@ -71,9 +72,9 @@ class ReplicaPool(Protocol):
 
 
 async def with_signs_of_life(
-    items: AsyncGenerator[T, None], every_s: float, check: Callable[[], None]
+    items: AsyncGenerator[T, None], every_s: float | None, check: Callable[[], None]
 ) -> AsyncGenerator[T | None, None]:
-    """The items, and None whenever none came for so long. `check` is called before that, and may raise."""
+    """The items, and None whenever none came for so long. `check` is called before that, and may raise. Closes them."""
     waiting: asyncio.Future[T | None] | None = None
     try:
         while True:
@@ -92,21 +93,27 @@ async def with_signs_of_life(
         await items.aclose()
 
 
-async def _unless_silent(items: AsyncIterator[T], limit_s: float | None) -> AsyncIterator[T]:
+async def _unless_silent(items: AsyncGenerator[T, None], limit_s: float | None) -> AsyncGenerator[T, None]:
     """The items.
 
     Raises:
-        ReplicaSilent: none came for so long.
+        ReplicaSilent: none came for so long. That time is waited in parts: where this process itself stood still, what
+            came meanwhile is seen before the next one.
     """
-    while True:
-        try:
-            async with asyncio.timeout(limit_s):
-                item = await anext(items)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise ReplicaSilent(f"no sign of life for {limit_s:g} s") from error
-        yield item
+    num_silent = 0
+
+    def count() -> None:
+        nonlocal num_silent
+        num_silent += 1
+        if num_silent == _PARTS:
+            raise ReplicaSilent(f"no sign of life for {limit_s:g} s")
+
+    every_s = None if limit_s is None else limit_s / _PARTS
+    async with contextlib.aclosing(with_signs_of_life(items, every_s, count)) as told:
+        async for item in told:
+            if item is not None:
+                num_silent = 0
+                yield item
 
 
 def own_name(name: str) -> str:
@@ -212,8 +219,8 @@ class ResumingSource:
         asked = self._pool.stream([one.rest() for one in left], emitted, self._to_avoid())
         replica = ""
         try:
-            async with contextlib.aclosing(asked) as stream:
-                async for streamed in _unless_silent(stream, self._silence_s):
+            async with contextlib.aclosing(_unless_silent(asked, self._silence_s)) as stream:
+                async for streamed in stream:
                     replica, delta = streamed.replica, streamed.delta
                     if delta is None:
                         continue

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-from deploy.chaos.traffic import Body, Told, ask, ask_all
+from deploy.chaos.traffic import Body, Told, ask, until_admitted
 
 Progress = Callable[[str], None]
 
@@ -59,20 +59,24 @@ def saturation_per_s(base_url: str, bodies: Sequence[Body], concurrency: int, se
 
 
 async def _closed_loop(base_url: str, bodies: Sequence[Body], concurrency: int, seconds: float) -> float:
-    await ask_all(base_url, bodies[:concurrency], concurrency)  # warms up
-    began = time.monotonic()
-    completed = 0
-    async with httpx.AsyncClient(base_url=base_url, timeout=600) as http:
+    num_warm = num_completed = 0
+    counts_until: float | None = None  # it counts from when every client has had its first answer
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=base_url, timeout=600, limits=limits) as http:
 
         async def client(number: int) -> None:
-            nonlocal completed
-            while time.monotonic() < began + seconds:
-                told = await ask(http, bodies[number % len(bodies)])
-                completed += told.complete
+            nonlocal num_warm, num_completed, counts_until
+            await until_admitted(http, bodies[number % len(bodies)])
+            num_warm += 1
+            if num_warm == concurrency:
+                counts_until = time.monotonic() + seconds
+            while counts_until is None or time.monotonic() < counts_until:
                 number += concurrency
+                told = await until_admitted(http, bodies[number % len(bodies)])
+                num_completed += told.complete and counts_until is not None and time.monotonic() < counts_until
 
         await asyncio.gather(*(client(number) for number in range(concurrency)))
-    return completed / (time.monotonic() - began)
+    return num_completed / seconds
 
 
 def run_load(

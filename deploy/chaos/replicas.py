@@ -10,6 +10,7 @@ from pathlib import Path
 import ray
 from ray import serve
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+from ray._private.worker import global_worker
 
 from speculative.errors import TruespecError
 
@@ -21,16 +22,13 @@ class PoolNotWhole(TruespecError):
 
 
 def replica_pids(app: str, deployment: str) -> list[int]:
-    """Processes of a deployment's replicas on this machine, by the title that Ray gives them."""
+    """Processes of a deployment's replicas on this machine, by the title that Ray gives them; of the cluster that this
+    process is connected to, as others may run an application of the same name."""
     title = f"ray::ServeReplica:{app}:{deployment}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if title in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # it ended meanwhile
-            continue
-    return sorted(found)
+    session = global_worker.node.session_name.encode() if ray.is_initialized() else b""
+    pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+    titled = (pid for pid in pids if title in _command_line(pid))
+    return sorted(pid for pid in titled if session in _command_line(_parent(pid)))
 
 
 def memory_bytes(app: str) -> int:
@@ -39,9 +37,21 @@ def memory_bytes(app: str) -> int:
     By proportional set size: a page that several of them map counts once, an object of the store too.
     """
     replicas = replica_pids(app, "")
-    raylets = {_number_in(Path(f"/proc/{pid}/status"), "PPid:") for pid in replicas}
+    raylets = {_parent(pid) for pid in replicas}
     rollups = (Path(f"/proc/{pid}/smaps_rollup") for pid in {*replicas, *raylets})
     return sum(_number_in(rollup, "Pss:") for rollup in rollups) * 1024
+
+
+def _command_line(pid: int) -> bytes:
+    """Of a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _parent(pid: int) -> int:
+    return _number_in(Path(f"/proc/{pid}/status"), "PPid:")
 
 
 def _number_in(path: Path, key: str) -> int:

@@ -85,14 +85,15 @@ async def ask_all(
 
         async def client() -> None:
             for number, body in waiting:
-                told[number] = await _until_admitted(http, body)
+                told[number] = await until_admitted(http, body)
                 done(sum(one is not None for one in told))
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
     return [one or Told() for one in told]
 
 
-async def _until_admitted(http: httpx.AsyncClient, body: Body) -> Told:
+async def until_admitted(http: httpx.AsyncClient, body: Body) -> Told:
+    """Stream one completion to its end; one that is refused asks again a second later."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         told = await ask(http, body)

@@ -321,7 +321,10 @@ class VllmBackend:
         except self._client_error as error:
             raise InvalidRequest(getattr(error, "parameter", None) or "request", str(error)) from error
         except self._server_error as error:
-            raise EngineFault(f"vLLM's engine failed: {error}") from error
+            cause = error.__cause__ or error  # vLLM wraps what it did not expect
+            if isinstance(cause, self._client_error):
+                raise InvalidRequest("request", str(cause)) from error
+            raise EngineFault(f"vLLM's engine failed: {cause}") from error
         finally:
             self._live -= 1
 

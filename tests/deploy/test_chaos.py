@@ -7,15 +7,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from fake_openai import BREAK, FakeOpenAI, Reply, failure
 
+from deploy.chaos import replicas
 from deploy.chaos.command import sizes_to_kill
 from deploy.chaos.load import LoadFigures, quantile, run_load, saturation_per_s
 from deploy.chaos.page import write_chaos, write_load
-from deploy.chaos.replicas import memory_bytes
+from deploy.chaos.replicas import memory_bytes, replica_pids
 from deploy.chaos.run import ChaosFigures
 from deploy.chaos.traffic import Told, ask_all, differences, plan
 from serve_app.config import ServeFile, load_config
@@ -129,29 +131,36 @@ import mmap, sys
 with open(sys.argv[1], "r+b") as file:
     pages = mmap.mmap(file.fileno(), 0)
 sum(pages[::4096])
-print("mapped", flush=True)
+print(".", end="", flush=True)
 sys.stdin.read()
 """
 _STARTS_TWO = """
 import subprocess, sys
-code, file, app = sys.argv[1:]
+code, file, app, session = sys.argv[1:]
 children = [subprocess.Popen([sys.executable, "-c", code, file, f"ray::ServeReplica:{app}:D"]) for _ in range(2)]
 [child.wait() for child in children]
 """
 
 
-def test_memory_that_replicas_share_counts_once(tmp_path: Path) -> None:
-    """Stand-ins for replicas: two processes under a replica's title that map the same 64 MiB, and their parent."""
+def test_memory_that_replicas_share_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for replicas: two processes under a replica's title that map the same 64 MiB, and their parent, which
+    like a raylet has its cluster's session in its arguments."""
     file, app = tmp_path / "shared", f"app-{tmp_path.name}"
     file.write_bytes(bytes(64 * 2**20))
     assert memory_bytes(app) == 0
-    command = [sys.executable, "-c", _STARTS_TWO, _MAPS_A_FILE, str(file), app]
+    command = [sys.executable, "-c", _STARTS_TWO, _MAPS_A_FILE, str(file), app, "session-1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin is not None and parent.stdout is not None
-        assert [parent.stdout.readline() for _ in range(2)] == ["mapped\n"] * 2
+        assert parent.stdout.read(2) == "..", "both have mapped it"
         held = memory_bytes(app) / 2**20
+        monkeypatch.setattr(replicas.ray, "is_initialized", lambda: True)
+        there = []
+        for session in ("session-1", "session-2"):
+            monkeypatch.setattr(replicas.global_worker, "node", SimpleNamespace(session_name=session))
+            there.append(len(replica_pids(app, "")))
         parent.stdin.close()
     assert 64 < held < 64 + 60, "three small interpreters, and the file once"
+    assert there == [2, 0], "another cluster's application of the same name is not ours"
 
 
 # -- against a server that answers as a test says --------------------------------------------------------------------

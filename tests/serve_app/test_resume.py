@@ -6,6 +6,7 @@ The engines are real, the deaths are not: a replica that dies stops telling, aft
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,33 @@ async def test_one_that_has_nothing_to_tell_yet_is_not_lost() -> None:
     request = Request("r", (5, 6), SamplingParams(max_tokens=3), resume=True)
     assert _tokens([delta async for delta in source.stream([request])]) == [7, 8, 9]
     assert len(pool.avoided) == 2, "it took a second and a half, and the limit is one"
+
+
+async def test_a_router_that_stood_still_itself_blames_nobody() -> None:
+    """Its own loop is blocked for longer than a replica may be silent, and the replica has told something meanwhile."""
+    more, asked = asyncio.Event(), list[str]()
+
+    class Telling(Hanging):
+        async def stream(
+            self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
+        ) -> AsyncGenerator[Streamed, None]:
+            asked.append(requests[0].request_id)
+            yield Streamed(TokenDelta("r", (7,)), "decode-0")
+            await more.wait()
+            yield Streamed(TokenDelta("r", (8,), finish_reason=FinishReason.LENGTH), "decode-0")
+
+    metrics = Metrics([BufferSink("router")], model_name="tiny", pool="router")
+    source = ResumingSource(Telling(), metrics, Records("router", 64), most_resumes=1, silence_s=0.8)
+    deltas = source.stream([Request("r", (5, 6), SamplingParams(max_tokens=2), resume=True)])
+    assert (await anext(deltas)).token_ids == (7,)
+    rest = asyncio.create_task(anext(deltas))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.1, more.set)
+    time.sleep(1.0)
+    assert (await rest).token_ids == (8,)
+    assert asked == ["r"]
+    await deltas.aclose()
 
 
 async def test_signs_of_life_stand_between_the_items_while_all_is_well() -> None:

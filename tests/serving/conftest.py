@@ -107,7 +107,8 @@ def deployed(port: int, name: str, args: dict[str, Any]) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def disaggregated(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
-    with deployed(ray_port, "disaggregated", app_args(tiny_folder, "disaggregated")) as service:
+    args = app_args(tiny_folder, "disaggregated", limits={"max_load": 4})
+    with deployed(ray_port, "disaggregated", args) as service:
         yield service
 
 

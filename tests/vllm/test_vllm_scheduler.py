@@ -33,6 +33,7 @@ def scheduler(
         terms = {"truespec": {"sampled_drafts_fail": not sampled_drafts}}
         self.vllm_config = SimpleNamespace(additional_config=terms)
         self.requests, self.running = requests, list(requests.values())
+        self.num_spec_tokens, self.max_num_running_reqs = 2, 4
 
     monkeypatch.setattr(Scheduler, "__init__", begin)
     monkeypatch.setattr(Scheduler, "add_request", lambda self, request: None)
@@ -47,10 +48,8 @@ def scheduler(
 def test_only_who_may_draft_is_verified(monkeypatch: pytest.MonkeyPatch, speculation: Speculation) -> None:
     requests = {"client": asking(), "canary": asking(canary=True), "plain": asking(speculate=False)}
     ours = scheduler(monkeypatch, requests)
-    order = SimpleNamespace(
-        sampling_params=SimpleNamespace(extra_args={"truespec": {"speculation": speculation.value}})
-    )
-    ours.add_request(order)
+    terms = {"truespec": {"speculation": speculation.value}}
+    ours.add_request(SimpleNamespace(sampling_params=SimpleNamespace(extra_args=terms)))
     told = ours.schedule()
     assert told["plain"] == []
     assert bool(told["client"]) == (speculation is Speculation.ON)

@@ -4,6 +4,7 @@ A request whose law vLLM does not keep is refused by the field that breaks it, n
 """
 
 import json
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -15,6 +16,9 @@ from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, Structure
 
+# With `top_k` alone an engine that speculates dies where nothing is drafted: it asks for the largest of no rows. With a
+# `top_p` beside it, it takes another way. This one is 1 once vLLM has made a float32 of it: the law is the same.
+_ALL = math.nextafter(1.0, 0.0)
 _SEED_BITS = 63  # torch's generators take no more
 
 
@@ -74,7 +78,7 @@ def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfe
     return VllmParams(
         temperature=params.temperature,
         top_k=params.top_k,
-        top_p=params.top_p,
+        top_p=_ALL if params.top_k and params.top_p == 1 else params.top_p,
         min_p=params.min_p,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,

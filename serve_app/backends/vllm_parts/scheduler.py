@@ -26,6 +26,10 @@ class SpeculationScheduler(Scheduler):
         end_with_parent()
         self._speculation = Speculation.ON
         self._sampled_drafts = not self.vllm_config.additional_config[TERMS]["sampled_drafts_fail"]
+        if self.num_spec_tokens:
+            # As many drafts for every size of batch. By itself vLLM gives a request with one token left to compute,
+            # which every handoff is, drafts that nobody drafted, and verifies these.
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._rounds: dict[str, list[tuple[int, int]]] = {}  # by request: tokens emitted up to its end, drafts
 
     def add_request(self, request: Any) -> None:
@@ -49,7 +53,7 @@ class SpeculationScheduler(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """What the step emitted, each output with the rounds it came of."""
         drafted = {
-            request_id: sum(token >= 0 for token in tokens)  # vLLM pads with -1 what nobody drafted
+            request_id: sum(token >= 0 for token in tokens)  # -1 stands for a draft that there is not
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
         requests = dict(self.requests)

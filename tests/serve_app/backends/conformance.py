@@ -91,8 +91,8 @@ class Conformance:
         stats = backend.take_stats()
         assert len(kinds) == len(tokens(deltas)) == stats.num_emitted == 24
         assert kinds[0] is TokenKind.FIRST and TokenKind.FIRST not in kinds[1:]
-        assert kinds.count(TokenKind.ACCEPTED) == sum(delta.num_accepted for delta in deltas) == stats.num_accepted > 0
-        assert sum(delta.num_drafted for delta in deltas) == stats.num_drafted >= stats.num_accepted
+        assert kinds.count(TokenKind.ACCEPTED) == sum(delta.num_accepted for delta in deltas) == stats.num_accepted
+        assert sum(delta.num_drafted for delta in deltas) == stats.num_drafted >= max(stats.num_accepted, 1)
         assert stats.drafted_per_position == sorted(stats.drafted_per_position, reverse=True)
         assert backend.take_stats().num_emitted == 0
 
@@ -233,6 +233,15 @@ class EngineConformance(Conformance):
         hot = SamplingParams(max_tokens=24, temperature=1, ignore_eos=True)
         told = [tokens(await collect(backend.generate(Request("r", PROMPT, hot, seed=seed)))) for seed in (1, 1, 2)]
         assert told[0] == told[1] != told[2]
+
+    async def test_a_sampled_request_is_the_same_from_a_handoff(self, backend: Backend, other: Backend) -> None:
+        hot = SamplingParams(max_tokens=24, temperature=1, ignore_eos=True, top_p=0.95)
+        request = Request("r", PROMPT, hot, seed=11)
+        whole = tokens(await collect(backend.generate(request)))
+        prefilled = await backend.prefill(request, first_token=True)
+        assert prefilled.handoff is not None
+        rest = await collect(other.resume(request, prefilled.handoff))
+        assert tokens(prefilled.deltas) + tokens(rest) == whole
 
     async def test_greedy_requests_stay_so_beside_others(self, backend: Backend) -> None:
         alone = tokens(await collect(backend.generate(Request("alone", PROMPT, PLAIN))))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serve_app.backends.fake import FakeBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import checkpoint, settings
 from serve_app.backends.vllm_parts.deltas import DeltaReader, scored
@@ -112,6 +113,16 @@ async def test_without_vllm_the_start_says_how_to_get_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(settings, "DISTRIBUTIONS", ("no-such-distribution",))
     with pytest.raises(ConfigError, match=r"truespec\[vllm\]"):
         await VllmBackend("m", "m", VllmSettings(EngineConfig())).start()
+
+
+async def test_replays_may_be_another_engines() -> None:
+    replayer = FakeBackend()
+    forced = Request("r", PROMPT, SamplingParams(), score_from=2)
+    replayed = await VllmBackend("m", "m", VllmSettings(EngineConfig()), replayer).replay(forced)
+    assert replayed == await replayer.replay(forced)
+    config = parse_args(args(engine={"kind": "vllm", "dtype": "float32"}, vllm={"replays": "torch"}))
+    ours = config.replay_config("prefill")
+    assert (ours.weights, ours.dtype, ours.drafter.kind) == ("float32", "float32", "none")
 
 
 def test_arguments_that_vllm_does_not_know_are_named() -> None:

@@ -1,0 +1,150 @@
+"""Runs an audit: every probe in turn, whatever becomes of the server meanwhile."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.audit.blackbox import contract, counters, lengths, parameters, replay, twins
+from deploy.audit.blackbox.dialect import Ask
+from deploy.audit.blackbox.lab import Lab
+from deploy.audit.blackbox.probes import (
+    FALSE_ALARMS,
+    PROBES,
+    Finding,
+    Outcome,
+    Probe,
+    Stopped,
+    Trial,
+    Verdict,
+    delta_per_test,
+)
+from speculative.request import SamplingParams
+
+Report = Callable[[str], None]
+
+_MODULES = (replay, twins, lengths, contract, parameters, counters)  # importing them registers their probes
+_LAST = ("logprob contract", "nonsense", "own alarms", "top_k")
+"""Probes that look at what the others gathered, or may end the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What an audit came to. `answered`: how many requests the server was sent; `facts`: what was audited, and how."""
+
+    url: str
+    facts: dict[str, Any]
+    outcomes: tuple[Outcome, ...]
+    num_requests: int
+    seconds: float
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All of them."""
+        return tuple(finding for outcome in self.outcomes for finding in outcome.findings)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Ids that the findings look like."""
+        return tuple(dict.fromkeys(fault for finding in self.findings for fault in finding.faults))
+
+    def count(self, verdict: Verdict) -> int:
+        """Probes with a verdict."""
+        return sum(outcome.verdict is verdict for outcome in self.outcomes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+        return {
+            "url": self.url,
+            "facts": self.facts,
+            "probes": [outcome.as_dict() for outcome in self.outcomes],
+            "num_requests": self.num_requests,
+            "seconds": self.seconds,
+        }
+
+
+def run_audit(lab: Lab, report: Report = lambda _: None, only: Sequence[str] = ()) -> Audit:
+    """Ask everything that the server and the budget allow; Ctrl-C ends it with what is known by then.
+
+    Args:
+        lab: the server, and what it is compared with.
+        report: told of every probe as it ends.
+        only: names of probes; all without it.
+    """
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    gone = ""
+    for probe in _in_order(only):
+        if gone:
+            outcomes.append(Outcome(probe.name, probe.asks, Verdict.INCONCLUSIVE, gone))
+            continue
+        try:
+            outcomes.append(_run(lab, probe))
+        except KeyboardInterrupt:
+            gone = "the audit was interrupted"
+            outcomes.append(Outcome(probe.name, probe.asks, Verdict.INCONCLUSIVE, gone))
+            continue
+        if not _serves(lab, outcomes[-1]):
+            _note_death(lab, outcomes[-1], f"it no longer answers since '{probe.name}'")
+            gone = f"the server was gone: {outcomes[-1].told}"
+        report(f"{probe.name}: {outcomes[-1].verdict} ({outcomes[-1].told})")
+    return Audit(lab.server.url, _facts(lab), tuple(outcomes), lab.server.num_requests, time.monotonic() - began)
+
+
+def _in_order(only: Sequence[str]) -> list[Probe]:
+    chosen = [PROBES[name] for name in PROBES if not only or name in only]
+    modules = [module.__name__ for module in _MODULES]
+    return sorted(
+        chosen,
+        key=lambda one: (_LAST.index(one.name) + 1 if one.name in _LAST else 0, modules.index(one.run.__module__)),
+    )
+
+
+def _run(lab: Lab, probe: Probe) -> Outcome:
+    missing = [need for need in probe.needs if need in lab.missing]
+    if missing:
+        return Outcome(probe.name, probe.asks, Verdict.UNSUPPORTED, f"needs {'; '.join(missing)}")
+    trial, began, sent = Trial(probe, delta_per_test()), time.monotonic(), lab.server.num_requests
+    try:
+        probe.run(lab, trial)
+        outcome = trial.outcome()
+    except Stopped as stopped:
+        outcome = trial.outcome()
+        if not outcome.findings:
+            outcome.verdict, outcome.told = stopped.verdict, str(stopped)
+    return dataclasses.replace(outcome, num_requests=lab.server.num_requests - sent, seconds=time.monotonic() - began)
+
+
+def _serves(lab: Lab, outcome: Outcome) -> bool:
+    """Whether the server is there; where requests failed, whether it still answers a plain one."""
+    if not lab.server.alive():
+        return False
+    if not any("request fails" in finding.faults for finding in outcome.findings):
+        return True
+    plain = lab.dialect.body(Ask("The", SamplingParams(max_tokens=1, temperature=0)))
+    return any(not (one := lab.server.post(plain)).error or one.refused for _ in range(2))
+
+
+def _note_death(lab: Lab, outcome: Outcome, told: str) -> None:
+    request = outcome.findings[-1].request if outcome.findings else lab.server.last_failed
+    outcome.findings.append(Finding(outcome.probe, ("server dies",), request, "a server that lives on", told))
+    outcome.verdict, outcome.told = Verdict.FAILED, told
+
+
+def _facts(lab: Lab) -> dict[str, Any]:
+    compared = lab.reference is not None
+    return {
+        "model": lab.dialect.model,
+        "max_model_len": lab.dialect.max_model_len,
+        "can": lab.dialect.can.told(),
+        "compared with the weights": compared,
+        "compared without speculation": lab.beside is not None or lab.dialect.can.switches_speculation,
+        "logprobs": lab.mode if compared and "traffic" in lab.__dict__ else "unknown",
+        "tolerance": dataclasses.asdict(lab.tolerance) if "tolerance" in lab.__dict__ else None,
+        "refused": lab.refused,
+        "budget": lab.budget.name,
+        "destructive": lab.destructive,
+        "false alarms": FALSE_ALARMS,
+        "tests": sum(probe.tests for probe in PROBES.values()),
+    }

@@ -1,0 +1,158 @@
+"""`truespec audit URL`, and the audit of the audit: known faults served, and looked at from outside."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deploy.audit.blackbox.audit import Audit, run_audit
+from deploy.audit.blackbox.dialect import find_dialect
+from deploy.audit.blackbox.exchange import Server
+from deploy.audit.blackbox.lab import FULL, QUICK, Budget, Lab
+from deploy.audit.blackbox.page import html_page
+from deploy.audit.blackbox.reference import Reference
+from deploy.audit.blackbox.render import print_audit, write_faults, write_page, write_probes
+from deploy.audit.blackbox.served import FOR_MODELS, NGRAM, TINY, WRITTEN_FOR_A_TABLE, FaultyServer
+from deploy.audit.blackbox.tiny import write_tiny_pair
+from deploy.audit.mutants import MUTANTS, Mutant
+from deploy.models import CATALOGUE, fetch_model
+from speculative.config import DrafterConfig
+from speculative.model.loading import resolve_model
+
+Report = Callable[[str], None]
+
+BUDGETS: Mapping[str, Budget] = {"quick": QUICK, "full": FULL}
+PAGE_HEAD = "# The audit from outside\n"
+_DEEP = replace(FULL, answers=12, plain_share=24, first_tokens=1000)  # some 9,000 tokens at temperature 1
+_SHIFTS = ("F6 ", "F7 ", "F8 ")
+_SIZES = ("max_model_len", "kv_cache_tokens")
+_SHORT_OF_BLOCKS = 256  # tokens that the KV cache holds, and that a sequence may have; what comes at once wants more
+_PUBLISHING_S = 0.05  # of a server in this process, which counts as it is asked
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """What `truespec audit URL` was asked for.
+
+    model: whose weights to compare with: a catalogue name, a folder or a hub id. served: which of the server's models.
+    only: names of probes; all without any.
+    """
+
+    url: str
+    model: str | None = None
+    served: str | None = None
+    beside: str | None = None
+    api_key: str | None = None
+    destructive: bool = False
+    budget: str = "quick"
+    timeout_s: float = 120.0
+    only: tuple[str, ...] = ()
+
+
+def audit_url(options: AuditOptions, report: Report) -> Audit:
+    """Audit a running server.
+
+    Raises:
+        AuditFailed: nobody answers there, or the weights to compare with cannot be loaded.
+    """
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(options.url, options.api_key, options.timeout_s))
+        dialect = find_dialect(server, options.served)
+        report(f"{server.url} serves {dialect.model}")
+        beside = None
+        if options.beside is not None:
+            other = stack.enter_context(Server(options.beside, options.api_key, options.timeout_s))
+            beside = (other, find_dialect(other))
+        reference = None if options.model is None else Reference(_folder(options.model))
+        lab = Lab(server, dialect, BUDGETS[options.budget], reference, beside, options.destructive)
+        return run_audit(lab, report, options.only)
+
+
+def tell(audit: Audit, out: Console, json_file: Path | None, html_file: Path | None) -> None:
+    """Print an audit, and write its files."""
+    print_audit(audit, out)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(audit.as_dict(), indent=1) + "\n", encoding="utf-8")
+    if html_file is not None:
+        html_file.parent.mkdir(parents=True, exist_ok=True)
+        html_file.write_text(html_page(audit), encoding="utf-8")
+
+
+def put_into(page: Path, audit: Audit, name: str) -> None:
+    """Write an audit into a section of a page."""
+    write_probes(page, PAGE_HEAD)
+    write_page(audit, page, name, PAGE_HEAD)
+
+
+def _folder(model: str) -> Path:
+    return fetch_model(model) if model in CATALOGUE else resolve_model(model)
+
+
+# -- known faults ----------------------------------------------------------------------------------------------------
+
+
+def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: None) -> list[str]:
+    """Serve a tiny model with each of these faults, `sound` for none, and audit every one; rows go to the page as they
+    come. Gives the names of sound servers in which something was found."""
+    wrong = []
+    with tempfile.TemporaryDirectory() as scratch:
+        target, draft = write_tiny_pair(Path(scratch))
+        reference = Reference(target)
+        for name in names:
+            for way, server in faulty_servers(name, target, draft, guarded=name == "sound").items():
+                audit = audit_faulty(server, reference, budget_for(name))
+                write_faults([(name, way, audit)], page, PAGE_HEAD)
+                report(f"{name}, {way}: {', '.join(audit.faults) or 'nothing found'}")
+                wrong += [f"{name}, {way}"] if name == "sound" and audit.findings else []
+    return wrong
+
+
+def servable(prefixes: Sequence[str] = ()) -> list[str]:
+    """`sound` and the faults that can be served, in the catalogue's order; those that begin so, where any are given."""
+    names = [name for name in ("sound", *MUTANTS) if name not in WRITTEN_FOR_A_TABLE]
+    return [name for name in names if not prefixes or name.startswith(tuple(prefixes))]
+
+
+def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> dict[str, FaultyServer]:
+    """The servers that a fault shows in, by what drafts for them; of `sound` all of them."""
+    model = DrafterConfig(kind="draft_model", model=str(draft), num_draft_tokens=NGRAM.num_draft_tokens)
+    drafters = {"n-gram": NGRAM, "draft model": model}
+    if name == "sound":
+        ways = {
+            f"{way}{', handoffs' * handoffs}": (one, handoffs)
+            for way, one in drafters.items()
+            for handoffs in (False, True)
+        }
+        return {
+            way: FaultyServer(target, config=replace(TINY, drafter=one), guarded=guarded, handoffs=handoffs)
+            for way, (one, handoffs) in ways.items()
+        }
+    mutant = MUTANTS[name]
+    chosen = mutant.traffic != "drawn" or mutant.fault == "F19"  # a dead drafter's drafts are drawn from no law
+    way = "n-gram" if chosen else "draft model"
+    handoffs = mutant.traffic == "handoffs"
+    config = replace(TINY, drafter=drafters[way], **_settings(mutant))
+    return {way: FaultyServer(target, FOR_MODELS.get(name, mutant.install), config, guarded, handoffs)}
+
+
+def budget_for(name: str) -> Budget:
+    """What is asked of a fault: where it only shifts the law of tokens, more of them."""
+    return _DEEP if name.startswith(_SHIFTS) else QUICK
+
+
+def _settings(mutant: Mutant) -> dict[str, Any]:
+    """Those of the mutant; its sizes are for another model, and only tell that the KV cache is to run short."""
+    short = dict.fromkeys(_SIZES, _SHORT_OF_BLOCKS) if "kv_cache_tokens" in mutant.settings else {}
+    return {name: value for name, value in mutant.settings.items() if name not in _SIZES} | short
+
+
+def audit_faulty(server: FaultyServer, reference: Reference, budget: Budget = QUICK, only: Sequence[str] = ()) -> Audit:
+    """Serve, and audit; with the probes of `only`, or all."""
+    with server.running() as url, Server(url) as http:
+        return run_audit(Lab(http, find_dialect(http), budget, reference, publishing_s=_PUBLISHING_S), only=only)

@@ -1,0 +1,148 @@
+"""Probes of the logprob contract: one entry a token, no two that contradict each other, ids as asked."""
+
+import dataclasses
+
+import numpy as np
+
+from deploy.audit.blackbox.dialect import Ask
+from deploy.audit.blackbox.lab import NUM_TOP, SEED, SETTINGS, Lab, Served
+from deploy.audit.blackbox.probes import Need, Stopped, Trial, Verdict, probe
+
+_ROUNDING = 1e-4  # nats; a log-softmax may come out a little above 0
+_MASS = 1e-3
+_CONSTANT_FROM = 8  # tokens that cannot all be certain at temperature 1
+
+
+@probe(
+    "logprob contract",
+    "Does every token come with one logprob that is possible, and fits the likeliest tokens'?",
+    Need.LOGPROBS,
+)
+def logprob_contract(lab: Lab, trial: Trial) -> None:
+    """Looks at every answer of the whole audit."""
+    lab.traffic  # noqa: B018 -- asks for it, where no probe did yet
+    for served in lab.gathered:
+        for holds, faults, expected, observed in _rules(served):
+            trial.check(holds, faults, served.exchange.body, expected, observed)
+    trial.told = f"{len(lab.gathered)} answers"
+
+
+def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
+    answer, values = served.answer, served.values
+    given, finite = answer.logprobs or (), values[np.isfinite(values)]
+    num = len(answer.token_ids) if answer.token_ids is not None else len(given)
+    counted = num if answer.num_tokens is None else answer.num_tokens
+    rules = [
+        (len(given) == num, ("F10",), "a logprob for each token", f"{len(given)} logprobs for {num} tokens"),
+        (counted == num, ("F21", "F18"), "usage that counts the tokens", f"usage {counted}, {num} tokens"),
+        (None not in given, ("F10", "F16"), "a number for each token", f"{sum(v is None for v in given)} are null"),
+        (
+            not len(finite) or finite.max() <= _ROUNDING,
+            ("F10", "F2"),
+            "logprobs of at most 0",
+            f"{finite.max(initial=-1):.3g}",
+        ),
+    ]
+    sampled = not served.ask.params.greedy and served.ask.params.temperature >= 1
+    if sampled and len(finite) >= _CONSTANT_FROM and served.setting == "temperature 1":
+        told = f"all {len(finite)} are {finite[0]:g}"
+        rules.append((bool(finite.min() < finite.max()), ("F10",), "logprobs that differ from token to token", told))
+    for place, top in enumerate(answer.top or ()):
+        if place >= len(values) or not top or not np.isfinite(values[place]):
+            continue
+        mass, own = float(np.exp(top).sum()), float(values[place])
+        rules.append(
+            (mass <= 1 + _MASS, ("F10", "F2"), "probabilities of the likeliest that add up to at most 1", f"{mass:.4f}")
+        )
+        told = f"{own:.4f} above the likeliest, {top[0]:.4f}, at token {place}"
+        rules.append((own <= top[0] + _ROUNDING, ("F10",), "no token likelier than the likeliest", told))
+    if answer.top is not None and given:
+        told = f"{len(answer.top)} lists for {num} tokens"
+        rules.append(
+            (len(answer.top) == num and all(answer.top), ("F10",), "the likeliest tokens with each token", told)
+        )
+    return rules
+
+
+@probe(
+    "scored ids",
+    "Are logprobs of given token ids told, right, and without harm to the neighbours?",
+    Need.LOGPROBS,
+    Need.TOKEN_IDS,
+)
+def scored_ids(lab: Lab, trial: Trial) -> None:
+    """`logprob_token_ids` beside ordinary top logprobs of the same and of other requests."""
+    ids = tuple(dict.fromkeys((*lab.passage(1, 6), 5, 11)))
+    extra = {"logprob_token_ids": list(ids)}
+    settings = [dataclasses.replace(SETTINGS[name], max_tokens=12) for name in ("greedy", "temperature 1", "top_p")]
+    asks = [Ask(lab.prompt(number), params, SEED, extra) for number, params in enumerate(settings, start=30)]
+    answered = [lab.ask(ask, "scored") for ask in asks]
+    if all(one.exchange.refused for one in answered):
+        raise Stopped(Verdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].exchange.error}")
+    for one in answered:
+        if trial.answered(one.exchange, ("F2", "request fails")):
+            _check_scores(lab, trial, one, ids)
+    if trial.findings() and not lab.destructive:
+        trial.told = "neighbours were left in peace: that takes --destructive"
+        return
+    _check_neighbours(lab, trial, extra)
+
+
+def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> None:
+    body, scored = one.exchange.body, one.answer.scored or ()
+    present = bool(one.ids) and len(scored) == len(one.ids) and all(set(each) >= set(ids) for each in scored)
+    told = f"{len(scored)} of {len(one.ids)} tokens have any"
+    if not trial.check(present, ("F2",), body, f"{len(ids)} scored ids with each token", told):
+        return
+    table = np.array([[each[token] for token in ids] for each in scored])
+    trial.check(
+        bool((table <= _ROUNDING).all()), ("F2",), body, "scores that are log-probabilities", f"up to {table.max():.2f}"
+    )
+    mass = float(np.exp(np.minimum(table, 50)).sum(axis=1).max())
+    trial.check(
+        mass <= 1 + _MASS, ("F2",), body, "probabilities of distinct ids that add up to at most 1", f"{mass:.3g}"
+    )
+    own = [
+        abs(each[token] - value)
+        for each, token, value in zip(scored, one.ids, one.values, strict=False)
+        if token in each
+    ]
+    if own:
+        told = f"they differ by {max(own):.3g} nats"
+        trial.check(
+            max(own) <= 1e-3, ("F2",), body, "the same logprob for a token as scored id and as emitted token", told
+        )
+    if lab.reference is not None:
+        told_law = lab.reference.logits((*one.ask.prompt, *one.ids), len(one.ask.prompt)).log_softmax(-1)[:, list(ids)]
+        off = float(np.nanmedian(np.abs(table - told_law.numpy())))
+        if lab.mode == "raw":
+            wanted = f"scores within {lab.tolerance.nats:g} nats of the model's"
+            trial.check(
+                off <= lab.tolerance.nats, ("F2",), body, wanted, f"half of them are off by {off:.2f} nats or more"
+            )
+
+
+def _check_neighbours(lab: Lab, trial: Trial, extra: dict[str, list[int]]) -> None:
+    """What others are told of the likeliest tokens does not change beside requests that score ids."""
+    plain = dataclasses.replace(SETTINGS["greedy"], max_tokens=24)
+    asks = [Ask(lab.prompt(40 + number), plain) for number in range(3)]
+    alone = [lab.ask(ask, "neighbours") for ask in asks]
+    scoring = [Ask(lab.prompt(44 + number), plain, None, extra) for number in range(3)]
+    mixed = [one for one in lab.ask_all([*scoring, *asks], "neighbours") if not one.ask.extra]
+    for first, second in zip(alone, mixed, strict=True):
+        if not (trial.answered(first.exchange) and trial.answered(second.exchange, ("F2", "request fails"))):
+            continue
+        pairs = list(zip(first.answer.top or (), second.answer.top or (), first.ids, second.ids, strict=False))
+        agreed = next((i for i, (_, _, a, b) in enumerate(pairs) if a != b), len(pairs))
+        worst = max((_difference(a, b) for a, b, _, _ in pairs[:agreed]), default=0.0)
+        wanted = "the same likeliest tokens beside requests that score ids"
+        told = f"their logprobs differ by {worst:.2f} nats, or some are missing"
+        trial.check(worst <= 2 * lab.tolerance.nats, ("F2",), second.exchange.body, wanted, told)
+
+
+def _difference(first: tuple[float, ...], second: tuple[float, ...]) -> float:
+    """Between the values of the likeliest tokens; infinite where one has fewer."""
+    num = min(NUM_TOP, len(first))
+    if len(second) < num:
+        return float("inf")
+    return max((abs(a - b) for a, b in zip(first[:num], second[:num], strict=True)), default=0.0)

@@ -1,0 +1,269 @@
+"""Probes of what a server counts: identities that hold whatever it drafts, and what its own checks found."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.audit.blackbox.dialect import Ask
+from deploy.audit.blackbox.lab import SETTINGS, Lab
+from deploy.audit.blackbox.probes import Need, Stopped, Trial, Verdict, probe
+
+_GREEDY = SETTINGS["greedy"]
+_SETTLE_S = 12.0  # what a server may take to publish its counts
+_LEAST_DRAFTS = 60
+_DEAD = 0.02  # an acceptance below it, in texts that repeat themselves, is a drafter that does not work
+_LOST = 0.75  # of the acceptance, beside a neighbour that may not matter
+
+_NAMES = {
+    "truespec_": {
+        "drafts": "truespec_drafts_total",
+        "drafted": "truespec_draft_tokens_total",
+        "accepted": "truespec_accepted_tokens_total",
+        "per_position": "truespec_accepted_tokens_per_position_total",
+        "generated": "truespec_emitted_tokens_total",
+    },
+    "vllm:": {
+        "drafts": "vllm:spec_decode_num_drafts_total",
+        "drafted": "vllm:spec_decode_num_draft_tokens_total",
+        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        "per_position": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "generated": "vllm:generation_tokens_total",
+    },
+}
+
+_OWN_CHECKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "truespec_logprob_violations_total": {"positive": ("F2", "F10"), "": ("F10", "F2")},
+    "truespec_selfcheck_violations_total": {
+        "support": ("F9",),
+        "conservation": ("F12",),
+        "stop": ("F21",),
+        "metrics": ("F18",),
+        "q_zero": ("F3", "F4", "F7", "F16"),
+        "positions": ("F1", "F5"),
+        "": ("F16",),
+    },
+    "truespec_selfcheck_alarms_total": {"": ("F3", "F4", "F6", "F7", "F8", "F12")},
+    "truespec_replay_alarms_total": {"": ("F1", "F5", "F10", "F11", "F13", "F14", "F15")},
+}
+"""What a truespec server tells of itself, and what it looks like; by the value of `kind`, `check` or `alarm`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counts:
+    """A server's counters, summed over replicas. per_position: accepted at each."""
+
+    drafts: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    generated: float = 0.0
+    per_position: tuple[float, ...] = ()
+
+    def since(self, earlier: "Counts") -> "Counts":
+        """What was counted after an earlier reading."""
+        num = max(len(self.per_position), len(earlier.per_position))
+        pad = [0.0] * num
+        later, before = [*self.per_position, *pad][:num], [*earlier.per_position, *pad][:num]
+        return Counts(
+            self.drafts - earlier.drafts,
+            self.drafted - earlier.drafted,
+            self.accepted - earlier.accepted,
+            self.generated - earlier.generated,
+            tuple(b - a for a, b in zip(before, later, strict=True)),
+        )
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted of the drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def read_counts(lab: Lab) -> Counts:
+    """Read them now."""
+    names = _NAMES[lab.dialect.can.metrics or "vllm:"]
+    kinds = {name: kind for kind, name in names.items()}
+    sums: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    text = lab.server.get("/metrics") or ""
+    told = [line for line in text.splitlines() if line.startswith(tuple(kinds))]  # the rest would take long to parse
+    for family in text_string_to_metric_families("\n".join(told) + "\n"):
+        for sample in family.samples:
+            kind = kinds.get(sample.name)
+            if kind == "per_position":
+                place = int(sample.labels.get("position", 0))
+                positions[place] = positions.get(place, 0.0) + sample.value
+            elif kind is not None:
+                sums[kind] = sums.get(kind, 0.0) + sample.value
+    return Counts(**sums, per_position=tuple(positions[place] for place in sorted(positions)))
+
+
+def counted(lab: Lab, work: Callable[[], int]) -> tuple[Counts, int]:
+    """What the server counted while `work` was done, and the tokens that `work` was given; waits for it to be told."""
+    before = _settled(lab, lambda _: True)
+    tokens = work()
+    after = _settled(lab, lambda now: now.since(before).generated >= tokens)
+    return after.since(before), tokens
+
+
+def _settled(lab: Lab, enough: Callable[[Counts], bool]) -> Counts:
+    """The counts, once they stand still; after `_SETTLE_S` whatever they are."""
+    deadline, last = time.monotonic() + _SETTLE_S, read_counts(lab)
+    while time.monotonic() < deadline:
+        time.sleep(lab.publishing_s)
+        now = read_counts(lab)
+        if now == last and enough(now):
+            return now
+        last = now
+    return last
+
+
+@probe(
+    "counters",
+    "Do the server's counts of drafts fit each other, and the tokens that it served?",
+    Need.METRICS,
+    Need.TOKEN_IDS,
+)
+def counters(lab: Lab, trial: Trial) -> None:
+    """Greedy loops with and without logprobs; identities that hold for any drafter."""
+    found: dict[bool, Counts] = {}
+    for with_logprobs in (False, True):
+        params = dataclasses.replace(_GREEDY, max_tokens=48, logprobs=3 if with_logprobs else None)
+        asks = [Ask(lab.loop(2 * number + 1), params) for number in range(lab.budget.twins)]
+        counts, tokens = counted(lab, lambda asks=asks: _serve(lab, trial, asks))  # type: ignore[misc]
+        found[with_logprobs] = counts
+        body = lab.dialect.body(asks[0])
+        if counts.generated > tokens:
+            trial.unclear = (
+                f"the server generated {counts.generated:.0f} tokens while {tokens} were asked for: others use it"
+            )
+            return
+        told = f"{counts.generated:.0f} counted, {tokens} served"
+        trial.check(counts.generated == tokens, ("F18",), body, "every generated token counted once", told)
+        _check_identities(trial, counts, tokens, len(asks), body)
+    plain, told_logprobs = found[False], found[True]
+    trial.figures |= {"acceptance": plain.acceptance, "drafted": plain.drafted}
+    trial.told = f"{plain.accepted:.0f} of {plain.drafted:.0f} drafts accepted in texts that repeat themselves"
+    if plain.drafted >= _LEAST_DRAFTS:
+        body = lab.dialect.body(Ask(lab.loop(1), dataclasses.replace(_GREEDY, max_tokens=48)))
+        told = f"{told_logprobs.drafted:.0f} drafts with logprobs, {plain.drafted:.0f} without"
+        trial.check(told_logprobs.drafted > 0, ("F22",), body, "drafts while logprobs are asked for", told)
+        told = f"{plain.acceptance:.1%} of {plain.drafted:.0f} drafts accepted"
+        trial.check(plain.acceptance > _DEAD, ("F19", "F20"), body, "some drafts accepted in texts that repeat", told)
+
+
+def _serve(lab: Lab, trial: Trial, asks: list[Ask]) -> int:
+    """Ask, and give the number of tokens that came."""
+    return sum(len(one.ids) for one in lab.ask_all(asks, "counters") if trial.answered(one.exchange))
+
+
+def _check_identities(trial: Trial, counts: Counts, tokens: int, num_requests: int, body: dict[str, object]) -> None:
+    told = f"{counts.accepted:.0f} accepted of {counts.drafted:.0f} drafted"
+    trial.check(counts.accepted <= counts.drafted, ("F18",), body, "no more accepted than drafted", told)
+    if counts.per_position:
+        told = f"{sum(counts.per_position):.0f} over positions, {counts.accepted:.0f} in all"
+        trial.check(sum(counts.per_position) == counts.accepted, ("F18",), body, "positions that add up", told)
+        falling = all(a >= b for a, b in zip(counts.per_position, counts.per_position[1:], strict=False))
+        told = ", ".join(f"{value:.0f}" for value in counts.per_position)
+        trial.check(falling, ("F18",), body, "no position accepted more often than the one before", told)
+    slack = num_requests * max(len(counts.per_position), 1)  # of a last run that max_tokens cut
+    least = counts.accepted + counts.drafts
+    told = f"{counts.accepted:.0f} accepted in {counts.drafts:.0f} rounds make {least:.0f} tokens, {tokens} were served"
+    fits = least <= tokens + slack
+    trial.check(fits, ("F18",), body, "a token for every accepted draft and one for every round", told)
+
+
+@probe(
+    "drafts of one token",
+    "Does a request for one token, whose prompt is cached, count no drafts?",
+    Need.METRICS,
+    Need.TOKEN_IDS,
+)
+def drafts_of_one_token(lab: Lab, trial: Trial) -> None:
+    """Its only token comes of the prompt: whatever is counted as drafted was not."""
+    params = dataclasses.replace(_GREEDY, max_tokens=1, logprobs=None)
+    ask = Ask(lab.passage(11, 64), params)
+    long = Ask(ask.prompt, dataclasses.replace(params, max_tokens=6))
+    lab.ask(ask)
+    counts, tokens = counted(lab, lambda: _serve(lab, trial, [ask] * 12))
+    if not tokens:
+        return
+    told = f"{counts.drafted:.0f} drafted, {counts.accepted:.0f} accepted in {counts.drafts:.0f} rounds"
+    wanted = "no drafts for requests of one token"
+    trial.check(counts.drafted == 0, ("placeholder drafts", "F18"), lab.dialect.body(ask), wanted, told)
+    counts, tokens = counted(lab, lambda: _serve(lab, trial, [long] * 12))
+    most = counts.generated - 12  # the first token of each comes of its prompt, too
+    told = f"{counts.drafts:.0f} rounds with drafts, {tokens} tokens of 12 requests"
+    wanted = "no more rounds with drafts than tokens after the first ones"
+    trial.check(counts.drafts <= most, ("placeholder drafts", "F18"), lab.dialect.body(long), wanted, told)
+
+
+@probe(
+    "neighbours of a long request",
+    "Are drafts accepted as often beside a request that is about to reach the longest sequence?",
+    Need.METRICS,
+    Need.TOKEN_IDS,
+    Need.LIMIT,
+)
+def neighbours_of_a_long_request(lab: Lab, trial: Trial) -> None:
+    """Greedy loops alone, and again while other requests stand two tokens before the limit."""
+    limit = lab.dialect.max_model_len
+    assert limit is not None
+    params = dataclasses.replace(_GREEDY, max_tokens=64, logprobs=None)
+    asks = [Ask(lab.loop(2 * number + 1), params) for number in range(6)]
+    near = Ask(lab.passage(9, limit - 4), dataclasses.replace(params, max_tokens=4))
+    lab.ask_all([*asks, near])  # warms the caches, so that both ways compute the same
+    alone, _ = counted(lab, lambda: _serve(lab, trial, asks))
+    if alone.drafted < _LEAST_DRAFTS or alone.accepted < _LEAST_DRAFTS / 2:
+        raise Stopped(
+            Verdict.INCONCLUSIVE, f"only {alone.accepted:.0f} of {alone.drafted:.0f} drafts are accepted anyway"
+        )
+    over = threading.Event()
+    others: list[int] = []
+
+    def disturb() -> None:
+        while not over.is_set():
+            others.append(len(lab.ask(near).ids))
+
+    def work() -> int:
+        disturber = threading.Thread(target=disturb)
+        disturber.start()
+        try:
+            served = _serve(lab, trial, asks)
+        finally:
+            over.set()
+            disturber.join()
+        return served + sum(others)
+
+    beside, _ = counted(lab, work)
+    lost = beside.accepted < _LOST * alone.accepted and beside.drafted > alone.drafted
+    told = (
+        f"{alone.accepted:.0f} of {alone.drafted:.0f} accepted alone, {beside.accepted:.0f} of {beside.drafted:.0f} "
+        f"beside {len(others)} such requests"
+    )
+    trial.figures |= {"acceptance alone": alone.acceptance, "acceptance beside": beside.acceptance}
+    trial.told = told
+    wanted = "the same drafts accepted beside a request near the length limit"
+    trial.check(not lost, ("neighbour zeroes drafts", "F1"), lab.dialect.body(near), wanted, told)
+
+
+@probe("own alarms", "Did the server's own checks find anything while it was audited?", Need.METRICS)
+def own_alarms(lab: Lab, trial: Trial) -> None:
+    """What a truespec server counts of its self-checks, replays and breaker."""
+    if lab.dialect.can.metrics != "truespec_":
+        raise Stopped(Verdict.UNSUPPORTED, "this server does not watch itself")
+    time.sleep(2 * lab.publishing_s)
+    for family in text_string_to_metric_families(lab.server.get("/metrics") or ""):
+        for sample in family.samples:
+            known: dict[str, tuple[str, ...]] | None = _OWN_CHECKS.get(sample.name)
+            if known is None:
+                continue
+            kind = next((sample.labels[name] for name in ("kind", "check", "alarm") if name in sample.labels), "")
+            if sample.labels.get("stratum", "all") != "all":
+                continue
+            told = f"{sample.value:.0f} times{f' of kind {kind}' if kind else ''}"
+            faults = known.get(kind, known[""])
+            name = sample.name.removeprefix("truespec_").removesuffix("_total").replace("_", " ")
+            trial.check(sample.value == 0, faults, {}, f"no {name}", told)
+    trial.num_cases += 1

@@ -1,0 +1,150 @@
+"""The same weights, computed apart from the server: `transformers` on the CPU, float32, one sequence at a time.
+
+It shares no code with any server, ours included. What a request's parameters make of the logits is our `adjust` and
+`process`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from deploy.audit.blackbox.dialect import AuditFailed
+from serve_app.tokenizer import Tokenizer
+from speculative.adjustments import adjust
+from speculative.batch import RowContext
+from speculative.request import SURPRISAL_CLIP_NATS, Request, SamplingParams
+from speculative.sampling import SamplingRows, process
+from speculative.selfcheck.eprocess import Floats
+from speculative.sequence import Sequence as Served
+
+_COPY_LEAST = 2  # tokens that must have occurred before for what followed them to be taken for a draft
+
+
+class Law:
+    """What the reference says of the n tokens of one answer; every array is [n], in nats or probabilities.
+
+    raw, processed: log-probability of the token under the model's law, and under the request's. p, mean_p: its
+    probability and the mean of that. surprisal, mean_surprisal: clipped at SURPRISAL_CLIP_NATS. gap: by which it is
+    less likely than the likeliest; outside: by which it lies outside the filters, inf = a rule forbids it; both before
+    the temperature. below, own: mass of what is likelier than it, and its own. margin: between the two best. copied,
+    p_copied: whether it is what followed the latest tokens before, and the probability of that; p < 0 where there is no
+    such token. best, p_best: the same for the likeliest token.
+    """
+
+    def __init__(self, logits: Tensor, adjusted: Tensor, params: SamplingParams, tokens: Sequence[int], start: int):
+        served = torch.tensor(tokens[start:])[:, None]
+        rows = SamplingRows.build([params] * len(logits), logits.shape[1], logits.device)
+        scaled, kept = adjusted / rows.temperature, process(adjusted, rows)
+        raw, processed = logits.log_softmax(-1), kept.log_softmax(-1)
+        probs = processed.exp()
+        self.raw, self.processed = _array(raw.gather(1, served)[:, 0]), _array(processed.gather(1, served)[:, 0])
+        own = scaled.gather(1, served)[:, 0]
+        self._judge(params, kept, own, probs, processed, served)
+        ranked = kept.topk(2).values
+        self.margin = _array(ranked[:, 0] - ranked[:, 1])
+        likelier = torch.where(probs > probs.gather(1, served), probs, 0.0)
+        self.below, self.own = _array(likelier.sum(-1)), _array(probs.gather(1, served)[:, 0])
+        self.best, self.p_best = _array(probs.argmax(-1) == served[:, 0]), _array(probs.amax(-1))
+        copies = [_copy_of(tokens, place) for place in range(start, len(tokens))]
+        self.copied = np.array([copy == token for copy, token in zip(copies, tokens[start:], strict=True)], float)
+        there = torch.tensor([max(copy, 0) for copy in copies])[:, None]
+        self.p_copied = np.where(np.array(copies) >= 0, _array(probs.gather(1, there)[:, 0]), -1.0)
+
+    def _judge(
+        self, params: SamplingParams, kept: Tensor, own: Tensor, probs: Tensor, processed: Tensor, served: Tensor
+    ) -> None:
+        inside = kept.gather(1, served)[:, 0] > -torch.inf
+        edge = torch.where(kept > -torch.inf, kept, torch.inf).amin(-1)
+        logprob = own - kept.logsumexp(-1)
+        surprisals = (-processed).clamp(max=SURPRISAL_CLIP_NATS)
+        self.p, self.mean_p = _array(logprob.exp()), _array(probs.square().sum(-1))
+        self.surprisal = _array((-logprob).clamp(max=SURPRISAL_CLIP_NATS))
+        self.mean_surprisal = _array((probs * surprisals).sum(-1))
+        temperature = 1.0 if params.greedy else params.temperature
+        self.gap = temperature * _array(kept.amax(-1) - own)
+        self.outside = temperature * _array(torch.where(inside, 0.0, edge - own))
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+
+class Reference:
+    """A model folder's law. Loads on construction.
+
+    Raises:
+        AuditFailed: the folder holds no model that transformers can load.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise AuditFailed(f"{folder} holds no model to compare with: {error}") from error
+        self._model = loaded.eval()
+        self.vocab_size = int(loaded.config.vocab_size)
+        eos = loaded.generation_config.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        self.tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        self._prefix: tuple[tuple[int, ...], Any] = ((), None)
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], start: int) -> Tensor:
+        """[n, V] float32 that predict tokens[start:]. What a long prefix needed is kept for the next call."""
+        known, cache = self._prefix
+        reused = min(_common(known, tokens), start - 1, len(tokens) - 1)
+        if cache is None or reused < len(tokens) // 2:
+            reused, cache = 0, None
+        elif reused < len(known):
+            cache.crop(reused - len(known))
+        ids = torch.tensor([list(tokens[reused:])])
+        output = self._model(
+            ids, past_key_values=cache, use_cache=True, logits_to_keep=len(tokens) - start + 1, return_dict=True
+        )
+        self._prefix = (tuple(tokens), output.past_key_values)
+        rows: Tensor = output.logits[0, :-1].float()
+        return rows
+
+    @torch.inference_mode()
+    def law(self, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams) -> Law:
+        """What the model says of an answer, under the parameters that it was asked with."""
+        tokens, start = [*prompt, *emitted], len(prompt)
+        logits = self.logits(tokens, start)
+        before = Served(Request("audited", tuple(prompt), params), tokens=tuple(prompt))
+        contexts = [RowContext(before, tuple(emitted[:offset])) for offset in range(len(emitted))]
+        adjusted = adjust(logits, contexts, [None] * len(emitted), self.eos_token_ids)
+        return Law(logits, adjusted, params, tokens, start)
+
+    @torch.inference_mode()
+    def scores(self, tokens: Sequence[int]) -> Floats:
+        """Log-probability of every token but the first, [len(tokens) - 1] nats."""
+        found = []
+        for start in range(1, len(tokens), 128):
+            piece = tokens[: start + 128]
+            rows = self.logits(piece, start).log_softmax(-1)
+            found.append(_array(rows.gather(1, torch.tensor(list(piece[start:]))[:, None])[:, 0]))
+        return np.concatenate(found)
+
+
+def _array(values: Tensor) -> Floats:
+    found: Floats = values.double().numpy()
+    return found
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _copy_of(tokens: Sequence[int], place: int) -> int:
+    """What followed the latest tokens before `place` the last time they occurred; -1 where they never did."""
+    latest = tuple(tokens[place - _COPY_LEAST : place])
+    for end in range(place - 1, _COPY_LEAST - 1, -1):
+        if tuple(tokens[end - _COPY_LEAST : end]) == latest:
+            return tokens[end]
+    return -1

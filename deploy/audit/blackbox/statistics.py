@@ -1,0 +1,59 @@
+"""Tests whose false alarms are bounded for any number of draws, not only for many."""
+
+import math
+
+import numpy as np
+
+from speculative.selfcheck.eprocess import EProcess, Floats
+
+
+def binomial_tail(num: int, events: int, rate: float) -> float:
+    """P(Binomial(num, rate) >= events)."""
+    if events <= 0:
+        return 1.0
+    if rate <= 0 or events > num:
+        return 0.0
+    if rate >= 1:
+        return 1.0
+    counts = np.arange(events, num + 1)
+    logs = [_log_choose(num, int(k)) for k in counts] + counts * math.log(rate) + (num - counts) * math.log1p(-rate)
+    return float(min(1.0, np.exp(logs).sum()))
+
+
+def too_many(num: int, events: int, rate: float, delta: float) -> bool:
+    """Whether so many events tell that they occur in more than a share `rate`; false with probability <= delta."""
+    return binomial_tail(num, events, rate) <= delta
+
+
+def departs(num: int, events: int, rate: float, shift: float, delta: float) -> bool:
+    """Whether so many events tell that their share is further than `shift` from `rate`; both sides together delta."""
+    more = binomial_tail(num, events, min(1.0, rate + shift))
+    fewer = binomial_tail(num, num - events, min(1.0, 1 - rate + shift))
+    return min(more, fewer) <= delta / 2
+
+
+def mean_departs(values: Floats, shift: float, delta: float) -> bool:
+    """Whether values in [-1, 1] with conditional mean 0 (give or take `shift`) drift off; an e-process, looked at after
+    every value."""
+    process = EProcess(delta, shift)
+    for value in values:
+        process.add(np.array([value]))
+    return process.alarm
+
+
+def not_uniform(values: Floats, shift: float, delta: float) -> float | None:
+    """The largest distance from the uniform law on [0, 1], where it is more than chance and `shift` make; else None.
+
+    Source: Massart, "The tight constant in the Dvoretzky-Kiefer-Wolfowitz inequality" (1990).
+    """
+    num = len(values)
+    if num == 0:
+        return None
+    ordered = np.sort(values)
+    steps = np.arange(1, num + 1) / num
+    distance = float(max((steps - ordered).max(), (ordered - steps + 1 / num).max()))
+    return distance if distance > math.sqrt(math.log(2 / delta) / (2 * num)) + shift else None
+
+
+def _log_choose(num: int, chosen: int) -> float:
+    return math.lgamma(num + 1) - math.lgamma(chosen + 1) - math.lgamma(num - chosen + 1)

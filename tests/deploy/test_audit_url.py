@@ -1,0 +1,246 @@
+"""The audit from outside: a sound server passes, faults are found and named, and what cannot be asked is told."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from fake_audited import DIES, FakeAudited, Reply, uniform_reply
+
+from deploy.audit.blackbox import command
+from deploy.audit.blackbox.audit import Audit, run_audit
+from deploy.audit.blackbox.command import audit_faulty, faulty_servers
+from deploy.audit.blackbox.dialect import Ask, AuditFailed, find_dialect
+from deploy.audit.blackbox.exchange import Server
+from deploy.audit.blackbox.lab import EXACT, QUICK, Lab
+from deploy.audit.blackbox.page import html_page
+from deploy.audit.blackbox.probes import PROBES, Verdict, delta_per_test
+from deploy.audit.blackbox.reference import Reference
+from deploy.audit.blackbox.statistics import binomial_tail, departs, mean_departs, not_uniform, too_many
+from deploy.audit.blackbox.tiny import write_tiny_pair
+from deploy.audit.mutants import MUTANTS
+from deploy.cli import main
+from speculative.request import SamplingParams
+
+NAMED = {  # faults that are to be found and named, and probes that suffice for it
+    "F2 scored ids gathered from the logits": ["scored ids"],
+    "F5 a reused slot's last token after a handoff": ["replayed logprobs", "law of the tokens"],
+    "F9 sampling parameters skipped on drafted positions": ["sampling parameters"],
+    "F10 logprob 0 for every token": ["replayed logprobs", "logprob contract"],
+    "F11 prompt logprobs damaged at chunk borders": ["prompt logprobs"],
+    "F12 the first draft is committed unverified": ["law of the tokens"],
+    "F17 unseeded requests share a stream": ["unseeded answers"],
+    "F18 every draft counts as accepted": ["counters"],
+    "F21 a stop inside an accepted run is overlooked": ["ends"],
+}
+SMALL = replace(QUICK, answers=3, twins=3, first_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_tiny_pair(tmp_path_factory.mktemp("audited"))
+
+
+@pytest.fixture(scope="module")
+def reference(folders: tuple[Path, Path]) -> Reference:
+    return Reference(folders[0])
+
+
+def audit_of(name: str, folders: tuple[Path, Path], reference: Reference, only: list[str], **how: Any) -> Audit:
+    (server,) = faulty_servers(name, *folders, guarded=how.get("guarded", False)).values()
+    return audit_faulty(server, reference, only=only)
+
+
+def told(audit: Audit) -> str:
+    return "\n".join(f"{one.probe}: {one.verdict} {one.told}" for one in audit.outcomes)
+
+
+# -- servers with a real engine --------------------------------------------------------------------------------------
+
+
+def test_a_sound_server_passes(folders: tuple[Path, Path], reference: Reference) -> None:
+    server = faulty_servers("sound", *folders, guarded=True)["draft model"]
+    audit = audit_faulty(server, reference, SMALL)
+    assert not audit.findings, told(audit)
+    assert {one.verdict for one in audit.outcomes} == {Verdict.PASSED}, told(audit)
+    assert {one.probe for one in audit.outcomes} == set(PROBES)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fault_is_found_and_named(name: str, folders: tuple[Path, Path], reference: Reference) -> None:
+    audit = audit_of(name, folders, reference, NAMED[name])
+    assert name.split()[0] in audit.faults, told(audit)
+    assert all(finding.expected and finding.observed for finding in audit.findings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["n-gram", "n-gram, handoffs", "draft model, handoffs"])
+def test_other_sound_servers_pass(way: str, folders: tuple[Path, Path], reference: Reference) -> None:
+    audit = audit_faulty(faulty_servers("sound", *folders, guarded=False)[way], reference)
+    assert not audit.findings, told(audit)
+
+
+def test_a_guarded_server_tells_of_its_own_alarms(folders: tuple[Path, Path], reference: Reference) -> None:
+    name = "F9 sampling parameters skipped on drafted positions"
+    audit = audit_of(name, folders, reference, ["sampling parameters", "own alarms"], guarded=True)
+    alarms = next(one for one in audit.outcomes if one.probe == "own alarms")
+    assert any("F9" in finding.faults for finding in alarms.findings), told(audit)
+
+
+# -- servers that talk otherwise, refuse, or die ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeAudited]:
+    with FakeAudited().running() as running:
+        yield running
+
+
+@pytest.fixture
+def server(fake: FakeAudited) -> Iterator[Server]:
+    with Server(fake.url) as opened:
+        yield opened
+
+
+def test_the_dialect_is_found_by_asking(fake: FakeAudited, server: Server) -> None:
+    def strict_on_min_p(body: dict[str, Any]) -> Reply:
+        return (400, {"error": {"message": "min_p?"}}) if "min_p" in body else uniform_reply(body)
+
+    fake.answer = strict_on_min_p
+    dialect = find_dialect(server)
+    assert (dialect.model, dialect.max_model_len) == ("fake", 512)
+    assert dialect.can.token_ids and dialect.can.logprobs and dialect.can.token_prompts
+    assert not dialect.can.prompt_logprobs and not dialect.can.strict
+    assert not dialect.can.switches_speculation, "a server that takes any field is not believed to switch"
+    assert "min_p" not in dialect.fields and "return_tokens_as_token_ids" in dialect.fields
+
+
+def test_ids_and_candidates_are_read_as_vllm_writes_them(server: Server) -> None:
+    dialect = find_dialect(server)
+    lab = Lab(server, dialect, QUICK)
+    one = lab.ask(Ask((7, 8), SamplingParams(max_tokens=3, logprobs=2, temperature=0)))
+    assert one.ids == (12, 13, 14)
+    assert one.answer.top == ((-1.39,) * 4,) * 3
+    scored = lab.ask(Ask((7, 8), SamplingParams(max_tokens=1, logprobs=2), extra={"logprob_token_ids": [901, 77]}))
+    assert scored.answer.scored == ({901: -1.39},)
+
+
+def test_what_cannot_be_asked_is_told(server: Server) -> None:
+    audit = run_audit(Lab(server, find_dialect(server), QUICK), only=["law of the tokens", "counters", "greedy twins"])
+    verdicts = {one.probe: one for one in audit.outcomes}
+    assert verdicts["law of the tokens"].verdict is Verdict.UNSUPPORTED
+    assert "weights" in verdicts["law of the tokens"].told
+    assert verdicts["counters"].verdict is Verdict.UNSUPPORTED
+    assert verdicts["greedy twins"].verdict is Verdict.UNSUPPORTED, "without a tokenizer it has no tokens to send"
+
+
+def test_a_dying_server_is_a_finding_and_the_audit_ends(fake: FakeAudited, server: Server) -> None:
+    lab = Lab(server, find_dialect(server), QUICK)
+    fake.answer = lambda body: DIES if body.get("top_p") == 2.0 else uniform_reply(body)
+    audit = run_audit(lab, only=["nonsense", "own alarms", "structured output"])
+    assert "server dies" in audit.faults
+    (dead,) = [one for one in audit.outcomes if one.verdict is Verdict.FAILED]
+    assert dead.probe == "nonsense"
+    assert any(finding.request.get("top_p") == 2.0 for finding in dead.findings), "with the request that did it"
+
+
+def test_contradictory_logprobs_are_found_without_the_weights(fake: FakeAudited, server: Server) -> None:
+    def wrong(body: dict[str, Any]) -> Reply:
+        status, reply = uniform_reply(body)
+        if reply["choices"][0]["logprobs"] and body.get("max_tokens", 1) > 1:
+            reply["choices"][0]["logprobs"]["token_logprobs"][1] = 0.5
+        return status, reply
+
+    lab = Lab(server, find_dialect(server), QUICK)
+    lab.corpus = tuple(range(3, 300))  # type: ignore[misc]
+    fake.answer = wrong
+    audit = run_audit(lab, only=["logprob contract"])
+    expectations = {finding.expected for finding in audit.findings}
+    assert "logprobs of at most 0" in expectations
+    assert "no token likelier than the likeliest" in expectations
+
+
+def test_who_does_not_answer_cannot_be_audited(fake: FakeAudited, server: Server) -> None:
+    with pytest.raises(AuditFailed, match="no list of models"), Server("http://127.0.0.1:9", timeout_s=2) as nobody:
+        find_dialect(nobody)
+    fake.answer = lambda body: (500, {"error": "broken"})
+    with pytest.raises(AuditFailed, match="does not answer a plain completion"):
+        find_dialect(server)
+    result = CliRunner().invoke(main, ["audit", fake.url])
+    assert result.exit_code == 2
+
+
+# -- reports ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_reports_and_exits_by_what_it_found(fake: FakeAudited, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"audit.{name}" for name in ("json", "html", "md")}
+    options = ["--json", str(files["json"]), "--html", str(files["html"]), "--page", str(files["md"])]
+    result = CliRunner().invoke(main, ["audit", fake.url, "--section", "A fake", *options])
+    found = json.loads(files["json"].read_text("utf-8"))
+    failed = [one["probe"] for one in found["probes"] if one["findings"]]
+    assert result.exit_code == (1 if failed else 0), result.output
+    assert {one["probe"] for one in found["probes"]} == set(PROBES)
+    assert "## A fake" in files["md"].read_text("utf-8")
+    page = files["html"].read_text("utf-8")
+    assert not re.search(r"<script|https?://(?!127)|@import|url\(", page), "a report loads nothing"
+    assert all(name in page for name in PROBES)
+
+
+def test_a_report_shows_findings_and_plots(folders: tuple[Path, Path], reference: Reference) -> None:
+    audit = audit_of("F12 the first draft is committed unverified", folders, reference, ["law of the tokens"])
+    page = html_page(audit)
+    assert page.count("<svg") >= len([name for name in PROBES if name == "law of the tokens"])
+    assert "uniform if right" in page
+    assert "A request that shows it" in page
+    assert "&lt;" not in audit.findings[0].expected
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_tails_are_exact() -> None:
+    exact = sum(math.comb(20, k) * 0.3**k * 0.7 ** (20 - k) for k in range(11, 21))
+    assert binomial_tail(20, 11, 0.3) == pytest.approx(exact, rel=1e-9)
+    assert binomial_tail(20, 0, 0.3) == 1.0
+    assert binomial_tail(20, 1, 0.0) == 0.0
+    assert too_many(1000, 30, 0.01, 1e-6) and not too_many(1000, 15, 0.01, 1e-6)
+    assert departs(1000, 700, 0.5, 0.02, 1e-6) and departs(1000, 300, 0.5, 0.02, 1e-6)
+    assert not departs(1000, 530, 0.5, 0.02, 1e-6)
+
+
+def test_false_alarms_stay_below_their_bound() -> None:
+    random = np.random.default_rng(3)
+    alarms = sum(not_uniform(random.random(300), 0.0, 0.05) is not None for _ in range(400))
+    assert alarms <= 36, "at 5 % of 400: 36 or more have probability 2e-4"
+    assert not_uniform(random.random(2000) ** 1.3, 0.0, 1e-6) is not None
+    coins = random.integers(0, 2, (200, 300)) * 2.0 - 1
+    assert sum(mean_departs(row, 0.0, 0.05) for row in coins) <= 22
+    assert mean_departs(coins.ravel()[:3000] * 0.5 + 0.2, 0.0, 1e-6)
+    assert 0 < delta_per_test() < 1e-5
+    assert EXACT.nats < 0.01
+
+
+def test_every_fault_of_the_catalogue_can_be_served(folders: tuple[Path, Path]) -> None:
+    for name in command.servable(["F"]):
+        assert len(faulty_servers(name, *folders, guarded=True)) == 1
+    assert {name.split()[0] for name in command.servable()} == {"sound", *(mutant.fault for mutant in MUTANTS.values())}
+    assert set(NAMED) <= set(MUTANTS)
+    assert command.BUDGETS["full"].answers > command.BUDGETS["quick"].answers
+
+
+def test_an_interrupted_audit_tells_what_it_knows(fake: FakeAudited, server: Server, monkeypatch: Any) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(PROBES, "structured output", replace(PROBES["structured output"], run=interrupted))
+    monkeypatch.setattr("deploy.audit.blackbox.audit._in_order", lambda only: [PROBES[name] for name in only])
+    audit = run_audit(Lab(server, find_dialect(server), QUICK), only=["nonsense", "structured output", "own alarms"])
+    assert [one.told for one in audit.outcomes[1:]] == ["the audit was interrupted"] * 2
+    assert audit.outcomes[0].verdict is Verdict.PASSED
