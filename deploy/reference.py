@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config import AppConfig, ServeFile
 
 _INTRO = """\
@@ -42,6 +43,11 @@ def effective_config(file: ServeFile) -> str:
     config = file.application.effective_args
     args = config.model_dump(exclude_none=True)
     args["model"]["name"] = config.model.served_name
+    if config.engine.kind == "vllm":
+        for name in SIZES - config.engine.model_fields_set:  # vLLM chooses them
+            args["engine"].pop(name, None)
+    else:
+        del args["vllm"]
     args["pools"] = {name: config.pool(name).model_dump(exclude_none=True) for name in config.pool_names}
     for pool in args["pools"].values():
         if "autoscaling" in pool:

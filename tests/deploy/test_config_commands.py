@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from deploy.chart import ROOT
 from deploy.cli import CONFIGS, main
 from deploy.reference import configuration_reference, effective_config
+from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config import AppConfig, load_config
 
 
@@ -23,10 +24,12 @@ def test_what_is_shown_is_a_configuration_of_the_same_meaning(file: Path, tmp_pa
     assert theirs.args.model.served_name == ours.args.model.served_name
     assert theirs.args.engine_config(theirs.args.pool_names[0]) == ours.args.engine_config(ours.args.pool_names[0])
     named = yaml.safe_load(shown.output)["applications"][0]["args"]
-    assert (
-        named["engine"].keys() | {"max_model_len", "cuda_graphs"}
-        == AppConfig.model_fields["engine"].annotation.model_fields.keys()
-    )
+    left_open = {"max_model_len", "cuda_graphs"}
+    if ours.args.engine.kind == "vllm":
+        left_open |= SIZES
+        pool = ours.args.pool_names[0]
+        assert theirs.args.vllm_settings(pool) == ours.args.vllm_settings(pool)
+    assert named["engine"].keys() | left_open == AppConfig.model_fields["engine"].annotation.model_fields.keys()
 
 
 def test_overrides_are_folded_into_the_pools(tmp_path: Path) -> None:
