@@ -6,6 +6,7 @@ authenticates anybody, and no text. Nothing is written unless a folder is config
 
 import json
 import logging
+import os
 import math
 import re
 import threading
@@ -61,8 +62,13 @@ class DumpFolder:
         self._number += 1
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         path = folder / f"{_PREFIX}{stamp}-{self._number:06d}-{re.sub('[^a-z0-9_]+', '-', reason.lower())[:60]}.json"
-        path.touch(mode=0o600)
-        path.write_text(text, encoding="ascii")
+        part = path.with_suffix(".part")  # nobody reads half a dump
+        try:
+            part.touch(mode=0o600)
+            part.write_text(text, encoding="ascii")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
         return path
 
     def _make_room(self, folder: Path, num_bytes: int) -> None:

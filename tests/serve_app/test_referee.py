@@ -70,6 +70,14 @@ class Court:
         status = ReplicaStatus(replica, "decode", state, Mode.AUTO, since, "")
         return self.referee.hear(Report(status, MetricBatch(replica), **changes))
 
+    async def dump(self, pattern: str) -> Path:
+        """The one dump of that name, which a thread writes."""
+        async with asyncio.timeout(30):
+            while not (found := list(self.folder.glob(pattern))):
+                await asyncio.sleep(0.01)
+        (path,) = found
+        return path
+
     def value(self, name: str, **labels: str) -> float:
         families = text_string_to_metric_families(self.sink.exposition()[0].decode())
         return sum(
@@ -159,7 +167,7 @@ async def test_drift_makes_an_answer_suspect_and_is_told_to_who_made_it(court: C
     assert court.hear("r1").findings == (), "what was told is not told again"
     assert court.value("truespec_replay_alarms_total", alarm="drift", stratum="all") >= 1
     assert court.value("truespec_verdicts_total", verdict="suspect") == 1
-    (path,) = court.folder.glob("*drift*")
+    path = await court.dump("*drift*")
     dump = json.loads(path.read_text())
     assert dump["served"]["token_ids"] == list(range(NUM_TOKENS))
     assert dump["served"]["request"]["params"]["temperature"] == 1.0
@@ -289,8 +297,7 @@ async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> N
     court.hear("r1", since=20.0, trips=(Trip("selfcheck", 20.0, 13.0),))
     told = [(court.referee.verdict(f"cmpl-{number}") or {})["verdict"] for number in range(3)]
     assert told == ["unverified", "suspect", "suspect"]
-    await asyncio.sleep(0.1)
-    (path,) = court.folder.glob("*trip-selfcheck*")
+    path = await court.dump("*trip-selfcheck*")
     dump = json.loads(path.read_text())
     assert dump["replica"]["replica"] == "r1"
     assert [replay["served"]["request"]["request_id"] for replay in dump["replays"]] == ["cmpl-1-0"]
