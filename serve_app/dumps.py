@@ -6,8 +6,8 @@ authenticates anybody, and no text. Nothing is written unless a folder is config
 
 import json
 import logging
-import os
 import math
+import os
 import re
 import threading
 import time
