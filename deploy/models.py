@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from speculative.config import models_folder
 from speculative.errors import ConfigError, TruespecError
 from speculative.model.gguf import convert_gguf
+from speculative.model.loading import resolve_model
 
 Progress = Callable[[str], None]
 
@@ -82,6 +83,16 @@ def fetch_model(name: str, *, cache_dir: Path | None = None, progress: Progress 
             _fetch_into(folder, model, report)
     report(f"{name} is in {folder}")
     return folder
+
+
+def find_model(name: str, progress: Progress | None = None) -> Path:
+    """The folder of a model of the catalogue, fetched where it is not there yet; or of what else `resolve_model` knows.
+
+    Raises:
+        ConfigError: there is no such model.
+        FetchFailed: it could not be fetched.
+    """
+    return fetch_model(name, progress=progress) if name in CATALOGUE else resolve_model(name)
 
 
 def catalogue_model(name: str) -> CatalogueModel:

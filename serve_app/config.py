@@ -81,8 +81,8 @@ class EngineSection(_Section):
     """Our own engine; or vLLM where it is installed, for what ours does not do (docs/vllm.md)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the KV cache, and of weights and activations where `weights` does not say otherwise."""
-    weights: Literal["auto", "bfloat16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
-    """How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8 activations too."""
+    weights: Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
+    """How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8, w16a16 activations."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`auto` takes the GPU that Ray gave the replica, else the CPU."""
     cuda_graphs: bool | None = None

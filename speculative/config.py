@@ -9,7 +9,7 @@ from typing import Literal
 from speculative.errors import ConfigError
 
 VerifierName = Literal["token_wise", "block", "coupled", "synthetic"]
-WeightsName = Literal["auto", "bfloat16", "float32", "int8", "int4", "w8a8", "w4a8"]
+WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 

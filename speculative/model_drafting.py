@@ -362,9 +362,7 @@ class ModelDrafter:
         return self.model.run(tokens, hidden, torch.from_numpy(positions).to(self._device), attend)
 
     def _law(self, drafts: Sequences[Sequences[int]], probs: Sequences[Sequences[Tensor]]) -> DraftLaw:
-        rows = [row for rows in probs for row in rows]
-        width = self.sampler.width
-        q = torch.stack(rows) if rows else torch.empty((0, width), device=self._device)
+        q = torch.stack([row for rows in probs for row in rows])
         if self.model.ids is None:
             return Dense(q)
         flat = [token for draft in drafts for token in draft]

@@ -11,11 +11,11 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.torch import load_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+from deploy.audit.blackbox.tiny import SPECIAL_TOKENS, write_tiny_tokenizer
+
 EOS_TOKEN_ID = 2
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -90,36 +90,8 @@ def write_tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     if tokenizer:
-        write_tiny_tokenizer(folder, vocab_size)
+        write_tiny_tokenizer(folder, vocab_size, chat_template=CHAT_TEMPLATE)
     return folder
-
-
-def write_tiny_tokenizer(folder: Path, vocab_size: int = 512) -> None:
-    """Write a byte-level BPE: three special tokens, the 256 bytes, then short English pieces up to `vocab_size`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*SPECIAL_TOKENS, *alphabet]
-    merges: list[tuple[str, str]] = []
-    letters = "etaoinshrdlu"
-    for pair in (("Ġ", letter) for letter in letters):
-        merges.append(pair)
-    merges += [(first, second) for first in letters for second in letters]
-    merges = merges[: max(0, vocab_size - len(pieces))]
-    vocab = {piece: index for index, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
-    built = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
-    built.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
-    built.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIAL_TOKENS[1],
-        "eos_token": SPECIAL_TOKENS[2],
-        "pad_token": SPECIAL_TOKENS[2],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 512,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def write_tiny_gguf(

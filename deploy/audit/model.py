@@ -8,12 +8,11 @@ import numpy as np
 
 from deploy.audit.run import CleanSetting
 from deploy.bench.prompts import KINDS, read_prompts
-from deploy.models import CATALOGUE, fetch_model
+from deploy.models import find_model
 from serve_app.backends.torch_backend import load_engine
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
-from speculative.model.loading import resolve_model
 from speculative.request import Request
 
 _NUM_DRAFTS = 3
@@ -36,7 +35,7 @@ class AuditedModel:
         """
         if head is None:
             raise ConfigError("--head is missing: name the draft head of --model, which draws drafts from a law.")
-        return cls(fetch_model(model) if model in CATALOGUE else resolve_model(model), head)
+        return cls(find_model(model), head)
 
     def serve(self, setting: CleanSetting, seed: int) -> tuple[EngineCore, Iterator[Request]]:
         """An engine with the setting, and endless chat requests."""

@@ -15,7 +15,7 @@ from deploy.bench.plots import write_plots
 from deploy.bench.prompts import read_prompts
 from deploy.bench.report import print_report, write_markdown
 from deploy.bench.rounds import BenchResult, Progress, run_bench
-from deploy.models import CATALOGUE, fetch_model
+from deploy.models import find_model
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
 
@@ -88,9 +88,7 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
     head = options.head or (_SHIPPED_HEADS.get(options.model) if options.gpu else None)
     names = _words(options.engines) or (gpu_names(head) if options.gpu else default_names(head, options.draft_model))
     engines = tuple(EngineName.parse(name) for name in names)
-    folder = (
-        fetch_model(options.model, progress=progress) if options.model in CATALOGUE else resolve_model(options.model)
-    )
+    folder = find_model(options.model, progress)
     gguf = options.gguf
     if gguf is None and any(engine.family == LLAMA for engine in engines):
         gguf = find_gguf(options.model, folder, progress)

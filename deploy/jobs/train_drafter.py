@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from deploy.jobs.view import View
-from deploy.models import CATALOGUE, fetch_model
+from deploy.models import find_model
 from serve_app.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore, resolve_device
@@ -73,7 +73,7 @@ def run_training(job: TrainJob, view: View) -> dict[str, Any]:
     """
     torch.set_num_threads(job.threads)
     job = _resolved(job)
-    folder = fetch_model(job.model, progress=view.say) if job.model in CATALOGUE else resolve_model(job.model)
+    folder = find_model(job.model, view.say)
     _require_fresh(job)
     view.stage(f"loading {job.model}")
     target = load_decoder(folder, dtype=getattr(torch, job.dtype), device=resolve_device(job.device))

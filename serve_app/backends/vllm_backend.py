@@ -1,9 +1,10 @@
 """vLLM behind the `Backend` protocol: for models and machines that our own engine does not do, checked from outside.
 
 vLLM's engine runs in a process of its own. We talk to it through `AsyncLLM`; in its process run our scheduler, which
-withholds drafts that must not be verified (`vllm_parts.scheduler`), and our connector, which copies keys and values out
-and in (`vllm_parts.connector`). A prefill samples nothing: the decode side computes the prompt's last token, and so all
-that is drawn for a request is drawn by one engine.
+withholds drafts that must not be verified (`vllm_parts.scheduler`), our connector, which copies keys and values out and
+in (`vllm_parts.connector`), and what keeps a worker from a fault of its own (`vllm_parts.worker`). A prefill samples
+nothing: the decode side computes the prompt's last token, and so all that is drawn for a request is drawn by one
+engine.
 """
 
 import asyncio
@@ -96,6 +97,8 @@ class VllmBackend:
             if isinstance(error, ConfigError):
                 raise
             raise EngineFault(f"vLLM {version} could not start: {error}") from error
+        if self._faults.chunked_seeds:
+            await self._llm.collective_rpc("keep_draws_of_chunks")
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
         await asyncio.to_thread(self._identify)
         self._manifest = Manifest(
@@ -418,6 +421,7 @@ class VllmBackend:
         self._params = params
         self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
         config, cpu = self._settings.engine, current_platform.is_cpu()
+        self._faults = faults_of(cpu=cpu)
         check_build(self._settings, cpu=cpu)
         arguments = engine_arguments(
             self._settings,
@@ -426,7 +430,7 @@ class VllmBackend:
             most_tokens=most_tokens(self._folder, config.max_model_len),
         )
         check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
-        arguments["additional_config"] = {TERMS: {"sampled_drafts_fail": faults_of(cpu=cpu).sampled_drafts}}
+        arguments["additional_config"] = {TERMS: {"sampled_drafts_fail": self._faults.sampled_drafts}}
         self._counts = stats.Counts()
         logger = stats.logger_for(self._counts.add_step)
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])

@@ -80,10 +80,13 @@ class Decoder(nn.Module):
         """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
 
         Args:
-            kind: of the weights. Of int4 and w4a8, the LM head has eight bits, and it always reads 16.
+            kind: of the weights. Of int4 and w4a8, the LM head has eight bits; what it reads is rounded as little as its
+                weights allow, whatever the kind.
             quantised: weights that are quantised already, by their names in the checkpoint; the rest is rounded.
         """
-        weights = {} if kind in ("float32", "bfloat16") else self._quantised(kind, quantised)
+        weights: dict[Linear, Quantised | Kind] = {self.lm_head: "bfloat16"} if kind == "w16a16" else {}
+        if kind not in ("float32", "bfloat16", "w16a16"):
+            weights |= self._quantised(kind, quantised)
         coarse = kind in ("w8a8", "w4a8")
         pack_natively(self, kind, weights, lambda linear: 8 if coarse and linear is not self.lm_head else 16)
         self.dtype = torch.float32

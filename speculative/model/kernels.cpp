@@ -7,6 +7,8 @@
 // Weights lie in panels of 16 or 32 outputs, so that one pass over a panel serves up to 8 rows; a step of a few rows
 // is bound by reading them once. Four- and eight-bit weights are multiplied as integers, exactly, with activations
 // rounded in blocks of 32: to 16 bits (relative to the block's largest: 2^-16), or to 8 bits, as llama.cpp does.
+// Bfloat16 weights are multiplied with activations that are a bfloat16, or the sum of two (2^-17 relative): the
+// processor multiplies and adds pairs of those at twice the rate of float32.
 
 #include <immintrin.h>
 
@@ -32,8 +34,22 @@ constexpr int64_t kPanelInts = 16;   // outputs a panel of integer weights
 constexpr int64_t kPanelFloats = 32;  // and of bfloat16 or float32 weights
 constexpr int64_t kQueryTile = 6;    // queries that share one pass over the values
 
-// Of the last two, activations have 8 bits.
-enum Kind : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kInt8Act8 = 4, kInt4Act8 = 5 };
+// Of those with Act, activations have as many bits.
+enum Kind : int64_t {
+    kFloat32 = 0,
+    kBfloat16 = 1,
+    kBfloat16Act16 = 2,
+    kInt8 = 3,
+    kInt4 = 4,
+    kInt8Act8 = 5,
+    kInt4Act8 = 6,
+};
+
+#if defined(__AVX512BF16__)
+constexpr bool kPairs = true;  // bfloat16 weights are multiplied in pairs
+#else
+constexpr bool kPairs = false;
+#endif
 
 }  // namespace
 
@@ -134,12 +150,13 @@ __mmask16 first_lanes(int64_t count) {
 
 // -- rows before a product --------------------------------------------------------------------------------------------
 
-// Rows as a product reads them: floats, or integers with a scale and a sum for every block. An integer of 16 bits lies
-// in two bytes, 256 high + low: four high ones, then the four low ones beside them; one of 8 bits has but one.
+// Rows as a product reads them: floats, or bfloat16s, or integers with a scale and a sum for every block. A float that
+// two bfloat16s stand for is their sum: two high ones, then the two low ones beside them. An integer of 16 bits lies in
+// two bytes, 256 high + low: four high ones, then the four low ones beside them; one of 8 bits has but one.
 struct Rows {
     const float* floats;
     int64_t stride;        // of floats
-    const int8_t* bytes;   // [rows, inputs / 4, planes, 4]
+    const int8_t* bytes;   // [rows, inputs / 4, planes, 4] integers, or [rows, inputs / 2, planes, 2] bfloat16s
     const float* scales;   // [rows, blocks]
     const float* sums;     // [rows, blocks], times the scale
     const int32_t* zeros;  // [rows, blocks]: -128 x the sum of the integers
@@ -221,6 +238,31 @@ void quantise_row(const float* row, int64_t size, int8_t* bytes, float* scales, 
     }
 }
 
+// An odd row ends with a zero.
+template <int planes>
+void split_row(const float* row, int64_t size, int8_t* bytes) {
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 x = _mm512_maskz_loadu_ps(first_lanes(size - i), row + i);
+        const __m256i high = round_to_bfloat16(x);
+        const __mmask16 pairs = first_lanes((size - i + 1) / 2 * planes);
+        if constexpr (planes == 1) {
+            _mm512_mask_storeu_epi32(bytes + 2 * i, pairs, _mm512_castsi256_si512(high));
+        } else {
+            const __m256i low = round_to_bfloat16(_mm512_sub_ps(x, expand(high)));
+            const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(high), low, 1);
+            _mm512_mask_storeu_epi32(bytes + 4 * i, pairs, _mm512_permutexvar_epi32(order, both));
+        }
+    }
+}
+
+void round_row(const float* row, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        _mm512_mask_storeu_ps(out + i, lanes, expand(round_to_bfloat16(_mm512_maskz_loadu_ps(lanes, row + i))));
+    }
+}
+
 // Buffers of one call; grown, never shrunk, by the thread that calls.
 struct Buffer {
     std::vector<float> store;
@@ -246,30 +288,33 @@ struct Prepared {
     float* scales;
     float* sums;
     int32_t* zeros;
-    int64_t num_parts, rows_size;
+    int64_t num_parts, rows_size, bytes_size;
 
     Prepared(Workspace& space, int64_t num_rows, int64_t most_inputs, int num_threads) {
         num_parts = num_rows <= kFewRows ? num_threads : 1;
         rows_size = num_rows * most_inputs;
         floats = space.floats.at_least(num_parts * rows_size);
-        bytes = reinterpret_cast<int8_t*>(space.bytes.at_least(num_parts * (rows_size / 2 + 1)));
+        bytes_size = 4 * (rows_size + num_rows);  // two bfloat16s a number, and the zeros of odd rows
+        bytes = reinterpret_cast<int8_t*>(space.bytes.at_least(num_parts * bytes_size / 4));
         scales = space.scales.at_least(num_parts * (rows_size / kBlock + 1));
         sums = space.sums.at_least(num_parts * (rows_size / kBlock + 1));
         zeros = reinterpret_cast<int32_t*>(space.zeros.at_least(num_parts * (rows_size / kBlock + 1)));
     }
 };
 
-int64_t planes_of(const Linear& linear) { return linear.kind >= kInt8Act8 ? 1 : 2; }
+int64_t planes_of(const Linear& linear) {
+    return linear.kind == kBfloat16Act16 || linear.kind == kInt8Act8 || linear.kind == kInt4Act8 ? 1 : 2;
+}
 
 // One thread's share of getting the rows ready. Ends with a barrier where rows were shared out.
 Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const Prepared& to, int thread,
              int threads) {
-    const bool is_int = linear.kind >= kInt8;
-    if (source.input == Input::kPlain && !is_int) return {source.rows, source.stride, nullptr, nullptr, nullptr, nullptr};
+    const bool is_int = linear.kind >= kInt8, is_float = linear.kind == kFloat32 || (linear.kind == kBfloat16 && !kPairs);
+    if (source.input == Input::kPlain && is_float) return {source.rows, source.stride, nullptr, nullptr, nullptr, nullptr};
     const bool own = to.num_parts > 1 || threads == 1;
     const int64_t part = own ? thread % to.num_parts : 0, size = linear.num_inputs, blocks = size / kBlock;
     float* floats = to.floats + part * to.rows_size;
-    int8_t* bytes = to.bytes + part * (to.rows_size / 2 + 1) * 4;
+    int8_t* bytes = to.bytes + part * to.bytes_size;
     float* scales = to.scales + part * (to.rows_size / kBlock + 1);
     float* sums = to.sums + part * (to.rows_size / kBlock + 1);
     int32_t* zeros = to.zeros + part * (to.rows_size / kBlock + 1);
@@ -287,6 +332,12 @@ Rows prepare(const Source& source, const Linear& linear, int64_t num_rows, const
             quantise_row<2>(row, size, bytes + 2 * r * size, scales + at, sums + at, zeros + at);
         } else if (is_int) {
             quantise_row<1>(row, size, bytes + r * size, scales + at, sums + at, zeros + at);
+        } else if (kPairs && linear.kind == kBfloat16) {
+            split_row<2>(row, size, bytes + r * ((size + 1) / 2) * 8);
+        } else if (kPairs && linear.kind == kBfloat16Act16) {
+            split_row<1>(row, size, bytes + r * ((size + 1) / 2) * 4);
+        } else if (linear.kind == kBfloat16Act16) {
+            round_row(row, size, floats + r * size);
         }
     }
     if (!own) {
@@ -311,39 +362,100 @@ inline void store(__m512 sum, const Linear& linear, const Target& target, int64_
     _mm512_mask_storeu_ps(out, lanes, sum);
 }
 
-// A panel of bfloat16 weights: for every input, 16 pairs (output j in the low half, j + 16 in the high one).
-template <int R, bool is_bfloat16>
+// A panel is read once, in order; the processor's own prefetching does not keep up with the products of several rows.
+inline void fetch_ahead(const char* weights) { _mm_prefetch(weights + 2048, _MM_HINT_T0); }
+
+template <int R>
 void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
     const int64_t size = linear.num_inputs;
     const float* a[R];
-    __m512 low[R], high[R];
+    __m512 first[R], second[R];
     for (int r = 0; r < R; ++r) {
         a[r] = rows.floats + (row + r) * rows.stride;
-        low[r] = high[r] = _mm512_setzero_ps();
+        first[r] = second[r] = _mm512_setzero_ps();
     }
-    const char* weight = static_cast<const char*>(linear.weight) + panel * size * kPanelFloats * (is_bfloat16 ? 2 : 4);
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
-    for (int64_t k = 0; k < size; ++k) {
-        __m512 w0, w1;
-        if constexpr (is_bfloat16) {
-            const __m512i pairs = _mm512_loadu_si512(weight + k * 64);
-            w0 = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-            w1 = _mm512_castsi512_ps(_mm512_and_si512(pairs, upper));
-        } else {
-            w0 = _mm512_loadu_ps(reinterpret_cast<const float*>(weight + k * 128));
-            w1 = _mm512_loadu_ps(reinterpret_cast<const float*>(weight + k * 128 + 64));
-        }
+    const float* weight = static_cast<const float*>(linear.weight) + panel * size * kPanelFloats;
+    for (int64_t k = 0; k < size; ++k, weight += kPanelFloats) {
+        const __m512 w0 = _mm512_loadu_ps(weight), w1 = _mm512_loadu_ps(weight + 16);
         for (int r = 0; r < R; ++r) {
             const __m512 x = _mm512_set1_ps(a[r][k]);
-            low[r] = _mm512_fmadd_ps(w0, x, low[r]);
-            high[r] = _mm512_fmadd_ps(w1, x, high[r]);
+            first[r] = _mm512_fmadd_ps(w0, x, first[r]);
+            second[r] = _mm512_fmadd_ps(w1, x, second[r]);
         }
     }
     for (int r = 0; r < R; ++r) {
-        store(low[r], linear, target, row + r, panel * kPanelFloats);
-        store(high[r], linear, target, row + r, panel * kPanelFloats + 16);
+        store(first[r], linear, target, row + r, panel * kPanelFloats);
+        store(second[r], linear, target, row + r, panel * kPanelFloats + 16);
     }
 }
+
+// A panel of bfloat16 weights: for every two inputs, a pair for each of 32 outputs. An odd last input is paired with 0.
+#if defined(__AVX512BF16__)
+
+template <int R, int planes>
+void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
+    const int64_t pairs = (linear.num_inputs + 1) / 2;
+    const int8_t* a[R];
+    __m512 sums[R][planes][2];
+    for (int r = 0; r < R; ++r) {
+        a[r] = rows.bytes + (row + r) * pairs * planes * 4;
+        for (int p = 0; p < planes; ++p) sums[r][p][0] = sums[r][p][1] = _mm512_setzero_ps();
+    }
+    const char* weight = static_cast<const char*>(linear.weight) + panel * pairs * kPanelFloats * 4;
+    for (int64_t k = 0; k < pairs; ++k, weight += kPanelFloats * 4) {
+        fetch_ahead(weight);
+        fetch_ahead(weight + 64);
+        const __m512bh w0 = (__m512bh)_mm512_loadu_si512(weight), w1 = (__m512bh)_mm512_loadu_si512(weight + 64);
+        for (int r = 0; r < R; ++r) {
+            for (int p = 0; p < planes; ++p) {
+                const int32_t* pair = reinterpret_cast<const int32_t*>(a[r] + (k * planes + p) * 4);
+                const __m512bh x = (__m512bh)_mm512_set1_epi32(*pair);
+                sums[r][p][0] = _mm512_dpbf16_ps(sums[r][p][0], w0, x);
+                sums[r][p][1] = _mm512_dpbf16_ps(sums[r][p][1], w1, x);
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int half = 0; half < 2; ++half) {
+            __m512 sum = sums[r][0][half];
+            if constexpr (planes == 2) sum = _mm512_add_ps(sum, sums[r][1][half]);
+            store(sum, linear, target, row + r, panel * kPanelFloats + 16 * half);
+        }
+    }
+}
+
+#else
+
+template <int R, int planes>
+void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
+    const int64_t size = linear.num_inputs;
+    const float* a[R];
+    __m512 first[R], second[R];
+    for (int r = 0; r < R; ++r) {
+        a[r] = rows.floats + (row + r) * rows.stride;
+        first[r] = second[r] = _mm512_setzero_ps();
+    }
+    const char* weight = static_cast<const char*>(linear.weight) + panel * ((size + 1) / 2) * kPanelFloats * 4;
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
+    for (int64_t k = 0; k < size; k += 2, weight += kPanelFloats * 4) {
+        const __m512i p0 = _mm512_loadu_si512(weight), p1 = _mm512_loadu_si512(weight + 64);
+        const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(p0, 16));
+        const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(p1, 16));
+        const __m512 odd0 = _mm512_castsi512_ps(_mm512_and_si512(p0, upper));
+        const __m512 odd1 = _mm512_castsi512_ps(_mm512_and_si512(p1, upper));
+        for (int r = 0; r < R; ++r) {
+            const __m512 x = _mm512_set1_ps(a[r][k]), y = _mm512_set1_ps(k + 1 < size ? a[r][k + 1] : 0.0f);
+            first[r] = _mm512_fmadd_ps(odd0, y, _mm512_fmadd_ps(even0, x, first[r]));
+            second[r] = _mm512_fmadd_ps(odd1, y, _mm512_fmadd_ps(even1, x, second[r]));
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        store(first[r], linear, target, row + r, panel * kPanelFloats);
+        store(second[r], linear, target, row + r, panel * kPanelFloats + 16);
+    }
+}
+
+#endif
 
 // Adds to each of 16 sums the products of four weights (unsigned bytes) with four activations (signed).
 inline __m512i multiply_quads(__m512i sum, __m512i weights, const int8_t* quad) {
@@ -382,6 +494,7 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
     }
     const __m512i low_half = _mm512_set1_epi8(15);
     for (int64_t b = 0; b < blocks; ++b, block += kBytes) {
+        for (int64_t line = 0; line < kBytes; line += 64) fetch_ahead(block + line);
         __m512i products[R][planes];
         for (int r = 0; r < R; ++r) {
             for (int p = 0; p < planes; ++p) products[r][p] = _mm512_setzero_si512();
@@ -419,8 +532,9 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
 template <int R>
 void tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
     switch (linear.kind) {
-        case kFloat32: return float_tile<R, false>(rows, row, linear, panel, target);
-        case kBfloat16: return float_tile<R, true>(rows, row, linear, panel, target);
+        case kFloat32: return float_tile<R>(rows, row, linear, panel, target);
+        case kBfloat16: return pair_tile<R, 2>(rows, row, linear, panel, target);
+        case kBfloat16Act16: return pair_tile<R, 1>(rows, row, linear, panel, target);
         case kInt8: return int_tile<R, false, 2>(rows, row, linear, panel, target);
         case kInt4: return int_tile<R, true, 2>(rows, row, linear, panel, target);
         case kInt8Act8: return int_tile<R, false, 1>(rows, row, linear, panel, target);

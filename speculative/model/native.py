@@ -1,10 +1,11 @@
 """A loaded model's modules on our own CPU kernels: float32 rows, weights of any form, each row computed on its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from speculative.model.attention import StepAttention
 from speculative.model.kernels import Kernels, LayerStruct, LinearStruct, cpu_kernels
@@ -12,9 +13,10 @@ from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinea
 from speculative.model.quantised import GROUP, Quantised
 
 _FLOAT_PANEL, _INT_PANEL = 32, 16  # outputs a panel
-_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "w8a8": 4, "w4a8": 5}
+_KINDS = {"float32": 0, "bfloat16": 1, "w16a16": 2, "int8": 3, "int4": 4, "w8a8": 5, "w4a8": 6}
 
-Kind = Literal["float32", "bfloat16", "int8", "int4", "w8a8", "w4a8"]  # of the last two, activations have 8 bits
+Kind = Literal["float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8"]
+"""As `kernels.cpp` multiplies them. Of the last two, activations have 8 bits; of w16a16, those of a bfloat16."""
 ActivationBits = Literal[8, 16]
 
 _QUANTISED_KINDS: dict[tuple[int, ActivationBits], Kind] = {
@@ -28,15 +30,15 @@ _QUANTISED_KINDS: dict[tuple[int, ActivationBits], Kind] = {
 def pack_natively(
     module: nn.Module,
     kind: Kind,
-    quantised: dict[Linear, Quantised] | None = None,
+    given: Mapping[Linear, Quantised | Kind] | None = None,
     activation_bits: Callable[[Linear], ActivationBits] = lambda linear: 16,
 ) -> None:
-    """Replace the layers of a model by those of our kernels, with weights of `kind`, or those of `quantised`.
+    """Replace the layers of a model by those of our kernels, with weights of `kind`, or as `given` for some.
 
     Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
     stays). `activation_bits` says to how many bits the products with quantised weights round what they read.
     """
-    given = quantised or {}
+    given = given or {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
@@ -162,11 +164,12 @@ def _padded(rows: Tensor, panel: int) -> Tensor:
 
 
 def _float_panels(weight: Tensor, kind: Kind) -> Tensor:
-    """[P, I, 32], outputs side by side; of bfloat16, output j lies beside output j + 16."""
+    """[P, I, 32], outputs side by side; of bfloat16 [P, I / 2, 32, 2], pairs of inputs, the last with 0 if I is odd."""
     if kind == "float32":
         return _padded(weight.float(), _FLOAT_PANEL).transpose(1, 2).contiguous()
-    pairs: Tensor = _padded(weight.bfloat16().view(torch.int16), _FLOAT_PANEL).unflatten(1, (2, 16))  # [P, 2, 16, I]
-    return pairs.permute(0, 3, 2, 1).contiguous()
+    paired = functional.pad(weight.bfloat16(), (0, weight.shape[1] % 2))
+    pairs: Tensor = _padded(paired.view(torch.int32), _FLOAT_PANEL)  # [P, 32, I / 2]
+    return pairs.transpose(1, 2).contiguous()
 
 
 def _int_panels(weight: Quantised) -> Tensor:

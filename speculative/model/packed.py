@@ -2,7 +2,7 @@
 
 Which kernels: oneDNN's where the processor multiplies bfloat16 matrices (AMX), which no other code comes near at many
 rows; else those of `kernels.cpp`, which read each weight once for all rows of a step. The first keep activations in
-bfloat16, the second in float32.
+bfloat16, the second in float32, which a product reads as the sum of two bfloat16s where the processor multiplies those.
 """
 
 import torch

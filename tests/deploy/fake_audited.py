@@ -1,11 +1,11 @@
 """A stand-in for a server under audit that talks like vLLM, so that refusals, deaths and dialects need no model."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from fake_http import QuietHandler, serving
 
 Reply = tuple[int, dict[str, Any]]
 
@@ -43,23 +43,12 @@ class FakeAudited:
     @contextmanager
     def running(self) -> Iterator["FakeAudited"]:
         """Serve until the block ends."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
-        try:
+        with serving(_handler(self)) as self.url:
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join(10)
 
 
-def _handler(fake: FakeAudited) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+def _handler(fake: FakeAudited) -> type[QuietHandler]:
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             if self.path == "/v1/models":
                 self._say(200, {"data": [{"id": "fake", "max_model_len": 512}]})
@@ -82,8 +71,5 @@ def _handler(fake: FakeAudited) -> type[BaseHTTPRequestHandler]:
             self.send_header("content-length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
 
     return Handler

@@ -6,8 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from fake_http import QuietHandler, serving
 
 Reply = tuple[int, dict[str, str], dict[str, Any] | str]
 """Status, headers, and a body: an object, or text that is none."""
@@ -59,23 +60,12 @@ class FakeOpenAI:
     @contextmanager
     def running(self) -> Iterator["FakeOpenAI"]:
         """Serve until the block ends."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
-        try:
+        with serving(_handler(self)) as self.url:
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join(10)
 
 
-def _handler(fake: FakeOpenAI) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+def _handler(fake: FakeOpenAI) -> type[QuietHandler]:
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             sent = {name.lower(): value for name, value in self.headers.items()}
@@ -92,9 +82,6 @@ def _handler(fake: FakeOpenAI) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(data)
             except OSError:
                 self.close_connection = True  # the client was killed
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
 
     return Handler
 

@@ -12,7 +12,7 @@ from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
-from speculative.request import Request, SamplingParams, Structure
+from speculative.request import FinishReason, Request, SamplingParams, Structure
 from tests.serve_app.backends.conformance import (
     GREEDY,
     LONG,
@@ -158,13 +158,24 @@ async def test_the_longest_sequence_ends_by_length_and_is_replayed_whole(
     assert list(replayed.logprobs) == pytest.approx(served, abs=1e-4)
 
 
+async def test_a_seed_names_the_text_of_a_prompt_in_chunks_too(backend: VllmBackend) -> None:
+    """Behind each chunk vLLM samples a token for nobody; none of that may move the request's own numbers."""
+    prompt, hot = (PROMPT * 10)[:190], SamplingParams(max_tokens=24, temperature=1, ignore_eos=True)
+    backend.distrust()
+    in_chunks = tokens(await collect(backend.generate(Request("chunks", prompt, hot, seed=3))))
+    at_once = tokens(await collect(backend.generate(Request("cached", prompt, hot, seed=3))))
+    assert in_chunks == at_once
+    assert in_chunks != tokens(await collect(backend.generate(Request("other", prompt, hot, seed=4))))
+
+
 async def test_an_answer_keeps_its_form(backend: VllmBackend) -> None:
     params = SamplingParams(max_tokens=40, temperature=1, structure=Structure("regex", "[ab]{3}"))
     deltas = await collect(backend.generate(Request("r", PROMPT, params)))
     text = json.loads((Path(backend._info().folder) / "tokenizer.json").read_text())["model"]["vocab"]
     names = {number: token for token, number in text.items()}
-    said = "".join(names.get(token, "") for token in tokens(deltas))
-    assert len(said) == 3 and set(said) <= {"a", "b"}
+    *said, end = tokens(deltas)
+    assert len(said) == 3 and {names[token] for token in said} <= {"a", "b"}
+    assert end in backend._info().eos_token_ids and deltas[-1].finish_reason is FinishReason.STOP
 
 
 async def test_other_weights_of_the_model_are_taken_while_requests_run(

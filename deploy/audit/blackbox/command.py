@@ -20,9 +20,8 @@ from deploy.audit.blackbox.render import print_audit, write_faults, write_page, 
 from deploy.audit.blackbox.served import FOR_MODELS, NGRAM, TINY, WRITTEN_FOR_A_TABLE, FaultyServer
 from deploy.audit.blackbox.tiny import write_tiny_pair
 from deploy.audit.mutants import MUTANTS, Mutant
-from deploy.models import CATALOGUE, fetch_model
+from deploy.models import find_model
 from speculative.config import DrafterConfig
-from speculative.model.loading import resolve_model
 
 Report = Callable[[str], None]
 
@@ -68,7 +67,7 @@ def audit_url(options: AuditOptions, report: Report) -> Audit:
         if options.beside is not None:
             other = stack.enter_context(Server(options.beside, options.api_key, options.timeout_s))
             beside = (other, find_dialect(other))
-        reference = None if options.model is None else Reference(_folder(options.model))
+        reference = None if options.model is None else Reference(find_model(options.model))
         lab = Lab(server, dialect, BUDGETS[options.budget], reference, beside, options.destructive)
         return run_audit(lab, report, options.only)
 
@@ -88,10 +87,6 @@ def put_into(page: Path, audit: Audit, name: str) -> None:
     """Write an audit into a section of a page."""
     write_probes(page, PAGE_HEAD)
     write_page(audit, page, name, PAGE_HEAD)
-
-
-def _folder(model: str) -> Path:
-    return fetch_model(model) if model in CATALOGUE else resolve_model(model)
 
 
 # -- known faults ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from deploy.audit.blackbox.dialect import AuditFailed
 from serve_app.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ class Reference:
     """
 
     def __init__(self, folder: Path) -> None:
+        disable_progress_bar()
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 VOCAB_SIZE = 512
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 _EOS = 2
 _CIRCLE = 9  # tokens after which a text would come round
 _SHARPNESS = 0.16  # of the output layer: nats per unit of likeness
@@ -72,22 +72,31 @@ def _before(token: int) -> int:
 def _save(model: LlamaForCausalLM, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    write_tiny_tokenizer(folder)
+
+
+def write_tiny_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE, **settings: str) -> None:
+    """Write a byte-level BPE: three special tokens, the 256 bytes, then short English pieces up to `vocab_size`.
+
+    `settings` go into the tokenizer's configuration besides.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "etaoinshrdlu"
     pairs = [("Ġ", letter) for letter in letters] + [(a, b) for a in letters for b in letters]
-    merges = pairs[: VOCAB_SIZE - len(_SPECIAL) - len(alphabet)]
-    pieces = [*_SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
+    merges = pairs[: max(0, vocab_size - len(SPECIAL_TOKENS) - len(alphabet))]
+    pieces = [*SPECIAL_TOKENS, *alphabet, *("".join(pair) for pair in merges)]
     built = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
-    built.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in _SPECIAL])
+    built.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     built.save(str(folder / "tokenizer.json"))
-    settings = {
+    whole = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": _SPECIAL[1],
-        "eos_token": _SPECIAL[2],
-        "pad_token": _SPECIAL[2],
+        "bos_token": SPECIAL_TOKENS[1],
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[2],
         "clean_up_tokenization_spaces": False,
         "model_max_length": 512,
+        **settings,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")

@@ -39,6 +39,7 @@ OWN_ARGUMENTS = {
     "kv_transfer_config": "handoff",
     "async_scheduling": None,
     "scheduler_cls": None,
+    "worker_extension_cls": None,
     "scheduling_policy": None,
     "additional_config": None,
     "structured_outputs_config": None,
@@ -76,10 +77,12 @@ class Faults:
     """Known faults of the installed vLLM that this engine has to keep away from. Each was seen in the tested versions.
 
     `sampled_drafts`: verifying a draft at a temperature above 0 emits garbage, and a greedy request in the same step is
-    hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005).
+    hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005). `chunked_seeds`: a prompt
+    that is computed in chunks ends the engine when its request samples with a seed.
     """
 
     sampled_drafts: bool = False
+    chunked_seeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ def installed_version() -> str:
 
 def faults_of(*, cpu: bool) -> Faults:
     """What is known to be wrong with the tested versions on this kind of machine."""
-    return Faults(sampled_drafts=cpu)
+    return Faults(sampled_drafts=cpu, chunked_seeds=cpu)
 
 
 def engine_arguments(
@@ -170,6 +173,7 @@ def engine_arguments(
         "async_scheduling": False,
         "scheduling_policy": "priority",
         "scheduler_cls": "serve_app.backends.vllm_parts.scheduler.SpeculationScheduler",
+        "worker_extension_cls": "serve_app.backends.vllm_parts.worker.WorkerExtension",
         "structured_outputs_config": {"backend": "guidance"},
         "disable_log_stats": True,  # ours are asked for one by one
         "generation_config": "vllm",  # parameters come with each request, never from the checkpoint

@@ -22,7 +22,7 @@ from speculative.model.native import Kind, NativeLinear, NativeNorm
 from speculative.model.quantised import Quantised, quantise
 
 CPU = torch.device("cpu")
-KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
+KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8")
 FAMILIES = ("llama_biased", "llama3", "smollm", "mistral", "qwen3")
 needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
 
@@ -45,8 +45,8 @@ def native(kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear,
     linear.weight.copy_(random(num_outputs, num_inputs, seed=1))
     linear.bias.copy_(random(num_outputs, seed=2))
     given: Kind | Quantised = kind
-    weight = linear.weight.bfloat16().float() if kind == "bfloat16" else linear.weight.detach().clone()
-    if kind not in ("float32", "bfloat16"):
+    weight = linear.weight.detach().clone() if kind == "float32" else linear.weight.bfloat16().float()
+    if kind not in ("float32", "bfloat16", "w16a16"):
         given = quantise(linear.weight, 4 if "4" in kind else 8)
         weight = given.to_float()
     ours = NativeLinear(linear, given, 8 if "a8" in kind else 16)
@@ -58,6 +58,8 @@ def as_read(kind: Kind, rows: Tensor) -> Tensor:
     """What a product of this kind makes of its rows: integers of blocks of 32, as said in kernels.cpp."""
     if kind in ("float32", "bfloat16"):
         return rows
+    if kind == "w16a16":
+        return rows.bfloat16().float()
     most = torch.tensor(127.0 if "a8" in kind else 32512.0)
     blocks = rows.unflatten(1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -76,14 +78,26 @@ def test_a_product(kind: Kind, num_outputs: int) -> None:
         torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=1e-4)
 
 
+_COSTS = [("bfloat16", 3e-6), ("w16a16", 1.7e-3), ("int8", 2e-5), ("int4", 2e-5), ("w8a8", 6e-3), ("w4a8", 6e-3)]
+
+
 @needs_kernels
-@pytest.mark.parametrize(("kind", "rounding"), [("int8", 2e-5), ("int4", 2e-5), ("w8a8", 6e-3), ("w4a8", 6e-3)])
+@pytest.mark.parametrize(("kind", "rounding"), _COSTS)
 def test_what_rounding_the_activations_costs(kind: Kind, rounding: float) -> None:
     linear, weight, bias = native(kind, 576, 75)
     rows = random(16, 576)
     expected = rows.double() @ weight.double().T + bias.double()
     error = (linear(rows).double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert error < 1.5 * rounding
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w16a16"])
+def test_a_product_of_an_odd_number_of_inputs(kind: Kind) -> None:
+    linear, weight, bias = native(kind, 41, 40)
+    rows = random(9, 41)
+    expected = as_read(kind, rows).double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=1e-4)
 
 
 @needs_kernels

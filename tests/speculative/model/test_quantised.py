@@ -89,8 +89,8 @@ def test_a_fingerprint_tells_the_weights(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     plain = model_fingerprint(folder)
     rounded = model_fingerprint(folder, weights="int4")
-    others = {model_fingerprint(folder, weights=weights) for weights in ("int8", "w8a8", "w4a8")}
-    assert len({plain, rounded, *others}) == 5
+    others = {model_fingerprint(folder, weights=weights) for weights in ("w16a16", "int8", "w8a8", "w4a8")}
+    assert len({plain, rounded, *others}) == 6
     assert model_fingerprint(folder, weights="bfloat16") == plain, "the checkpoint's own, whoever multiplies"
     save_quantised(folder, {"a.weight": quantise(a_weight(), 4)})
     assert model_fingerprint(folder) == plain

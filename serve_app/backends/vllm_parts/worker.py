@@ -1,0 +1,31 @@
+"""What of ours runs in the processes of vLLM's workers."""
+
+from typing import Any
+
+import numpy as np
+
+
+class WorkerExtension:
+    """Methods that vLLM's worker gets besides its own, through its argument `worker_extension_cls`."""
+
+    model_runner: Any
+
+    def keep_draws_of_chunks(self) -> None:
+        """Sample behind a chunk of a prompt without the request's generator.
+
+        What is sampled there is thrown away. vLLM draws it from the request's own numbers all the same, and then winds
+        the generator back, which one on the CPU cannot do: it raises, and the engine is lost.
+        """
+        runner = self.model_runner
+        sample_tokens = runner.sample_tokens
+
+        def sampling(*args: Any, **kwargs: Any) -> Any:
+            batch = runner.input_batch
+            thrown_away = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+            hidden = {row: batch.generators.pop(row) for row in thrown_away if row in batch.generators}
+            try:
+                return sample_tokens(*args, **kwargs)
+            finally:
+                batch.generators.update(hidden)
+
+        runner.sample_tokens = sampling
