@@ -116,6 +116,8 @@ class VllmSection(_Section):
     """Further arguments of vLLM's `AsyncEngineArgs`, such as `tensor_parallel_size`; not those that this file sets."""
     replays: Literal["vllm", "torch"] = "vllm"
     """Who computes finished requests again: `torch` is our own engine beside vLLM, where it knows the model."""
+    self_check_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the steps of which self-checks see what vLLM's rejection sampler draws from; 0 = none."""
 
 
 class DrafterSection(_Section):
@@ -590,7 +592,11 @@ class AppConfig(_Section):
         if "kv_cache_tokens" in given:  # they are so many blocks
             given |= {"block_size"}
         return VllmSettings(
-            self.engine_config(pool), given, self.vllm.engine_args, hands_off=self.topology == "disaggregated"
+            self.engine_config(pool),
+            given,
+            self.vllm.engine_args,
+            hands_off=self.topology == "disaggregated",
+            self_check_share=self.vllm.self_check_share,
         )
 
 

@@ -10,6 +10,7 @@ sums of the whole app for `/metrics`.
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import importlib.metadata
 import logging
 import tempfile
@@ -174,6 +175,8 @@ class EngineReplica(Replica):
         self.canary = self._make_canary()
         self._guard = self._make_guard()
         self.spawn(self.report_forever())
+        gc.collect()
+        gc.freeze()  # a collection that walked all that was loaded would halt every stream for half a second
         return info
 
     def make_source(self) -> PooledTokenSource:

@@ -20,6 +20,8 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from serve_app.backends.base import Backend, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
 from serve_app.backends.vllm_parts.checkpoint import (
     check_same_model,
@@ -39,15 +41,18 @@ from serve_app.backends.vllm_parts.settings import (
     faults_of,
     installed_version,
 )
+from speculative.batch import HostTerms
 from speculative.contract import LogprobContract
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
 from speculative.model.loading import resolve_model
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta
+from speculative.selfcheck.monitor import SelfCheck
 from speculative.stats import LOGPROB_RULES, CheckState, EngineUsage, StepStats
 
 _logger = logging.getLogger("truespec.vllm")
 
 _STALLED_AFTER_S = 300.0
+_TERMS_EVERY_S = 1.0
 _ENVIRONMENT = {  # where it is not set otherwise
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -80,6 +85,7 @@ class VllmBackend:
         self._version = DEFAULT_VERSION
         self._loaded: Path | None = None
         self._paused = False
+        self._self_check = SelfCheck(settings.self_check_share)
 
     async def start(self) -> ModelInfo:
         """Start vLLM's process, and wait until it has loaded the model."""
@@ -99,6 +105,9 @@ class VllmBackend:
             raise EngineFault(f"vLLM {version} could not start: {error}") from error
         if self._faults.chunked_seeds:
             await self._llm.collective_rpc("keep_draws_of_chunks")
+        if self._watches:
+            await self._llm.collective_rpc("watch_sampler", args=(self._settings.self_check_share,))
+            self._spawn(self._take_terms_forever())
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
         await asyncio.to_thread(self._identify)
         self._manifest = Manifest(
@@ -191,7 +200,8 @@ class VllmBackend:
             self._order(self._tell(speculation))
 
     def distrust(self) -> None:
-        """Have running requests computed again, from an empty prefix cache."""
+        """Have running requests computed again, from an empty prefix cache, and the self-checks begin anew."""
+        self._self_check.restart()
         self._order(self._forget())
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
@@ -216,6 +226,7 @@ class VllmBackend:
         try:
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(view)})
             await self._forget()
+            self._self_check.restart()
             self._fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
             self._manifest = dataclasses.replace(self._manifest, fingerprint=self._fingerprint)
             self._version = version
@@ -263,8 +274,8 @@ class VllmBackend:
         return self._counts.take()
 
     def self_checks(self) -> tuple[CheckState, ...]:
-        """None: nothing looks inside vLLM; replays look at what it says."""
-        return ()
+        """How those of vLLM's sampler stand; none where they are off: then only replays look at what it says."""
+        return self._self_check.snapshot() if self._watches else ()
 
     def check_health(self) -> None:
         """Raise if vLLM's process died, stands still, or did not do what it was told."""
@@ -354,6 +365,19 @@ class VllmBackend:
         await self._llm.add_request(name, {"prompt_token_ids": [0]}, self._params.order(speculation.value))
         await self._llm.abort(name)
 
+    async def _take_terms_forever(self) -> None:
+        """Fetch what the self-checks saw; every worker sees the same, so one of them is heard."""
+        while self._llm is not None:
+            await asyncio.sleep(_TERMS_EVERY_S)
+            try:
+                told = await self._llm.collective_rpc("take_terms")
+            except Exception as error:
+                if self._llm is not None:
+                    self._fault = error
+                return
+            for checks, sums, achievable in told[0]:
+                self._self_check.take(HostTerms(tuple(checks), np.array(sums), achievable), self._counts.stats)
+
     async def _forget(self) -> None:
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineFault("vLLM did not empty its prefix cache.")
@@ -387,6 +411,10 @@ class VllmBackend:
     @property
     def _speculates(self) -> bool:
         return self._settings.engine.drafter.kind != "none"
+
+    @property
+    def _watches(self) -> bool:
+        return self._speculates and self._settings.self_check_share > 0
 
     def _info(self) -> ModelInfo:
         model = self._llm.model_config

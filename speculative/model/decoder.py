@@ -80,8 +80,8 @@ class Decoder(nn.Module):
         """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
 
         Args:
-            kind: of the weights. Of int4 and w4a8, the LM head has eight bits; what it reads is rounded as little as its
-                weights allow, whatever the kind.
+            kind: of the weights. Of int4 and w4a8, the LM head has eight bits; what it reads is rounded as little as
+                its weights allow, whatever the kind.
             quantised: weights that are quantised already, by their names in the checkpoint; the rest is rounded.
         """
         weights: dict[Linear, Quantised | Kind] = {self.lm_head: "bfloat16"} if kind == "w16a16" else {}

@@ -18,7 +18,7 @@ from deploy.audit.blackbox.audit import Audit, run_audit
 from deploy.audit.blackbox.command import audit_faulty, faulty_servers
 from deploy.audit.blackbox.dialect import Ask, AuditFailed, find_dialect
 from deploy.audit.blackbox.exchange import Server
-from deploy.audit.blackbox.lab import EXACT, QUICK, Lab
+from deploy.audit.blackbox.lab import EXACT, QUICK, ROUNDED, Lab
 from deploy.audit.blackbox.page import html_page
 from deploy.audit.blackbox.probes import PROBES, Verdict, delta_per_test
 from deploy.audit.blackbox.reference import Reference
@@ -148,6 +148,56 @@ def test_a_dying_server_is_a_finding_and_the_audit_ends(fake: FakeAudited, serve
     (dead,) = [one for one in audit.outcomes if one.verdict is Verdict.FAILED]
     assert dead.probe == "nonsense"
     assert any(finding.request.get("top_p") == 2.0 for finding in dead.findings), "with the request that did it"
+
+
+def test_what_kills_a_server_is_asked_last_and_named(
+    fake: FakeAudited, server: Server, folders: tuple[Path, Path], reference: Reference
+) -> None:
+    """A dead engine behind a door that still opens: its lists are given, and no request is answered any more."""
+    gone = False
+
+    def dying(body: dict[str, Any]) -> Reply:
+        nonlocal gone
+        gone = gone or body.get("top_k", 0) > 0
+        if gone or "logprob_token_ids" in body:
+            return 500, {"error": {"message": "the engine is dead" if gone else "list index out of range"}}
+        return uniform_reply(body)
+
+    lab = Lab(server, find_dialect(server), QUICK, reference, destructive=True)
+    fake.answer = dying
+    audit = run_audit(lab, only=["top_k", "scored ids", "neighbours of scored ids"])
+    told = {one.probe: one for one in audit.outcomes}
+    assert list(told) == ["scored ids", "top_k", "neighbours of scored ids"]
+    assert told["scored ids"].findings[0].faults == ("F2", "request fails")
+    assert "server dies" in {fault for one in told["top_k"].findings for fault in one.faults}
+    assert told["neighbours of scored ids"].verdict is Verdict.INCONCLUSIVE
+    careful = Lab(server, lab.dialect, QUICK, reference, scores_wrongly=True)
+    (left,) = run_audit(careful, only=["neighbours of scored ids"]).outcomes
+    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.told
+
+
+def test_answers_without_a_token_are_found(fake: FakeAudited, server: Server) -> None:
+    def mute(body: dict[str, Any]) -> Reply:
+        status, reply = uniform_reply(body | {"max_tokens": 0})
+        return status, reply
+
+    lab = Lab(server, find_dialect(server), QUICK)
+    lab.corpus = tuple(range(3, 300))  # type: ignore[misc]
+    fake.answer = mute
+    assert run_audit(lab, only=["ends"]).faults == ("no tokens",)
+
+
+def test_a_rounding_server_is_judged_on_ordinary_text_only(server: Server, reference: Reference) -> None:
+    """Where it went on from a token that the model would hardly say, rounding explains any difference."""
+    lab = Lab(server, find_dialect(server), QUICK, reference)
+    lab.modes = {}  # type: ignore[misc]
+    one = lab.ask(Ask((7, 8), SamplingParams(max_tokens=4, logprobs=2)))
+    raw = np.array([-1.4, -2.39, -14.0, -1.0])
+    law: Any = type("SomeLaw", (), {"raw": raw, "processed": raw, "__len__": lambda _: 4})()
+    one.law = law
+    for tolerance, expected in ((EXACT, [0.01, 1.0, 12.61, 0.39]), (ROUNDED, [0.01, 1.0])):
+        lab.tolerance = tolerance  # type: ignore[misc]
+        assert lab.drifts([one]) == pytest.approx(expected)
 
 
 def test_contradictory_logprobs_are_found_without_the_weights(fake: FakeAudited, server: Server) -> None:

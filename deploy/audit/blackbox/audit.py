@@ -25,7 +25,7 @@ from speculative.request import SamplingParams
 Report = Callable[[str], None]
 
 _MODULES = (replay, twins, lengths, contract, parameters, counters)  # importing them registers their probes
-_LAST = ("logprob contract", "nonsense", "own alarms", "top_k")
+_LAST = ("logprob contract", "nonsense", "own alarms", "top_k", "neighbours of scored ids")
 """Probes that look at what the others gathered, or may end the server."""
 
 

@@ -66,13 +66,13 @@ def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
 
 @probe(
     "scored ids",
-    "Are logprobs of given token ids told, right, and without harm to the neighbours?",
+    "Are logprobs of given token ids told, and right?",
     Need.LOGPROBS,
     Need.TOKEN_IDS,
 )
 def scored_ids(lab: Lab, trial: Trial) -> None:
-    """`logprob_token_ids` beside ordinary top logprobs of the same and of other requests."""
-    ids = tuple(dict.fromkeys((*lab.passage(1, 6), 5, 11)))
+    """`logprob_token_ids` beside ordinary top logprobs of the same request; one request at a time."""
+    ids = _ids_to_score(lab)
     extra = {"logprob_token_ids": list(ids)}
     settings = [dataclasses.replace(SETTINGS[name], max_tokens=12) for name in ("greedy", "temperature 1", "top_p")]
     asks = [Ask(lab.prompt(number), params, SEED, extra) for number, params in enumerate(settings, start=30)]
@@ -82,10 +82,11 @@ def scored_ids(lab: Lab, trial: Trial) -> None:
     for one in answered:
         if trial.answered(one.exchange, ("F2", "request fails")):
             _check_scores(lab, trial, one, ids)
-    if trial.findings() and not lab.destructive:
-        trial.told = "neighbours were left in peace: that takes --destructive"
-        return
-    _check_neighbours(lab, trial, extra)
+    lab.scores_wrongly = bool(trial.findings())
+
+
+def _ids_to_score(lab: Lab) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*lab.passage(1, 6), 5, 11)))
 
 
 def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> None:
@@ -122,13 +123,30 @@ def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> 
             )
 
 
-def _check_neighbours(lab: Lab, trial: Trial, extra: dict[str, list[int]]) -> None:
-    """What others are told of the likeliest tokens does not change beside requests that score ids."""
+@probe(
+    "neighbours of scored ids",
+    "Are others told the same beside requests that score ids? Those have killed engines that score wrongly.",
+    Need.LOGPROBS,
+    Need.TOKEN_IDS,
+)
+def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
+    """Top logprobs of greedy requests, alone and in a batch with scoring ones.
+
+    Asked last, and where scores were found wrong only with --destructive.
+    """
+    if lab.scores_wrongly and not lab.destructive:
+        raise Stopped(
+            Verdict.UNSUPPORTED, "scores are wrong here, where batches with them have killed servers: --destructive"
+        )
+    extra = {"logprob_token_ids": list(_ids_to_score(lab))}
     plain = dataclasses.replace(SETTINGS["greedy"], max_tokens=24)
     asks = [Ask(lab.prompt(40 + number), plain) for number in range(3)]
     alone = [lab.ask(ask, "neighbours") for ask in asks]
     scoring = [Ask(lab.prompt(44 + number), plain, None, extra) for number in range(3)]
-    mixed = [one for one in lab.ask_all([*scoring, *asks], "neighbours") if not one.ask.extra]
+    answered = lab.ask_all([*scoring, *asks], "neighbours")
+    if all(one.exchange.refused for one in answered if one.ask.extra):
+        raise Stopped(Verdict.UNSUPPORTED, f"logprob_token_ids is refused: {answered[0].exchange.error}")
+    mixed = [one for one in answered if not one.ask.extra]
     for first, second in zip(alone, mixed, strict=True):
         if not (trial.answered(first.exchange) and trial.answered(second.exchange, ("F2", "request fails"))):
             continue

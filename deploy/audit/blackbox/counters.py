@@ -15,6 +15,7 @@ _GREEDY = SETTINGS["greedy"]
 _SETTLE_S = 12.0  # what a server may take to publish its counts
 _LEAST_DRAFTS = 60
 _DEAD = 0.02  # an acceptance below it, in texts that repeat themselves, is a drafter that does not work
+_ONE_LEFT = 129  # tokens of a prompt of which a cache of whole blocks leaves one to compute, up to 128 tokens a block
 _LOST = 0.75  # of the acceptance, beside a neighbour that may not matter
 
 _NAMES = {
@@ -183,7 +184,7 @@ def _check_identities(trial: Trial, counts: Counts, tokens: int, num_requests: i
 def drafts_of_one_token(lab: Lab, trial: Trial) -> None:
     """Its only token comes of the prompt: whatever is counted as drafted was not."""
     params = dataclasses.replace(_GREEDY, max_tokens=1, logprobs=None)
-    ask = Ask(lab.passage(11, 64), params)
+    ask = Ask(lab.passage(11, _ONE_LEFT), params)
     long = Ask(ask.prompt, dataclasses.replace(params, max_tokens=6))
     lab.ask(ask)
     counts, tokens = counted(lab, lambda: _serve(lab, trial, [ask] * 12))

@@ -22,6 +22,7 @@ SEED = 20_261
 AT_ONCE = 8
 NUM_TOP = 3  # candidates asked for with every token
 
+_ORDINARY_NATS = 10.0  # surprisal of a token from which on rounding may do anything to an answer's logprobs
 _EXACT_NATS = 3e-4  # a server whose first tokens drift by less in the median computes in float32
 _BASE = SamplingParams(max_tokens=32, logprobs=NUM_TOP, ignore_eos=True)
 _PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2}
@@ -116,6 +117,7 @@ class Lab:
     destructive: bool = False
     publishing_s: float = 1.1
     mixed_up: bool = False  # parameters were found not to hold
+    scores_wrongly: bool = False  # logprobs of given ids were found missing or wrong
     refused: dict[str, str] = field(default_factory=dict)  # settings that the server does not take
     failed: list[Exchange] = field(default_factory=list)  # requests of the traffic that were not answered
     gathered: list[Served] = field(default_factory=list)  # all answers with logprobs, whoever asked for them
@@ -250,15 +252,22 @@ class Lab:
         """What this server's rounding may do, by how far answers' first logprobs drift: nothing is drafted there."""
         if self.reference is None:
             return ROUNDED
-        parts = [self.drifts([one])[:1] for one in self.traffic["temperature 1"]]
+        parts = [self._drifts([one], self.mode)[:1] for one in self.traffic["temperature 1"]]
         drifts = np.concatenate(parts or [np.zeros(0)])
         drifts = drifts[np.isfinite(drifts)]
         exact = len(drifts) > 0 and float(np.median(drifts)) < _EXACT_NATS
         return EXACT if exact else ROUNDED
 
     def drifts(self, answers: Sequence[Served]) -> Floats:
-        """|served - computed again| of all their tokens, nats; what was not told is NaN."""
-        return self._drifts(answers, self.mode)
+        """|served - computed again| of their tokens, nats; what was not told is NaN.
+
+        Of a server that rounds only as long as an answer is ordinary text: behind a token that the model would hardly
+        ever say, two sound computations of the same weights part by whole nats.
+        """
+        if self.tolerance is EXACT:
+            return self._drifts(answers, self.mode)
+        parts = [self._drifts([one], self.mode)[: _num_ordinary(self.law(one))] for one in answers]
+        return np.concatenate(parts) if parts else np.zeros(0)
 
     def _drifts(self, answers: Sequence[Served], mode: str) -> Floats:
         parts = [
@@ -267,6 +276,12 @@ class Lab:
             if one.answer.logprobs and len(one.values) == len(one.ids)
         ]
         return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _num_ordinary(law: Law) -> int:
+    """Tokens before the first one that the model would hardly ever say."""
+    odd = np.flatnonzero(law.raw < -_ORDINARY_NATS)
+    return int(odd[0]) if len(odd) else len(law)
 
 
 NO_ANSWER = Answer("", None, None, None, None, None, None, None)

@@ -140,7 +140,11 @@ def ends(lab: Lab, trial: Trial) -> None:
         before = lab.ask(Ask(lab.loop(number), _GREEDY), "ends")
         prompt = (*lab.loop(number), *before.ids)  # what comes next has mostly been said before
         whole = lab.ask(Ask(prompt, _GREEDY), "ends")
-        if not trial.answered(whole.exchange) or not whole.ids:
+        if not trial.answered(whole.exchange):
+            continue
+        told = f"none, finish_reason {whole.answer.finish_reason}"
+        spoke = bool(whole.ids) or whole.answer.finish_reason == "stop"
+        if not trial.check(spoke, ("no tokens",), whole.exchange.body, "tokens in an answer", told) or not whole.ids:
             continue
         asks = [Ask(prompt, dataclasses.replace(_GREEDY, max_tokens=most)) for most in (1, 2, 3, 4, 5, 7)]
         for one in lab.ask_all(asks, "ends"):

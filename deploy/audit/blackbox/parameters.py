@@ -221,7 +221,7 @@ def top_k(lab: Lab, trial: Trial) -> None:
     asks += [Ask(lab.prompt(number), TOP_K, SEED + number) for number in range(lab.budget.answers)]
     outside, example = [], lab.dialect.body(asks[-1])
     for one in lab.ask_all(asks, "parameters"):
-        if not trial.answered(one.exchange, (*_FAULT, "server dies")) or not one.ids:
+        if not trial.answered(one.exchange, (*_FAULT, "request fails")) or not one.ids:
             continue
         if one.ask.params.top_k == 1:
             check_greedy(lab, trial, one, "top_k of 1", _FAULT)

@@ -66,7 +66,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
     trial.told = f"TME {trial.figures['TME']:.4f} over {len(told)} tokens, {lab.mode} logprobs"
     _check_modes(lab, trial)
     if np.median(told) > _HOPELESS_NATS:
-        worst = max(answers, key=lambda one: float(np.nanmedian(lab.drifts([one]))))
+        worst = max(answers, key=lambda one: float(np.nanmax(lab.drifts([one]), initial=0.0)))
         trial.found(
             ROWS,
             worst.exchange.body,
@@ -75,7 +75,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
         )
         return
     for where, faults in _STRATA.items():
-        parts = [(one, _stratum(drift, where)) for one, drift in ((one, lab.drifts([one])) for one in answers)]
+        parts = [(one, _stratum(lab.drifts([one]), where, len(one.ids))) for one in answers]
         chosen = np.concatenate([part for _, part in parts])
         over = int((chosen > lab.tolerance.nats).sum())
         if too_many(len(chosen), over, lab.tolerance.rate, trial.delta):
@@ -88,11 +88,12 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
             )
 
 
-def _stratum(drifts: Floats, where: str) -> Floats:
-    """The part of an answer's drifts that belongs to a stratum."""
+def _stratum(drifts: Floats, where: str, num_tokens: int) -> Floats:
+    """The part of an answer's drifts that belongs to a stratum; there may be fewer drifts than tokens."""
     if where == "the first two tokens":
         return drifts[:2]
-    return drifts[-1:] if where == "the last token before max_tokens" else drifts[2:-1]
+    last = num_tokens - 1
+    return drifts[last:] if where == "the last token before max_tokens" else drifts[2:last]
 
 
 def _check_modes(lab: Lab, trial: Trial) -> None:

@@ -67,7 +67,7 @@ _WHY = {
     "weights": "vLLM keeps them as the checkpoint has them; use a quantised checkpoint",
     "cuda_graphs": "vLLM decides that itself; use vllm.engine_args.enforce_eager",
     "verifier": "vLLM verifies token by token; its `block` is known to run something else without a word",
-    "self_check_share": "the self-checks look into our own engine only",
+    "self_check_share": "those of vLLM's own sampler are vllm.self_check_share",
     "priority_ageing_s": "vLLM's priorities do not age",
 }
 
@@ -94,12 +94,14 @@ class VllmSettings:
         given: names of the sizes (`SIZES`) that are to hold; vLLM chooses the others.
         engine_args: further arguments of vLLM's `AsyncEngineArgs`.
         hands_off: prompts are computed here for others, or by others for here.
+        self_check_share: of the steps whose terms are taken in vLLM's worker; 0 = none.
     """
 
     engine: EngineConfig
     given: frozenset[str] = frozenset()
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     hands_off: bool = False
+    self_check_share: float = 0.0
 
 
 def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None:

@@ -64,6 +64,11 @@ class Counts:
         """Logprobs broke their contract."""
         self._stats.logprob_violations[kind] = self._stats.logprob_violations.get(kind, 0) + 1
 
+    @property
+    def stats(self) -> StepStats:
+        """The counts so far, to be added to."""
+        return self._stats
+
     def take(self) -> StepStats:
         """Counts since the last call."""
         taken, self._stats = self._stats, StepStats()

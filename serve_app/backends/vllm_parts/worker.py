@@ -4,11 +4,14 @@ from typing import Any
 
 import numpy as np
 
+from speculative.selfcheck.watch import SamplerWatch
+
 
 class WorkerExtension:
     """Methods that vLLM's worker gets besides its own, through its argument `worker_extension_cls`."""
 
     model_runner: Any
+    _watch: SamplerWatch
 
     def keep_draws_of_chunks(self) -> None:
         """Sample behind a chunk of a prompt without the request's generator.
@@ -29,3 +32,15 @@ class WorkerExtension:
                 batch.generators.update(hidden)
 
         runner.sample_tokens = sampling
+
+    def watch_sampler(self, share: float) -> None:
+        """Take the terms of the self-checks of that share of the steps."""
+        from vllm.v1.sample import rejection_sampler
+
+        batch = self.model_runner.input_batch
+        self._watch = SamplerWatch(share, lambda: batch.req_ids)
+        rejection_sampler.rejection_sample = self._watch.around(rejection_sampler.rejection_sample)
+
+    def take_terms(self) -> list[tuple[list[str], list[list[float]], float]]:
+        """The terms of the steps since the last call, as `HostTerms` has them."""
+        return [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
