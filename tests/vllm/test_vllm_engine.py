@@ -1,4 +1,4 @@
-"""vLLM passes the kit of all backends, with both drafters that its CPU build runs. `make test-vllm` sets it up."""
+"""vLLM passes the kit of all backends, with the drafters that its CPU build runs. `make test-vllm` sets it up."""
 
 import dataclasses
 import json
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
+from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams, Structure
+from speculative.training.heads import initial_head, save_head
 from tests.serve_app.backends.conformance import (
     GREEDY,
     LONG,
@@ -42,7 +45,7 @@ CONFIG = EngineConfig(
     kv_cache_tokens=4096,
     block_size=32,
 )
-TARGET = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
+TARGET = {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
 
 
 def settings(drafter: DrafterConfig) -> VllmSettings:
@@ -55,11 +58,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("vllm") / "m", vocab_size=512, tokenizer=True, **TARGET)
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+@pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle3"])
 def drafter(request: pytest.FixtureRequest, folder: Path) -> DrafterConfig:
     if request.param == "ngram":
         return DrafterConfig(ngram_min=1, num_draft_tokens=3)
-    return DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
+    if request.param == "draft_model":
+        return DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
+    target = load_decoder(folder, dtype=torch.float32, device="cpu")
+    save_head(initial_head("eagle3", target, torch.arange(256)), folder.parent / "head")
+    return DrafterConfig(kind="eagle3", model=str(folder.parent / "head"), num_draft_tokens=3)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -184,7 +191,7 @@ async def test_other_weights_of_the_model_are_taken_while_requests_run(
 ) -> None:
     before = tokens(await collect(backend.generate(Request("before", PROMPT, PLAIN))))
     others = write_tiny_model(tmp_path / "others", vocab_size=512, tokenizer=True, seed=9, **TARGET)
-    alien = write_tiny_model(tmp_path / "alien", vocab_size=512, tokenizer=True, num_hidden_layers=3, **TARGET)
+    alien = write_tiny_model(tmp_path / "alien", vocab_size=512, tokenizer=True, **(TARGET | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match="its num_hidden_layers is 3"):
         await backend.load_weights(str(alien))
     running = backend.generate(Request("running", PROMPT, LONG))

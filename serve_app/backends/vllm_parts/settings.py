@@ -228,10 +228,14 @@ def check_build(settings: VllmSettings, *, cpu: bool) -> None:
             "drafter.kind is suffix, for which vLLM needs arctic-inference: install it, or use ngram or the torch "
             "engine, whose suffix drafter needs nothing."
         )
-    if cpu and drafter.kind in ("eagle3", "mtp"):
+    if cpu and drafter.kind == "mtp":
         raise ConfigError(
-            f"drafter.kind is {drafter.kind}, which vLLM's CPU build does not run; use ngram, draft_model or none "
-            "there, or the torch engine."
+            "drafter.kind is mtp, which vLLM's CPU build does not run; use ngram, draft_model, eagle3 or none there, "
+            "or the torch engine."
+        )
+    if cpu and drafter.kind == "eagle3" and not settings.engine_args.get("enforce_eager"):
+        raise ConfigError(
+            "drafter.kind is eagle3, which vLLM's CPU build runs only with vllm.engine_args.enforce_eager: true."
         )
 
 

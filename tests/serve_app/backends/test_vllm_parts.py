@@ -95,8 +95,11 @@ def test_each_drafter_has_vllms_name_or_is_refused() -> None:
             with pytest.raises(ConfigError, match="block_size must be a multiple of 32"):
                 settings.check_build(VllmSettings(config, frozenset(["block_size"])), cpu=True)
             continue
-        with pytest.raises(ConfigError, match=f"drafter.kind is {kind}.*ngram"):
+        mend = "enforce_eager: true" if kind == "eagle3" else "ngram"
+        with pytest.raises(ConfigError, match=f"drafter.kind is {kind}.*{mend}"):
             settings.check_build(VllmSettings(config), cpu=True)
+        if kind == "eagle3":
+            settings.check_build(VllmSettings(config, engine_args={"enforce_eager": True}), cpu=True)
 
 
 def test_versions_that_nobody_has_looked_at_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
