@@ -268,11 +268,14 @@ class ModelDrafter:
         return hidden[torch.from_numpy(lasts).to(self._device)]
 
     def _keep_what_was_right(self, state: _State, sequence: Sequence) -> None:
-        """A drafter that reads no features has computed those of its drafts that were accepted, but the last one."""
+        """A drafter that reads no features has computed those of its drafts that were accepted, but the last one.
+
+        The last token of a round is never one of them, whatever it is: its row must be computed again.
+        """
         if self.capture or state.num_computed != state.drafted_after:
             return
-        followed = sequence.tokens[state.drafted_after :]
-        for token, draft in zip(followed, state.drafted[:-1], strict=False):
+        accepted = sequence.tokens[state.drafted_after : -1]
+        for token, draft in zip(accepted, state.drafted[:-1], strict=False):
             if token != draft:
                 break
             state.num_computed += 1

@@ -20,6 +20,7 @@ from speculative.model.loading import load_decoder
 from speculative.model.mtp import MtpConfig, MtpHead, save_mtp
 from speculative.model_drafting import ModelDrafter
 from speculative.request import Request, SamplingParams
+from speculative.verification.base import VerifyInput, VerifyOutput
 from tests.engines import NO_DRAFTS, Answer, assert_idle, live_sequences, run, settings, take, tiny_engine
 from tests.tiny_models import write_tiny_model
 
@@ -324,3 +325,23 @@ def test_a_draft_model_of_another_vocabulary_is_refused(target: Path, tmp_path: 
         tiny_engine(target, drafter=draft_model(other))
     with pytest.raises(ConfigError, match=r"drafter\.model"):
         DrafterConfig(kind="draft_model")
+
+
+def test_a_last_token_that_equals_its_rejected_draft_is_computed_again(target: Path) -> None:
+    """What is left of p behind a rejection is no draft, or, in the rounding of p = q, it may be."""
+
+    def reject(step: VerifyInput) -> VerifyOutput:
+        first = step.drafts[step.first_rows]
+        told = torch.where(first >= 0, first, step.probs[step.first_rows].argmax(dim=-1))
+        none = torch.zeros_like(step.counts)
+        return VerifyOutput(none, told, none.float())
+
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(GREEDY))
+    engine = same_model_engine(target)
+    engine.drawer.verify = reject
+    told = texts(engine, requests(GREEDY))
+    assert {name: answer.token_ids for name, answer in told.items()} == {
+        name: answer.token_ids for name, answer in plain.items()
+    }
+    stats = engine.take_stats()
+    assert stats.num_drafted > 0 and stats.num_accepted == 0
