@@ -21,6 +21,7 @@ from serve_app.config import ServeFile, load_config
 from speculative.errors import TruespecError
 
 CONFIGS = Path(__file__).parent / "configs"
+_DEMO = CONFIGS / "demo.yaml"
 
 _err = Console(stderr=True, highlight=False)
 _out = Console(highlight=False)
@@ -137,7 +138,7 @@ def serve(file: Path, address: str | None) -> None:
 @main.command()
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures here.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--config", "file", type=click.Path(path_type=Path), default=CONFIGS / "demo.yaml", help="What to serve.")
+@click.option("--config", "file", type=click.Path(path_type=Path), default=_DEMO, help="What to serve.")
 def demo(json_file: Path | None, port: int, file: Path) -> None:
     """Serve a real model on this machine, talk to it, and show its metrics."""
     from deploy.demo import curl_line, run_demo
@@ -149,7 +150,8 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
         figures = run_demo(client, report, on_text=lambda text: _out.print(text, end="", soft_wrap=True))
         curl = curl_line(client)
     _print_figures(figures.as_dict())
-    _out.print(f"\nTo talk to it yourself, run [bold]make serve[/bold] and then:\n  {curl}", soft_wrap=True)
+    serving = "make serve" if file == _DEMO else f"truespec serve {file}"
+    _out.print(f"\nTo talk to it yourself, run [bold]{serving}[/bold] and then:\n  {curl}", soft_wrap=True)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(figures.as_dict(), indent=2) + "\n", encoding="utf-8")
