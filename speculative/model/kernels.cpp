@@ -246,7 +246,7 @@ void split_row(const float* row, int64_t size, int8_t* bytes) {
         const __m256i high = round_to_bfloat16(x);
         const __mmask16 pairs = first_lanes((size - i + 1) / 2 * planes);
         if constexpr (planes == 1) {
-            _mm512_mask_storeu_epi32(bytes + 2 * i, pairs, _mm512_castsi256_si512(high));
+            _mm512_mask_storeu_epi32(bytes + 2 * i, pairs, _mm512_zextsi256_si512(high));
         } else {
             const __m256i low = round_to_bfloat16(_mm512_sub_ps(x, expand(high)));
             const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
