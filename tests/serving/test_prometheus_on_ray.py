@@ -191,18 +191,20 @@ def test_acceptance_by_promql_is_the_engines_own(watched: Watched) -> None:
         "emitted_tokens_total": metrics["emitted_tokens"],
     }
 
-    def total(name: str, job: str) -> float:
-        return prometheus.value(f'sum(truespec_{name}{{job="{job}"}})')
+    def wait_until(expr: str, value: float | None) -> None:
+        """Prometheus shows nothing before its first scrape, nor after one that failed."""
+        assert value is not None
+        wait_for(lambda: [found for _, found in prometheus.values(expr)] == [pytest.approx(value, rel=1e-9)], expr)
 
     for job in ("app", "ray"):
         for name, value in names.items():
-            wait_for(lambda n=name, j=job, v=value: total(n, j) == v, f"{name} of {job}")
+            wait_until(f'sum(truespec_{name}{{job="{job}"}})', value)
         selector = f'{{job="{job}"}}'
         rate = f"sum(truespec_accepted_tokens_total{selector}) / sum(truespec_draft_tokens_total{selector})"
-        assert prometheus.value(rate) == metrics["acceptance_rate"]
+        wait_until(rate, metrics["acceptance_rate"])
         length = (
             f"1 + sum(truespec_accepted_tokens_per_position_total{selector}) / sum(truespec_drafts_total{selector})"
         )
-        assert prometheus.value(length) == pytest.approx(metrics["mean_accepted_length"])
+        wait_until(length, metrics["mean_accepted_length"])
     delivered = sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages)
     assert 0 < delivered <= metrics["accepted_tokens"] <= delivered + 4 * len(usages)
