@@ -1,12 +1,17 @@
 """The engines the bench knows: how each is started, or why it is left out and how to get it."""
 
+import atexit
+import functools
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deploy.bench.plan import BenchPlan, EngineName
+from serve_app.backends.vllm_parts.checkpoint import plain_view
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
 
@@ -174,6 +179,14 @@ def _llama(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     return Launch(name, f"{_WORKERS}.llama_engine", settings, python)
 
 
+@functools.cache
+def _view_for_vllm(folder: Path) -> Path:
+    """The model's folder without the weights that only our engine reads; it lasts as long as this process."""
+    scratch = tempfile.TemporaryDirectory(prefix="truespec-bench-")
+    atexit.register(scratch.cleanup)
+    return plain_view(folder, Path(scratch.name))
+
+
 def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     options = _Options(name)
     _require_variant(name, ("off", "ngram", "draft_model", "eagle3"))
@@ -181,7 +194,7 @@ def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     if not _imports(python, "vllm"):
         return LeftOut(name.text, f"vllm is not installed in {python}: {_GET_VLLM}")
     llm: dict[str, Any] = {
-        "model": str(plan.model),
+        "model": str(_view_for_vllm(plan.model)),
         "dtype": plan.dtype,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": max(plan.streams),
@@ -228,6 +241,7 @@ def _ray_llm(plan: BenchPlan, name: EngineName, options: "_Options", settings: d
             return LeftOut(
                 name.text, f"{library} cannot be imported in {python}: {_GET_VLLM}, with `ray[llm]` beside it"
             )
+    settings["model"] = str(_view_for_vllm(plan.model))
     settings["engine_kwargs"] = {
         "dtype": plan.dtype,
         "max_model_len": plan.max_model_len,

@@ -70,8 +70,8 @@ def _markdown(found: BenchResult, section: str, path: Path, plots: Sequence[Path
         table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
         parts.append(f"{grid.title}\n\n{table}\n")
     for plot in plots:
-        if plot.suffix == ".svg":
-            parts.append(f"![{plot.stem}]({_relative(plot, path.parent)})\n")
+        if plot.suffix == ".png":  # on a ground of its own, light or dark
+            parts.append(f"![Bars: tokens a second of each engine ({plot.stem})]({_relative(plot, path.parent)})\n")
     return "\n".join(parts)
 
 
