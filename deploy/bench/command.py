@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def run_command(options: BenchOptions, progress: Progress, console: Console) -> 
         options.json_file.parent.mkdir(parents=True, exist_ok=True)
         options.json_file.write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
         progress(f"every sample is in {options.json_file}")
-    plots = [] if options.plots is None else write_plots(found, options.plots, options.section.replace(" ", "-"))
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", options.section)
+    plots = [] if options.plots is None else write_plots(found, options.plots, stem)
     if options.plots is not None:
         missing = "no plots: install matplotlib (`pip install 'truespec[bench]'`)"
         progress(f"plots: {', '.join(path.name for path in plots)} in {options.plots}" if plots else missing)

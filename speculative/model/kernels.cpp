@@ -362,6 +362,13 @@ inline void store(__m512 sum, const Linear& linear, const Target& target, int64_
     _mm512_mask_storeu_ps(out, lanes, sum);
 }
 
+template <int R>
+void store_panel(const __m512 (&sums)[R][2], const Linear& linear, const Target& target, int64_t row, int64_t panel) {
+    for (int r = 0; r < R; ++r) {
+        for (int half = 0; half < 2; ++half) store(sums[r][half], linear, target, row + r, panel * kPanelFloats + 16 * half);
+    }
+}
+
 // A panel is read once, in order; the processor's own prefetching does not keep up with the products of several rows.
 inline void fetch_ahead(const char* weights) { _mm_prefetch(weights + 2048, _MM_HINT_T0); }
 
@@ -369,24 +376,21 @@ template <int R>
 void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
     const int64_t size = linear.num_inputs;
     const float* a[R];
-    __m512 first[R], second[R];
+    __m512 sums[R][2];
     for (int r = 0; r < R; ++r) {
         a[r] = rows.floats + (row + r) * rows.stride;
-        first[r] = second[r] = _mm512_setzero_ps();
+        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     }
     const float* weight = static_cast<const float*>(linear.weight) + panel * size * kPanelFloats;
     for (int64_t k = 0; k < size; ++k, weight += kPanelFloats) {
         const __m512 w0 = _mm512_loadu_ps(weight), w1 = _mm512_loadu_ps(weight + 16);
         for (int r = 0; r < R; ++r) {
             const __m512 x = _mm512_set1_ps(a[r][k]);
-            first[r] = _mm512_fmadd_ps(w0, x, first[r]);
-            second[r] = _mm512_fmadd_ps(w1, x, second[r]);
+            sums[r][0] = _mm512_fmadd_ps(w0, x, sums[r][0]);
+            sums[r][1] = _mm512_fmadd_ps(w1, x, sums[r][1]);
         }
     }
-    for (int r = 0; r < R; ++r) {
-        store(first[r], linear, target, row + r, panel * kPanelFloats);
-        store(second[r], linear, target, row + r, panel * kPanelFloats + 16);
-    }
+    store_panel<R>(sums, linear, target, row, panel);
 }
 
 // A panel of bfloat16 weights: for every two inputs, a pair for each of 32 outputs. An odd last input is paired with 0.
@@ -396,10 +400,10 @@ template <int R, int planes>
 void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
     const int64_t pairs = (linear.num_inputs + 1) / 2;
     const int8_t* a[R];
-    __m512 sums[R][planes][2];
+    __m512 sums[planes][R][2];
     for (int r = 0; r < R; ++r) {
         a[r] = rows.bytes + (row + r) * pairs * planes * 4;
-        for (int p = 0; p < planes; ++p) sums[r][p][0] = sums[r][p][1] = _mm512_setzero_ps();
+        for (int p = 0; p < planes; ++p) sums[p][r][0] = sums[p][r][1] = _mm512_setzero_ps();
     }
     const char* weight = static_cast<const char*>(linear.weight) + panel * pairs * kPanelFloats * 4;
     for (int64_t k = 0; k < pairs; ++k, weight += kPanelFloats * 4) {
@@ -410,18 +414,15 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
             for (int p = 0; p < planes; ++p) {
                 const int32_t* pair = reinterpret_cast<const int32_t*>(a[r] + (k * planes + p) * 4);
                 const __m512bh x = (__m512bh)_mm512_set1_epi32(*pair);
-                sums[r][p][0] = _mm512_dpbf16_ps(sums[r][p][0], w0, x);
-                sums[r][p][1] = _mm512_dpbf16_ps(sums[r][p][1], w1, x);
+                sums[p][r][0] = _mm512_dpbf16_ps(sums[p][r][0], w0, x);
+                sums[p][r][1] = _mm512_dpbf16_ps(sums[p][r][1], w1, x);
             }
         }
     }
-    for (int r = 0; r < R; ++r) {
-        for (int half = 0; half < 2; ++half) {
-            __m512 sum = sums[r][0][half];
-            if constexpr (planes == 2) sum = _mm512_add_ps(sum, sums[r][1][half]);
-            store(sum, linear, target, row + r, panel * kPanelFloats + 16 * half);
-        }
+    for (int r = 0; planes == 2 && r < R; ++r) {
+        for (int half = 0; half < 2; ++half) sums[0][r][half] = _mm512_add_ps(sums[0][r][half], sums[planes - 1][r][half]);
     }
+    store_panel<R>(sums[0], linear, target, row, panel);
 }
 
 #else
@@ -430,10 +431,10 @@ template <int R, int planes>
 void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
     const int64_t size = linear.num_inputs;
     const float* a[R];
-    __m512 first[R], second[R];
+    __m512 sums[R][2];
     for (int r = 0; r < R; ++r) {
         a[r] = rows.floats + (row + r) * rows.stride;
-        first[r] = second[r] = _mm512_setzero_ps();
+        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     }
     const char* weight = static_cast<const char*>(linear.weight) + panel * ((size + 1) / 2) * kPanelFloats * 4;
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
@@ -445,14 +446,11 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
         const __m512 odd1 = _mm512_castsi512_ps(_mm512_and_si512(p1, upper));
         for (int r = 0; r < R; ++r) {
             const __m512 x = _mm512_set1_ps(a[r][k]), y = _mm512_set1_ps(k + 1 < size ? a[r][k + 1] : 0.0f);
-            first[r] = _mm512_fmadd_ps(odd0, y, _mm512_fmadd_ps(even0, x, first[r]));
-            second[r] = _mm512_fmadd_ps(odd1, y, _mm512_fmadd_ps(even1, x, second[r]));
+            sums[r][0] = _mm512_fmadd_ps(odd0, y, _mm512_fmadd_ps(even0, x, sums[r][0]));
+            sums[r][1] = _mm512_fmadd_ps(odd1, y, _mm512_fmadd_ps(even1, x, sums[r][1]));
         }
     }
-    for (int r = 0; r < R; ++r) {
-        store(first[r], linear, target, row + r, panel * kPanelFloats);
-        store(second[r], linear, target, row + r, panel * kPanelFloats + 16);
-    }
+    store_panel<R>(sums, linear, target, row, panel);
 }
 
 #endif

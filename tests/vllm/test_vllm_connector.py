@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.installed import has_vllm
+from tests.vllm.installed import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = NEEDS_VLLM
 BLOCK = 4
 LAYERS = ("layers.0", "layers.1", "drafter.layers.0")
 

@@ -28,14 +28,9 @@ from tests.serve_app.backends.conformance import (
     tokens,
 )
 from tests.tiny_models import write_tiny_model
-from tests.vllm.installed import has_vllm
+from tests.vllm.installed import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
-    pytest.mark.filterwarnings("default"),  # vLLM's own are many
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 CONFIG = EngineConfig(
     dtype="float32",
     device="cpu",

@@ -15,7 +15,7 @@ from serve_app.config import load_config
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
 from tests.serving.conftest import Service, deployed, ray_port, wait_for  # noqa: F401  # a fixture
-from tests.vllm.installed import has_vllm
+from tests.vllm.installed import NEEDS_VLLM
 
 SOURCE = "smollm2-135m"
 MODEL = "SmolLM2-135M-Instruct"
@@ -32,12 +32,10 @@ def has_model() -> bool:
 
 
 pytestmark = [
-    pytest.mark.vllm,
+    *NEEDS_VLLM,
     pytest.mark.ray,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
     pytest.mark.skipif(not has_model(), reason=f"{SOURCE} is not fetched; `truespec model get {SOURCE}`"),
-    pytest.mark.filterwarnings("default"),
 ]
 
 

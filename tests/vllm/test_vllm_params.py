@@ -6,13 +6,9 @@ import pytest
 
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, Structure
-from tests.vllm.installed import has_vllm
+from tests.vllm.installed import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = NEEDS_VLLM
 PROMPT = (5, 9, 17)
 
 

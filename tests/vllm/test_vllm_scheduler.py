@@ -6,13 +6,9 @@ from typing import Any
 import pytest
 
 from speculative.request import Speculation
-from tests.vllm.installed import has_vllm
+from tests.vllm.installed import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = NEEDS_VLLM
 
 
 def asking(temperature: float = 0.0, **terms: Any) -> SimpleNamespace:

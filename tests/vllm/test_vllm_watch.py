@@ -1,7 +1,6 @@
 """The self-checks around vLLM's own sampler hear of what it decides, and do not disturb it."""
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,9 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.request import Request, SamplingParams
 from tests.serve_app.backends.conformance import collect
 from tests.tiny_models import write_tiny_model
-from tests.vllm.installed import has_vllm
+from tests.vllm.installed import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
-    pytest.mark.filterwarnings("default"),  # vLLM's own are many
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 CONFIG = EngineConfig(
     dtype="float32",
     device="cpu",
@@ -51,7 +45,7 @@ async def test_the_terms_of_sampled_drafts_arrive(
         prompts = [tuple(range(start, start + 40)) * 4 for start in range(3, 400, 25)]
         await asyncio.gather(
             *(
-                collect(backend.generate(Request(f"r{index}", prompt, dataclasses.replace(HOT), seed=index)))
+                collect(backend.generate(Request(f"r{index}", prompt, HOT, seed=index)))
                 for index, prompt in enumerate(prompts)
             )
         )
