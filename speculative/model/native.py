@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.model.attention import StepAttention
+from speculative.model.huge_pages import HugePages
 from speculative.model.kernels import Kernels, LayerStruct, LinearStruct, cpu_kernels
 from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinear, RMSNorm
 from speculative.model.quantised import GROUP, Quantised
@@ -38,11 +39,11 @@ def pack_natively(
     Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
     stays). `activation_bits` says to how many bits the products with quantised weights round what they read.
     """
-    given = given or {}
+    given, pages = given or {}, HugePages()
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, NativeLinear(child, given.get(child, kind), activation_bits(child)))
+                setattr(parent, name, NativeLinear(child, given.get(child, kind), activation_bits(child), pages))
             elif isinstance(child, RMSNorm):
                 setattr(parent, name, NativeNorm(child))
     for parent in list(module.modules()):
@@ -56,15 +57,22 @@ def pack_natively(
 class NativeLinear(PackedLinear):
     """A Linear of our own kernels: float32 rows, weights of any kind, each row computed on its own."""
 
-    def __init__(self, linear: Linear, weight: Kind | Quantised, activation_bits: ActivationBits = 16) -> None:
+    def __init__(
+        self,
+        linear: Linear,
+        weight: Kind | Quantised,
+        activation_bits: ActivationBits = 16,
+        pages: HugePages | None = None,
+    ) -> None:
         super().__init__()
         self.num_outputs, self.num_inputs = linear.weight.shape
         if isinstance(weight, Quantised):
             self.kind: Kind = _QUANTISED_KINDS[weight.bits, activation_bits]
-            self.panels = _int_panels(weight)
+            panels = _int_panels(weight)
         else:
             self.kind = weight
-            self.panels = _float_panels(linear.weight.detach(), weight)
+            panels = _float_panels(linear.weight.detach(), weight)
+        self.panels = (pages or HugePages()).keep(panels)
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         self._kernels: Kernels = _required_kernels()
         self.struct = LinearStruct(
