@@ -1,4 +1,8 @@
-"""The prompts: conversation, code, summaries that copy from their text, and long ones made of these texts."""
+"""The prompts: conversation, code, summaries that copy from their text, and long ones made of these texts.
+
+Those of the kind `held-out` are questions that SmolLM2 asked itself, of the conversations that were held out when the
+head that comes with the package was trained.
+"""
 
 import json
 from pathlib import Path

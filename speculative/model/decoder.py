@@ -31,6 +31,7 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embedding
         self.rotary = Rotary(config, device=device)
+        self.packed: Kind | None = None  # how our CPU kernels have the weights, where they have them
         self.fused: FusedLayers | None = None  # all layers at once, where they are packed for it
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -89,6 +90,7 @@ class Decoder(nn.Module):
             weights |= self._quantised(kind, quantised)
         coarse = kind in ("w8a8", "w4a8")
         pack_natively(self, kind, weights, lambda linear: 8 if coarse and linear is not self.lm_head else 16)
+        self.packed = kind
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, self.rotary, self.config)
 

@@ -21,6 +21,7 @@ from speculative.model.decoder import Decoder
 from speculative.model.fused import FusedHead, HeadParts
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
 from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.native import Kind
 from speculative.model.packed import can_pack, pack_weights
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -198,9 +199,9 @@ class Eagle3Head(nn.Module):
             return self.fused.logits(hidden)
         return self.lm_head(self.norm(hidden)).float()  # type: ignore[no-any-return]
 
-    def pack(self) -> None:
-        """Lay the loaded weights out for the CPU's kernels."""
-        pack_weights(self)
+    def pack(self, target: Kind | None) -> None:
+        """Lay the loaded weights out for the CPU's kernels, beside a target with weights of that kind."""
+        pack_weights(self, target)
         parts = HeadParts(
             embedding=self.embedding,
             token_norm=self.input_norm,
@@ -264,7 +265,7 @@ def load_eagle3(
     head = Eagle3Head(config, draft_ids, embedding, dtype=dtype)
     fill_slots(folder, head.checkpoint_slots(), tensors)
     if can_pack(dtype, device):
-        head.pack()
+        head.pack(target.packed)
     return head.eval()
 
 

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include <omp.h>
@@ -1111,6 +1112,155 @@ int64_t draw_row(const float* law, int64_t size, double uniform, std::vector<dou
     return std::max<int64_t>(0, last_possible(law, begin, end));
 }
 
+// What share x law leaves beside q, whose columns stand for the tokens `ids` (null = all of them), unnormalised; the law
+// itself where nothing is left. left: [size].
+const float* residual_row(const float* law, int64_t size, float share, const float* q, int64_t width, const int64_t* ids,
+                          float* left) {
+    for (int64_t i = 0; i < size; ++i) left[i] = share * law[i];
+    if (ids) {
+        for (int64_t w = 0; w < width; ++w) left[ids[w]] = std::max(left[ids[w]] - q[w], 0.0f);
+    } else {
+        for (int64_t i = 0; i < size; ++i) left[i] = std::max(left[i] - q[i], 0.0f);
+    }
+    return last_possible(left, 0, size) >= 0 ? left : law;
+}
+
+// Sum of f(16 numbers) over a row, in float32 for a run, in double precision over the runs.
+template <typename F>
+double sum_lanes(int64_t size, const F& f) {
+    double total = 0;
+    for (int64_t begin = 0; begin < size; begin += kRun) {
+        __m512 run = _mm512_setzero_ps();
+        for (int64_t i = begin; i < std::min(begin + kRun, size); i += 16) {
+            run = _mm512_add_ps(run, f(i, first_lanes(size - i)));
+        }
+        total += _mm512_reduce_add_ps(run);
+    }
+    return total;
+}
+
+double sum_of_squares(const float* law, int64_t size) {
+    return sum_lanes(size, [law](int64_t i, __mmask16 lanes) {
+        const __m512 x = _mm512_maskz_loadu_ps(lanes, law + i);
+        return _mm512_mul_ps(x, x);
+    });
+}
+
+// Sum of min(scale x p, q) over q's columns; NaN where q or p has one there.
+double overlap(const float* p, float scale, const float* q, int64_t width, const int64_t* ids) {
+    const __m512 scales = _mm512_set1_ps(scale);
+    return sum_lanes(width, [=](int64_t i, __mmask16 lanes) {
+        __m512 x;
+        if (ids) {
+            const __m512i low = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(lanes), ids + i);
+            const __m512i high = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(lanes >> 8), ids + i + 8);
+            const __m256 zero = _mm256_setzero_ps();
+            const __m256 first = _mm512_mask_i64gather_ps(zero, static_cast<__mmask8>(lanes), low, p, 4);
+            const __m256 second = _mm512_mask_i64gather_ps(zero, static_cast<__mmask8>(lanes >> 8), high, p, 4);
+            x = _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1);
+        } else {
+            x = _mm512_maskz_loadu_ps(lanes, p + i);
+        }
+        x = _mm512_mul_ps(x, scales);
+        const __m512 y = _mm512_maskz_loadu_ps(lanes, q + i);
+        const __m512 least = _mm512_min_ps(x, y);  // y where one is NaN
+        return _mm512_mask_mov_ps(least, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);
+    });
+}
+
+// A step's verify rows, as VerifyInput of verification/base.py has them. A row with a draft judges it; the last row of
+// each entry has none.
+struct VerifyStep {
+    int64_t num_rows, num_entries, size;
+    const float* p;          // [num_rows, size]
+    const float* q;          // [., width], of packed drafts; null = drafts were chosen
+    int64_t width;
+    const int64_t* ids;      // [width] tokens of q's columns; null = all
+    const int64_t* columns;  // of packed drafts; null = the tokens themselves
+    const int64_t *drafts, *packed, *entries, *first_rows;
+
+    const float* law(int64_t row) const { return p + row * size; }
+    const float* draft_law(int64_t row) const { return q + packed[row] * width; }
+    bool judged(int64_t row) const { return drafts[row] >= 0 && drafts[row] < size; }
+
+    float p_of_draft(int64_t row) const { return judged(row) ? law(row)[drafts[row]] : 0.0f; }
+
+    float q_of_draft(int64_t row) const {
+        if (!judged(row)) return 0.0f;
+        return q ? draft_law(row)[columns ? columns[packed[row]] : drafts[row]] : 1.0f;
+    }
+
+    float q_of(int64_t row, int64_t token) const {
+        if (!judged(row)) return 0.0f;
+        if (!q) return token == drafts[row] ? 1.0f : 0.0f;
+        if (!ids) return draft_law(row)[token];
+        const int64_t* column = std::find(ids, ids + width, token);
+        return column == ids + width ? 0.0f : draft_law(row)[column - ids];
+    }
+
+    // The chance that a draft survives, before it is drawn.
+    double chance(int64_t row) const {
+        return q ? overlap(law(row), 1.0f, draft_law(row), width, ids) : p_of_draft(row);
+    }
+
+    // The law behind a rejection, or p in a last row, unnormalised.
+    const float* residual(int64_t row, float* left) const {
+        if (!judged(row)) return law(row);
+        const float one = 1.0f;
+        if (!q) return residual_row(law(row), size, 1.0f, &one, 1, &drafts[row], left);
+        return residual_row(law(row), size, 1.0f, draft_law(row), width, ids, left);
+    }
+};
+
+// Sums of a self-check's terms: log(1 + stake Z) of each stake, then number, positive and negative parts, squares.
+struct TermSums {
+    const double* stakes;
+    int64_t num_stakes;
+    double* sums;  // [checks, num_stakes + 4]
+
+    void add(int64_t check, double value) const {
+        if (!std::isfinite(value)) return;
+        const double z = std::min(std::max(value, -1.0), 1.0);
+        double* own = sums + check * (num_stakes + 4);
+        for (int64_t s = 0; s < num_stakes; ++s) own[s] += std::log1p(stakes[s] * z);
+        double* parts = own + num_stakes;
+        parts[0] += 1;
+        parts[1] += std::max(z, 0.0);
+        parts[2] += std::max(-z, 0.0);
+        parts[3] += z * z;
+    }
+};
+
+// What a ratio of probabilities is, at most 1; NaN stays.
+double ratio_of(double above, double below) {
+    return std::min(above / std::max<double>(below, std::numeric_limits<float>::min()), 1.0);
+}
+
+// The terms of the last row of a round, whose token is `token`: f and g of drawn drafts, r and g of chosen ones.
+void add_last_terms(const VerifyStep& step, int64_t row, int64_t token, const TermSums& to, float* left) {
+    constexpr double kLeastResidual = 0.05;
+    if (step.q) {
+        const float* rest = step.residual(row, left);
+        double mass = 0, below = 0;
+        for (int64_t i = 0; i < step.size; i += kRun) mass += sum_run(rest + i, std::min(kRun, step.size - i));
+        for (int64_t i = 0; i < token; i += kRun) below += sum_run(rest + i, std::min(kRun, token - i));
+        const double own = rest[token] / mass;
+        if (step.judged(row)) {
+            const double both = overlap(rest, static_cast<float>(1 / mass), step.draft_law(row), step.width, step.ids);
+            to.add(6, ratio_of(step.q_of(row, token), own) - both);
+        }
+        to.add(7, 2 * below / mass + own - 1);
+        return;
+    }
+    const double p_draft = step.p_of_draft(row), rest = 1 - p_draft, own = step.law(row)[token];
+    if (!(rest > kLeastResidual) || token == step.drafts[row]) return;
+    const double square = (sum_of_squares(step.law(row), step.size) - p_draft * p_draft) / (rest * rest);
+    double below = step.drafts[row] < token ? -p_draft : 0.0;
+    for (int64_t i = 0; i < token; i += kRun) below += sum_run(step.law(row) + i, std::min(kRun, token - i));
+    if (step.judged(row)) to.add(2, own / rest - square);
+    to.add(3, (2 * below + own) / rest - 1);
+}
+
 // -- random numbers ---------------------------------------------------------------------------------------------------
 
 // 52 bits of two words, in the open interval (0, 1).
@@ -1208,17 +1358,89 @@ void truespec_draw_residual(int64_t count, int64_t size, const float* p, const i
             tokens[e] = draw_row(law, size, uniforms[e], runs);
             continue;
         }
-        const float* against = q + q_rows[e] * width;
-        const float share = shares[e];
-        for (int64_t i = 0; i < size; ++i) left[i] = share * law[i];
-        if (ids) {
-            const int64_t* own = ids + e * ids_stride;
-            for (int64_t w = 0; w < width; ++w) left[own[w]] = std::max(left[own[w]] - against[w], 0.0f);
-        } else {
-            for (int64_t i = 0; i < size; ++i) left[i] = std::max(left[i] - against[i], 0.0f);
+        const int64_t* own = ids ? ids + e * ids_stride : nullptr;
+        const float* rest = residual_row(law, size, shares[e], q + q_rows[e] * width, width, own, left);
+        tokens[e] = draw_row(rest, size, uniforms[e], runs);
+    }
+}
+
+// Token-wise verification: of each entry the leading drafts that survive, the token behind them, and the chances of the
+// drafts it came to, summed up. coins, finals: [num_rows].
+void truespec_verify(const VerifyStep* step, const double* coins, const double* finals, int64_t* num_accepted,
+                     int64_t* tokens, float* expected) {
+    std::vector<double> runs;
+    float* left = workspace().scores.at_least(step->size);
+    for (int64_t e = 0; e < step->num_entries; ++e) {
+        int64_t row = step->first_rows[e];
+        double chances = 0;
+        for (; step->judged(row); ++row) {
+            chances += step->chance(row);
+            const double p = step->p_of_draft(row), q = step->q_of_draft(row);
+            if (!(coins[row] * q < p && p > 0 && q > 0)) break;  // in double precision neither product underflows
         }
-        const bool something = last_possible(left, 0, size) >= 0;
-        tokens[e] = draw_row(something ? left : law, size, uniforms[e], runs);
+        num_accepted[e] = row - step->first_rows[e];
+        tokens[e] = draw_row(step->residual(row, left), step->size, finals[row], runs);
+        expected[e] = static_cast<float>(chances);
+    }
+}
+
+// What is broken at each row: 1 + its place among the ROW_KINDS of selfcheck/invariants.py, or 0. highest: [num_rows]
+// the highest logit; outside: whether the token is outside its request's filters.
+void truespec_broken_rows(const VerifyStep* step, const int64_t* num_accepted, const int64_t* emitted,
+                          const float* highest, const uint8_t* outside, int64_t* broken) {
+    enum { kNotFinite = 1, kNoToken, kLaw, kQZero, kPZero, kSupport };
+    constexpr double kMassRounding = 1e-3;
+    for (int64_t row = 0; row < step->num_rows; ++row) {
+        const bool reached = row - step->first_rows[step->entries[row]] <= num_accepted[step->entries[row]];
+        broken[row] = 0;
+        if (reached && outside[row]) broken[row] = kSupport;
+        if (reached && !(step->law(row)[emitted[row]] > 0)) broken[row] = kPZero;
+        if (step->q && step->drafts[row] >= 0) {
+            const float* law = step->draft_law(row);
+            double mass = 0;
+            for (int64_t i = 0; i < step->width; i += kRun) mass += sum_run(law + i, std::min(kRun, step->width - i));
+            const bool negative = std::any_of(law, law + step->width, [](float q) { return q < 0; });
+            if (!(step->q_of_draft(row) > 0)) broken[row] = kQZero;
+            if (negative || !(std::abs(mass - 1) < kMassRounding)) broken[row] = kLaw;
+        }
+        if (reached && highest[row] == -INFINITY) broken[row] = kNoToken;
+        if (reached && !(highest[row] < INFINITY)) broken[row] = kNotFinite;
+    }
+}
+
+// The terms of token-wise verification, as selfcheck/terms.py defines them: of drawn drafts d c a_prime e a b f g, of
+// chosen ones d a r g, summed up (TermSums); and what could be accepted of the drafts that were reached.
+void truespec_terms(const VerifyStep* step, const int64_t* num_accepted, const int64_t* emitted, const uint8_t* counted,
+                    const double* stakes, int64_t num_stakes, double* sums, double* achievable) {
+    float* left = workspace().scores.at_least(step->size);
+    const TermSums to{stakes, num_stakes, sums};
+    *achievable = 0;
+    bool alive = true;  // p was not 0 at an earlier draft of the round
+    for (int64_t row = 0; row < step->num_rows; ++row) {
+        const int64_t entry = step->entries[row], offset = row - step->first_rows[entry];
+        const bool judged = step->judged(row), reached = offset <= num_accepted[entry];
+        const bool accepted = offset < num_accepted[entry];
+        if (offset == 0) alive = true;
+        const bool counts = counted[entry] && alive;
+        const double p_draft = step->p_of_draft(row), q_draft = step->q_of_draft(row);
+        alive = alive && p_draft > 0;
+        if (!counts && !(judged && reached)) continue;
+        const double chance = judged ? step->chance(row) : 0.0;
+        if (judged && reached && std::isfinite(chance)) *achievable += chance;
+        if (!counts) continue;
+        const double p_emitted = step->law(row)[emitted[row]];
+        if (reached) to.add(0, p_emitted - sum_of_squares(step->law(row), step->size));
+        if (judged && step->q) {
+            const double ratio = ratio_of(p_draft, q_draft);
+            if (reached && p_emitted > 0) to.add(1, ratio_of(step->q_of(row, emitted[row]), p_emitted) - chance);
+            to.add(2, ratio - chance);
+            to.add(3, q_draft - sum_of_squares(step->draft_law(row), step->width));
+            if (reached) to.add(4, accepted - chance);
+            if (reached) to.add(5, accepted - ratio);
+        } else if (judged && reached) {
+            to.add(1, accepted - chance);
+        }
+        if (reached && !accepted) add_last_terms(*step, row, emitted[row], to, left);
     }
 }
 

@@ -103,6 +103,25 @@ class StepStruct(ctypes.Structure):
     ]
 
 
+class VerifyStruct(ctypes.Structure):
+    """`VerifyStep` of kernels.cpp."""
+
+    _fields_ = [
+        ("num_rows", c_int64),
+        ("num_entries", c_int64),
+        ("size", c_int64),
+        ("p", c_void_p),
+        ("q", c_void_p),
+        ("width", c_int64),
+        ("ids", c_void_p),
+        ("columns", c_void_p),
+        ("drafts", c_void_p),
+        ("packed", c_void_p),
+        ("entries", c_void_p),
+        ("first_rows", c_void_p),
+    ]
+
+
 class Kernels:
     """The functions of the compiled library. Tensors are float32 on the CPU unless said otherwise."""
 
@@ -138,6 +157,12 @@ class Kernels:
         self._laws.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
         self._filter = library.truespec_filter
         self._filter.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
+        self._verify = library.truespec_verify
+        self._verify.argtypes = [c_void_p] * 6
+        self._broken_rows = library.truespec_broken_rows
+        self._broken_rows.argtypes = [c_void_p] * 6
+        self._terms = library.truespec_terms
+        self._terms.argtypes = [*(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64), c_void_p, c_void_p]
         self._draw = library.truespec_draw
         self._draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
         self._draw_residual = library.truespec_draw_residual
@@ -305,6 +330,57 @@ class Kernels:
             *(kept[3].data_ptr(), tokens.data_ptr()),
         )
         return tokens
+
+    def verify(self, step: VerifyStruct, coins: Tensor, finals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Token-wise verification: accepted drafts [E] int64, the token behind them [E] int64, their chances [E].
+
+        Args:
+            step: what is verified.
+            coins, finals: [R] float64.
+        """
+        counts, tokens = (torch.empty(step.num_entries, dtype=torch.int64) for _ in range(2))
+        expected = torch.empty(step.num_entries)
+        coins, finals = coins.contiguous(), finals.contiguous()
+        self._verify(
+            *(ctypes.addressof(step), coins.data_ptr(), finals.data_ptr()),
+            *(counts.data_ptr(), tokens.data_ptr(), expected.data_ptr()),
+        )
+        return counts, tokens, expected
+
+    def broken_rows(
+        self, step: VerifyStruct, num_accepted: Tensor, emitted: Tensor, highest: Tensor, outside: Tensor
+    ) -> Tensor:
+        """As `broken_rows` of selfcheck/invariants.py: [R] int64."""
+        out = torch.empty(step.num_rows, dtype=torch.int64)
+        kept = [part.contiguous() for part in (num_accepted, emitted, highest, outside)]
+        self._broken_rows(ctypes.addressof(step), *(part.data_ptr() for part in kept), out.data_ptr())
+        return out
+
+    def terms(
+        self,
+        step: VerifyStruct,
+        num_accepted: Tensor,
+        emitted: Tensor,
+        counted: Tensor,
+        stakes: Float64s,
+        num_checks: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The terms of the self-checks of token-wise verification: sums [C, len(stakes) + 4], and what was achievable.
+
+        Args:
+            step: what was verified.
+            num_accepted: [E] int64. emitted: [R] int64. counted: [E] bool.
+            stakes: what is bet with.
+            num_checks: C; 8 for drawn drafts, 4 for chosen ones.
+        """
+        sums = torch.zeros((num_checks, len(stakes) + 4), dtype=torch.float64)
+        achievable = torch.empty((), dtype=torch.float64)
+        kept = [part.contiguous() for part in (num_accepted, emitted, counted)]
+        self._terms(
+            *(ctypes.addressof(step), *(part.data_ptr() for part in kept), stakes.ctypes.data, len(stakes)),
+            *(sums.data_ptr(), achievable.data_ptr()),
+        )
+        return sums, achievable
 
     def noise(self, seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         """The uniforms [R, vocab_size] float64 behind `gumbel` of rng.py; seeds and positions are [R] int64."""

@@ -147,7 +147,7 @@ def load_mtp(folder: Path, target: Decoder, *, dtype: torch.dtype, device: torch
     head = MtpHead(config, target.embedding.to(device or target.device), dtype=dtype)
     fill_slots(folder, head.checkpoint_slots(), read_tensors(folder))
     if can_pack(dtype, head.embedding.device):
-        pack_weights(head)
+        pack_weights(head, target.packed)
     return head.eval()
 
 

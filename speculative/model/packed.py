@@ -5,12 +5,14 @@ rows; else those of `kernels.cpp`, which read each weight once for all rows of a
 bfloat16, the second in float32, which a product reads as the sum of two bfloat16s where the processor multiplies those.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
 from speculative.model.kernels import cpu_kernels
 from speculative.model.layers import Linear, PackedLinear
-from speculative.model.native import pack_natively
+from speculative.model.native import Kind, pack_natively
 from speculative.model.quantised import GROUP, quantise
 
 _ROWS_HINT = 32  # rows a product the layout is chosen for: as fast as any at 1 to 16 rows, and the fastest at 512
@@ -35,17 +37,18 @@ def prefers_onednn() -> bool:
     return torch.cpu._is_amx_tile_supported() and can_pack_for_onednn(torch.bfloat16, torch.device("cpu"))
 
 
-def pack_weights(head: nn.Module) -> None:
+def pack_weights(head: nn.Module, target: Kind | None) -> None:
     """Replace every Linear of a loaded bfloat16 draft head by a packed twin. The plain weights go.
 
-    Our kernels take them in eight bits, and so what they multiply: rounding a drafter changes what is proposed, never
-    the law of what is emitted.
+    Our kernels take them in eight bits, in four where the target's have four; and what they multiply in eight: rounding
+    a drafter changes what is proposed, never the law of what is emitted.
     """
     if prefers_onednn() or cpu_kernels() is None:
         pack_for_onednn(head)
         return
     fits = {linear: linear.weight.shape[1] % GROUP == 0 for _, _, linear in _linears(head)}
-    quantised = {linear: quantise(linear.weight, 8) for linear in fits if fits[linear]}
+    bits: Literal[4, 8] = 4 if target in ("int4", "w4a8") else 8
+    quantised = {linear: quantise(linear.weight, bits) for linear in fits if fits[linear]}
     pack_natively(head, "bfloat16", quantised, lambda linear: 8)
 
 

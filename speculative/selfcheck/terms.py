@@ -38,6 +38,8 @@ from speculative.verification.block import running_ratio, survival
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
+_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the kernel's order
+_OF_CHOSEN = ("d", "a", "r", "g")
 _RUN = 256  # tokens; far fewer than a vocabulary, far more than nothing
 _LEAST_RESIDUAL = 0.05  # where p leaves less beside a chosen draft, rounding in sum(p^2) would bias the residual's
 
@@ -100,6 +102,12 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         emitted: [R] int64, the token emitted at each row; anything where none was.
         scope: what counts.
     """
+    native = step.native() if scope.verifier == "token_wise" and not scope.any_coupled else None
+    if native is not None:
+        kernels, struct = native
+        checks = _OF_DRAWN if struct.q else _OF_CHOSEN
+        stakes = np.array(STAKES)
+        return Terms(checks, *kernels.terms(struct, verified.num_accepted, emitted, scope.counted, stakes, len(checks)))
     facts = _gather_facts(step, verified, emitted, scope)
     counts = scope.counted[step.entries] & facts.alive
     coupled = scope.coupled[step.entries]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from speculative.draft_law import DraftLaw, PointMass, SubVocabulary
+from speculative.model.kernels import Kernels, VerifyStruct
 from speculative.rng import gumbel
 from speculative.sampling import draw, kernels_for
 
@@ -58,6 +59,34 @@ class VerifyInput:
     def q_at(self, rows: Tensor) -> Tensor:
         """[len(rows), V] q over the vocabulary; a zero row in last rows, so that the residual there is p itself."""
         return self.law.at(self.drafts[rows], self.packed[rows], self.probs.shape[1]).to(self.probs.dtype)
+
+    def native(self) -> tuple[Kernels, VerifyStruct] | None:
+        """The step as our CPU kernels read it, where they can."""
+        kernels = kernels_for(self.probs)
+        law = None if isinstance(self.law, PointMass) or not len(self.law.probs) else self.law
+        if kernels is None or (law is not None and law.probs.dtype != torch.float32):
+            return None
+        part = law if isinstance(law, SubVocabulary) else None
+        tensors = {
+            "p": self.probs,
+            "q": None if law is None else law.probs,
+            "ids": None if part is None else part.ids,
+            "columns": None if part is None else part.columns,
+            "drafts": self.drafts,
+            "packed": self.packed,
+            "entries": self.entries,
+            "first_rows": self.first_rows,
+        }
+        kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        struct = VerifyStruct(
+            num_rows=len(self.drafts),
+            num_entries=len(self.first_rows),
+            size=self.probs.shape[1],
+            width=0 if law is None else law.probs.shape[1],
+            **{name: tensor.data_ptr() for name, tensor in kept.items()},
+        )
+        struct.kept = kept  # as long as it points there
+        return kernels, struct
 
     def noise(self) -> Tensor:
         """[R, V] float64 Gumbel noise of the coupled verifier, a function of (seed, position) alone."""

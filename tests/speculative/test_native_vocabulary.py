@@ -7,8 +7,11 @@ from torch import Tensor
 from speculative import sampling
 from speculative.draft_law import Dense, DraftLaw, PointMass, SubVocabulary
 from speculative.model.kernels import cpu_kernels
+from speculative.outcome import emitted_at_rows
 from speculative.request import SamplingParams
 from speculative.sampling import SamplingRows, draw, process, target_probs
+from speculative.selfcheck.invariants import broken_rows
+from speculative.selfcheck.terms import Scope, take_terms
 from speculative.verification import base
 from speculative.verification.base import VerifyInput, draw_last
 from speculative.verification.block import verify_block
@@ -208,6 +211,54 @@ def test_verdicts_are_torchs(kind: str, verify: base.Verifier, monkeypatch: pyte
     torch.testing.assert_close(ours.expected_accepted, theirs.expected_accepted)
     if kind != "nothing drafted":
         assert 0 < int(ours.num_accepted.sum()) < 20
+
+
+@pytest.mark.parametrize("kind", ["sub-vocabulary", "dense", "point mass", "nothing drafted"])
+@pytest.mark.parametrize("damage", ["none", "p", "q"])
+def test_terms_are_torchs(kind: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some entries that do not count, and of rows where p is no number, or is 0 at a draft, or q is no number."""
+    step = a_step(kind)
+    if damage == "p":
+        step.probs[4, 17] = torch.nan
+        if kind != "nothing drafted":
+            step.probs[9, step.drafts[9]] = 0.0
+    if damage == "q" and not isinstance(step.law, PointMass) and len(step.law.probs):
+        step.law.probs[5, 3] = torch.nan
+    verified = verify_token_wise(step)
+    emitted = emitted_at_rows(verified, step)
+    none = torch.zeros(10, dtype=torch.bool)
+    judged = (step.drafts >= 0).nonzero()[:, 0]
+    scope = Scope("token_wise", judged, torch.arange(10) % 4 > 0, none, any_coupled=False, all_coupled=False)
+    ours = take_terms(step, verified, emitted, scope)
+    without_kernels(monkeypatch)
+    theirs = take_terms(step, verified, emitted, scope)
+    sums = dict(zip(theirs.checks, theirs.sums, strict=True))
+    if kind != "nothing drafted":  # there our kernels know fewer self-checks, all without a term
+        assert set(ours.checks) == set(sums)
+    for check, row in zip(ours.checks, ours.sums, strict=True):
+        torch.testing.assert_close(row, sums.get(check, torch.zeros_like(row)), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(ours.achievable, theirs.achievable, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sub-vocabulary", "dense", "point mass", "nothing drafted"])
+def test_broken_rows_are_torchs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = a_step(kind)
+    verified = verify_token_wise(step)
+    emitted = emitted_at_rows(verified, step)
+    highest, outside = torch.zeros(30), torch.arange(30) % 7 == 0
+    highest[3], highest[6], highest[9], highest[2] = -torch.inf, torch.inf, torch.nan, torch.nan
+    step.probs[12, emitted[12]], step.probs[27, emitted[27]] = 0.0, torch.nan
+    if not isinstance(step.law, PointMass) and len(step.law.probs):
+        step.law.probs[4] *= 1.1
+        step.law.probs[6, 3] -= 1e-6
+        step.law.probs[13, 2] = torch.nan
+        column = step.law.columns[18] if isinstance(step.law, SubVocabulary) else step.drafts[27]
+        step.law.probs[18, column] = 0.0
+    ours = broken_rows(step, verified, emitted, highest, outside)
+    without_kernels(monkeypatch)
+    theirs = broken_rows(step, verified, emitted, highest, outside)
+    assert ours.tolist() == theirs.tolist()
+    assert len(set(ours.tolist())) >= (6 if kind in ("dense", "sub-vocabulary") else 4)
 
 
 def test_where_p_leaves_nothing_beside_q_the_token_comes_from_p() -> None:

@@ -19,6 +19,7 @@ from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers, load_eagle3, save_eagle3
 from speculative.model.kernels import cpu_kernels
 from speculative.model.loading import load_decoder
+from speculative.model.native import Kind, NativeLinear
 from speculative.model.packed import prefers_onednn
 from speculative.training.heads import draft_vocabulary, initial_head
 
@@ -81,6 +82,17 @@ def test_a_head_for_the_cpu_in_bfloat16_says_the_same(head: Eagle3Head, folder: 
         ours, theirs = logits(head, torch.float32), logits(served, torch.bfloat16)
     assert ours.dtype == theirs.dtype == torch.float32
     assert (ours - theirs).abs().max() < 0.05 * ours.abs().max()
+
+
+@pytest.mark.skipif(cpu_kernels() is None or prefers_onednn(), reason="heads are not for our kernels here")
+@pytest.mark.parametrize(
+    ("weights", "kind"), [("bfloat16", "w8a8"), ("w8a8", "w8a8"), ("int4", "w4a8"), ("w4a8", "w4a8")]
+)
+def test_a_head_is_as_coarse_as_its_target(tmp_path: Path, folder: Path, weights: Kind, kind: Kind) -> None:
+    model = write_tiny_model(tmp_path / "target", vocab_size=VOCAB, num_hidden_layers=4)
+    target = load_decoder(model, dtype=torch.bfloat16, device="cpu", weights=weights)
+    served = load_eagle3(folder, target, dtype=torch.bfloat16)
+    assert {linear.kind for linear in served.modules() if isinstance(linear, NativeLinear)} == {kind}
 
 
 @pytest.mark.skipif(cpu_kernels() is None or prefers_onednn(), reason="heads are not for our kernels here")

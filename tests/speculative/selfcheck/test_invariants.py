@@ -13,6 +13,7 @@ from speculative.batch import Drawn
 from speculative.draft_law import Dense
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from speculative.verification.base import VerifyInput
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, top_k=20, bad_words=((5,),))
 Break = Callable[[EngineCore, pytest.MonkeyPatch], None]
@@ -102,6 +103,7 @@ def logits_of_nan(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
@@ -115,7 +117,11 @@ def logits_of_nan(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_a_broken_invariant_fails_its_request(fault: Break, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_invariant_fails_its_request(
+    fault: Break, kind: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(VerifyInput, "native", lambda step: None)
     sound = serve(table_engine(64))
     engine = table_engine(64)
     fault(engine, monkeypatch)

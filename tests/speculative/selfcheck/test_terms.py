@@ -88,9 +88,14 @@ def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]
     return {name: values for name, values in terms.items() if values}
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kind", ["dense", "part", "chosen"])
 @pytest.mark.parametrize("seed", range(6))
-def test_terms_are_what_the_definitions_say(kind: str, seed: int) -> None:
+def test_terms_are_what_the_definitions_say(
+    kind: str, seed: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(VerifyInput, "native", lambda step: None)
     drafts = [40, 512, 698]
     step = one_round(laws(drafts)[kind], drafts, seed)
     if seed % 2:  # drafts that are likely, so that some survive
@@ -112,9 +117,14 @@ def test_terms_are_what_the_definitions_say(kind: str, seed: int) -> None:
         assert row[: len(STAKES)] == pytest.approx(np.log1p(np.outer(STAKES, values)).sum(-1), abs=1e-5), check
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
 @pytest.mark.parametrize("chosen", [False, True], ids=["drawn", "chosen"])
-def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(verifier: str, chosen: bool) -> None:
+def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
+    verifier: str, chosen: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(VerifyInput, "native", lambda step: None)
     engine = table_engine(64, verifier=verifier, chosen=chosen, self_check_share=1.0)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=30)
     for number in range(60):
