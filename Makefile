@@ -66,7 +66,7 @@ test-vllm: ## run the tests that need vLLM, with its CPU build in an environment
 	  build/vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec && \
 	  build/vllm/bin/pip install -qq ray[serve]==2.60.0 gguf==0.19.0 xxhash==4.1.0 rich==15.0.0 hypothesis==6.170.15 \
 	    pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0 && \
-	  build/vllm/bin/pip install -qq --no-deps -e . && touch build/vllm/.installed; }
+	  build/vllm/bin/pip install -qq --no-deps -e . nixl==1.5.1 nixl-cu12==1.5.1 && touch build/vllm/.installed; }
 	build/vllm/bin/truespec model get smollm2-135m
 	build/vllm/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 

@@ -430,7 +430,8 @@ class HandoffSection(_Section):
     """How computed prompts get from the prefill pool to the decode pool (topology `disaggregated`)."""
 
     transport: Literal["plasma", "inline", "nixl"] = "plasma"
-    """`plasma`: Ray's object store; `inline`: up to 3 MiB in the message itself; `nixl`: RDMA, if it is installed."""
+    """`plasma`: Ray's object store; `inline`: up to 3 MiB in the message itself; `nixl`: RDMA, if it is installed; with
+    `engine.kind: vllm` by vLLM's own `NixlConnector`, from cache to cache."""
 
 
 class RoutingSection(_Section):
@@ -586,16 +587,26 @@ class AppConfig(_Section):
         drafter = DrafterConfig(kind="none")
         return replace(self.engine_config(pool), weights=self.engine.dtype, drafter=drafter)
 
+    @property
+    def parcels(self) -> Literal["plasma", "inline", "nixl"]:
+        """How what replicas tell each other of handoffs travels; vLLM's engines copy by NIXL without our doing."""
+        by_vllm = self.engine.kind == "vllm" and self.handoff.transport == "nixl"
+        return "inline" if by_vllm else self.handoff.transport
+
     def vllm_settings(self, pool: PoolName) -> VllmSettings:
         """How vLLM is set up on a replica of `pool`."""
         given = SIZES & self.engine.model_fields_set
         if "kv_cache_tokens" in given:  # they are so many blocks
             given |= {"block_size"}
+        apart: Literal["kv_producer", "kv_consumer"] | None = None
+        if self.topology == "disaggregated":
+            apart = "kv_producer" if pool == "prefill" else "kv_consumer"
         return VllmSettings(
             self.engine_config(pool),
             given,
             self.vllm.engine_args,
-            hands_off=self.topology == "disaggregated",
+            handoff="none" if apart is None else "nixl" if self.handoff.transport == "nixl" else "copy",
+            role=apart or "kv_both",
             self_check_share=self.vllm.self_check_share,
         )
 

@@ -148,7 +148,7 @@ class EngineReplica(Replica):
         self._guard: Guard | None = None
         self.keeper: WeightsKeeper | None = None
         self.backlog = Backlog()
-        self.transport = make_transport(config.handoff.transport)
+        self.transport = make_transport(config.parcels)
         self._finished: deque[Finished] = deque(maxlen=_MOST_UNTOLD)
 
     def make_backend(self) -> Backend:

@@ -85,6 +85,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "version": "by a build that speaks another wire format",
             "damaged": "it was cut or altered on its way, or contradicts itself",
             "drafter": "what the drafter needs of it is missing, or of another shape",
+            "lost": "vLLM was to read it by NIXL, and could not, or it was no longer there",
         },
         "breaker_trips_total": {
             "selfcheck": "a zero-mean check of the engine raised its alarm",

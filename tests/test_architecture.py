@@ -71,6 +71,7 @@ OWNERS = {
     "torch": {
         "speculative",
         "serve_app.backends.torch_backend",
+        "serve_app.backends.vllm_parts.block_sums",
         "serve_app.backends.vllm_parts.connector",
         "serve_app.transport.nixl",
         "deploy",

@@ -2,9 +2,9 @@
 
 vLLM's engine runs in a process of its own. We talk to it through `AsyncLLM`; in its process run our scheduler, which
 withholds drafts that must not be verified (`vllm_parts.scheduler`), our connector, which copies keys and values out and
-in (`vllm_parts.connector`), and what keeps a worker from a fault of its own (`vllm_parts.worker`). A prefill samples
-nothing: the decode side computes the prompt's last token, and so all that is drawn for a request is drawn by one
-engine.
+in (`vllm_parts.connector`) or has NIXL read them (`vllm_parts.pull_connector`), and what keeps a worker from a fault of
+its own (`vllm_parts.worker`). A prefill samples nothing: the decode side computes the prompt's last token, and so all
+that is drawn for a request is drawn by one engine.
 """
 
 import asyncio
@@ -30,9 +30,10 @@ from serve_app.backends.vllm_parts.checkpoint import (
     most_tokens,
     plain_view,
 )
-from serve_app.backends.vllm_parts.deltas import DeltaReader, prompt_logprobs, queue_s, scored
-from serve_app.backends.vllm_parts.handoff import Manifest, pack, unpack
+from serve_app.backends.vllm_parts.deltas import GAVE_UP, DeltaReader, prompt_logprobs, queue_s, scored
+from serve_app.backends.vllm_parts.handoff import Manifest, Readings, pack, source_of, unpack
 from serve_app.backends.vllm_parts.settings import (
+    LEASE_S,
     TERMS,
     VllmSettings,
     check_build,
@@ -43,7 +44,7 @@ from serve_app.backends.vllm_parts.settings import (
 )
 from speculative.batch import HostTerms
 from speculative.contract import LogprobContract
-from speculative.errors import ConfigError, EngineFault, InvalidRequest
+from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
 from speculative.model.loading import resolve_model
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta
 from speculative.selfcheck.monitor import SelfCheck
@@ -52,6 +53,8 @@ from speculative.stats import LOGPROB_RULES, CheckState, EngineUsage, StepStats
 _logger = logging.getLogger("truespec.vllm")
 
 _STALLED_AFTER_S = 300.0
+_FORGET_WITHIN_S = 2.0 * LEASE_S
+_FORGET_EVERY_S = 0.02
 _TERMS_EVERY_S = 1.0
 _ENVIRONMENT = {  # where it is not set otherwise
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -85,6 +88,7 @@ class VllmBackend:
         self._version = DEFAULT_VERSION
         self._loaded: Path | None = None
         self._paused = False
+        self._readings = Readings()
         self._self_check = SelfCheck(settings.self_check_share)
 
     async def start(self) -> ModelInfo:
@@ -110,12 +114,16 @@ class VllmBackend:
             self._spawn(self._take_terms_forever())
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
         await asyncio.to_thread(self._identify)
+        layout = f"{cache.cache_dtype} {self._settings.engine.dtype} {cache.block_size}"
+        if self._pulls:
+            layout += f" {(await self._llm.collective_rpc('cache_layout'))[0]}"
         self._manifest = Manifest(
             fingerprint=self._fingerprint,
             drafter=f"{drafter.kind} {self._drafter_fingerprint}".strip(),
             vllm=version,
-            layout=f"{cache.cache_dtype} {self._settings.engine.dtype} {cache.block_size}",
+            layout=layout,
             num_ranks=parallel.world_size,
+            way=self._settings.handoff,
         )
         self._contract = LogprobContract(self._settings.engine.logprobs_mode, self._info().vocab_size)
         if self._replayer is not None:
@@ -142,8 +150,11 @@ class VllmBackend:
         path = self._scratch / uuid.uuid4().hex
         parts = [Path(f"{path}.{rank}") for rank in range(self._manifest.num_ranks)]
         delta = TokenDelta(request.request_id, weight_version=self._version)
+        source: dict[str, Any] = {}
+        handed_off = False
         try:
-            params = self._params.prefilling(request, str(path))
+            transfer = {"save": str(path), "do_remote_decode": self._pulls}
+            params = self._params.prefilling(request, transfer)
             async for output in self._outputs(request, request.prompt_token_ids, params):
                 logprobs = prompt_logprobs(request, output)
                 if logprobs is not None:
@@ -151,31 +162,42 @@ class VllmBackend:
                 if output.outputs[0].finish_reason == "abort":
                     return Prefilled((delta.replace(finish_reason=FinishReason.ABORT),), None)
                 delta = delta.replace(num_cached_tokens=output.num_cached_tokens or 0, queue_s=queue_s(output))
+                if self._pulls:
+                    source = source_of(output)
+            manifest = self._manifest  # of what computed it, whatever comes while it is packed
             breach = self._contract.breach(delta, request)
             if breach is not None:
                 self._counts.add_breach(breach)
                 raise EngineFault(_broken(breach))
-            return Prefilled((delta,), await asyncio.to_thread(self._packed, request, parts))
+            handoff = await asyncio.to_thread(_packed, manifest, request, parts, source)
+            handed_off = True
+            return Prefilled((delta,), handoff)
         finally:
+            if self._pulls and not handed_off:
+                self._hand_back({"release": request.request_id})  # it may be computed, and nobody has heard of it
             for part in parts:
                 part.unlink(missing_ok=True)
 
     async def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
-        """Go on from a handoff."""
-        num_computed, parts = unpack(handoff, self._manifest, request.prompt_token_ids)
-        path = self._scratch / uuid.uuid4().hex
-        files = [Path(f"{path}.{rank}") for rank in range(len(parts))]
-        transfer = {"load": str(path), "num_tokens": num_computed}
+        """Go on from a handoff. One that is read from memory is read once; whoever takes it again finds it cached."""
+        sent = unpack(handoff)
         try:
-            await asyncio.to_thread(_write, files, parts)
-            async with contextlib.aclosing(self._deltas(request, (), transfer)) as deltas:
-                async for delta in deltas:
-                    for file in files:
-                        file.unlink(missing_ok=True)
-                    yield delta
-        finally:
-            for file in files:
-                file.unlink(missing_ok=True)
+            sent.check(self._manifest, request.prompt_token_ids)
+        except HandoffRefused:
+            if sent.source:
+                self._hand_back(sent.source | {"decline": True, "do_remote_prefill": False})
+            raise
+        if not sent.source:
+            stream = self._from_files(request, sent.parts, {"num_tokens": sent.num_computed})
+        elif reading := self._readings.begin(sent.source):
+            stream = self._read(reading, self._from_files(request, sent.parts, sent.source))
+        elif await self._readings.end(sent.source) and self._settings.engine.prefix_caching:
+            stream = self._deltas(request, (), {"do_remote_prefill": False})
+        else:
+            raise HandoffRefused("lost", "The handoff was read before, and is read once only.")
+        async with contextlib.aclosing(stream) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def abort(self, request_id: str) -> None:
         """End a running request; its stream ends with a last delta."""
@@ -197,7 +219,7 @@ class VllmBackend:
     def set_speculation(self, speculation: Speculation) -> None:
         """Who may draft from the next step on; vLLM goes on running."""
         if self._speculates:
-            self._order(self._tell(speculation))
+            self._order(self._tell(self._params.order(speculation=speculation.value)))
 
     def distrust(self) -> None:
         """Have running requests computed again, from an empty prefix cache, and the self-checks begin anew."""
@@ -222,7 +244,7 @@ class VllmBackend:
             raise EngineFault("There are no weights to switch to; load them first.")
         was_paused, view = self._paused, plain_view(folder, self._scratch)
         if not was_paused:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self.pause(PauseMode.KEEP)
         try:
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(view)})
             await self._forget()
@@ -237,7 +259,7 @@ class VllmBackend:
             raise EngineFault(f"vLLM could not take the new weights: {error}") from error
         finally:
             if not was_paused:
-                await self._llm.resume_generation()
+                await self.unpause()
         return self._info()
 
     def drop_weights(self) -> None:
@@ -250,6 +272,8 @@ class VllmBackend:
         """Begin no request from now on; returns when none runs any more, or with `keep` when none moves."""
         self._paused = True
         try:
+            if self._pulls and mode is not PauseMode.WAIT:  # it pauses when nothing waits to be read any more
+                await self._tell(self._params.order(transfer={"recall": True}))
             await self._engine().pause_generation(mode=mode.value, clear_cache=False)
         except asyncio.CancelledError:
             await self._llm.resume_generation()
@@ -317,6 +341,39 @@ class VllmBackend:
         except EngineFault as error:
             yield _failed(request, str(error))
 
+    async def _from_files(
+        self, request: Request, parts: Sequence[memoryview], transfer: dict[str, Any]
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of a request whose handoff the workers find in files."""
+        path = self._scratch / uuid.uuid4().hex
+        files = [Path(f"{path}.{rank}") for rank in range(len(parts))]
+        try:
+            await asyncio.to_thread(_write, files, parts)
+            async with contextlib.aclosing(self._deltas(request, (), transfer | {"load": str(path)})) as deltas:
+                async for delta in deltas:
+                    for file in files:
+                        file.unlink(missing_ok=True)
+                    yield delta
+        finally:
+            for file in files:
+                file.unlink(missing_ok=True)
+
+    async def _read(
+        self, reading: asyncio.Future[bool], stream: AsyncGenerator[TokenDelta, None]
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of a request whose handoff is read from memory; others wait for the end of that."""
+        try:
+            async with contextlib.aclosing(stream) as deltas:
+                async for delta in deltas:
+                    if delta.error == GAVE_UP and not reading.done():
+                        raise HandoffRefused("lost", "What was computed could not be read, or was no longer there.")
+                    if not reading.done():
+                        reading.set_result(delta.error is None)
+                    yield delta
+        finally:
+            if not reading.done():
+                reading.set_result(False)
+
     async def _outputs(self, request: Request, prompt: Sequence[int], params: Any) -> AsyncGenerator[Any, None]:
         """vLLM's outputs; leaving early aborts the request."""
         if self._orders is not None:
@@ -351,19 +408,19 @@ class VllmBackend:
             vocab_size=self._contract.vocab_size,
         )
 
-    def _packed(self, request: Request, parts: Sequence[Path]) -> Handoff:
-        try:
-            return pack(self._manifest, request.prompt_token_ids, [part.read_bytes() for part in parts])
-        except OSError as error:
-            raise EngineFault(f"vLLM did not copy the computed prompt out: {error}") from error
-
     # -- the engine as a whole ----------------------------------------------------------------------------------
 
-    async def _tell(self, speculation: Speculation) -> None:
+    async def _tell(self, order: Any) -> None:
         """Tell the scheduler; it obeys when the request reaches it, whatever becomes of the request."""
         name = f"truespec-order-{uuid.uuid4().hex}"
-        await self._llm.add_request(name, {"prompt_token_ids": [0]}, self._params.order(speculation.value))
+        await self._llm.add_request(name, {"prompt_token_ids": [0]}, order)
         await self._llm.abort(name)
+
+    def _hand_back(self, transfer: dict[str, Any]) -> None:
+        """Let a handoff go that nobody will read."""
+        if self._llm is None or self._llm.errored:
+            return
+        self._order(self._tell(self._params.order(transfer=transfer)))
 
     async def _take_terms_forever(self) -> None:
         """Fetch what the self-checks saw; every worker sees the same, so one of them is heard."""
@@ -379,8 +436,18 @@ class VllmBackend:
                 self._self_check.take(HostTerms(tuple(checks), np.array(sums), achievable), self._counts.stats)
 
     async def _forget(self) -> None:
-        if not await self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineFault("vLLM did not empty its prefix cache.")
+        """Empty the prefix cache. What is being read at the moment is waited for."""
+        last = time.monotonic() + (_FORGET_WITHIN_S if self._pulls else 0)
+        while True:
+            try:
+                if await self._llm.reset_prefix_cache(reset_running_requests=True):
+                    return
+                why = "it says no more"
+            except Exception as error:
+                why = str(error)
+            if time.monotonic() >= last:
+                raise EngineFault(f"vLLM did not empty its prefix cache: {why}")
+            await asyncio.sleep(_FORGET_EVERY_S)
 
     def _order(self, work: Any) -> None:
         """Do something with the engine, after what was ordered before and before any request that comes."""
@@ -411,6 +478,10 @@ class VllmBackend:
     @property
     def _speculates(self) -> bool:
         return self._settings.engine.drafter.kind != "none"
+
+    @property
+    def _pulls(self) -> bool:
+        return self._settings.handoff == "nixl"
 
     @property
     def _watches(self) -> bool:
@@ -459,6 +530,8 @@ class VllmBackend:
         )
         check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
         arguments["additional_config"] = {TERMS: {"sampled_drafts_fail": self._faults.sampled_drafts}}
+        if self._pulls:
+            _open_side_channel()
         self._counts = stats.Counts()
         logger = stats.logger_for(self._counts.add_step)
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])
@@ -470,6 +543,23 @@ class VllmBackend:
 def _memory_folder() -> str | None:
     """Where files lie in memory; None = wherever temporary ones lie."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _open_side_channel() -> None:
+    """Where the decode side's vLLM asks this one what there is to read: at a port that is free."""
+    from vllm.utils.network_utils import get_ip, get_open_port
+
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", get_ip())
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(get_open_port())
+
+
+def _packed(manifest: Manifest, request: Request, parts: Sequence[Path], source: dict[str, Any]) -> Handoff:
+    if manifest.way == "nixl" and not source:
+        raise EngineFault("vLLM did not say where the computed prompt is to be read.")
+    try:
+        return pack(manifest, request.prompt_token_ids, [part.read_bytes() for part in parts], source)
+    except OSError as error:
+        raise EngineFault(f"vLLM did not copy the computed prompt out: {error}") from error
 
 
 def _write(files: Sequence[Path], parts: Sequence[memoryview]) -> None:

@@ -140,6 +140,17 @@ def test_a_preempted_prompt_is_saved_from_its_new_blocks_and_loaded_only_once(tm
     assert receiver.get_num_new_matched_tokens(request, 0) == (7, False)
 
 
+def test_what_waits_is_recalled_and_what_comes_later_is_loaded() -> None:
+    one = connector()
+    early, late = (asking(list(range(8)), load="path", num_tokens=7) for _ in range(2))
+    late.request_id = "late"
+    one.on_new_request(early)
+    one.recall()
+    one.on_new_request(late)
+    assert one.get_num_new_matched_tokens(early, 0) == (0, False)
+    assert one.get_num_new_matched_tokens(late, 0) == (7, False)
+
+
 @pytest.mark.parametrize("damage", ["gone", "short", "long"])
 def test_a_file_that_does_not_fit_is_told_and_not_used(tmp_path: Path, damage: str) -> None:
     prompt, path = list(range(10)), str(tmp_path / "kv")

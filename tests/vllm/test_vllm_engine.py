@@ -45,7 +45,7 @@ TARGET = {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 32, "max_posit
 
 def settings(drafter: DrafterConfig) -> VllmSettings:
     config = dataclasses.replace(CONFIG, drafter=drafter)
-    return VllmSettings(config, SIZES, {"enforce_eager": True}, hands_off=True)
+    return VllmSettings(config, SIZES, {"enforce_eager": True}, handoff="copy")
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,31 @@
 """SmolLM2 on Ray with vLLM's engine, prefill and decode apart: what clients get, and what is found out about it."""
 
 import concurrent.futures
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from serve_app.config import load_config
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
-from tests.serving.conftest import Service, deployed, ray_port, wait_for  # noqa: F401  # a fixture
+from tests.serving.conftest import Service, deployed, gauge_total, ray_port, wait_for  # noqa: F401  # a fixture
 from tests.vllm.installed import NEEDS_VLLM
+from tests.vllm.processes import alive, children
 
 SOURCE = "smollm2-135m"
 MODEL = "SmolLM2-135M-Instruct"
 FILE = Path(__file__).parents[2] / "deploy" / "configs" / "vllm.yaml"
+TOKEN = "trainer-token"
 COUNTING = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 1 2 3 4 5 6 7 8 9 10 11"
 
 
@@ -39,12 +45,29 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=["ngram", "draft_model"])
-def service(ray_port: int, request: pytest.FixtureRequest) -> Iterator[Service]:  # noqa: F811
+def drawn_from(name: str) -> dict[str, Any]:
+    """What a service of this name has, besides what all have."""
+    if name == "draft_model":  # itself: whatever it drafts is right
+        return {"drafter": {"kind": "draft_model", "model": SOURCE, "num_draft_tokens": 3}}
+    if name == "eagle3":  # with all that the others leave out
+        head = {"kind": "eagle3", "model": "smollm2-135m-eagle3", "num_draft_tokens": 3}
+        transport = "plasma" if importlib.util.find_spec("nixl") is None else "nixl"
+        vllm = {"engine_args": {"enforce_eager": True}, "replays": "torch"}
+        return {"drafter": head, "vllm": vllm, "handoff": {"transport": transport}}
+    return {}
+
+
+@pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle3"])
+def service(
+    ray_port: int,  # noqa: F811
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Service]:
     args: dict[str, Any] = load_config(FILE).application.args.model_dump(mode="json", exclude_unset=True)
     args["engine"]["max_model_len"], args["engine"]["kv_cache_tokens"] = 512, 4096
-    if request.param == "draft_model":  # itself: whatever it drafts is right
-        args["drafter"] = {"kind": "draft_model", "model": SOURCE, "num_draft_tokens": 3}
+    token_file = tmp_path_factory.mktemp("secrets") / "token"
+    token_file.write_text(TOKEN)
+    args |= {"admin": {"token_file": str(token_file)}} | drawn_from(request.param)
     with deployed(ray_port, f"vllm-{request.param}".replace("_", "-"), args) as running:
         yield running
 
@@ -59,7 +82,8 @@ def test_drafts_are_accepted_and_change_nothing(service: Service) -> None:
     assert on["choices"][0]["token_ids"] == off["choices"][0]["token_ids"]
     assert on["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 5
     assert off["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
-    assert service.metrics()["handoffs"] >= 2
+    by_result = service.metrics()["handoffs_by_result"]
+    assert by_result.get("ok", 0) >= 2 and not by_result.get("refused"), by_result
 
 
 def test_a_chat_streams_what_it_says_at_once(service: Service) -> None:
@@ -78,8 +102,11 @@ def test_a_chat_streams_what_it_says_at_once(service: Service) -> None:
 def test_answers_are_replayed_and_found_right(service: Service) -> None:
     reply = complete(service, prompt=COUNTING, verify=True, logprobs=2)
     assert reply["verdict"] == "verified"
+    of_greedy = gauge_total(service.metrics_text(), "truespec_replay_law_terms_total")
     sampled = complete(service, prompt=COUNTING, verify=True, temperature=1.0, seed=4)
     assert sampled["verdict"] == "verified"
+    of_both = gauge_total(service.metrics_text(), "truespec_replay_law_terms_total")
+    assert (of_both > of_greedy) == service.name.endswith("eagle3"), "our own engine knows the law of sampled answers"
     metrics = service.metrics()
     assert metrics["replayed_tokens"] >= 48 and metrics["tme"] is not None and metrics["tme"] < 1.05
 
@@ -118,6 +145,41 @@ def test_labels_are_scored(service: Service) -> None:
     assert max(labels, key=lambda label: label["score"]) == labels[0]
 
 
+def test_choices_of_one_prompt_come_from_one_handoff(service: Service) -> None:
+    before = service.metrics()["handoffs_by_result"]
+    reply = complete(service, prompt=COUNTING + " 12 13 14", n=3, temperature=1.0, seed=3)
+    assert len({tuple(choice["token_ids"]) for choice in reply["choices"]}) > 1
+    by_result = service.metrics()["handoffs_by_result"]
+    assert by_result["ok"] == before["ok"] + 3 and by_result.get("refused") == before.get("refused")
+
+
+def test_other_weights_are_taken_by_every_replica(service: Service, tmp_path: Path) -> None:
+    """Other ones for a moment; then those that were there before."""
+    served = resolve_model(SOURCE)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(served / name, tmp_path / name)
+    tensors = load_file(served / "model.safetensors")
+    last = "model.layers.29.mlp.down_proj.weight"
+    save_file(tensors | {last: tensors[last] * 1.5}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    asked = {"prompt": "The first ten words of a story:", "logprobs": 0, "verify": True}
+    before = complete(service, **asked)
+    for path, version in ((tmp_path, "step-1"), (served, "step-2")):
+        with service.http() as http:
+            told = http.post(
+                "/admin/weights",
+                json={"path": str(path), "weight_version": version, "mode": "keep"},
+                headers={"authorization": f"Bearer {TOKEN}"},
+                timeout=300,
+            )
+        assert told.status_code == 200 and told.json()["complete"], told.text
+        assert {one["weight_version"] for one in told.json()["replicas"]} == {version}
+        assert len({one["fingerprint"] for one in told.json()["replicas"]}) == 1 and len(told.json()["replicas"]) == 2
+        after = complete(service, **asked)
+        assert after["metadata"] == {"weight_version": version} and after["verdict"] == "verified"
+        logprobs = [reply["choices"][0]["logprobs"]["token_logprobs"][0] for reply in (before, after)]
+        assert (abs(logprobs[0] - logprobs[1]) < 1e-3) == (version == "step-2"), logprobs
+
+
 def test_a_killed_engine_is_replaced_and_leaves_nothing_behind(service: Service) -> None:
     complete(service, prompt="before")
     title = f"ray::ServeReplica:{service.name}:DecodeServer"
@@ -128,24 +190,13 @@ def test_a_killed_engine_is_replaced_and_leaves_nothing_behind(service: Service)
     assert engines
     os.kill(replicas[0], signal.SIGKILL)
     wait_for(lambda: not any(map(alive, engines)), "the end of the killed replica's engine")
-    wait_for(lambda: answers(service), "an answer of its replacement", 240)
-
-
-def children(pid: int) -> list[int]:
-    """All processes below one."""
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
-    return [process for child in map(int, found) for process in (child, *children(child))]
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    wait_for(lambda: answers(service), "an answer of its replacement", 400)
 
 
 def answers(service: Service) -> bool:
     with service.http() as http:
         body = {"model": MODEL, "prompt": "after", "max_tokens": 2}
-        return http.post("/v1/completions", json=body).status_code == 200
+        try:
+            return http.post("/v1/completions", json=body).status_code == 200
+        except httpx.TimeoutException:  # it waits for the replica
+            return False

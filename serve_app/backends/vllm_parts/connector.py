@@ -11,7 +11,6 @@ and the workers' half of the connector are two instances of the class.
 """
 
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,36 +19,17 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
+from serve_app.backends.vllm_parts.computed import Blocks, ComputedPrompts, Copy
+
 _logger = logging.getLogger("truespec.handoff")
-
-Blocks = tuple[list[int], ...]
-"""A request's block numbers, one list a group of layers."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Blocks to copy; `first` is the number of blocks at the beginning that are there already."""
-
-    path: str
-    blocks: Blocks
-    first: int = 0
 
 
 @dataclass
 class CopyMetadata(KVConnectorMetadata):
     """What the workers are to copy in a step."""
 
-    loads: list[_Copy] = field(default_factory=list)
-    saves: list[_Copy] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt that is to be saved once it is computed."""
-
-    path: str
-    num_tokens: int
-    blocks: Blocks
+    loads: list[Copy] = field(default_factory=list)
+    saves: list[Copy] = field(default_factory=list)
 
 
 class CopyConnector(KVConnectorBase_V1):
@@ -58,15 +38,26 @@ class CopyConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._block_size: int = vllm_config.cache_config.block_size
+        self._saves = ComputedPrompts(self._block_size)
         self._groups = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         self._rank: int = vllm_config.parallel_config.rank
-        self._loads: list[_Copy] = []
+        self._loads: list[Copy] = []
         self._loaded: set[str] = set()
-        self._saves: dict[str, _Prompt] = {}
+        self._waiting: set[str] = set()  # requests with a file that was not looked at
         self._caches: dict[str, torch.Tensor] = {}
         self._failed: set[int] = set()
 
     # -- the scheduler's half -----------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """A request comes; it may have a file."""
+        if "load" in (request.kv_transfer_params or {}):
+            self._waiting.add(request.request_id)
+
+    def recall(self) -> None:
+        """Load nothing that was computed so far: those that wait compute their prompts themselves."""
+        self._loaded |= self._waiting
+        self._waiting.clear()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many further tokens the request's file has; the last of its prompt is always computed here."""
@@ -81,48 +72,21 @@ class CopyConnector(KVConnectorBase_V1):
             return
         params = request.kv_transfer_params
         num_local = min(params["num_tokens"], request.num_tokens - 1) - num_external_tokens
+        self._waiting.discard(request.request_id)
         self._loaded.add(request.request_id)  # a file is there once: what is preempted is computed again
-        held = self._of_prompt(blocks.get_block_ids(), request.num_prompt_tokens)
-        self._loads.append(_Copy(params["load"], held, num_local // self._block_size))
+        held = self._saves.of_prompt(blocks.get_block_ids(), request.num_prompt_tokens)
+        self._loads.append(Copy(params["load"], held, num_local // self._block_size))
 
     def build_connector_meta(self, scheduler_output: Any) -> CopyMetadata:
         """What is to be copied in this step."""
         loads, self._loads = self._loads, []
-        done = dict(self._computed(scheduler_output))
-        saves = [request_id for request_id, num in done.items() if num >= self._saves[request_id].num_tokens]
-        prompts = [self._saves.pop(request_id) for request_id in saves]
-        copies = [_Copy(prompt.path, self._of_prompt(prompt.blocks, prompt.num_tokens)) for prompt in prompts]
-        return CopyMetadata(loads, copies)
-
-    def _computed(self, scheduler_output: Any) -> Iterator[tuple[str, int]]:
-        """Of prompts to be saved, how many tokens will be computed after the step; their blocks are kept up to date."""
-        scheduled = scheduler_output.num_scheduled_tokens
-        for new in scheduler_output.scheduled_new_reqs:
-            path = ((new.sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get("save")
-            if path is not None:
-                blocks = tuple(list(ids) for ids in new.block_ids)
-                self._saves[new.req_id] = _Prompt(path, len(new.prompt_token_ids), blocks)
-                yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
-        cached = scheduler_output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            prompt = self._saves.get(request_id)
-            if prompt is None:
-                continue
-            added = cached.new_block_ids[index]
-            if added is not None and request_id in cached.resumed_req_ids:
-                prompt.blocks = tuple(list(ids) for ids in added)
-            elif added is not None:
-                prompt.blocks = tuple(old + list(ids) for old, ids in zip(prompt.blocks, added, strict=True))
-            yield request_id, cached.num_computed_tokens[index] + scheduled[request_id]
-
-    def _of_prompt(self, blocks: Blocks, num_tokens: int) -> Blocks:
-        """The blocks of a prompt, without those that are there for drafts."""
-        return tuple(list(ids[: math.ceil(num_tokens / self._block_size)]) for ids in blocks)
+        return CopyMetadata(loads, self._saves.take(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request is over: nothing of it is remembered, and its blocks may go."""
         self._loaded.discard(request.request_id)
-        self._saves.pop(request.request_id, None)
+        self._waiting.discard(request.request_id)
+        self._saves.forget(request.request_id)
         return False, None
 
     # -- the workers' half --------------------------------------------------------------------------------------
@@ -162,14 +126,14 @@ class CopyConnector(KVConnectorBase_V1):
             for name in sorted(names):
                 yield self._caches[name], ids
 
-    def _save(self, copy: _Copy) -> None:
+    def _save(self, copy: Copy) -> None:
         path = Path(f"{copy.path}.{self._rank}")
         with path.open("wb") as file:
             for cache, ids in self._layers(copy.blocks):
                 rows = cache[torch.tensor(ids, device=cache.device)].contiguous().cpu()
                 file.write(rows.view(torch.uint8).numpy().tobytes())
 
-    def _load(self, copy: _Copy) -> None:
+    def _load(self, copy: Copy) -> None:
         content = memoryview(bytearray(Path(f"{copy.path}.{self._rank}").read_bytes()))
         begin = 0
         for cache, ids in self._layers(copy.blocks):

@@ -7,6 +7,8 @@ from typing import Any
 from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.request import FinishReason, LawRow, Request, TokenDelta, TokenKind, TokenLogprobs
 
+GAVE_UP = "vLLM gave up the request."
+"""The error of a request that vLLM ends by itself, without a word why."""
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -68,7 +70,7 @@ class DeltaReader:
             preempted=bool(told.get("preempted")),
             finish_reason=reason,
             stop_token_id=token_ids[-1] if reason is FinishReason.STOP and token_ids else None,
-            error="vLLM gave up the request." if reason is FinishReason.ERROR else None,
+            error=GAVE_UP if reason is FinishReason.ERROR else None,
             weight_version=weight_version,
         )
         self._begun = True

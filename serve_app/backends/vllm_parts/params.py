@@ -100,8 +100,8 @@ def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfe
     )
 
 
-def prefilling(request: Request, path: str) -> VllmParams:
-    """Compute the prompt and copy it to a file; the one token that vLLM samples behind it is nobody's."""
+def prefilling(request: Request, transfer: dict[str, Any]) -> VllmParams:
+    """Compute the prompt and hand it over; the one token that vLLM samples behind it is nobody's."""
     return VllmParams(
         temperature=0,
         max_tokens=1,
@@ -109,13 +109,13 @@ def prefilling(request: Request, path: str) -> VllmParams:
         prompt_logprobs=request.params.prompt_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={TERMS: {}, "kv_transfer_params": {"save": path}},
+        extra_args={TERMS: {}, "kv_transfer_params": transfer},
     )
 
 
-def order(speculation: str) -> VllmParams:
-    """A request of our own that tells the scheduler who may draft."""
-    terms = {TERMS: {"speculation": speculation}}
+def order(*, speculation: str | None = None, transfer: dict[str, Any] | None = None) -> VllmParams:
+    """A request of our own that tells the scheduler who may draft, or the connector what becomes of handoffs."""
+    terms = {TERMS: {"speculation": speculation}, "kv_transfer_params": transfer}
     return VllmParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, extra_args=terms)
 
 

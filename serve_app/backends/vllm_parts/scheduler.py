@@ -10,6 +10,7 @@ of plain decoding. So nothing is restarted, and no request loses anything.
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from serve_app.backends.vllm_parts.orphan import end_with_parent
 from serve_app.backends.vllm_parts.settings import TERMS
@@ -71,6 +72,32 @@ class SpeculationScheduler(Scheduler):
         for request_id in self._rounds.keys() - self.requests.keys():
             del self._rounds[request_id]
         return told
+
+    def has_requests(self) -> bool:
+        """Whether there is something to do, also while it is paused: what is being read is read to its end."""
+        return super().has_requests() or any(
+            request.request_id not in self.finished_recving_kv_req_ids for request in self._reading()
+        )
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget what was computed, what came from elsewhere or waits to be read included.
+
+        Raises:
+            RuntimeError: some of it is being read at the moment; a step later it may be over.
+        """
+        if reset_running_requests and hasattr(self.connector, "recall"):  # it is one of ours
+            self.connector.recall()
+            for request in [one for one in self._reading() if one.request_id in self.finished_recving_kv_req_ids]:
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request.request_id)
+                self._update_waiting_for_remote_kv(request)
+                request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+        return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
+
+    def _reading(self) -> list[Any]:
+        """Requests whose handoff is being read."""
+        waiting = self.kv_holding_waiting
+        return [request for request in waiting if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
 
     def _may_draft(self, request: Any) -> bool:
         terms = _terms(request)

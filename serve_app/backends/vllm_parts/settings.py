@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
@@ -53,9 +53,13 @@ OWN_ARGUMENTS = {
 }
 """Arguments of `AsyncEngineArgs` that this engine sets itself, and the setting that decides each (None = none does)."""
 
+LEASE_S = 30
+"""How long the prefill side keeps what nobody reads; the decode side renews it while the request waits there."""
+
 SIZES = frozenset(("max_batched_tokens", "block_size", "kv_cache_tokens"))
 """Sizes that vLLM chooses where nobody sets them; the number of tokens only together with the size of a block."""
 
+_SPLIT_SEQUENCES = ("decode_context_parallel_size", "prefill_context_parallel_size")
 _NEEDS_DEFAULT: dict[str, Any] = {
     "weights": "auto",
     "cuda_graphs": None,
@@ -93,14 +97,17 @@ class VllmSettings:
         engine: sizes and drafter, as the torch engine has them.
         given: names of the sizes (`SIZES`) that are to hold; vLLM chooses the others.
         engine_args: further arguments of vLLM's `AsyncEngineArgs`.
-        hands_off: prompts are computed here for others, or by others for here.
+        handoff: how prompts that are computed elsewhere come here, or from here to others: not at all, as a copy, or
+            read out of the other engine's memory by NIXL.
+        role: which side of that this is, in vLLM's words.
         self_check_share: of the steps whose terms are taken in vLLM's worker; 0 = none.
     """
 
     engine: EngineConfig
     given: frozenset[str] = frozenset()
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    hands_off: bool = False
+    handoff: Literal["none", "copy", "nixl"] = "none"
+    role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     self_check_share: float = 0.0
 
 
@@ -189,13 +196,25 @@ def engine_arguments(
         arguments["num_gpu_blocks_override"] = config.num_blocks + _SPARE_BLOCKS
     if config.drafter.kind != "none":
         arguments["speculative_config"] = _speculation(config.drafter, drafter_folder)
-    if settings.hands_off:
+    if settings.handoff == "copy":
         arguments["kv_transfer_config"] = {
             "kv_connector": "CopyConnector",
             "kv_connector_module_path": "serve_app.backends.vllm_parts.connector",
-            "kv_role": "kv_both",
+            "kv_role": settings.role,
             "kv_load_failure_policy": "recompute",
         }
+    if settings.handoff == "nixl":
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "NixlConnector",
+            "kv_connector_module_path": "serve_app.backends.vllm_parts.pull_connector",
+            "kv_role": settings.role,
+            "kv_load_failure_policy": "fail",  # it is counted, and the prompt computed again without it
+            "kv_connector_extra_config": {
+                "kv_lease_duration": LEASE_S,
+                "enforce_handshake_compat": False,  # our manifest says more, and does not go by the names of folders
+            },
+        }
+        arguments.setdefault("disable_hybrid_kv_cache_manager", True)  # as vLLM does by itself for copies
     return arguments
 
 
@@ -223,6 +242,8 @@ def check_build(settings: VllmSettings, *, cpu: bool) -> None:
         raise ConfigError(
             f"engine.block_size must be a multiple of {_CPU_BLOCKS} on vLLM's CPU build, got {block_size}."
         )
+    if settings.handoff != "none":
+        _check_handoff(settings)
     if drafter.kind == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
             "drafter.kind is suffix, for which vLLM needs arctic-inference: install it, or use ngram or the torch "
@@ -236,6 +257,20 @@ def check_build(settings: VllmSettings, *, cpu: bool) -> None:
     if cpu and drafter.kind == "eagle3" and not settings.engine_args.get("enforce_eager"):
         raise ConfigError(
             "drafter.kind is eagle3, which vLLM's CPU build runs only with vllm.engine_args.enforce_eager: true."
+        )
+
+
+def _check_handoff(settings: VllmSettings) -> None:
+    for name in _SPLIT_SEQUENCES:
+        if settings.engine_args.get(name, 1) != 1:
+            raise ConfigError(
+                f"vllm.engine_args.{name} splits a sequence among devices, and handoffs hold whole ones: leave it out, "
+                "or set topology to monolith."
+            )
+    if settings.handoff == "nixl" and importlib.util.find_spec("nixl") is None:
+        raise ConfigError(
+            "handoff.transport is nixl, for which vLLM needs NIXL: pip install --no-deps nixl nixl-cu12, or set it to "
+            "plasma."
         )
 
 

@@ -33,6 +33,12 @@ class WorkerExtension:
 
         runner.sample_tokens = sampling
 
+    def cache_layout(self) -> str:
+        """How the bytes of a block are to be understood."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return str(get_kv_transfer_group().layout)
+
     def watch_sampler(self, share: float) -> None:
         """Take the terms of the self-checks of that share of the steps."""
         from vllm.v1.sample import rejection_sampler

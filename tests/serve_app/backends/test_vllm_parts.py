@@ -1,20 +1,25 @@
 """The parts of the vLLM engine that need no vLLM: settings, handoffs, what its outputs come to, checkpoints."""
 
+import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from serve_app.backends.fake import FakeBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import checkpoint, settings
+from serve_app.backends.vllm_parts.block_sums import block_sums
 from serve_app.backends.vllm_parts.deltas import DeltaReader, scored
-from serve_app.backends.vllm_parts.handoff import Manifest, pack, unpack
+from serve_app.backends.vllm_parts.handoff import Manifest, Readings, pack, source_of, unpack
 from serve_app.backends.vllm_parts.settings import VllmSettings
 from serve_app.config import parse_args
 from speculative.config import DrafterConfig, EngineConfig
@@ -70,10 +75,39 @@ def test_our_settings_become_vllms_and_cannot_be_overwritten() -> None:
     }
     ours = {"distributed_executor_backend", "enforce_eager", "tensor_parallel_size", *settings.OWN_ARGUMENTS}
     assert told.keys() - ours == set(), "an argument that we set can be set by the file, too"
+    assert told["kv_transfer_config"]["kv_role"] == "kv_consumer"
     alone = parse_args(args(topology="monolith")).vllm_settings("monolith")
     chosen = settings.engine_arguments(alone, "/m", None, most_tokens=None)
     left = {"kv_transfer_config", "num_gpu_blocks_override", "block_size", "max_num_batched_tokens"}
     assert not left & chosen.keys(), "vLLM chooses what nobody sets"
+
+
+def test_nixl_is_vllms_own_and_what_we_send_is_small() -> None:
+    config = parse_args(args(handoff={"transport": "nixl"}))
+    told = {
+        pool: settings.engine_arguments(config.vllm_settings(pool), "/m", None, most_tokens=None)
+        for pool in ("prefill", "decode")
+    }
+    for pool, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        transfer = told[pool]["kv_transfer_config"]
+        assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", role)
+        assert transfer["kv_connector_module_path"].startswith("serve_app."), "ours, under its name"
+        assert transfer["kv_load_failure_policy"] == "fail", "what vLLM recomputes by itself is not counted"
+        assert told[pool]["disable_hybrid_kv_cache_manager"] is True
+    assert config.parcels == "inline"
+    assert parse_args({"model": {"source": "m"}, "handoff": {"transport": "nixl"}}).parcels == "nixl"
+    alone = parse_args(args(topology="monolith", handoff={"transport": "nixl"})).vllm_settings("monolith")
+    assert alone.handoff == "none"
+
+
+def test_what_handoffs_do_not_hold_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_args(args(vllm={"engine_args": {"decode_context_parallel_size": 2}}))
+    with pytest.raises(ConfigError, match=r"decode_context_parallel_size splits a sequence .* leave it out"):
+        settings.check_build(config.vllm_settings("decode"), cpu=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = parse_args(args(handoff={"transport": "nixl"}))
+    with pytest.raises(ConfigError, match="pip install --no-deps nixl nixl-cu12, or set it to plasma"):
+        settings.check_build(config.vllm_settings("decode"), cpu=False)
 
 
 def test_each_drafter_has_vllms_name_or_is_refused() -> None:
@@ -134,32 +168,87 @@ def test_arguments_that_vllm_does_not_know_are_named() -> None:
 
 
 def test_a_handoff_comes_back_whole_and_only_to_its_like() -> None:
-    handoff = pack(OURS, PROMPT, [b"abcd", b"ef"])
-    num_computed, parts = unpack(handoff, OURS, PROMPT)
-    assert (num_computed, [bytes(part) for part in parts]) == (3, [b"abcd", b"ef"])
-    readonly = handoff.copy()
-    readonly.flags.writeable = False
-    assert [bytes(part) for part in unpack(readonly, OURS, PROMPT)[1]] == [b"abcd", b"ef"]
-    for name, value in (("fingerprint", "f01"), ("drafter", "none"), ("vllm", "0.32.1"), ("num_ranks", 1)):
-        other = Manifest(**{field: getattr(OURS, field) for field in Manifest.__slots__} | {name: value})
+    handoff = pack(OURS, PROMPT, [b"abcd", b"ef"], {"remote_block_ids": [[3, 4]]})
+    handoff.flags.writeable = False
+    sent = unpack(handoff)
+    sent.check(OURS, PROMPT)
+    assert (sent.num_computed, [bytes(part) for part in sent.parts]) == (3, [b"abcd", b"ef"])
+    assert sent.source == {"remote_block_ids": [[3, 4]]}
+    assert unpack(pack(OURS, PROMPT, [b"a"])).source == {}
+    others: dict[str, Any] = {"fingerprint": "f01", "drafter": "none", "vllm": "0.32.1", "num_ranks": 1, "way": "nixl"}
+    for name, value in others.items():
         with pytest.raises(HandoffRefused, match=name) as caught:
-            unpack(handoff, other, PROMPT)
+            sent.check(dataclasses.replace(OURS, **{name: value}), PROMPT)
         assert caught.value.reason == "manifest"
-    with pytest.raises(HandoffRefused) as caught:
-        unpack(handoff, OURS, PROMPT[1:])
-    assert caught.value.reason == "request"
+    for other in (PROMPT[1:], (*PROMPT[:3], 6)):
+        with pytest.raises(HandoffRefused) as caught:
+            sent.check(OURS, other)
+        assert caught.value.reason == "request"
 
 
 def test_a_damaged_handoff_is_refused_wherever_the_damage_is() -> None:
-    handoff = pack(OURS, PROMPT, [bytes(range(200))])
+    handoff = pack(OURS, PROMPT, [bytes(range(200))], {"remote_block_ids": [[3, 4]]})
     for position in range(len(handoff)):
         damaged = handoff.copy()
         damaged[position] ^= np.uint8(0x55)
-        with pytest.raises(HandoffRefused):
-            unpack(damaged, OURS, PROMPT)
+        with pytest.raises(HandoffRefused) as caught:
+            unpack(damaged)
+        assert caught.value.reason == "damaged"
     for length in (0, 3, 20, len(handoff) - 1):
         with pytest.raises(HandoffRefused):
-            unpack(handoff[:length], OURS, PROMPT)
+            unpack(handoff[:length])
+
+
+def test_where_a_prompt_is_to_be_read_is_known_when_it_is_computed() -> None:
+    told = {"remote_request_id": "r-1", "remote_block_ids": [[3]], settings.TERMS: {"rounds": []}}
+    assert source_of(SimpleNamespace(kv_transfer_params=told)) == {
+        "remote_request_id": "r-1",
+        "remote_block_ids": [[3]],
+    }
+    assert source_of(SimpleNamespace(kv_transfer_params=None)) == {}
+    assert source_of(SimpleNamespace(kv_transfer_params={settings.TERMS: {"rounds": []}})) == {}
+
+
+async def test_a_handoff_is_read_once_and_others_hear_what_came_of_it() -> None:
+    readings = Readings()
+    first, other = ({"remote_engine_id": name, "remote_request_id": "r"} for name in ("a", "b"))
+    reading = readings.begin(first)
+    assert reading is not None and readings.begin(other) is not None, "two prefill replicas may use the same name"
+    assert readings.begin(first) is None
+    waiting = asyncio.create_task(readings.end(first))
+    impatient = asyncio.create_task(readings.end(first))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    await asyncio.sleep(0)
+    assert not waiting.done() and not reading.cancelled()
+    reading.set_result(True)
+    assert await waiting is True and await readings.end(first) is True
+
+
+def test_blocks_are_summed_so_that_nothing_can_change_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    caches = [torch.randn(6, 2, 4, 3, generator=generator).to(torch.bfloat16) for _ in range(2)]
+
+    def sums(*layers: torch.Tensor, blocks: Sequence[int] = (4, 1)) -> list[int]:
+        told: list[int] = block_sums([(layer, blocks) for layer in layers], 6).tolist()
+        return told
+
+    first, second = sums(*caches)
+    assert sums(*caches, blocks=(1, 4)) == [second, first]
+    assert sums(*(cache[[1, 4]].repeat(3, 1, 1, 1) for cache in caches), blocks=(1, 0)) == [first, second]
+    for changed in (
+        [caches[1], caches[0]],  # layers
+        [caches[0].flip(1), caches[1]],  # keys and values
+        [caches[0].transpose(2, 3), caches[1]],  # places and channels
+        [caches[0].index_fill(0, torch.tensor(4), 0.0), caches[1]],
+    ):
+        assert sums(*changed)[0] != first
+    with monkeypatch.context() as patch:
+        patch.setattr("serve_app.backends.vllm_parts.block_sums._AT_ONCE", 1)
+        assert sums(*caches) == [first, second], "a block at a time"
+    halves = [cache.reshape(12, 1, 4, 3) for cache in caches]
+    assert sums(*halves) == [first, second], "a kernel's blocks may be parts of the scheduler's"
+    assert len(set(sums(torch.arange(6 * 3, dtype=torch.uint8).reshape(6, 3)))) == 2, "no whole words"
 
 
 def output(token_ids: list[int], rounds: list[tuple[int, int]], finish: str | None = None) -> SimpleNamespace:
