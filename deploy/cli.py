@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -582,7 +583,7 @@ def _at_port(file: ServeFile, port: int) -> ServeFile:
 
 
 def _command_line() -> str:
-    return f"truespec {' '.join(sys.argv[1:])}"
+    return shlex.join(["truespec", *sys.argv[1:]])
 
 
 def _write_json(path: Path | None, figures: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def provenance() -> dict[str, Any]:
     cpu = _cpu()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["truespec", *sys.argv[1:]]),
+        "command": shlex.join(["truespec", *sys.argv[1:]]),
         "commit": _commit(),
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
         "cpu_flags": [flag for flag in _TELLING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
