@@ -12,8 +12,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -32,6 +30,7 @@ from serve_app.backends.vllm_parts.checkpoint import (
 )
 from serve_app.backends.vllm_parts.deltas import GAVE_UP, DeltaReader, prompt_logprobs, queue_s, scored
 from serve_app.backends.vllm_parts.handoff import Manifest, Readings, pack, source_of, unpack
+from serve_app.backends.vllm_parts.scratch import Scratch
 from serve_app.backends.vllm_parts.settings import (
     LEASE_S,
     TERMS,
@@ -99,11 +98,11 @@ class VllmBackend:
         self._folder = await asyncio.to_thread(resolve_model, self._source)
         drafter = self._settings.engine.drafter
         self._drafter_folder = None if drafter.model is None else await asyncio.to_thread(resolve_model, drafter.model)
-        self._scratch = Path(tempfile.mkdtemp(prefix="truespec-vllm-", dir=_memory_folder()))
+        self._scratch = await asyncio.to_thread(Scratch, _memory_folder())
         try:
             self._llm = await asyncio.to_thread(self._start_engine)
         except Exception as error:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.remove()
             if isinstance(error, ConfigError):
                 raise
             raise EngineFault(f"vLLM {version} could not start: {error}") from error
@@ -138,7 +137,7 @@ class VllmBackend:
             llm, self._llm = self._llm, None
             self._fault = EngineFault("The engine was stopped.")
             await asyncio.to_thread(llm.shutdown)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.remove()
 
     def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode here."""
@@ -147,7 +146,7 @@ class VllmBackend:
     async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
         """Compute the prompt and hand it off. No token is sampled here, asked for or not."""
         self._check(request)
-        path = self._scratch / uuid.uuid4().hex
+        path = self._scratch.folder / uuid.uuid4().hex
         parts = [Path(f"{path}.{rank}") for rank in range(self._manifest.num_ranks)]
         delta = TokenDelta(request.request_id, weight_version=self._version)
         source: dict[str, Any] = {}
@@ -242,7 +241,7 @@ class VllmBackend:
         folder, self._loaded = self._loaded, None
         if folder is None:
             raise EngineFault("There are no weights to switch to; load them first.")
-        was_paused, view = self._paused, plain_view(folder, self._scratch)
+        was_paused, view = self._paused, plain_view(folder, self._scratch.folder)
         if not was_paused:
             await self.pause(PauseMode.KEEP)
         try:
@@ -345,7 +344,7 @@ class VllmBackend:
         self, request: Request, parts: Sequence[memoryview], transfer: dict[str, Any]
     ) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of a request whose handoff the workers find in files."""
-        path = self._scratch / uuid.uuid4().hex
+        path = self._scratch.folder / uuid.uuid4().hex
         files = [Path(f"{path}.{rank}") for rank in range(len(parts))]
         try:
             await asyncio.to_thread(_write, files, parts)
@@ -524,8 +523,8 @@ class VllmBackend:
         check_build(self._settings, cpu=cpu)
         arguments = engine_arguments(
             self._settings,
-            str(plain_view(self._folder, self._scratch)),
-            None if self._drafter_folder is None else str(plain_view(self._drafter_folder, self._scratch)),
+            str(plain_view(self._folder, self._scratch.folder)),
+            None if self._drafter_folder is None else str(plain_view(self._drafter_folder, self._scratch.folder)),
             most_tokens=most_tokens(self._folder, config.max_model_len),
         )
         check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
@@ -540,9 +539,9 @@ class VllmBackend:
         return llm
 
 
-def _memory_folder() -> str | None:
+def _memory_folder() -> Path | None:
     """Where files lie in memory; None = wherever temporary ones lie."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 
 def _open_side_channel() -> None:
