@@ -11,7 +11,7 @@ from speculative.model import loading, packed
 from speculative.model.kernels import cpu_kernels
 from speculative.model.layers import Linear, PackedLinear
 from speculative.model.loading import load_decoder
-from speculative.model.native import NativeLinear
+from speculative.model.native import Kind, NativeLinear
 from speculative.model.packed import OneDnnLinear, can_pack, can_pack_for_onednn, pack_weights
 
 needs_packing = pytest.mark.skipif(
@@ -68,22 +68,25 @@ def test_a_head_for_onednn_takes_rows_of_a_float32_target(monkeypatch: pytest.Mo
     head = nn.Sequential(a_linear())
     rows = torch.randn(3, 96)
     expected = head(rows.bfloat16())
-    pack_weights(head)
+    pack_weights(head, None)
     assert isinstance(head[0], OneDnnLinear)
     assert torch.equal(head(rows), expected.float())
 
 
 @pytest.mark.skipif(cpu_kernels() is None, reason="there are no CPU kernels here")
-@pytest.mark.parametrize(("num_inputs", "kind"), [(96, "w8a8"), (40, "bfloat16")])
-def test_a_head_for_our_kernels_has_eight_bits_where_they_fit(
-    num_inputs: int, kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("target", "num_inputs", "kind", "error"),
+    [("bfloat16", 96, "w8a8", 0.05), ("w4a8", 96, "w4a8", 0.5), ("w4a8", 40, "bfloat16", 0.05)],
+)
+def test_a_head_for_our_kernels_has_few_bits_where_they_fit(
+    target: Kind, num_inputs: int, kind: str, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "prefers_onednn", lambda: False)
     linear = a_linear(num_inputs)
     head = nn.Sequential(linear)
-    pack_weights(head)
+    pack_weights(head, target)
     assert isinstance(head[0], NativeLinear)
     assert head[0].kind == kind
     rows = torch.randn(3, num_inputs)
     expected = rows @ linear.weight.float().T + linear.bias.float()
-    torch.testing.assert_close(head(rows), expected, rtol=0.02, atol=0.05 * expected.std().item())
+    torch.testing.assert_close(head(rows), expected, rtol=0.02, atol=error * expected.std().item())
