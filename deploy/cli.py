@@ -282,6 +282,7 @@ def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any
     help="Tokens a second after the first token, or of the whole batch.",
 )
 @click.option("--profile", is_flag=True, help="Show where the time of our steps goes.")
+@click.option("--together", is_flag=True, help="Our engines of the same weights share a process and one copy of them.")
 @click.option(
     "--gpu", is_flag=True, help="Our engines on a GPU: off, n-gram and the head, with and without CUDA graphs."
 )

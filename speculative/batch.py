@@ -6,6 +6,7 @@ draws a token are its verify rows; row j of them holds the target's law after j 
 
 from collections.abc import Sequence as Entries
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -88,33 +89,41 @@ class Layout:
 
 def lay_out(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> Layout:
     """Lay out a step: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds them packed."""
-    drafts = np.split(draft_ids, np.cumsum(counts)[:-1])
-    known = np.array([entry.num_known for entry in entries], np.int64)
-    begins = np.array([entry.sequence.num_computed for entry in entries], np.int64)
-    row_counts = known + counts
-    row_starts = np.concatenate([[0], np.cumsum(row_counts)])
-    context_slots = tuple(
-        block_slots(entry.sequence.blocks, length, block_size)
-        for entry, length in zip(entries, (begins + row_counts).tolist(), strict=True)
-    )
-    draws = np.array([entry.draws for entry in entries], bool)
-    verify_counts = np.where(draws, counts + 1, 0)
-    offsets = _ranges(verify_counts)
-    input_ids = np.concatenate([_input_ids(*pair) for pair in zip(entries, drafts, strict=True)])
-    verify_rows = np.repeat(row_starts[:-1] + known - 1, verify_counts) + offsets
-    is_last = offsets == np.repeat(verify_counts - 1, verify_counts)
+    drafts = draft_ids.tolist()  # a step has few rows: lists are faster here than many small arrays
+    input_ids, row_starts, contexts = list[int](), [0], list[Int64s]()
+    verify_rows, verify_entries, offsets, judged = list[int](), list[int](), list[int](), list[int]()
+    positions, slots, drawing, draft_counts = list[range](), list[Int64s](), list[Entry](), list[int]()
+    num_drafts = 0
+    for entry, count in zip(entries, counts.tolist(), strict=True):
+        sequence, begin, own = entry.sequence, entry.sequence.num_computed, drafts[num_drafts : num_drafts + count]
+        num_drafts += count
+        end = begin + entry.num_known + count
+        context = block_slots(sequence.blocks, end, block_size)
+        contexts.append(context)
+        slots.append(context[begin:])
+        positions.append(range(begin, end))
+        input_ids += sequence.tokens[begin : begin + entry.num_known]
+        if entry.draws:
+            verify_rows += range(len(input_ids) - 1, len(input_ids) + count)
+            verify_entries += [len(drawing)] * (count + 1)
+            offsets += range(count + 1)
+            judged += [*own, -1]
+            drawing.append(entry)
+            draft_counts.append(count)
+        input_ids += own
+        row_starts.append(len(input_ids))
     return Layout(
-        input_ids=input_ids,
-        positions=np.repeat(begins, row_counts) + _ranges(row_counts),
-        slots=np.concatenate([slots[begin:] for slots, begin in zip(context_slots, begins.tolist(), strict=True)]),
-        row_starts=row_starts,
-        context_slots=context_slots,
-        verify_rows=verify_rows,
-        verify_entries=np.repeat(np.cumsum(draws) - 1, verify_counts),
-        offsets=offsets,
-        drafts=np.where(is_last, -1, input_ids[np.minimum(verify_rows + 1, len(input_ids) - 1)]),
-        drawing=tuple(entry for entry in entries if entry.draws),
-        draft_counts=counts[draws],
+        input_ids=np.array(input_ids, np.int64),
+        positions=np.fromiter(chain.from_iterable(positions), np.int64, len(input_ids)),
+        slots=np.concatenate(slots),
+        row_starts=np.array(row_starts, np.int64),
+        context_slots=tuple(contexts),
+        verify_rows=np.array(verify_rows, np.int64),
+        verify_entries=np.array(verify_entries, np.int64),
+        offsets=np.array(offsets, np.int64),
+        drafts=np.array(judged, np.int64),
+        drawing=tuple(drawing),
+        draft_counts=np.array(draft_counts, np.int64),
     )
 
 
@@ -122,18 +131,6 @@ def block_slots(blocks: Entries[int], length: int, block_size: int) -> Int64s:
     """Slots of the first `length` positions of a sequence with these blocks."""
     starts = np.array(blocks[: -(-length // block_size)], np.int64) * block_size
     return (starts[:, None] + np.arange(block_size)).reshape(-1)[:length]
-
-
-def _input_ids(entry: Entry, drafts: Int64s) -> Int64s:
-    sequence = entry.sequence
-    known = sequence.tokens[sequence.num_computed : sequence.num_computed + entry.num_known]
-    return np.concatenate([np.array(known, np.int64), drafts])
-
-
-def _ranges(counts: Int64s) -> Int64s:
-    """0..c-1 for every count c, one after another."""
-    ends = np.cumsum(counts)
-    return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speculative.rng import Purpose, gumbel, uniforms
-from speculative.sampling import SamplingRows, draw, process, target_probs
+from speculative.sampling import LastRows, SamplingRows, draw, process, target_probs
 from speculative.sequence import Sequence
 
 
@@ -54,6 +54,7 @@ class DraftSampler:
         self._vocab_size = vocab_size
         self._sampled = sampled
         self._all_coupled = all_coupled
+        self._rows = LastRows()
         self._column_of: Tensor | None = None  # [V] int64, of each token that has one
         if ids is not None:
             self._column_of = ids.new_zeros(vocab_size).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
@@ -63,7 +64,7 @@ class DraftSampler:
         coupled = [self._all_coupled or sequence.params.reproducible for sequence in sequences]
         return DraftRound(
             sequences=tuple(sequences),
-            rows=SamplingRows.build([sequence.params for sequence in sequences], self.width, device),
+            rows=self._rows.of([sequence.params for sequence in sequences], self.width, device),
             uniforms=_uniforms(sequences, num_drafts).to(device),
             coupled=torch.tensor(coupled, device=device) if any(coupled) else None,
         )
@@ -95,8 +96,9 @@ class DraftSampler:
 
 def _uniforms(sequences: Sequences[Sequence], num_drafts: int) -> Tensor:
     """[num_drafts, E] float64 in (0, 1)."""
-    seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
-    rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)
-    offsets = np.repeat(np.arange(num_drafts, dtype=np.uint64), len(seeds))
-    key = (np.tile(seeds, num_drafts), np.tile(rounds, num_drafts), offsets, np.full_like(offsets, Purpose.DRAFT))
-    return torch.from_numpy(uniforms(*key)).view(num_drafts, len(seeds))
+    key = np.empty((4, num_drafts, len(sequences)), np.uint64)
+    key[0] = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+    key[1] = [len(sequence.tokens) for sequence in sequences]
+    key[2] = np.arange(num_drafts)[:, None]
+    key[3] = Purpose.DRAFT
+    return torch.from_numpy(uniforms(*key.reshape(4, -1))).view(num_drafts, len(sequences))

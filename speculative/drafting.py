@@ -72,6 +72,8 @@ def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, 
     because of the token that was drawn, would change the law; there the mask makes p(x) = 0, and the draft is rejected.
     """
     masks: dict[int, list[Bools]] = {}
+    if all(entry.sequence.constraint is None for entry in batch.entries):
+        return draft, masks
     drafts = draft.per_entry()
     chosen = isinstance(draft.law, PointMass)
     for index, entry in enumerate(batch.entries):

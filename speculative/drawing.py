@@ -17,8 +17,9 @@ from speculative.constraint import Bools
 from speculative.draft_law import DraftLaw
 from speculative.logprobs import mode_matrix
 from speculative.outcome import copy_to_host, drawn_per_entry, emitted_at_rows, logprobs_to_host, terms_to_host
-from speculative.rng import Float64s, Purpose, uniforms
-from speculative.sampling import SamplingRows, process, target_probs
+from speculative.request import SamplingParams
+from speculative.rng import Float64s, Purpose, Uint64s, uniforms
+from speculative.sampling import LastRows, SamplingRows, highest_logits, process, target_probs
 from speculative.selfcheck.invariants import (
     NUM_LOGITS_KINDS,
     broken_rows,
@@ -59,6 +60,7 @@ class TokenDrawer:
         self._device = device
         self.verify = _make_verifier(config)
         self._all_coupled = config.verifier == "coupled"
+        self._rows = LastRows()
 
     def draw(self, layout: Layout, logits: Tensor, law: DraftLaw, masks: list[list[Bools] | None]) -> Draws:
         """What each drawing entry emits.
@@ -69,17 +71,15 @@ class TokenDrawer:
             law: q of the step's drafts.
             masks: per drawing entry, the tokens its structure allows, row by row; None where it has none.
         """
-        contexts = row_contexts(layout)
-        rows = SamplingRows.build([context.sequence.params for context in contexts], logits.shape[-1], self._device)
-        allowed = _masks_per_row(layout, masks)
-        adjusted = adjust(logits, contexts, allowed, self._eos_token_ids)
+        rows = self._rows.of(_params_per_row(layout), logits.shape[-1], self._device)
+        adjusted = self._adjust(layout, logits, masks)
         processed = process(adjusted, rows)  # [R, V]
         step = self._verify_input(layout, target_probs(processed, rows), law)
         verified = self._verify(layout, step)
         emitted = emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
         outside = _outside_filters(adjusted, rows, emitted)
-        broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
+        broken = broken_rows(step, verified, emitted, highest_logits(processed), outside)
         if self._wrong_on_purpose:
             broken = torch.where(broken <= NUM_LOGITS_KINDS, broken, 0)
         checked = not self._wrong_on_purpose and self._self_check.due()
@@ -88,17 +88,22 @@ class TokenDrawer:
         drawn = self.check_on_host(layout, drawn_per_entry(layout, verdicts, logprobs), masks)
         return Draws(drawn, verdicts.expected_accepted, terms)
 
+    def _adjust(self, layout: Layout, logits: Tensor, masks: list[list[Bools] | None]) -> Tensor:
+        if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
+            return logits
+        return adjust(logits, row_contexts(layout), _masks_per_row(layout, masks), self._eos_token_ids)
+
     def _verify(self, layout: Layout, step: VerifyInput) -> VerifyOutput:
         coupled = self._coupled(layout)
-        if coupled.all():
+        if all(coupled):
             return verify_coupled(step)
-        if not coupled.any():
+        if not any(coupled):
             return self.verify(step)
-        return verify_mixed(step, torch.from_numpy(coupled).to(self._device), verify_coupled, self.verify)
+        return verify_mixed(step, torch.tensor(coupled, device=self._device), verify_coupled, self.verify)
 
-    def _coupled(self, layout: Layout) -> Bools:
+    def _coupled(self, layout: Layout) -> list[bool]:
         """[E] which entries the coupled verifier judges."""
-        return np.array([self._all_coupled or entry.sequence.params.reproducible for entry in layout.drawing])
+        return [self._all_coupled or entry.sequence.params.reproducible for entry in layout.drawing]
 
     # -- self-checks --------------------------------------------------------------------------------------------
 
@@ -109,9 +114,9 @@ class TokenDrawer:
             verifier=self._verifier,
             judged_rows=self._on_device(np.flatnonzero(layout.drafts >= 0)),
             counted=torch.from_numpy(counted).to(self._device),
-            coupled=torch.from_numpy(coupled).to(self._device),
-            any_coupled=bool(coupled.any()),
-            all_coupled=bool(coupled.all()),
+            coupled=torch.tensor(coupled, device=self._device),
+            any_coupled=any(coupled),
+            all_coupled=all(coupled),
         )
         return terms_to_host(take_terms(step, verified, emitted, scope))
 
@@ -136,27 +141,33 @@ class TokenDrawer:
         return forbidden_by_rules(entry, drawn.token_ids, masks, self._eos_token_ids)
 
     def _verify_input(self, layout: Layout, probs: Tensor, law: DraftLaw) -> VerifyInput:
-        sequences = [entry.sequence for entry in layout.drawing]
-        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)[layout.verify_entries]
-        rounds = np.array([len(sequence.tokens) for sequence in sequences], np.int64)[layout.verify_entries]
-        key = (seeds, rounds.astype(np.uint64), layout.offsets.astype(np.uint64))
-        coin = np.full_like(seeds, Purpose.COIN)
-        final = np.where(layout.drafts < 0, np.uint64(Purpose.BONUS), np.uint64(Purpose.RESIDUAL))
-        ends = np.cumsum(layout.draft_counts + 1)
+        sequences, entries, counts = (
+            [entry.sequence for entry in layout.drawing],
+            layout.verify_entries,
+            layout.draft_counts,
+        )
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)[entries]
+        rounds = np.array([len(sequence.tokens) for sequence in sequences], np.int64)[entries]
+        rows = np.empty((6, len(entries)), np.int64)  # all that is one number a row goes to the device at once
+        rows[0], rows[2], rows[3] = layout.drafts, entries, layout.offsets
+        rows[1] = np.arange(len(entries)) - entries  # every drawing entry before took one row that judges no draft
+        rows[4], rows[5] = seeds.view(np.int64), rounds + layout.offsets
+        drafts, packed, owners, offsets, row_seeds, positions = self._on_device(rows).unbind()
+        first_rows, draft_counts = self._on_device(np.array([np.cumsum(counts + 1) - counts - 1, counts])).unbind()
+        coins, finals = self._on_device(_coins_and_finals(seeds, rounds, layout)).unbind()
         return VerifyInput(
             probs=probs,
             law=law,
-            drafts=self._on_device(layout.drafts),
-            # Every drawing entry before a row took one row that judges no draft.
-            packed=self._on_device(np.arange(len(layout.drafts)) - layout.verify_entries),
-            entries=self._on_device(layout.verify_entries),
-            offsets=self._on_device(layout.offsets),
-            first_rows=self._on_device(ends - layout.draft_counts - 1),
-            counts=self._on_device(layout.draft_counts),
-            coins=self._on_device(uniforms(*key, coin)),
-            finals=self._on_device(uniforms(*key, final)),
-            seeds=self._on_device(seeds.view(np.int64)),
-            positions=self._on_device(rounds + layout.offsets),
+            drafts=drafts,
+            packed=packed,
+            entries=owners,
+            offsets=offsets,
+            first_rows=first_rows,
+            counts=draft_counts,
+            coins=coins,
+            finals=finals,
+            seeds=row_seeds,
+            positions=positions,
         )
 
     def _on_device(self, array: Int64s | Float64s) -> Tensor:
@@ -177,6 +188,21 @@ def _outside_filters(adjusted: Tensor, rows: SamplingRows, emitted: Tensor) -> T
         which = rows.filters.rows
         outside[which] = outside_filters(adjusted[which], rows.temperature[which], rows.filters, emitted[which])
     return outside
+
+
+def _coins_and_finals(seeds: Uint64s, rounds: Int64s, layout: Layout) -> Float64s:
+    """[2, R]: the coin of each verify row, and what the token drawn there is drawn with."""
+    key = np.empty((4, 2, len(seeds)), np.uint64)
+    key[0], key[1], key[2] = seeds, rounds, layout.offsets
+    key[3, 0] = Purpose.COIN
+    key[3, 1] = np.where(layout.drafts < 0, Purpose.BONUS, Purpose.RESIDUAL)
+    drawn: Float64s = uniforms(*key.reshape(4, -1)).reshape(2, -1)
+    return drawn
+
+
+def _params_per_row(layout: Layout) -> list[SamplingParams]:
+    counts = layout.draft_counts.tolist()
+    return [e.sequence.params for e, count in zip(layout.drawing, counts, strict=True) for _ in range(count + 1)]
 
 
 def _masks_per_row(layout: Layout, masks: list[list[Bools] | None]) -> list[Bools | None]:

@@ -321,7 +321,9 @@ class EngineCore:
             drawn: Iterator[Drawn] = iter(())
             expected, terms = 0.0, None
             if layout.drawing:
-                logits = self.runner.logits(hidden[self._on_device(layout.verify_rows)])  # [R, V]
+                decoding_only = len(layout.verify_rows) == len(hidden)
+                rows = hidden if decoding_only else hidden[self._on_device(layout.verify_rows)]
+                logits = self.runner.logits(rows)  # [R, V]
                 masks = [proposal.masks.get(index) for index, entry in enumerate(batch.entries) if entry.draws]
                 draws = self.drawer.draw(layout, logits, draft.law, masks)
                 drawn, expected, terms = iter(draws.drawn), draws.expected_accepted, draws.terms
@@ -440,6 +442,8 @@ class EngineCore:
         if max(tokens) >= self.model.vocab_size or min(tokens) < 0:
             raise InvalidRequest("prompt", f"Token ids must lie between 0 and {self.model.vocab_size - 1}.")
         request.params.check_vocabulary(self.model.vocab_size)
+        if request.adapter:
+            raise InvalidRequest("model", f"This engine has no adapters; {request.adapter!r} was asked for.")
 
 
 def resolve_device(name: str) -> torch.device:

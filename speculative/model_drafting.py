@@ -11,7 +11,7 @@ it depends on nothing behind token i, and a full block can be shared like the ta
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -264,6 +264,8 @@ class ModelDrafter:
         slots = [block_slots(own, stop, self._block_size) for own, (_, stop) in zip(rows.blocks, spans, strict=True)]
         inputs = self.model.fuse(features) if self.capture else features
         hidden = self._run(torch.from_numpy(rows.token_ids).to(self._device), inputs, spans, slots)
+        if len(spans) == 1:
+            return hidden[-1:]
         lasts = np.cumsum(rows.stops - rows.starts) - 1
         return hidden[torch.from_numpy(lasts).to(self._device)]
 
@@ -355,14 +357,15 @@ class ModelDrafter:
         self, tokens: Tensor, hidden: Tensor, spans: Sequences[tuple[int, int]], slots: Sequences[Int64s]
     ) -> Tensor:
         """Run positions start..stop of some sequences, packed; `slots` are those of each one's first `stop`."""
+        first = self._first_row
         rows = AttentionRows(
             slots=np.concatenate([own[start:] for own, (start, _) in zip(slots, spans, strict=True)]),
-            row_starts=np.cumsum([0, *(stop - start for start, stop in spans)]),
-            context_slots=tuple(own[self._first_row :] for own in slots),
+            row_starts=np.array([0, *accumulate(stop - start for start, stop in spans)], np.int64),
+            context_slots=tuple(own[first:] for own in slots),
         )
-        positions = np.concatenate([np.arange(start, stop) for start, stop in spans]) - self._first_row
+        positions = [position for start, stop in spans for position in range(start - first, stop - first)]
         attend = StepAttention(self.cache, rows, self._device)
-        return self.model.run(tokens, hidden, torch.from_numpy(positions).to(self._device), attend)
+        return self.model.run(tokens, hidden, torch.tensor(positions, device=self._device), attend)
 
     def _law(self, drafts: Sequences[Sequences[int]], probs: Sequences[Sequences[Tensor]]) -> DraftLaw:
         q = torch.stack([row for rows in probs for row in rows])

@@ -29,11 +29,12 @@ class Verdicts:
 
 def copy_to_host(verified: VerifyOutput, broken: Tensor) -> Verdicts:
     """Copy what was decided."""
+    expected = verified.expected_accepted.cpu().numpy()
     return Verdicts(
         num_accepted=verified.num_accepted.cpu().numpy(),
         token_ids=verified.token_ids.cpu().numpy(),
         broken=broken.cpu().numpy(),
-        expected_accepted=float(verified.expected_accepted.nan_to_num().sum()),  # a faulty row counts nothing
+        expected_accepted=float(expected[np.isfinite(expected)].sum()),  # a faulty row counts nothing
     )
 
 
@@ -44,6 +45,9 @@ def terms_to_host(terms: Terms) -> HostTerms:
 
 def emitted_at_rows(verified: VerifyOutput, step: VerifyInput) -> Tensor:
     """[R] int64: the token emitted at each verify row; rows past the last emitted one repeat it."""
+    if step.native is not None:
+        kernels, struct = step.native
+        return kernels.emitted(struct, verified.num_accepted, verified.token_ids)
     accepted = step.offsets < verified.num_accepted[step.entries]
     return torch.where(accepted, step.drafts, verified.token_ids[step.entries])
 

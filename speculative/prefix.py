@@ -10,9 +10,13 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
-def block_chain(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Names of the blocks that the tokens fill, in order; each names all tokens up to its end."""
+def block_chain(token_ids: Sequence[int], block_size: int, *, of: str = "") -> list[bytes]:
+    """Names of the blocks that the tokens fill, in order; each names all tokens up to its end.
+
+    What another than the model itself computes of the same tokens (`of` an adapter) has other names.
+    """
+    before = hashlib.blake2b(of.encode(), digest_size=16).digest() if of else b""
     chain: list[bytes] = []
     for end in range(block_size, len(token_ids) + 1, block_size):
-        chain.append(hash_block(chain[-1] if chain else b"", token_ids[end - block_size : end]))
+        chain.append(hash_block(chain[-1] if chain else before, token_ids[end - block_size : end]))
     return chain

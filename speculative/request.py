@@ -173,7 +173,7 @@ class Request:
     model's. A `canary` is a request of the server's own: it drafts where speculation is on trial, too. Of two requests
     that wait, the one of lower `priority` comes first; waiting makes up for a higher one. `timeout_s` is the longest
     that the client wants to wait for all of it. What is to `resume` goes on elsewhere when the replica that decodes it
-    is lost; the engine looks at neither.
+    is lost; the engine looks at neither. An `adapter` changes the model; engines that have none refuse it.
     """
 
     request_id: str
@@ -185,6 +185,7 @@ class Request:
     priority: int = 0  # -MAX_PRIORITY = the earliest
     timeout_s: float | None = None  # None = the server's own limit
     resume: bool = False  # where it is decoded behind a stream router
+    adapter: str = ""  # its name; "" = the model itself
 
     def __post_init__(self) -> None:
         _require(bool(self.prompt_token_ids), "prompt", "must hold at least one token", [])

@@ -92,6 +92,19 @@ class SamplingRows:
         return cls(temperature, greedy, any_greedy=True, all_warm=False, filters=None)
 
 
+class LastRows:
+    """Gives the rows of the last step again where no row's parameters have changed."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[SamplingParams], SamplingRows] | None = None
+
+    def of(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRows:
+        """As `SamplingRows.build`."""
+        if self._last is None or self._last[0] != params:
+            self._last = params, SamplingRows.build(params, vocab_size, device)
+        return self._last[1]
+
+
 def process(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Logits after temperature and filters: [R, V] float32, -inf where a token is filtered out.
 
@@ -115,6 +128,11 @@ def target_probs(processed: Tensor, rows: SamplingRows) -> Tensor:
         return probs
     best = processed.argmax(dim=-1, keepdim=True)
     return torch.where(rows.greedy[:, None], torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
+
+
+def highest_logits(processed: Tensor) -> Tensor:
+    """[R] the highest of each row."""
+    return processed.amax(dim=-1)
 
 
 def kernels_for(laws: Tensor) -> Kernels | None:

@@ -27,7 +27,11 @@ class Weights:
 
 
 def load_weights(
-    folder: Path, config: EngineConfig, device: torch.device, drafter: str | Path | None = None
+    folder: Path,
+    config: EngineConfig,
+    device: torch.device,
+    drafter: str | Path | None = None,
+    decoder: Decoder | None = None,
 ) -> Weights:
     """Load a checkpoint, and the drafter for it. Touches no engine, so it may be done beside one that runs.
 
@@ -36,13 +40,14 @@ def load_weights(
         config: what the engine is to be.
         device: where to.
         drafter: the drafter's weights; None = those that `config` names.
+        decoder: the target's weights, where they are loaded already.
 
     Raises:
         ConfigError: files are missing or damaged, or target and drafter do not belong together.
         UnsupportedModel: the checkpoint needs what this engine does not do.
     """
     kind = choose_weights(config.weights, folder, dtype=config.dtype, device=device)
-    decoder = load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=kind)
+    decoder = decoder or load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=kind)
     draft_model = _load_draft_model(folder, config, decoder, drafter)
     return Weights(decoder, model_fingerprint(folder, weights=kind), draft_model)
 

@@ -41,6 +41,7 @@ class BenchOptions:
     against: str | None
     measure: Measure
     profile: bool
+    together: bool
     gpu: bool
     head: str | None
     draft_model: str | None
@@ -108,6 +109,7 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
         against=tuple(_words(options.against) or names[:1]),
         measure=options.measure,
         profile=options.profile,
+        together=options.together,
         gguf=gguf,
         head=head and str(resolve_model(head)),
         draft_model=options.draft_model and str(resolve_model(options.draft_model)),

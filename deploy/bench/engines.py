@@ -38,13 +38,21 @@ _VLLM_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start an engine: a worker's module, the interpreter, and the first line it is sent."""
+    """How to start an engine: a worker's module, the interpreter, and the first line it is sent.
+
+    Engines of ours that share a process share a launch, that of the first; its settings name them all.
+    """
 
     name: EngineName
     module: str
     settings: dict[str, Any]
     python: str = sys.executable
     environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """The engines that run in its process."""
+        return tuple(self.settings.get("engines", (self.name.text,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,22 @@ def resolve(plan: BenchPlan) -> tuple[list[Launch], list[LeftOut]]:
     for name in plan.engines:
         found = _resolver(name)(plan, name)
         (launches if isinstance(found, Launch) else left_out).append(found)  # type: ignore[arg-type]
-    return launches, left_out
+    return _together(launches) if plan.together else launches, left_out
+
+
+def _together(launches: list[Launch]) -> list[Launch]:
+    """One launch for all engines of ours that compute with the same weights."""
+    kept: dict[Any, Launch] = {}
+    for launch in launches:
+        key: Any = launch.name.text
+        if launch.name.family == OURS:
+            engine = launch.settings["engines"][key]["engine"]
+            key = tuple(engine[name] for name in ("weights", "dtype", "device"))
+        if key in kept:
+            kept[key].settings["engines"].update(launch.settings["engines"])
+        else:
+            kept[key] = launch
+    return list(kept.values())
 
 
 def default_names(head: str | None, draft_model: str | None) -> list[str]:
@@ -98,8 +121,8 @@ def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
         return drafter
     engine = _engine_settings(plan, drafter, options) | {"benchmark": True}
     options.require_all_used()
-    settings = {"model": str(plan.model), "engine": engine, "drafter": drafter}
-    _check_settings(settings)
+    EngineConfig(**engine, drafter=DrafterConfig(**drafter))  # refuses what it does not know
+    settings = {"model": str(plan.model), "engines": {name.text: {"engine": engine, "drafter": drafter}}}
     return Launch(name, f"{_WORKERS}.ours", settings)
 
 
@@ -143,10 +166,6 @@ def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options
         if "model" in settings:
             settings["sampled"] = options.text("sampled", "yes") == "yes"
     return settings
-
-
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    EngineConfig(**settings["engine"], drafter=DrafterConfig(**settings["drafter"]))
 
 
 def _transformers(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:

@@ -56,6 +56,7 @@ class BenchPlan:
     model: a folder. gguf: the same weights for llama.cpp. head, draft_model: of drafters with weights.
     against: the engines of which the best, case by case, is what the others are compared with.
     measure: tokens a second once every stream has its first token, or from the first prompt to the last token.
+    together: our engines of the same weights share a process and one copy of them.
     """
 
     model: Path
@@ -70,6 +71,7 @@ class BenchPlan:
     against: tuple[str, ...]
     measure: Measure = "decode"
     profile: bool = False
+    together: bool = False
     gguf: Path | None = None
     head: str | None = None
     draft_model: str | None = None
@@ -115,4 +117,5 @@ class BenchPlan:
             "dtype": self.dtype,
             "against": list(self.against),
             "measure": self.measure,
+            "together": self.together,
         }

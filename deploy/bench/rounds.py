@@ -1,6 +1,7 @@
 """Runs a plan: all engines started once, then asked in turn, case by case and round by round."""
 
 import contextlib
+import dataclasses
 import signal
 import tempfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from speculative.errors import ConfigError
 
 Progress = Callable[[str], None]
 
-_WARM_UP_TOKENS = 32
+_WARM_UP_TOKENS = 64  # an engine that learns how much to draft has tried every length by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +82,14 @@ def run_bench(plan: BenchPlan, progress: Progress) -> BenchResult:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="truespec-bench-")))
         engines: dict[str, EngineProcess] = {}
         for launch in launches:
-            progress(f"starting {launch.name.text}")
+            progress(f"starting {', '.join(launch.serves)}")
             try:
-                process = EngineProcess(launch, plan.threads, folder)
-                engines[launch.name.text] = stack.enter_context(process)
-                found.versions[launch.name.text] = process.versions
+                process = stack.enter_context(EngineProcess(launch, plan.threads, folder))
+                engines |= dict.fromkeys(launch.serves, process)
+                found.versions |= dict.fromkeys(launch.serves, process.versions)
             except EngineFailed as error:
-                _leave_out(found, LeftOut(launch.name.text, f"it did not start: {error}"), progress)
+                for name in launch.serves:
+                    _leave_out(found, LeftOut(name, f"it did not start: {error}"), progress)
         if not engines:
             raise ConfigError("No engine could be started; the lines above say why.")
         run = _Run(found, engines, progress)
@@ -138,10 +140,12 @@ class _Run:
         if process is None:
             return None
         try:
-            return process.run(ask)
+            return process.run(dataclasses.replace(ask, engine=name))
         except EngineFailed as error:
             _leave_out(self._found, LeftOut(name, f"it failed at {case}: {error}"), self._progress)
-            self._engines.pop(name).close()
+            del self._engines[name]
+            if process not in self._engines.values():
+                process.close()
             return None
 
 

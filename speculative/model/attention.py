@@ -1,6 +1,7 @@
 """Causal attention over the paged KV cache, for packed rows of several sequences."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -106,9 +107,8 @@ class NativeStep:
 
 def join_contexts(context_slots: tuple[Int64s, ...]) -> tuple[Int64s, Int64s]:
     """The slots of all sequences, one after another, and where each begins, with their number at the end."""
-    starts = np.zeros(len(context_slots) + 1, np.int64)
-    np.cumsum([len(slots) for slots in context_slots], out=starts[1:])
-    return np.concatenate(context_slots), starts
+    starts = np.array([0, *accumulate(map(len, context_slots))], np.int64)
+    return context_slots[0] if len(context_slots) == 1 else np.concatenate(context_slots), starts
 
 
 def _packed_heads(heads: Tensor) -> Tensor:

@@ -371,7 +371,8 @@ void store_panel(const __m512 (&sums)[R][2], const Linear& linear, const Target&
 }
 
 // A panel is read once, in order; the processor's own prefetching does not keep up with the products of several rows.
-inline void fetch_ahead(const char* weights) { _mm_prefetch(weights + 2048, _MM_HINT_T0); }
+// It is not read again before all others are, so it stays out of the outer caches, which hold what Python runs on.
+inline void fetch_ahead(const char* weights) { _mm_prefetch(weights + 2048, _MM_HINT_NTA); }
 
 template <int R>
 void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
@@ -1381,6 +1382,14 @@ void truespec_verify(const VerifyStep* step, const double* coins, const double* 
         num_accepted[e] = row - step->first_rows[e];
         tokens[e] = draw_row(step->residual(row, left), step->size, finals[row], runs);
         expected[e] = static_cast<float>(chances);
+    }
+}
+
+// The token emitted at each row; rows past the last one of their entry repeat it.
+void truespec_emitted(const VerifyStep* step, const int64_t* num_accepted, const int64_t* tokens, int64_t* emitted) {
+    for (int64_t row = 0; row < step->num_rows; ++row) {
+        const int64_t entry = step->entries[row];
+        emitted[row] = row - step->first_rows[entry] < num_accepted[entry] ? step->drafts[row] : tokens[entry];
     }
 }
 

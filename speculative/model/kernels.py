@@ -159,6 +159,8 @@ class Kernels:
         self._filter.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
         self._verify = library.truespec_verify
         self._verify.argtypes = [c_void_p] * 6
+        self._emitted = library.truespec_emitted
+        self._emitted.argtypes = [c_void_p] * 4
         self._broken_rows = library.truespec_broken_rows
         self._broken_rows.argtypes = [c_void_p] * 6
         self._terms = library.truespec_terms
@@ -346,6 +348,13 @@ class Kernels:
             *(counts.data_ptr(), tokens.data_ptr(), expected.data_ptr()),
         )
         return counts, tokens, expected
+
+    def emitted(self, step: VerifyStruct, num_accepted: Tensor, token_ids: Tensor) -> Tensor:
+        """As `emitted_at_rows` of outcome.py: [R] int64."""
+        out = torch.empty(step.num_rows, dtype=torch.int64)
+        kept = [part.contiguous() for part in (num_accepted, token_ids)]
+        self._emitted(ctypes.addressof(step), *(part.data_ptr() for part in kept), out.data_ptr())
+        return out
 
     def broken_rows(
         self, step: VerifyStruct, num_accepted: Tensor, emitted: Tensor, highest: Tensor, outside: Tensor

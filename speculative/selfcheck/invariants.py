@@ -34,9 +34,8 @@ def broken_rows(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, high
         highest: [R] the highest logit after all rules: NaN or +inf wins the maximum, a row of -inf has none.
         outside: [R] bool, whether that token lies outside the filters of its request.
     """
-    native = step.native()
-    if native is not None:
-        kernels, struct = native
+    if step.native is not None:
+        kernels, struct = step.native
         return kernels.broken_rows(struct, verified.num_accepted, emitted, highest, outside)
     reached = step.offsets <= verified.num_accepted[step.entries]
     p_emitted = step.probs.gather(1, emitted[:, None])[:, 0]

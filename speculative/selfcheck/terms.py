@@ -102,7 +102,7 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         emitted: [R] int64, the token emitted at each row; anything where none was.
         scope: what counts.
     """
-    native = step.native() if scope.verifier == "token_wise" and not scope.any_coupled else None
+    native = step.native if scope.verifier == "token_wise" and not scope.any_coupled else None
     if native is not None:
         kernels, struct = native
         checks = _OF_DRAWN if struct.q else _OF_CHOSEN

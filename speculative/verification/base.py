@@ -1,5 +1,6 @@
 """What verifiers take and give."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from speculative.rng import gumbel
 from speculative.sampling import draw, kernels_for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VerifyInput:
     """One step's verify rows, packed. Row j of an entry judges its draft j; its last row draws the bonus token.
 
@@ -60,6 +61,7 @@ class VerifyInput:
         """[len(rows), V] q over the vocabulary; a zero row in last rows, so that the residual there is p itself."""
         return self.law.at(self.drafts[rows], self.packed[rows], self.probs.shape[1]).to(self.probs.dtype)
 
+    @functools.cached_property
     def native(self) -> tuple[Kernels, VerifyStruct] | None:
         """The step as our CPU kernels read it, where they can."""
         kernels = kernels_for(self.probs)

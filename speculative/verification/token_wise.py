@@ -16,9 +16,8 @@ from speculative.verification.base import VerifyInput, VerifyOutput, draw_last
 
 def verify_token_wise(step: VerifyInput) -> VerifyOutput:
     """Accept each draft by its own coin, up to the first that is rejected."""
-    native = step.native()
-    if native is not None:
-        kernels, struct = native
+    if step.native is not None:
+        kernels, struct = step.native
         return VerifyOutput(*kernels.verify(struct, step.coins, step.finals))
     p, q = step.p_of_drafts(), step.q_of_drafts()
     # In float64 neither product underflows. A token of p = 0 or q = 0 never survives, whatever the coin.

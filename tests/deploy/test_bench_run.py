@@ -77,6 +77,23 @@ def test_an_engine_that_fails_is_left_out_and_the_others_go_on(
     assert (counts.count("fake/a"), counts.count("fake/b")) == (2, 1)
 
 
+def test_engines_of_the_same_weights_share_a_process_when_asked(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", tokenizer=True)
+    out = tmp_path / "figures.json"
+    names = ["ours/off:weights=float32", "ours/ngram:k=2:weights=float32", "ours/off"]
+    options = ["--engines", ",".join(names), "--streams", "2", "--temperatures", "0", "--rounds", "1", "--tokens", "60"]
+    result = bench(model, *options, "--together", "--json", out)
+    assert result.exit_code == 0, result.output
+    assert f"starting {names[0]}, {names[1]}\n" in result.output
+    assert f"starting {names[2]}\n" in result.output
+    samples = {one["engine"]: one for one in json.loads(out.read_text())["samples"]}
+    assert list(samples) == names
+    assert samples[names[0]]["token_ids"] == samples[names[1]]["token_ids"]
+    assert samples[names[0]]["drafted_per_position"] != samples[names[1]]["drafted_per_position"], (
+        "each its own drafter"
+    )
+
+
 def test_no_engine_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No engine could be started"):
         run_fakes(monkeypatch, tmp_path, {"fake/a": {"fails_at": 0}})
@@ -171,7 +188,9 @@ def test_a_gpu_plan_compares_drafters_with_and_without_graphs(monkeypatch: pytes
     assert made.streams == (1, 4, 16, 64)
     launches, left_out = resolve(made)
     assert not left_out
-    graphs = {launch.name.text: launch.settings["engine"]["cuda_graphs"] for launch in launches}
+    graphs = {
+        launch.name.text: launch.settings["engines"][launch.name.text]["engine"]["cuda_graphs"] for launch in launches
+    }
     assert graphs == {"ours/off": None, "ours/ngram": None, "ours/off:graphs=no": False, "ours/ngram:graphs=no": False}
     assert gpu_names("a head")[2] == "ours/eagle3"
 

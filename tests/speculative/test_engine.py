@@ -1,5 +1,6 @@
 """The engine as a whole: one answer, whatever the neighbours, the drafts, the route and the room."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -723,8 +724,7 @@ def residual_from_p(step: VerifyInput) -> VerifyOutput:
 
 def coin_is_residual(step: VerifyInput) -> VerifyOutput:
     """A fault: one uniform decides whether a draft survives and what replaces it."""
-    shared = {name: getattr(step, name) for name in VerifyInput.__slots__} | {"finals": step.coins}
-    return verify_token_wise(VerifyInput(**shared))
+    return verify_token_wise(dataclasses.replace(step, finals=step.coins))
 
 
 @pytest.mark.parametrize("faulty", [accept_always, residual_from_p, coin_is_residual])

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -231,11 +231,7 @@ def accept_always(step: VerifyInput) -> VerifyOutput:
 
 def reject_always(step: VerifyInput) -> VerifyOutput:
     """A fault: nothing survives, and yet the token comes from the residual."""
-    return verify_token_wise(VerifyInput(**{**vars_of(step), "coins": torch.full_like(step.coins, 1.0)}))
-
-
-def vars_of(step: VerifyInput) -> dict[str, Tensor]:
-    return {name: getattr(step, name) for name in VerifyInput.__slots__}
+    return verify_token_wise(replace(step, coins=torch.full_like(step.coins, 1.0)))
 
 
 @pytest.mark.parametrize("faulty", [residual_from_p, accept_always, reject_always])

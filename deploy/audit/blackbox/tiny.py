@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 VOCAB_SIZE = 512
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
@@ -71,6 +72,7 @@ def _before(token: int) -> int:
 
 def _save(model: LlamaForCausalLM, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()
     model.save_pretrained(folder)
     write_tiny_tokenizer(folder)
 

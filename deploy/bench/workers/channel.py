@@ -18,7 +18,8 @@ from typing import Any, Protocol
 class Ask:
     """Answer these prompts at once, each with exactly `max_tokens` tokens, ends of text notwithstanding.
 
-    profile: tell where the time of a step goes as well, where the engine can.
+    profile: tell where the time of a step goes as well, where the engine can. engine: which one of those that share the
+    process is meant.
     """
 
     prompts: list[list[int]]
@@ -26,6 +27,7 @@ class Ask:
     temperature: float
     seed: int
     profile: bool = False
+    engine: str = ""
 
 
 class Engine(Protocol):

@@ -12,30 +12,39 @@ import torch
 from deploy.bench.workers.channel import Ask, Meter, serve
 from deploy.bench.workers.profiling import Profile
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.engine import EngineCore
+from speculative.engine import EngineCore, resolve_device
 from speculative.errors import EngineFault
+from speculative.model.config import ModelConfig
 from speculative.model.loading import choose_weights
 from speculative.request import Request, SamplingParams
+from speculative.weights import load_weights
 
 
 class Ours:
-    """An `EngineCore` on this process's main thread."""
+    """Engines on this process's main thread, by name, one at a time. They share the target's weights."""
 
     max_streams: int | None = None
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        drafter = DrafterConfig(**settings["drafter"])
-        config = EngineConfig(**settings["engine"], drafter=drafter)
         folder = Path(settings["model"])
-        self._engine = EngineCore.load(folder, config)
-        weights = choose_weights(config.weights, folder, dtype=config.dtype, device=self._engine.device)
+        model, decoder = ModelConfig.from_folder(folder), None
+        self._engines: dict[str, EngineCore] = {}
+        for name, own in settings["engines"].items():
+            config = EngineConfig(**own["engine"], drafter=DrafterConfig(**own["drafter"]))
+            torch.set_num_threads(config.num_threads)
+            device = resolve_device(config.device)
+            loaded = load_weights(folder, config, device, decoder=decoder)
+            decoder = loaded.decoder
+            engine = EngineCore(decoder, model, config, loaded.fingerprint, draft_model=loaded.draft_model)
+            self._engines[name] = engine
+        weights = choose_weights(config.weights, folder, dtype=config.dtype, device=device)
         self._names = (f"bench-{number}" for number in count())
         self.versions = {"truespec": importlib.metadata.version("truespec"), "torch": torch.__version__}
         self.versions["weights"] = weights or config.dtype
 
     def run(self, ask: Ask) -> dict[str, Any]:
         """Add all, step until all are done."""
-        engine = self._engine
+        engine = self._engines[ask.engine]
         params = SamplingParams(max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=True)
         streams: dict[str, int] = {}
         meter = Meter(len(ask.prompts))
@@ -54,7 +63,7 @@ class Ours:
                     raise EngineFault(delta.error)
                 waiting.discard(delta.request_id)
                 meter.emit(streams[delta.request_id], delta.token_ids, at)
-        sample = meter.sample() | self._counts()
+        sample = meter.sample() | _counts(engine)
         if profile is not None:
             sample["step"] = profile.end()
         return sample
@@ -63,14 +72,15 @@ class Ours:
         """This one."""
         return [os.getpid()]
 
-    def _counts(self) -> dict[str, Any]:
-        stats = self._engine.take_stats()
-        return {
-            "rounds_with_drafts": stats.num_drafts,
-            "drafted_per_position": stats.drafted_per_position,
-            "accepted_per_position": stats.accepted_per_position,
-            "num_steps": stats.num_steps,
-        }
+
+def _counts(engine: EngineCore) -> dict[str, Any]:
+    stats = engine.take_stats()
+    return {
+        "rounds_with_drafts": stats.num_drafts,
+        "drafted_per_position": stats.drafted_per_position,
+        "accepted_per_position": stats.accepted_per_position,
+        "num_steps": stats.num_steps,
+    }
 
 
 if __name__ == "__main__":

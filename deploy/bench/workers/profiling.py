@@ -44,7 +44,7 @@ class Profile:
             if isinstance(engine.drafter, ModelDrafter):
                 self._wrap(engine.drafter, "begin_round", DRAFTER)
                 self._wrap(engine.graphs.loop, "run", DRAFTER)
-        for name in ("adjust", "process", "target_probs", "logprobs_to_host"):
+        for name in ("adjust", "process", "target_probs", "highest_logits", "logprobs_to_host"):
             self._wrap(drawing, name, VOCABULARY)
         self._wrap(engine.drawer, "_verify", VOCABULARY)
         for owner, names in (

@@ -121,7 +121,7 @@ def test_a_broken_invariant_fails_its_request(
     fault: Break, kind: str, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(VerifyInput, "native", lambda step: None)
+        monkeypatch.setattr(VerifyInput, "native", None)
     sound = serve(table_engine(64))
     engine = table_engine(64)
     fault(engine, monkeypatch)

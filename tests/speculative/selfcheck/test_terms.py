@@ -95,7 +95,7 @@ def test_terms_are_what_the_definitions_say(
     kind: str, seed: int, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(VerifyInput, "native", lambda step: None)
+        monkeypatch.setattr(VerifyInput, "native", None)
     drafts = [40, 512, 698]
     step = one_round(laws(drafts)[kind], drafts, seed)
     if seed % 2:  # drafts that are likely, so that some survive
@@ -124,7 +124,7 @@ def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
     verifier: str, chosen: bool, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(VerifyInput, "native", lambda step: None)
+        monkeypatch.setattr(VerifyInput, "native", None)
     engine = table_engine(64, verifier=verifier, chosen=chosen, self_check_share=1.0)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=30)
     for number in range(60):
