@@ -18,7 +18,7 @@ from speculative.draft_law import DraftLaw
 from speculative.logprobs import mode_matrix
 from speculative.outcome import copy_to_host, drawn_per_entry, emitted_at_rows, logprobs_to_host, terms_to_host
 from speculative.request import SamplingParams
-from speculative.rng import Float64s, Purpose, Uint64s, uniforms
+from speculative.rng import Float64s, Purpose, uniforms
 from speculative.sampling import LastRows, SamplingRows, highest_logits, process, target_probs
 from speculative.selfcheck.invariants import (
     NUM_LOGITS_KINDS,
@@ -141,20 +141,9 @@ class TokenDrawer:
         return forbidden_by_rules(entry, drawn.token_ids, masks, self._eos_token_ids)
 
     def _verify_input(self, layout: Layout, probs: Tensor, law: DraftLaw) -> VerifyInput:
-        sequences, entries, counts = (
-            [entry.sequence for entry in layout.drawing],
-            layout.verify_entries,
-            layout.draft_counts,
-        )
-        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)[entries]
-        rounds = np.array([len(sequence.tokens) for sequence in sequences], np.int64)[entries]
-        rows = np.empty((6, len(entries)), np.int64)  # all that is one number a row goes to the device at once
-        rows[0], rows[2], rows[3] = layout.drafts, entries, layout.offsets
-        rows[1] = np.arange(len(entries)) - entries  # every drawing entry before took one row that judges no draft
-        rows[4], rows[5] = seeds.view(np.int64), rounds + layout.offsets
-        drafts, packed, owners, offsets, row_seeds, positions = self._on_device(rows).unbind()
-        first_rows, draft_counts = self._on_device(np.array([np.cumsum(counts + 1) - counts - 1, counts])).unbind()
-        coins, finals = self._on_device(_coins_and_finals(seeds, rounds, layout)).unbind()
+        rows, entries, unit = (self._on_device(table).unbind() for table in _tables(layout))
+        drafts, packed, owners, offsets, seeds, positions = rows
+        (first_rows, counts), (coins, finals) = entries, unit
         return VerifyInput(
             probs=probs,
             law=law,
@@ -163,10 +152,10 @@ class TokenDrawer:
             entries=owners,
             offsets=offsets,
             first_rows=first_rows,
-            counts=draft_counts,
+            counts=counts,
             coins=coins,
             finals=finals,
-            seeds=row_seeds,
+            seeds=seeds,
             positions=positions,
         )
 
@@ -190,14 +179,29 @@ def _outside_filters(adjusted: Tensor, rows: SamplingRows, emitted: Tensor) -> T
     return outside
 
 
-def _coins_and_finals(seeds: Uint64s, rounds: Int64s, layout: Layout) -> Float64s:
-    """[2, R]: the coin of each verify row, and what the token drawn there is drawn with."""
-    key = np.empty((4, 2, len(seeds)), np.uint64)
-    key[0], key[1], key[2] = seeds, rounds, layout.offsets
-    key[3, 0] = Purpose.COIN
-    key[3, 1] = np.where(layout.drafts < 0, Purpose.BONUS, Purpose.RESIDUAL)
-    drawn: Float64s = uniforms(*key.reshape(4, -1)).reshape(2, -1)
-    return drawn
+def _tables(layout: Layout) -> tuple[Int64s, Int64s, Float64s]:
+    """All that a verification reads beside the laws, so that it goes to the device in three pieces.
+
+    Returns:
+        [6, R]: drafts, which of the packed drafts they are, entries, offsets, seeds (as int64), positions.
+        [2, E]: first rows, drafts.
+        [2, R]: coins, and what the token of each row is drawn with if it is the last one.
+    """
+    seeds, lengths, packed, first_rows, purposes = list[int](), list[int](), list[int](), list[int](), list[int]()
+    for index, (entry, count) in enumerate(zip(layout.drawing, layout.draft_counts.tolist(), strict=True)):
+        first_rows.append(len(seeds))
+        packed += range(len(seeds) - index, len(seeds) - index + count + 1)  # each entry before has one row without
+        seeds += [entry.sequence.request.seed] * (count + 1)
+        lengths += [len(entry.sequence.tokens)] * (count + 1)
+        purposes += [int(Purpose.RESIDUAL)] * count + [int(Purpose.BONUS)]
+    num_rows, offsets = len(seeds), layout.offsets.tolist()
+    coins = [int(Purpose.COIN)] * num_rows
+    key = np.array([seeds * 2, lengths * 2, offsets * 2, coins + purposes], np.uint64)
+    rows = np.empty((6, num_rows), np.int64)
+    rows[0], rows[1], rows[2], rows[3] = layout.drafts, packed, layout.verify_entries, layout.offsets
+    rows[4] = key[0, :num_rows].view(np.int64)
+    np.add(lengths, layout.offsets, out=rows[5])
+    return rows, np.array([first_rows, layout.draft_counts]), uniforms(*key).reshape(2, -1)
 
 
 def _params_per_row(layout: Layout) -> list[SamplingParams]:

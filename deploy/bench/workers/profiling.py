@@ -24,7 +24,7 @@ class Profile:
     """
 
     def __init__(self, engine: EngineCore) -> None:
-        self._on_gpu = engine.device.type == "cuda"
+        self._clock = _synchronized if engine.device.type == "cuda" else time.perf_counter
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._num_steps = 0
         self._running: list[str] = []
@@ -66,32 +66,29 @@ class Profile:
         return {"num_steps": self._num_steps} | {f"{part}_s": seconds for part, seconds in self._seconds.items()}
 
     def _wrap(self, owner: Any, name: str, part: str) -> None:
+        """What has passed at each entry and exit belongs to the innermost part that runs."""
         wrapped: Callable[..., Any] = getattr(owner, name)
+        running, seconds, clock = self._running, self._seconds, self._clock
 
         def timed(*args: Any, **options: Any) -> Any:
-            self._enter(part)
+            now = clock()
+            if running:
+                seconds[running[-1]] += now - self._since
+            else:
+                self._num_steps += 1
+            running.append(part)
+            self._since = now
             try:
                 return wrapped(*args, **options)
             finally:
-                self._leave()
+                now = clock()
+                seconds[running.pop()] += now - self._since
+                self._since = now
 
         self._wrapped.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, timed)
 
-    def _enter(self, part: str) -> None:
-        self._count()
-        self._num_steps += not self._running
-        self._running.append(part)
 
-    def _leave(self) -> None:
-        self._count()
-        self._running.pop()
-
-    def _count(self) -> None:
-        """What has passed belongs to the innermost part that runs."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        if self._running:
-            self._seconds[self._running[-1]] += now - self._since
-        self._since = now
+def _synchronized() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
