@@ -113,10 +113,16 @@ class Trial:
         if len(kept) < _MOST_EXAMPLES:
             kept.append(Finding(self.probe.name, faults, request, expected, observed))
 
-    def answered(self, exchange: Exchange, faults: tuple[str, ...] = ("request fails",)) -> bool:
-        """Whether a valid request was answered; a refusal is no fault, anything else is."""
+    def answered(self, exchange: Exchange, faults: tuple[str, ...] = ()) -> bool:
+        """Whether a valid request was answered; a refusal is no fault, anything else is.
+
+        `faults` is what it looks like. Where nothing is known, a server that fails while it tells logprobs may have none
+        for a token (F10), or one that is no number (F16) and cannot be sent.
+        """
         if exchange.ok or exchange.refused:
             return exchange.ok
+        failed_telling = exchange.status is not None and exchange.body.get("logprobs") not in (None, False)
+        faults = faults or (*(("F10", "F16") if failed_telling else ()), "request fails")
         return self.check(False, faults, exchange.body, "an answer to a valid request", exchange.told())
 
     def findings(self) -> list[Finding]:
