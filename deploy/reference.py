@@ -74,7 +74,7 @@ def _table(schema: dict[str, Any]) -> Iterator[str]:
     for field, value in schema["properties"].items():
         needed = field in schema.get("required", ())
         default = "**required**" if needed else _default(value)
-        yield f"| `{field}` | {_type(value)} | {default} | {value['description']} |"
+        yield f"| `{field}` | {_type(value)} | {default} | {' '.join(value['description'].split())} |"
     yield ""
 
 

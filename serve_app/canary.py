@@ -97,7 +97,8 @@ class Canary:
                 logprob_token_ids=(),
                 prompt_logprobs=None,
             )
-            yield Request(f"canary-{uuid.uuid4().hex}-0", request.prompt_token_ids, params, canary=True)
+            name = f"canary-{uuid.uuid4().hex}-0"
+            yield Request(name, request.prompt_token_ids, params, canary=True, adapter=request.adapter)
 
     async def _serve(self, request: Request) -> ReplayJob:
         record = self._records.begin(request)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_settings
+from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings
 from speculative.config import DrafterConfig, EngineConfig, LogprobsMode
 from speculative.errors import ConfigError
 
@@ -67,6 +67,8 @@ class ModelSection(_Section):
     """A folder, a name of `truespec model list`, or a hub id (`org/name[@revision]`)."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """What clients ask for; the last part of `source` when not set."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """A Jinja file in place of the model's own chat template, at this path on every node that answers HTTP."""
 
     @property
     def served_name(self) -> str:
@@ -114,10 +116,21 @@ class VllmSection(_Section):
 
     engine_args: dict[str, Any] = {}
     """Further arguments of vLLM's `AsyncEngineArgs`, such as `tensor_parallel_size`; not those that this file sets."""
+    lora_modules: dict[str, Annotated[str, Field(min_length=1)]] = {}
+    """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
     replays: Literal["vllm", "torch"] = "vllm"
-    """Who computes finished requests again: `torch` is our own engine beside vLLM, where it knows the model."""
+    """Who computes finished requests again; `torch`: our own engine beside vLLM, but for requests of an adapter."""
     self_check_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the steps of which self-checks see what vLLM's rejection sampler draws from; 0 = none."""
+    tool_parser: Annotated[str, Field(min_length=1)] | None = None
+    """vLLM's parser of the tool calls that the model makes, such as `hermes` (`--tool-call-parser`)."""
+    reasoning_parser: Annotated[str, Field(min_length=1)] | None = None
+    """vLLM's parser that tells the model's reasoning from its answer, such as `deepseek_r1` (`--reasoning-parser`)."""
+
+    @property
+    def has_parsers(self) -> bool:
+        """Whether the text of answers is parsed."""
+        return self.tool_parser is not None or self.reasoning_parser is not None
 
 
 class DrafterSection(_Section):
@@ -541,12 +554,19 @@ class AppConfig(_Section):
             raise _FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
 
     def _check_engine(self) -> None:
+        if self.engine.kind != "vllm" and self.vllm.lora_modules:
+            raise _FieldError(
+                "vllm.lora_modules",
+                f"names adapters, which engine.kind {self.engine.kind} has not: set it to vllm, or merge one into the "
+                "model.",
+            )
         if self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
             raise _FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
         try:
             config = self.engine_config(self.pool_names[0])
             if self.engine.kind == "vllm":
                 check_settings(config, self.vllm.engine_args)
+                check_lora(self.vllm_settings(self.pool_names[0]), self.model.served_name)
         except ConfigError as error:
             name, _, rule = str(error).partition(" ")  # "<field> <rule>"; the drafter's come with its section
             raise _FieldError(name if "." in name else f"engine.{name}", rule) from error
@@ -608,6 +628,7 @@ class AppConfig(_Section):
             handoff="none" if apart is None else "nixl" if self.handoff.transport == "nixl" else "copy",
             role=apart or "kv_both",
             self_check_share=self.vllm.self_check_share,
+            lora_modules=self.vllm.lora_modules,
         )
 
 

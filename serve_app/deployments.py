@@ -29,7 +29,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.access import Access, read_token
 from serve_app.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
-from serve_app.backends.base import Backend, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.base import Backend, ModelInfo, Parsers, PauseMode, Prefilled, Replayed
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.breaker import Breaker, BreakerSettings, Mode
@@ -348,6 +348,7 @@ class HttpFront(Replica):
         super().__init__(config, *rest)
         self._front_end: FrontEnd | None = None
         self._scorer: Scorer | None = None
+        self._check_parsers()
         self._access = self._make_access()
         self._admin = self._make_admin()
 
@@ -374,7 +375,7 @@ class HttpFront(Replica):
                 max_first_token_s=limits.max_time_to_first_token_s,
             ),
         )
-        tokenizer = Tokenizer.from_folder(info.folder)
+        tokenizer = Tokenizer.from_folder(info.folder, self._config.model.chat_template)
         self._front_end = FrontEnd(
             source,
             tokenizer,
@@ -386,6 +387,7 @@ class HttpFront(Replica):
                 resumes=None if self._config.router is None else self._config.recovery.resume,
             ),
             checks=self._checks if comparable else None,
+            parsers=self._make_parsers(info.folder),
         )
         self._scorer = Scorer(
             source,
@@ -433,6 +435,22 @@ class HttpFront(Replica):
         """What is known of a reply, this replica's newest ones included."""
         await self.report()
         return await self.referee().verdict.remote(reply_id)  # type: ignore[no-any-return]
+
+    def _check_parsers(self) -> None:
+        """Before an engine is loaded for minutes."""
+        if self._config.vllm.has_parsers:
+            from serve_app.backends.vllm_parts.parsers import check_names
+
+            check_names(self._config.vllm.tool_parser, self._config.vllm.reasoning_parser)
+
+    def _make_parsers(self, folder: str) -> Parsers | None:
+        """vLLM is imported for them only where they are set: a front end needs it for nothing else."""
+        vllm = self._config.vllm
+        if not vllm.has_parsers:
+            return None
+        from serve_app.backends.vllm_parts.parsers import VllmParsers
+
+        return VllmParsers(vllm.tool_parser, vllm.reasoning_parser, folder)
 
     def _make_access(self) -> Access:
         keys_file, token_file = self._config.access.keys_file, self._config.admin.token_file

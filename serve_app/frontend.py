@@ -11,12 +11,14 @@ import json
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from serve_app.backends.base import ModelInfo
+from serve_app.answers import Answers, ChatDesk
+from serve_app.backends.base import ModelInfo, Parsers, Said, Talk
 from serve_app.checks import Checks
 from serve_app.errors import (
     ContextLengthExceeded,
@@ -46,8 +48,16 @@ from serve_app.protocol import (
 )
 from serve_app.replays import worst
 from serve_app.tokenizer import StopMatcher, StopStrings, Tokenizer
+from serve_app.tools import put_together
 from speculative.errors import EngineFault, InvalidRequest
-from speculative.request import MAX_PRIORITY, FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
+from speculative.request import (
+    MAX_PRIORITY,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +151,7 @@ class Job:
     stops: StopStrings
     stream: bool
     verify: bool
+    answers: Answers | None = None  # None: all text is content
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -164,14 +175,17 @@ class FrontEnd:
         *,
         aliases: Sequence[str] = (),
         checks: Checks | None = None,
+        parsers: Parsers | None = None,
     ) -> None:
-        """`aliases` are further names of the model; without `checks`, `verify` is refused."""
+        """`aliases` are further names of the model; without `checks`, `verify` is refused; without `parsers` nobody
+        reads reasoning, or calls that the model makes as it likes."""
         self._source = source
+        self._chats = ChatDesk(tokenizer, parsers)
         self._checks = checks
         self._tokenizer = tokenizer
         self._model = model
         self.limits = limits or Limits()
-        self._names = tuple(dict.fromkeys((model.model_name, *aliases)))
+        self._names = tuple(dict.fromkeys((model.model_name, *aliases, *(one.name for one in model.adapters))))
         self._created = int(time.time())
 
     def weights_switched(self, model: ModelInfo) -> None:
@@ -191,7 +205,9 @@ class FrontEnd:
         if name not in self._names:
             served = ", ".join(self._names)
             raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {served}.")
-        return model_card(name, self._created, self._model.max_model_len)
+        roots = {one.name: one.root for one in self._model.adapters}
+        parent = self._model.model_name if name in roots else None
+        return model_card(name, self._created, self._model.max_model_len, root=roots.get(name, name), parent=parent)
 
     async def prepare(self, wire: CompletionRequest | ChatCompletionRequest, terms: Terms = NO_TERMS) -> Job:
         """Check a wire request against the model and the terms of who sent it, and tokenise it.
@@ -212,10 +228,12 @@ class FrontEnd:
                 "resume", "resume needs a server with a stream router; set pools.router in its configuration."
             )
         priority = terms.priority(wire.priority)
-        prompts = await self._prompts(wire)
+        talk = self._chats.talk(wire) if isinstance(wire, ChatCompletionRequest) else None
+        prompts = await self._prompts(wire, talk)
         for prompt in prompts:
             name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
             terms.check_prompt(name, len(prompt), self.limits.max_prompt_tokens)
+        answers = None if talk is None else self._chats.answers(talk, prompts[0], wire.structure)
         reply_format: ReplyFormat = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
         head = ReplyHead(
             reply_id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
@@ -230,15 +248,16 @@ class FrontEnd:
             with_token_kinds=bool(wire.return_token_kinds),
         )
         bad_words = await self._bad_words(wire)
-        limit_s = terms.time_limit_s(wire.timeout)
+        limit_s, adapter = terms.time_limit_s(wire.timeout), self._model.adapter_of(wire.model)
         groups = tuple(
             tuple(
-                dataclasses.replace(request, priority=priority, timeout_s=limit_s)
-                for request in self._group(wire, head, index, bad_words)
+                dataclasses.replace(request, priority=priority, timeout_s=limit_s, adapter=adapter)
+                for request in self._group(wire, head, index, bad_words, answers)
             )
             for index in range(len(prompts))
         )
-        return Job(head, reply_format, groups, StopStrings(wire.stop_strings), bool(wire.stream), bool(wire.verify))
+        stops = StopStrings(wire.stop_strings)
+        return Job(head, reply_format, groups, stops, bool(wire.stream), bool(wire.verify), answers)
 
     @property
     def _fingerprint(self) -> str:
@@ -255,14 +274,15 @@ class FrontEnd:
         Raises:
             TruespecError: the source refused the request or failed.
         """
-        run = _Run(job, self._tokenizer)
+        run = _Run(job, self._tokenizer, streams=False)
         pieces: list[list[Piece]] = [[] for _ in job.requests]
         with self._expecting(job):
             async with aclosing(self._pieces(job, run, spend)) as arriving:
                 async for piece in arriving:
                     pieces[piece.index].append(piece)
             verdicts = await self._verdicts(job)
-        return job.format.whole(self._current(job.head), [join(parts) for parts in pieces], run.usage()) | verdicts
+        choices = [await _read(join(parts), job.answers) for parts in pieces]
+        return job.format.whole(self._current(job.head), choices, run.usage()) | verdicts
 
     async def events(self, job: Job, spend: Spend = free) -> AsyncGenerator[bytes, None]:
         """Generate and give server-sent events, one for each delta that has something to say. `spend` is told of tokens
@@ -271,7 +291,7 @@ class FrontEnd:
         What goes wrong before the first event is raised, so that it can still become an HTTP status; later it becomes
         an error event, and the stream ends without `[DONE]`.
         """
-        run = _Run(job, self._tokenizer)
+        run = _Run(job, self._tokenizer, streams=True)
         begun = False
         try:
             with self._expecting(job):
@@ -306,12 +326,16 @@ class FrontEnd:
         verdicts = [one.verdict for one in checked]
         return {"verdict": worst(verdicts).value, "verdicts": [verdict.value for verdict in verdicts]}
 
-    async def _prompts(self, wire: CompletionRequest | ChatCompletionRequest) -> list[tuple[int, ...]]:
+    async def _prompts(
+        self, wire: CompletionRequest | ChatCompletionRequest, talk: Talk | None
+    ) -> list[tuple[int, ...]]:
         if isinstance(wire, ChatCompletionRequest):
-            messages = [message.for_template() for message in wire.messages]
-            num_characters = sum(len(message["content"]) for message in messages)
-            encode_chat = self._tokenizer.encode_chat
-            ids = await _off_loop(num_characters, lambda: encode_chat(messages))
+            assert talk is not None
+            num_characters = sum(len(message["content"]) for message in talk.messages)
+            encode_chat, messages = self._tokenizer.encode_chat, talk.messages
+            ids = await _off_loop(
+                num_characters, lambda: encode_chat(messages, tools=talk.tools, variables=talk.variables)
+            )
             return [self._checked(tuple(ids), "messages")]
         prompts = wire.prompts()
         if len(prompts) > self.limits.max_prompts:
@@ -357,9 +381,12 @@ class FrontEnd:
         head: ReplyHead,
         index: int,
         bad_words: tuple[tuple[int, ...], ...],
+        answers: Answers | None,
     ) -> tuple[Request, ...]:
         prompt = head.prompts[index]
         params = self._params(wire, len(prompt), bad_words)
+        if answers is not None:
+            params = dataclasses.replace(params, structure=answers.form)
         others = dataclasses.replace(params, prompt_logprobs=None)
         first = index * head.num_choices
         resume = bool(self.limits.resumes if wire.resume is None else wire.resume)
@@ -404,18 +431,24 @@ class FrontEnd:
 
     async def _pieces(self, job: Job, run: "_Run", spend: Spend) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices as they come; ends when every choice has ended."""
-        async with aclosing(merge([self._source.stream(group) for group in job.groups])) as deltas:
-            async for delta in deltas:
-                if delta.request_id not in run.unfinished:
-                    continue
-                spend(len(delta.token_ids))
-                piece = run.push(delta)
-                if delta.request_id not in run.unfinished and not delta.finished:
-                    await self._source.abort(delta.request_id)
-                if piece is not None:
-                    yield piece
-                if not run.unfinished:
-                    return
+        try:
+            async with aclosing(merge([self._source.stream(group) for group in job.groups])) as deltas:
+                async for delta in deltas:
+                    if delta.request_id not in run.unfinished:
+                        continue
+                    spend(len(delta.token_ids))
+                    piece = run.push(delta)
+                    if delta.request_id not in run.unfinished and not delta.finished:
+                        await self._source.abort(delta.request_id)
+                    if piece is not None:
+                        yield piece
+                    if not run.unfinished:
+                        return
+        except InvalidRequest as error:
+            refusal = None if job.answers is None else job.answers.refusal_of_tools(error)
+            if refusal is None:
+                raise
+            raise refusal from error
         raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
 
 
@@ -478,13 +511,15 @@ async def _pump(stream: AsyncGenerator[T, None], arrived: "asyncio.Queue[_Arriva
 class _Choice:
     """One choice of a reply while it is generated."""
 
-    def __init__(self, index: int, request: Request, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, request: Request, job: Job, tokenizer: Tokenizer, *, streams: bool) -> None:
         self._index = index
         self._request = request
         self._with_logprobs = request.params.tells_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(continuation=True)
+        keeps_special = job.answers is not None and job.answers.keeps_special
+        self._detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, continuation=True)
+        self._reader = _StreamReader(job.answers) if streams and job.answers is not None else None
         self._matcher = StopMatcher(job.stops)
         self._text_offset = 0
         self._begun = False
@@ -503,19 +538,35 @@ class _Choice:
         """
         refuse_failure(delta)
         self._take_prompt_logprobs(delta)
-        released, offsets = self._release(delta)
+        texts, released, offsets = self._release(delta)
         reason = self._end(delta, released)
         num_delivered = len(offsets)
         self._count(delta, num_delivered)
         text = "".join(released)
-        if reason is None and not text and not (self._with_tokens and num_delivered):
+        said = Said(text)
+        if self._reader is not None:
+            ids = delta.token_ids[:num_delivered]
+            said, reason = self._reader.push(ids, texts[:num_delivered], text, reason)
+        if reason is None and said == Said() and not (self._with_tokens and num_delivered):
             return None
         first, self._begun = not self._begun, True
         entries = self._entries(delta, offsets) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
         ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
         versions = ((delta.weight_version, num_delivered),)
-        return Piece(self._index, text, ids, kinds, entries, reason, first, prompt_entries, versions)
+        return Piece(
+            self._index,
+            said.content,
+            ids,
+            kinds,
+            entries,
+            reason,
+            first,
+            prompt_entries,
+            versions,
+            said.reasoning,
+            said.calls,
+        )
 
     def _take_prompt_logprobs(self, delta: TokenDelta) -> None:
         """Keep them for the first piece; they must have come when the first token does."""
@@ -535,8 +586,9 @@ class _Choice:
             for token, logprob, rank in (own, *(each for each in top if each[0] != entry.token_id))
         )
 
-    def _release(self, delta: TokenDelta) -> tuple[list[str], list[int]]:
-        """The text that may go out, and each delivered token's offset; a token that completes a stop string is last."""
+    def _release(self, delta: TokenDelta) -> tuple[list[str], list[str], list[int]]:
+        """Each token's text, the text that may go out, and each delivered token's offset; a token that completes a
+        stop string is last."""
         ids = delta.token_ids
         stopped_by_token = bool(ids) and delta.stop_token_id == ids[-1]  # such a token has no text
         texts = [*self._detokenizer.push(ids[:-1]), ""] if stopped_by_token else self._detokenizer.push(ids)
@@ -550,7 +602,7 @@ class _Choice:
             released.append(self._matcher.push(text) if may_stop else text)
             if self._matcher.stopped:
                 break
-        return released, offsets
+        return texts, released, offsets
 
     def _end(self, delta: TokenDelta, released: list[str]) -> str | None:
         """The finish reason, if the choice ends here; the text held back until now is added to `released`."""
@@ -598,10 +650,11 @@ class _Choice:
 class _Run:
     """One job while it is generated: its choices by request id."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, tokenizer: Tokenizer, *, streams: bool) -> None:
         self._job = job
         self._choices = {
-            request.request_id: _Choice(index, request, job, tokenizer) for index, request in enumerate(job.requests)
+            request.request_id: _Choice(index, request, job, tokenizer, streams=streams)
+            for index, request in enumerate(job.requests)
         }
         self.unfinished = set(self._choices)
 
@@ -622,6 +675,51 @@ class _Run:
             accepted_tokens=sum(choice.num_accepted for choice in choices),
             rejected_tokens=sum(choice.num_rejected for choice in choices),
         )
+
+
+class _StreamReader:
+    """Reads one answer as it grows. The parser gets each token by itself, with all of its text, so that what is said
+    does not depend on how many come at once."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._parser = answers.parser()
+        self._waiting: deque[tuple[int, str]] = deque()  # tokens whose text has not gone out yet
+        self._text = ""  # that has gone out, and is not read yet
+        self._called = False
+
+    def push(
+        self, ids: Sequence[int], texts: Sequence[str], released: str, reason: str | None
+    ) -> tuple[Said, str | None]:
+        """What newly delivered tokens say, of whose text some may go out, and why the answer ends if it does."""
+        self._waiting.extend(zip(ids, texts, strict=True))
+        self._text += released
+        parts: list[tuple[tuple[int, ...], str]] = []
+        while self._waiting and len(self._waiting[0][1]) <= len(self._text):
+            token, text = self._waiting.popleft()
+            parts.append(((token,), self._text[: len(text)]))
+            self._text = self._text[len(text) :]
+        if reason is not None and (self._waiting or self._text or not parts):
+            parts.append((tuple(token for token, _ in self._waiting), self._text))
+        said = [
+            self._parser.push(text, tokens, last=reason is not None and number == len(parts))
+            for number, (tokens, text) in enumerate(parts, start=1)
+        ]
+        calls = self._answers.allowed(put_together(part for one in said for part in one.calls))
+        self._called = self._called or bool(calls)
+        told = Said("".join(one.content for one in said), "".join(one.reasoning for one in said), calls)
+        return told, self._answers.reason(reason, called=self._called)
+
+
+async def _read(piece: Piece, answers: Answers | None) -> Piece:
+    """A whole answer, its text read."""
+    if answers is None:
+        return piece
+    parser = answers.parser()
+    said = await _off_loop(len(piece.text), lambda: parser.whole(piece.text, piece.token_ids))
+    calls = answers.allowed(said.calls)
+    reason = answers.reason(piece.finish_reason, called=bool(calls))
+    return dataclasses.replace(piece, text=said.content, reasoning=said.reasoning, calls=calls, finish_reason=reason)
 
 
 def refuse_failure(delta: TokenDelta) -> None:

@@ -44,7 +44,16 @@ _REPLIES: dict[str, Schema] = {
     "Usage": _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT}),
     "Completion": _reply("text_completion", "text", "logprobs"),
     "ChatCompletion": _reply("chat.completion", "message", "logprobs"),
-    "Model": _object({"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "max_model_len": _COUNT}),
+    "Model": _object(
+        {
+            "id": _TEXT,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "root": _TEXT,
+            "parent": _MAYBE_TEXT,
+            "max_model_len": _COUNT,
+        }
+    ),
     "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
     "Scores": _object(
         {

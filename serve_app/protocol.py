@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, Protocol, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -23,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from serve_app.backends.base import CallPart, Talk
 from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
 from speculative.errors import InvalidRequest
 from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, Structure
@@ -30,6 +32,7 @@ from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 300
 MAX_BAD_WORDS = 1024
+MAX_TOOLS = 128
 LEGACY_MAX_TOKENS = 16  # what /v1/completions generates when nothing is said
 _INT32_MAX = 2**31 - 1
 
@@ -49,22 +52,24 @@ def _same_as_n(value: Any, body: Mapping[str, Any]) -> bool:
     return value is None or (type(value) is int and value == (body.get("n") or 1))
 
 
-_NO_TOOLS = "tools are not served yet; describe them in the prompt and parse the answer."
+_ONLY_CHAT = "is a field of /v1/chat/completions; send messages there."
+_OLD_TOOLS = "is an old name; send tools and tool_choice."
 _OLD_NAME = "is an old name; send structured_outputs with json, regex, choice or grammar in it."
-_NO_REASONING = "there is no reasoning control; leave it out."
 
 UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
-    "tools": (_empty, _NO_TOOLS),
-    "tool_choice": (_one_of("none", "auto"), _NO_TOOLS),
-    "functions": (_empty, _NO_TOOLS),
-    "function_call": (_one_of("none", "auto"), _NO_TOOLS),
+    "tools": (_empty, _ONLY_CHAT),
+    "tool_choice": (_one_of("none", "auto"), _ONLY_CHAT),
+    "functions": (_empty, _OLD_TOOLS),
+    "function_call": (_one_of("none", "auto"), _OLD_TOOLS),
     "echo": (_one_of(False), "echo is not served yet; put the prompt before the text yourself."),
     "suffix": (_empty, "filling in before a suffix is not served; send a prompt only."),
     "best_of": (_same_as_n, "only best_of = n is served; ask for n choices with logprobs and pick the best."),
     "modalities": (lambda value, body: value is None or value == ["text"], "only text is served."),
     "audio": (_empty, "audio is not served; only text is."),
     "prediction": (_empty, "predicted outputs are not served; the server drafts by itself."),
-    "reasoning_effort": (_one_of("none"), _NO_REASONING),
+    "reasoning_effort": (_one_of("none"), _ONLY_CHAT),
+    "chat_template_kwargs": (_empty, _ONLY_CHAT),
+    "include_reasoning": (_one_of(True), "reasoning is always told, apart from the answer; pass over it."),
     "verbosity": (_one_of("medium"), "there is no verbosity control; ask for it in the prompt."),
     "web_search_options": (lambda value, body: value is None, "there is no web search."),
     "moderation": (lambda value, body: value is None, "there is no moderation."),
@@ -74,11 +79,10 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "guided_choice": (_empty, _OLD_NAME),
     "guided_grammar": (_empty, _OLD_NAME),
     "chat_template": (_empty, "the model's own chat template is used; send a ready prompt to /v1/completions instead."),
-    "lora_request": (_empty, "LoRA adapters are not served; merge the adapter into the weights."),
+    "lora_request": (_empty, "an adapter is chosen by its name as `model`; GET /v1/models lists those that are there."),
 }
-"""Fields that OpenAI's or vLLM's API has and this server does not, with the values that ask for nothing."""
-
-_SUPPORTED: tuple[Harmless, str] = (lambda value, body: True, "")
+"""Fields that OpenAI's or vLLM's API has and this server does not, with the values that ask for nothing. What an
+endpoint has is not refused there."""
 
 UNSUPPORTED_ENDPOINTS: dict[str, str] = {
     "embeddings": "embeddings are not served; this server generates text.",
@@ -92,7 +96,8 @@ UNSUPPORTED_ENDPOINTS: dict[str, str] = {
     "fine_tuning": "fine-tuning is not served.",
     "assistants": "assistants are not served; use /v1/chat/completions.",
     "threads": "threads are not served; use /v1/chat/completions.",
-    "load_lora_adapter": "LoRA adapters are not served; merge the adapter into the weights.",
+    "load_lora_adapter": "adapters are those of vllm.lora_modules in the configuration; add it there and restart.",
+    "unload_lora_adapter": "adapters are those of vllm.lora_modules in the configuration; remove it there and restart.",
 }
 """First path parts under /v1 that clients may try, and what to use instead."""
 
@@ -101,7 +106,7 @@ UNSUPPORTED_ENDPOINTS: dict[str, str] = {
 
 
 def _content_kind(value: Any) -> str:
-    return "<parts>" if isinstance(value, list) else "<text>"
+    return "<parts>" if isinstance(value, list) else "<nothing>" if value is None else "<text>"
 
 
 def _prompt_kind(value: Any) -> str:
@@ -138,7 +143,50 @@ class TextPart(Wire):
         return kind
 
 
-_ROLES = ("system", "developer", "user", "assistant")
+def _only_function(kind: str) -> str:
+    if kind != "function":
+        raise PydanticCustomError("unsupported", "only functions are served, not '{kind}'.", {"kind": kind[:40]})
+    return kind
+
+
+FunctionKind = Annotated[str, Field(json_schema_extra={"const": "function"}), AfterValidator(_only_function)]
+ToolName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class CalledFunction(Wire):
+    """What a tool call of the conversation called."""
+
+    name: ToolName
+    arguments: str
+    parsed_arguments: Any = None  # accepted: what the `openai` client made of them
+
+
+class ToolCall(Wire):
+    """A tool call of the conversation, as an answer told it."""
+
+    id: str | None = None
+    type: FunctionKind = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self, path: str) -> dict[str, Any]:
+        """The call as chat templates know it: its arguments are an object.
+
+        Raises:
+            InvalidRequest: they are not; `path` is where the call stands.
+        """
+        try:
+            arguments = json.loads(self.function.arguments or "{}", parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            name = f"{path}.function.arguments"
+            raise InvalidRequest(name, f"{name} must be the text of a JSON object. Leave out a call that was cut off.")
+        called = {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        return called if self.id is None else {"id": self.id} | called
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Message(Wire):
@@ -146,37 +194,130 @@ class Message(Wire):
 
     role: str = Field(json_schema_extra={"enum": [*_ROLES]})
     content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")],
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")]
+        | Annotated[None, Tag("<nothing>")],
         Discriminator(_content_kind),
-    ]
+    ] = None
     name: str | None = None
     refusal: None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None  # of the call that a message of role tool answers
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # its older name
     function_call: None = None
     audio: None = None
     annotations: list[Any] | None = None
+    parsed: Any = None  # accepted: what the `openai` client made of the content
 
     @field_validator("role")
     @classmethod
     def _known_role(cls, role: str) -> str:
-        if role in ("tool", "function"):
-            raise PydanticCustomError("unsupported", _NO_TOOLS)
+        if role == "function":
+            raise PydanticCustomError("unsupported", "is an old role; send the function's result as role tool.")
         if role not in _ROLES:
-            raise PydanticCustomError("role", "must be system, developer, user or assistant.")
+            raise PydanticCustomError("role", "must be system, developer, user, assistant or tool.")
         return role
 
-    @field_validator("tool_calls")
-    @classmethod
-    def _no_calls(cls, calls: list[Any] | None) -> list[Any] | None:
-        if calls:
-            raise PydanticCustomError("unsupported", _NO_TOOLS)
-        return calls
+    def check(self, path: str) -> None:
+        """Check what belongs to the role; `path` is where the message stands.
 
-    def for_template(self) -> dict[str, str]:
-        """Role and text as chat templates know them."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": role, "content": content}
+        Raises:
+            InvalidRequest: something is missing, or belongs to another role.
+        """
+        of_assistant = ("tool_calls", "reasoning", "reasoning_content")
+        for name in of_assistant if self.role != "assistant" else ():
+            if getattr(self, name):
+                raise InvalidRequest(f"{path}.{name}", f"{path}.{name} belongs to messages of role assistant.")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise InvalidRequest(f"{path}.tool_call_id", f"{path}.tool_call_id belongs to messages of role tool.")
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequest(f"{path}.content", f"The field '{path}.content' is missing.")
+
+    @property
+    def text(self) -> str:
+        """The content, its parts put together."""
+        if isinstance(self.content, str) or self.content is None:
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+    def for_template(self, path: str = "messages") -> dict[str, Any]:
+        """The message as chat templates know it.
+
+        Raises:
+            InvalidRequest: the arguments of a call are no object; `path` is where the message stands.
+        """
+        told: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            told["tool_calls"] = [call.for_template(f"{path}.tool_calls.{number}") for number, call in calls]
+        if reasoning := self.reasoning or self.reasoning_content:
+            told |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if self.role == "tool":
+            of_tool = {"tool_call_id": self.tool_call_id, "name": self.name}
+            told |= {name: value for name, value in of_tool.items() if value is not None}
+        return told
+
+
+class FunctionSpec(Wire):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object
+    strict: bool | None = None  # accepted: calls that must be made keep to the schema in any case
+
+    @field_validator("parameters")
+    @classmethod
+    def _an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if parameters and parameters.get("type", "object") != "object":
+            raise PydanticCustomError("schema", "must be the JSON schema of an object.")
+        return parameters
+
+
+class Tool(Wire):
+    """A tool that the model may use."""
+
+    type: FunctionKind
+    function: FunctionSpec
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates know it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class FunctionName(Wire):
+    """A function by its name."""
+
+    name: ToolName
+
+
+class NamedTool(Wire):
+    """The tool that must be used."""
+
+    type: FunctionKind
+    function: FunctionName
+
+
+_CHOICES = ("none", "auto", "required")
+
+
+def _choice_kind(value: Any) -> str:
+    return "<function>" if isinstance(value, dict) else "<nothing>" if value is None else "<word>"
+
+
+def _known_choice(word: str) -> str:
+    if word not in _CHOICES:
+        raise PydanticCustomError("choice", "must be none, auto, required, or a function.")
+    return word
+
+
+ToolChoice = Annotated[
+    Annotated[str, Field(json_schema_extra={"enum": [*_CHOICES]}), AfterValidator(_known_choice), Tag("<word>")]
+    | Annotated[NamedTool, Tag("<function>")]
+    | Annotated[None, Tag("<nothing>")],
+    Discriminator(_choice_kind),
+]
 
 
 class StreamOptions(Wire):
@@ -327,7 +468,7 @@ class WireRequest(Wire):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = None  # used where there are tools
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -461,6 +602,9 @@ class CompletionRequest(WireRequest):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
 class ChatCompletionRequest(WireRequest):
     """POST /v1/chat/completions."""
 
@@ -468,6 +612,17 @@ class ChatCompletionRequest(WireRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = None
+    reasoning_effort: str | None = Field(None, json_schema_extra={"enum": [*_EFFORTS, None]})
+    chat_template_kwargs: dict[str, Any] | None = None  # variables that the chat template reads
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _known_effort(cls, effort: str | None) -> str | None:
+        if effort is not None and effort not in _EFFORTS:
+            raise PydanticCustomError("effort", "must be {known}.", {"known": ", ".join(_EFFORTS)})
+        return effort
 
     @property
     def num_logprobs(self) -> int | None:
@@ -492,6 +647,40 @@ class ChatCompletionRequest(WireRequest):
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs = true.")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
+        for number, message in enumerate(self.messages):
+            message.check(f"messages.{number}")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise InvalidRequest(f"tools.{number}.function.name", "tools holds two functions of this name.")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise InvalidRequest("tool_choice", "tool_choice names a function that is not in tools.")
+        if choice == "required" and not names:
+            raise InvalidRequest("tool_choice", "tool_choice = required needs tools.")
+        if not names or choice == "none":
+            return
+        if self.structure is not None:
+            name = "response_format" if self.structured_outputs is None else "structured_outputs"
+            raise InvalidRequest(name, f"{name} asks for a form in which no tool can be called; send it without tools.")
+        if choice not in (None, "auto"):
+            self._check_structure("tool_choice")
+
+    def talk(self) -> Talk:
+        """The conversation and the tools as chat templates know them, and what is to become of the tools.
+
+        Raises:
+            InvalidRequest: a call of the conversation has arguments that are no object.
+        """
+        messages = tuple(message.for_template(f"messages.{n}") for n, message in enumerate(self.messages))
+        tools = tuple(tool.for_template() for tool in self.tools or ())
+        choice = self.tool_choice or "auto"
+        named = choice.function.name if isinstance(choice, NamedTool) else ""
+        use: Any = "none" if not tools else "named" if named else choice
+        return Talk(messages, tools, use, named, self.parallel_tool_calls is not False, self.chat_template_kwargs or {})
 
 
 W = TypeVar("W", bound=Wire)
@@ -510,11 +699,14 @@ def parse(body: bytes, kind: type[W]) -> W:
         InvalidRequest: a value is wrong; `field` is its path, such as `messages.0.content`.
     """
     fields = _load(body)
+    supported = {}
     for name, value in fields.items():
-        harmless, reason = UNSUPPORTED.get(name, _SUPPORTED)
+        if name in kind.model_fields or name not in UNSUPPORTED:
+            supported[name] = value
+            continue
+        harmless, reason = UNSUPPORTED[name]
         if not harmless(value, fields):
             raise UnsupportedParameter(name, f"{name}: {reason}")
-    supported = {name: value for name, value in fields.items() if name not in UNSUPPORTED}
     try:
         wire = kind.model_validate(supported)
     except ValidationError as error:
@@ -635,6 +827,8 @@ class Piece:
     # of prompt tokens 1.., each the token itself and then the most likely; in the first piece of a prompt's choice 0
     prompt_logprobs: tuple[tuple[RankedEntry, ...], ...] | None = None
     weight_versions: tuple[tuple[str, int], ...] = ()  # which weights made so many tokens, in order
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
 
     def version_fields(self) -> dict[str, Any]:
         """`weight_versions`, where the weights changed in the middle."""
@@ -832,7 +1026,12 @@ class ChatFormat:
 
     def chunk(self, head: ReplyHead, piece: Piece) -> dict[str, Any]:
         """The chunk of one piece."""
-        delta = {} if piece.finish_reason is not None and not piece.text else {"content": piece.text}
+        says_other = piece.finish_reason is not None or piece.reasoning or piece.calls
+        delta: dict[str, Any] = {"content": piece.text} if piece.text or not says_other else {}
+        if piece.reasoning:
+            delta["reasoning"] = piece.reasoning
+        if piece.calls:
+            delta["tool_calls"] = [_call_delta(part) for part in piece.calls]
         chunk = head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)])
         return chunk | _metadata([piece]) | piece.prompt_fields()
 
@@ -842,10 +1041,7 @@ class ChatFormat:
 
     def whole(self, head: ReplyHead, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The whole reply."""
-        rendered = [
-            self._choice(head, piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
-            for piece in choices
-        ]
+        rendered = [self._choice(head, piece, "message", _message(piece)) for piece in choices]
         prompt = self._prompt_fields(head) | choices[0].prompt_fields()
         return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices) | prompt
 
@@ -860,6 +1056,33 @@ class ChatFormat:
 
 def _metadata(pieces: Sequence[Piece]) -> dict[str, Any]:
     return metadata_of(version for piece in pieces for version, _ in piece.weight_versions)
+
+
+def _message(piece: Piece) -> dict[str, Any]:
+    says_other = piece.reasoning or piece.calls
+    content = None if says_other and not piece.text else piece.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if piece.reasoning:
+        message["reasoning"] = piece.reasoning
+    if piece.calls:
+        message["tool_calls"] = [
+            {
+                "id": part.call_id,
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.arguments},
+            }
+            for part in piece.calls
+        ]
+    return message
+
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    """A part of a call, as OpenAI streams it: the first names the call."""
+    told: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
+    if part.name is not None:
+        told |= {"id": part.call_id, "type": "function"}
+        told["function"] = {"name": part.name, "arguments": part.arguments}
+    return told
 
 
 def _chat_choice(index: int, name: str, said: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
@@ -905,12 +1128,14 @@ def finite_logprob(logprob: float) -> float:
     return -9999.0 if logprob == -math.inf else logprob
 
 
-def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """One entry of /v1/models."""
+def model_card(name: str, created: int, max_model_len: int, *, root: str, parent: str | None) -> dict[str, Any]:
+    """One entry of /v1/models, as vLLM writes it: an adapter's parent is the model, and its root the folder."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "truespec",
+        "root": root,
+        "parent": parent,
         "max_model_len": max_model_len,
     }

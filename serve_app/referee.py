@@ -196,13 +196,14 @@ class Referee:
     async def _replayed(self, job: ReplayJob) -> Replayed:
         """The replay of what was served: of the prompt too, where its logprobs were told."""
         prompt = job.request.prompt_token_ids
+        adapter, seed = job.request.adapter, job.request.seed
         params = dataclasses.replace(job.request.params, prompt_logprobs=None, logprob_token_ids=())
         name = f"replay-{uuid.uuid4().hex}"
-        forced = Request(name, (*prompt, *job.token_ids), params, job.request.seed, score_from=len(prompt))
+        forced = Request(name, (*prompt, *job.token_ids), params, seed, score_from=len(prompt), adapter=adapter)
         replayed = await self._replay(forced)
         if not job.prompt_logprobs:
             return replayed
-        told = await self._replay(Request(f"{name}-prompt", prompt, score_from=1))
+        told = await self._replay(Request(f"{name}-prompt", prompt, score_from=1, adapter=adapter))
         version = replayed.weight_version if told.weight_version == replayed.weight_version else ""
         return dataclasses.replace(replayed, logprobs=(*told.logprobs, *replayed.logprobs), weight_version=version)
 

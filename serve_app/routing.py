@@ -125,12 +125,12 @@ class PrefixBook:
         """A prompt of so many tokens goes to this replica, unless it takes no more; a later word on the call counts."""
         self._on_their_way[call] = (replica, num_tokens)
 
-    def sent(self, replica: str, call: Hashable, token_ids: Sequence[int], *, caches: bool) -> None:
-        """A prompt went to a replica; with `caches`, it will be cached there."""
+    def sent(self, replica: str, call: Hashable, token_ids: Sequence[int], *, caches: bool, adapter: str = "") -> None:
+        """A prompt went to a replica; with `caches`, it will be cached there, for requests of the same adapter."""
         self._on_their_way[call] = (replica, len(token_ids))
         if caches:
             blocks = self._sent.setdefault(replica, OrderedDict())
-            for name in self._names(token_ids):
+            for name in self._names(token_ids, adapter):
                 blocks[name] = None
                 blocks.move_to_end(name)
             while len(blocks) > _MOST_KNOWN:
@@ -140,9 +140,9 @@ class PrefixBook:
         """A prompt was computed, or given up."""
         self._on_their_way.pop(call, None)
 
-    def loads(self, replicas: Iterable[str], token_ids: Sequence[int]) -> dict[str, PrefillLoad]:
-        """How replicas stand to a prompt."""
-        names = self._names(token_ids)
+    def loads(self, replicas: Iterable[str], token_ids: Sequence[int], adapter: str = "") -> dict[str, PrefillLoad]:
+        """How replicas stand to a prompt that an adapter is to compute ("" = the model itself)."""
+        names = self._names(token_ids, adapter)
         own: dict[str, int] = {}
         for replica, count in tuple(self._on_their_way.values()):
             own[replica] = own.get(replica, 0) + count
@@ -159,8 +159,9 @@ class PrefixBook:
                 return (index + 1) * self._block_size
         return 0
 
-    def _names(self, token_ids: Sequence[int]) -> list[int]:
-        told = b"".join(name[:_NAME_BYTES] for name in block_chain(token_ids, self._block_size))
+    def _names(self, token_ids: Sequence[int], adapter: str) -> list[int]:
+        chain = block_chain(token_ids, self._block_size, of=adapter)
+        told = b"".join(name[:_NAME_BYTES] for name in chain)
         return list(struct.unpack(f"<{len(told) // _NAME_BYTES}Q", told))
 
 
@@ -247,12 +248,13 @@ class PrefillRouter(_Ranking):
 
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
         """The replicas, the soonest done first."""
-        prompt = _prompt(pending)
+        request = _request(pending)
+        prompt, adapter = ((), "") if request is None else (request.prompt_token_ids, request.adapter)
         if pending.future.done():  # another of Serve's routing tasks has placed it meanwhile
             return list(replicas)
         call = self._calls.of(pending)
         self._book.done(call)  # where it was meant to go before
-        ranked = rank_prefill(self._book.loads(replicas, prompt), len(prompt), str(call))
+        ranked = rank_prefill(self._book.loads(replicas, prompt, adapter), len(prompt), str(call))
         self._book.meant(ranked[0], call, len(prompt))
         return ranked
 
@@ -261,7 +263,9 @@ class PrefillRouter(_Ranking):
         request = _request(pending_request)
         if request is not None:
             call, caches = self._calls.of(pending_request), request.score_from is None
-            self._book.sent(replica_id.unique_id, call, request.prompt_token_ids, caches=caches)
+            self._book.sent(
+                replica_id.unique_id, call, request.prompt_token_ids, caches=caches, adapter=request.adapter
+            )
         self._calls.routed(pending_request, result)
 
 
@@ -309,8 +313,3 @@ def _request(pending: Any) -> Request | None:
 def _to_avoid(pending: Any) -> Collection[str]:
     """What a call of `DecodeWorker.stream` names so: its last argument."""
     return pending.args[3] if len(pending.args) > 3 else ()
-
-
-def _prompt(pending: Any) -> tuple[int, ...]:
-    request = _request(pending)
-    return () if request is None else request.prompt_token_ids

@@ -129,7 +129,11 @@ class Scorer:
         spend(_usage(contexts, labels).prompt_tokens)
         score_id = f"score-{uuid.uuid4().hex}"
         asks = [ask for index in range(len(contexts)) for ask in _asks(score_id, index, contexts[index], labels)]
-        asks = [replace(ask, request=replace(ask.request, priority=priority, timeout_s=limit_s)) for ask in asks]
+        adapter = self._model.adapter_of(wire.model)
+        asks = [
+            replace(ask, request=replace(ask.request, priority=priority, timeout_s=limit_s, adapter=adapter))
+            for ask in asks
+        ]
         limit_s = min(self._limits.timeout_s, limit_s or math.inf)
         try:
             async with asyncio.timeout(limit_s):

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer
 
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
@@ -30,32 +34,64 @@ class Tokenizer:
         self._core.no_padding()
         self._scheme = _ByteScheme.read(json.loads(self._core.to_str())["decoder"])
         self._bytes: dict[int, bytes] = {}
+        self._templates: dict[bool, ChatTemplate] = {}
         added = self._core.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token.content: token_id for token_id, token in added.items()}
         own_eos = () if wrapped.eos_token_id is None else (int(wrapped.eos_token_id),)
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*generation_eos, *own_eos)))
         self.vocab_size: int = max(self._core.get_vocab(with_added_tokens=True).values()) + 1
         self._check_decoding()
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "Tokenizer":
-        """Load the tokenizer of a local Hugging Face folder.
+    def from_folder(cls, path: str | Path, chat_template: str | None = None) -> "Tokenizer":
+        """Load the tokenizer of a local Hugging Face folder; `chat_template` names a file in place of its own template.
 
         Raises:
-            ConfigError: the folder holds no fast tokenizer.
+            ConfigError: the folder holds no fast tokenizer, or the file no template.
             UnsupportedModel: the tokenizer decodes in a way this class does not know.
         """
         folder = Path(path)
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError(f"{folder} holds no tokenizer.json. Name a folder with a fast tokenizer.")
-        return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), _generation_eos(folder))
+        wrapped = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        if chat_template is not None:
+            wrapped.chat_template = _read_template(chat_template)
+        return cls(wrapped, _generation_eos(folder))
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
         """Token ids of a plain text, with the tokens that the model wants at its start unless it follows other text."""
         return list(self._core.encode(text, add_special_tokens=not continuation).ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation in the model's own chat template.
+    def chat_template(self, *, with_tools: bool = False) -> "ChatTemplate":
+        """The template of a conversation, where a model has several the one for tools; empty where it has none."""
+        known = self._templates.get(with_tools)
+        if known is None:
+            known = self._templates[with_tools] = self._read_own_template(with_tools)
+        return known
+
+    def _read_own_template(self, with_tools: bool) -> "ChatTemplate":
+        if self._wrapped.chat_template is None:
+            return ChatTemplate("", frozenset())
+        source = self._wrapped.get_chat_template(tools=[{}] if with_tools else None)
+        try:
+            return ChatTemplate.read(source)
+        except TemplateError:  # told when it is used
+            return ChatTemplate(source, frozenset())
+
+    def added_id(self, text: str) -> int | None:
+        """The token that was added to the vocabulary for this text, special or not; None where none was."""
+        return self._added.get(text)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation in the chat template, with the tools it shows and further variables of its own.
 
         Raises:
             InvalidRequest: the model has no chat template, or the template refuses these messages.
@@ -66,7 +102,11 @@ class Tokenizer:
             )
         try:
             text = self._wrapped.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **(variables or {}),
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
@@ -257,6 +297,42 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     """The files of a model folder that its tokenizer and its ends of text are read from, by name."""
     wanted = ("tokenizer", "special_", "added_tokens", "chat_template", "vocab", "merges", "config.", "generation_")
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name.startswith(wanted)}
+
+
+class _Generation(Extension):
+    """The tag with which a template marks what the model says; here it says nothing more."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """What is known of a chat template: its source, and the variables that it reads."""
+
+    source: str
+    variables: frozenset[str]
+
+    @classmethod
+    def read(cls, source: str) -> "ChatTemplate":
+        """Raises TemplateError where the source is no template."""
+        syntax = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols]).parse(source)
+        return cls(source, frozenset(find_undeclared_variables(syntax)))
+
+
+def _read_template(path: str) -> str:
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+        ChatTemplate.read(source)
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        raise ConfigError(
+            f"model.chat_template: {path} cannot be read as a Jinja template: {error}. It must lie at this path on "
+            "every node that answers HTTP."
+        ) from error
+    return source
 
 
 def _generation_eos(folder: Path) -> tuple[int, ...]:

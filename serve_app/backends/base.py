@@ -1,9 +1,9 @@
 """What the server asks of an engine. It sees requests, deltas and sealed handoffs, never a tensor."""
 
 import enum
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -37,16 +37,29 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of the model: the name clients use, and where its files lie."""
+
+    name: str
+    root: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is served: the name clients use, sizes, and fingerprints of configuration and weights."""
 
     model_name: str
     max_model_len: int
     vocab_size: int
-    fingerprint: str  # of configuration and weights
+    fingerprint: str  # of configuration and weights, those of the adapters included
     folder: str  # where the checkpoint and its tokenizer lie on this machine
     eos_token_ids: tuple[int, ...]
     drafter_folder: str = ""  # where the drafter's weights lie, "" = it has none
+    adapters: tuple[Adapter, ...] = ()
+
+    def adapter_of(self, name: str) -> str:
+        """The adapter that requests for a model of this name use; "" = none, the model itself."""
+        return name if any(one.name == name for one in self.adapters) else ""
 
 
 class PauseMode(enum.StrEnum):
@@ -55,6 +68,82 @@ class PauseMode(enum.StrEnum):
     WAIT = "wait"  # they run to their end
     ABORT = "abort"  # they end at once
     KEEP = "keep"  # they stand still, and go on afterwards; with other weights, from their tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """One chat request as the model sees it: the conversation, and what may be answered.
+
+    `use` is what is to become of the tools: `none`, `auto` (as the model likes), `required` (one call or more), or
+    `named` (one call of `function`).
+    """
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # as chat templates know them
+    use: Literal["none", "auto", "required", "named"] = "none"
+    function: str = ""
+    parallel: bool = True  # whether one answer may hold several calls
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the chat template
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A part of a tool call. The first part of a call names it; each adds to its arguments."""
+
+    index: int  # of the call within its answer
+    arguments: str = ""
+    name: str | None = None  # None = a further part
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a part of an answer's text says, field by field."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
+
+
+class ReplyParser(Protocol):
+    """Tells in which field the text of one answer belongs. Each answer has one of its own, which it asks in one way:
+    `push` as the text grows, or `whole` once."""
+
+    def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> Said:
+        """What the next part of the text says; `last` = it ends here."""
+        ...
+
+    def whole(self, text: str, token_ids: Sequence[int]) -> Said:
+        """What the whole text says; each call is one part."""
+        ...
+
+
+class Reading(Protocol):
+    """How the answers to one request are to be read."""
+
+    keeps_special: bool
+    """Whether the text must hold special tokens for that."""
+    thought_end: str | None
+    """What ends the reasoning that an answer begins with: "" = it begins with none, None = nobody can tell."""
+
+    def parser(self) -> ReplyParser:
+        """A parser of one answer."""
+        ...
+
+
+class Parsers(Protocol):
+    """Reads reasoning and tool calls out of the text of a model's answers."""
+
+    reads_tools: bool
+    reads_reasoning: bool
+
+    def reading(self, talk: Talk, prompt: Sequence[int]) -> Reading:
+        """How answers to a conversation are to be read, whose prompt has these tokens.
+
+        Raises:
+            InvalidRequest: the parser cannot do what is asked.
+        """
+        ...
 
 
 class Backend(Protocol):

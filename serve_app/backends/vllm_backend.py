@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.backends.base import Backend, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
 from serve_app.backends.vllm_parts.checkpoint import (
     check_same_model,
     eos_token_ids,
@@ -88,6 +89,7 @@ class VllmBackend:
         self._loaded: Path | None = None
         self._paused = False
         self._readings = Readings()
+        self._adapters = Adapters({})
         self._self_check = SelfCheck(settings.self_check_share)
 
     async def start(self) -> ModelInfo:
@@ -98,6 +100,7 @@ class VllmBackend:
         self._folder = await asyncio.to_thread(resolve_model, self._source)
         drafter = self._settings.engine.drafter
         self._drafter_folder = None if drafter.model is None else await asyncio.to_thread(resolve_model, drafter.model)
+        self._adapters = await asyncio.to_thread(read_adapters, self._settings.lora_modules, self._folder)
         self._scratch = await asyncio.to_thread(Scratch, _memory_folder())
         try:
             self._llm = await asyncio.to_thread(self._start_engine)
@@ -106,8 +109,12 @@ class VllmBackend:
             if isinstance(error, ConfigError):
                 raise
             raise EngineFault(f"vLLM {version} could not start: {error}") from error
-        if self._faults.chunked_seeds:
-            await self._llm.collective_rpc("keep_draws_of_chunks")
+        await self._mend_workers()
+        try:
+            await self._load_adapters()
+        except ConfigError:
+            await self._end_engine()
+            raise
         if self._watches:
             await self._llm.collective_rpc("watch_sampler", args=(self._settings.self_check_share,))
             self._spawn(self._take_terms_forever())
@@ -129,15 +136,23 @@ class VllmBackend:
             await self._replayer.start()
         return self._info()
 
+    async def _mend_workers(self) -> None:
+        """Keep vLLM's workers from their known faults."""
+        for fault, mend in (
+            (self._faults.chunked_seeds, "keep_draws_of_chunks"),
+            (self._settings.engine.logprobs_mode.startswith("raw"), "keep_raw_logprobs"),
+            (self._faults.mixed_adapters and self._adapters, "keep_adapters_apart"),
+        ):
+            if fault:
+                await self._llm.collective_rpc(mend)
+
     async def stop(self) -> None:
         """End vLLM's process; what still runs ends with an error."""
         if self._replayer is not None:
             await self._replayer.stop()
         if self._llm is not None:
-            llm, self._llm = self._llm, None
             self._fault = EngineFault("The engine was stopped.")
-            await asyncio.to_thread(llm.shutdown)
-            self._scratch.remove()
+            await self._end_engine()
 
     def generate(self, request: Request, emitted: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
         """Prefill and decode here."""
@@ -163,7 +178,7 @@ class VllmBackend:
                 delta = delta.replace(num_cached_tokens=output.num_cached_tokens or 0, queue_s=queue_s(output))
                 if self._pulls:
                     source = source_of(output)
-            manifest = self._manifest  # of what computed it, whatever comes while it is packed
+            manifest = self._manifest_for(request)  # of what computed it, whatever comes while it is packed
             breach = self._contract.breach(delta, request)
             if breach is not None:
                 self._counts.add_breach(breach)
@@ -181,7 +196,7 @@ class VllmBackend:
         """Go on from a handoff. One that is read from memory is read once; whoever takes it again finds it cached."""
         sent = unpack(handoff)
         try:
-            sent.check(self._manifest, request.prompt_token_ids)
+            sent.check(self._manifest_for(request), request.prompt_token_ids)
         except HandoffRefused:
             if sent.source:
                 self._hand_back(sent.source | {"decline": True, "do_remote_prefill": False})
@@ -203,9 +218,16 @@ class VllmBackend:
         self._spawn(self._engine().abort(request_id))
 
     async def replay(self, request: Request) -> Replayed:
-        """Compute a teacher-forced request: vLLM keeps its prefix cache out of it, and drafts nothing."""
-        if self._replayer is not None:
-            return await self._replayer.replay(request)
+        """Compute a teacher-forced request: vLLM keeps its prefix cache out of it, and drafts nothing.
+
+        What an adapter made, no other engine can compute again.
+        """
+        if self._replayer is not None and not request.adapter:
+            replayed = await self._replayer.replay(request)
+            structure = request.params.structure
+            if structure is None or self._params.allows_what_ours_allows(structure):
+                return replayed
+            return dataclasses.replace(replayed, law=None)  # the law was another one
         async with contextlib.aclosing(self.generate(request)) as deltas:
             async for delta in deltas:
                 if delta.error is not None:
@@ -231,10 +253,11 @@ class VllmBackend:
             raise ConfigError("drafter_path cannot be given to the vllm engine: its drafter keeps its weights.")
         folder = await asyncio.to_thread(resolve_model, source)
         check_same_model(folder, self._folder)
+        await asyncio.to_thread(self._adapters.check_unchanged)
         if self._replayer is not None:
             await self._replayer.load_weights(source)
         self._loaded = folder
-        return await asyncio.to_thread(folder_fingerprint, folder)
+        return self._adapters.with_model(await asyncio.to_thread(folder_fingerprint, folder))
 
     async def switch_weights(self, version: str) -> ModelInfo:
         """Go on with the weights checked last; requests that run are computed again from their tokens."""
@@ -245,7 +268,9 @@ class VllmBackend:
         if not was_paused:
             await self.pause(PauseMode.KEEP)
         try:
+            await asyncio.to_thread(self._adapters.check_unchanged)
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(view)})
+            await self._load_adapters()
             await self._forget()
             self._self_check.restart()
             self._fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
@@ -382,7 +407,11 @@ class VllmBackend:
             self._counts.begin()
         self._live += 1
         outputs = self._llm.generate(
-            {"prompt_token_ids": list(prompt)}, params, request.request_id, priority=request.priority
+            {"prompt_token_ids": list(prompt)},
+            params,
+            request.request_id,
+            lora_request=self._params.lora(self._adapters.find(request.adapter)),
+            priority=request.priority,
         )
         try:
             async with contextlib.aclosing(outputs):
@@ -398,8 +427,12 @@ class VllmBackend:
         finally:
             self._live -= 1
 
+    def _manifest_for(self, request: Request) -> Manifest:
+        return dataclasses.replace(self._manifest, adapter=self._adapters.identity(request.adapter))
+
     def _check(self, request: Request) -> None:
         self.check_health()
+        self._adapters.find(request.adapter)
         self._params.check(
             request,
             speculates=self._speculates,
@@ -408,6 +441,25 @@ class VllmBackend:
         )
 
     # -- the engine as a whole ----------------------------------------------------------------------------------
+
+    async def _end_engine(self) -> None:
+        llm, self._llm = self._llm, None
+        await asyncio.to_thread(llm.shutdown)
+        self._scratch.remove()
+
+    async def _load_adapters(self) -> None:
+        """Have vLLM take all adapters in; other weights make it forget them.
+
+        Raises:
+            ConfigError: it does not take one.
+        """
+        for one in self._adapters:
+            try:
+                await self._llm.add_lora(self._params.lora(one))
+            except Exception as error:
+                raise ConfigError(
+                    f"vllm.lora_modules.{one.adapter.name} is {one.adapter.root}, which vLLM does not take: {error}"
+                ) from error
 
     async def _tell(self, order: Any) -> None:
         """Tell the scheduler; it obeys when the request reaches it, whatever becomes of the request."""
@@ -492,10 +544,11 @@ class VllmBackend:
             model_name=self._model_name,
             max_model_len=self._max_model_len,
             vocab_size=model.get_vocab_size(),
-            fingerprint=self._fingerprint,
+            fingerprint=self._adapters.with_model(self._fingerprint),
             folder=str(self._folder),
             eos_token_ids=eos_token_ids(self._folder),
             drafter_folder="" if self._drafter_folder is None else str(self._drafter_folder),
+            adapters=tuple(one.adapter for one in self._adapters),
         )
 
     @property
@@ -527,6 +580,7 @@ class VllmBackend:
             None if self._drafter_folder is None else str(plain_view(self._drafter_folder, self._scratch.folder)),
             most_tokens=most_tokens(self._folder, config.max_model_len),
         )
+        arguments |= self._adapters.arguments(self._settings.engine_args)
         check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
         arguments["additional_config"] = {TERMS: {"sampled_drafts_fail": self._faults.sampled_drafts}}
         if self._pulls:

@@ -31,6 +31,7 @@ CHAT_TEMPLATE = (
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOLS_TEMPLATE = Path(__file__).parents[2] / "deploy" / "configs" / "chatml-tools.jinja"
 _CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "one two three STOP four"] * 20
 
 
@@ -56,6 +57,12 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def tooled(tokenizer_folder: Path) -> Tokenizer:
+    """The same tokenizer with the template of ours that shows tools."""
+    return Tokenizer.from_folder(tokenizer_folder, str(TOOLS_TEMPLATE))
 
 
 @pytest.fixture(scope="session")

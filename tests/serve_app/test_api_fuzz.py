@@ -111,8 +111,8 @@ class Fuzzed:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Fuzzed:
-    return Fuzzed(tokenizer, serve_http)
+def fuzzed(tooled: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Fuzzed:
+    return Fuzzed(tooled, serve_http)
 
 
 def narrowed(schema: Any) -> Any:
@@ -135,12 +135,26 @@ def described() -> dict[str, Any]:
         fields = made["components"]["schemas"][name]["properties"]
         fields["model"] = {"enum": ["fake", "fake-alias"]}
         fields["timeout"] = {"type": "number", "minimum": 20, "maximum": 1000}
+    _narrow_chats(made["components"]["schemas"])
     for methods in made["paths"].values():
         for parameter in methods.get("post", {}).get("parameters", ()):
             if parameter["name"] == "x-request-timeout":
                 parameter["schema"]["pattern"] = "^[2-9][0-9]$"
     result: dict[str, Any] = narrowed(made)
     return result
+
+
+def _narrow_chats(schemas: dict[str, Any]) -> None:
+    """Mostly what fits together: fields of their role, and what this template and this engine have."""
+    message, fields = schemas["Message"], schemas["ChatCompletionRequest"]["properties"]
+    for name in ("tool_calls", "tool_call_id", "reasoning", "reasoning_content"):
+        del message["properties"][name]
+    message["required"] = ["role", "content"]
+    kinds = message["properties"]["content"]["oneOf"]
+    message["properties"]["content"] = {"oneOf": [kind for kind in kinds if kind != {"type": "null"}]}
+    schemas["FunctionSpec"]["properties"]["parameters"] = {"enum": [None, {"type": "object"}]}
+    fields["chat_template_kwargs"] = {"enum": [None, {}]}
+    fields["reasoning_effort"] = {"enum": [None, "none"]}
 
 
 API = {found.ok().label: found.ok() for found in schemathesis.openapi.from_dict(described()).get_all_operations()}

@@ -64,6 +64,8 @@ def test_null_means_the_default() -> None:
 ASKING = {
     "tools": [{"type": "function"}],
     "tool_choice": "required",
+    "chat_template_kwargs": {"a": 1},
+    "include_reasoning": False,
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "echo": True,
@@ -88,11 +90,12 @@ ASKING = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_unsupported_field_is_refused_by_name_and_null_is_harmless(name: str) -> None:
-    with pytest.raises(UnsupportedParameter) as caught:
-        chat(**{name: ASKING[name]})
-    assert caught.value.field == name
-    assert caught.value.message.startswith(f"{name}: ")
-    assert chat(**{name: None}) == chat()
+    for make in (completion,) if name in ChatCompletionRequest.model_fields else (chat, completion):
+        with pytest.raises(UnsupportedParameter) as caught:
+            make(**{name: ASKING[name]})
+        assert caught.value.field == name
+        assert caught.value.message.startswith(f"{name}: ")
+        assert make(**{name: None}) == make()
 
 
 def test_a_flag_is_not_taken_for_a_number() -> None:

@@ -183,6 +183,25 @@ async def test_the_prefill_router_ranks_by_what_replicas_told_and_what_it_sent()
     assert ranks[-1][0].replica_id.unique_id == "b", "it has a prompt before it"
 
 
+async def test_what_one_adapter_computed_is_no_prefix_of_anothers() -> None:
+    names = ("", "sql", "law")
+    for computed in names:
+        router = bare(PrefillRouter, block_size=BLOCK)
+        replicas = [Replica("a"), Replica("b")]
+        asked = pending(Request("r1", PROMPT, adapter=computed))
+        await router.choose_replicas(replicas, asked)
+        router.on_request_routed(asked, replicas[1].replica_id, result := Result())
+        result.end()
+        for wanted in names:
+            cached = {name: load.cached for name, load in router._book.loads("ab", PROMPT, wanted).items()}
+            assert cached == {"a": 0, "b": 40 if wanted == computed else 0}
+        calls = [pending(Request(f"r{number}", PROMPT, adapter=computed)) for number in range(4)]
+        assert {await first_of(router, replicas, call) for call in calls[:1]} == {"b"}
+        told = bare(PrefillRouter, block_size=BLOCK)
+        told._book.hear("a", told_blocks(block_chain(PROMPT, BLOCK)))  # an engine of our own: it has no adapters
+        assert told._book.loads("a", PROMPT, computed)["a"].cached == (0 if computed else 40)
+
+
 async def test_the_prompts_of_one_body_are_shared_out_before_any_replica_says_a_word() -> None:
     router = bare(PrefillRouter, block_size=BLOCK)
     replicas = [Replica("a"), Replica("b")]

@@ -218,7 +218,7 @@ def test_too_many_requests_are_told_when_to_come_again(ray_port: int, tiny_folde
         ("/v1/completions", {"model": MODEL, "prompt": "x", "top_p": "much"}, 400, "top_p"),
         ("/v1/chat/completions", {"model": MODEL, "messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400,
-         "tools"),
+         "tools.0.type"),
     ],
 )  # fmt: skip
 def test_bad_requests_name_the_field(

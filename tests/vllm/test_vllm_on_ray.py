@@ -19,6 +19,7 @@ from serve_app.config import load_config
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
 from tests.serving.conftest import Service, deployed, gauge_total, ray_port, wait_for  # noqa: F401  # a fixture
+from tests.tiny_adapters import write_tiny_adapter
 from tests.vllm.installed import NEEDS_VLLM
 from tests.vllm.processes import alive, children
 
@@ -26,6 +27,7 @@ SOURCE = "smollm2-135m"
 MODEL = "SmolLM2-135M-Instruct"
 FILE = Path(__file__).parents[2] / "deploy" / "configs" / "vllm.yaml"
 TOKEN = "trainer-token"
+ADAPTERS = ("sql", "law")
 COUNTING = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 1 2 3 4 5 6 7 8 9 10 11"
 
 
@@ -45,8 +47,14 @@ pytestmark = [
 ]
 
 
-def drawn_from(name: str) -> dict[str, Any]:
+def drawn_from(name: str, scratch: Path) -> dict[str, Any]:
     """What a service of this name has, besides what all have."""
+    if name == "ngram":
+        model = resolve_model(SOURCE)
+        for seed, adapter in enumerate(ADAPTERS):
+            write_tiny_adapter(scratch / adapter, model, seed=seed, modules=("q_proj", "v_proj"))
+        modules = {adapter: str(scratch / adapter) for adapter in ADAPTERS}
+        return {"vllm": {"engine_args": {"enforce_eager": True}, "lora_modules": modules}}
     if name == "draft_model":  # itself: whatever it drafts is right
         return {"drafter": {"kind": "draft_model", "model": SOURCE, "num_draft_tokens": 3}}
     if name == "eagle3":  # with all that the others leave out
@@ -65,9 +73,10 @@ def service(
 ) -> Iterator[Service]:
     args: dict[str, Any] = load_config(FILE).application.args.model_dump(mode="json", exclude_unset=True)
     args["engine"]["max_model_len"], args["engine"]["kv_cache_tokens"] = 512, 4096
-    token_file = tmp_path_factory.mktemp("secrets") / "token"
+    scratch = tmp_path_factory.mktemp("service")
+    token_file = scratch / "token"
     token_file.write_text(TOKEN)
-    args |= {"admin": {"token_file": str(token_file)}} | drawn_from(request.param)
+    args |= {"admin": {"token_file": str(token_file)}} | drawn_from(request.param, scratch)
     with deployed(ray_port, f"vllm-{request.param}".replace("_", "-"), args) as running:
         yield running
 
@@ -124,6 +133,28 @@ def test_sampled_answers_are_sampled_from_the_model(service: Service) -> None:
         means = list(pool.map(surprisal, range(8)))
     assert sum(means) / len(means) < 4.0
     assert len({tuple(one.result()["choices"][0]["token_ids"]) for one in greedy}) == 1
+
+
+def test_adapters_are_chosen_by_name_and_verified_with_themselves(service: Service) -> None:
+    listed = service.openai.models.list().data
+    adapters = {card.id: card.parent for card in listed if card.parent is not None}  # type: ignore[attr-defined]
+    if not service.name.endswith("ngram"):
+        assert [card.id for card in listed] == [MODEL] and not adapters
+        return
+    assert adapters == dict.fromkeys(ADAPTERS, MODEL)
+    before = service.metrics()["handoffs_by_result"]
+    names = [MODEL, *ADAPTERS, MODEL]
+    asked = {"prompt": COUNTING, "verify": True}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda name: complete(service, **asked, model=name), names))
+    assert [reply["model"] for reply in replies] == names
+    assert {reply["verdict"] for reply in replies} == {"verified"}
+    said = [reply["choices"][0]["token_ids"] for reply in replies]
+    assert said[0] == said[3] and said[1] not in (said[0], said[2]) and said[2] != said[0]
+    by_result = service.metrics()["handoffs_by_result"]
+    assert by_result["ok"] == before["ok"] + 4 and by_result.get("refused") == before.get("refused")
+    with pytest.raises(openai.NotFoundError):
+        service.openai.completions.create(model="alien", prompt="x", max_tokens=2)
 
 
 def test_what_it_cannot_keep_is_refused_with_the_field(service: Service) -> None:

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.backends.base import Talk
+from serve_app.tools import call_form
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, Structure
 from tests.vllm.installed import NEEDS_VLLM
@@ -123,3 +125,19 @@ def test_what_vllm_would_pass_over_is_refused_where_it_would() -> None:
     assert refused(SamplingParams(stop_token_ids=(100,)), speculates=False) == "stop_token_ids"
     assert refused(SamplingParams(), speculates=True, prompt=(100,)) == "prompt"
     assert [refused(SamplingParams(), speculates=True, prompt=(1,) * n) for n in (9, 10)] == [None, "prompt"]
+
+
+@pytest.mark.parametrize(
+    ("structure", "same"),
+    [
+        (None, True),
+        (call_form(Talk(tools=({"type": "function", "function": {"name": "f"}},), use="required")), True),
+        (Structure("grammar", 'start: "a"'), False),
+        (Structure("json_object"), False),
+        (Structure("choice", '["a"]'), False),
+    ],
+)
+def test_another_law_is_not_taken_for_ours(structure: Structure | None, same: bool) -> None:
+    from serve_app.backends.vllm_parts.params import allows_what_ours_allows
+
+    assert allows_what_ours_allows(structure) == same

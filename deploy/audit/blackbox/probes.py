@@ -116,8 +116,8 @@ class Trial:
     def answered(self, exchange: Exchange, faults: tuple[str, ...] = ()) -> bool:
         """Whether a valid request was answered; a refusal is no fault, anything else is.
 
-        `faults` is what it looks like. Where nothing is known, a server that fails while it tells logprobs may have none
-        for a token (F10), or one that is no number (F16) and cannot be sent.
+        `faults` is what it looks like. Where nothing is known, a server that fails while it tells logprobs may have
+        none for a token (F10), or one that is no number (F16) and cannot be sent.
         """
         if exchange.ok or exchange.refused:
             return exchange.ok

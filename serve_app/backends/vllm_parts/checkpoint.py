@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,21 @@ def folder_fingerprint(folder: Path) -> str:
     Raises:
         ConfigError: there are no safetensors files.
     """
-    weights = [path for path in sorted(folder.glob("*.safetensors")) if path.name != _OURS_ALONE]
+    weights = weight_files(folder)
     if not weights:
         raise ConfigError(f"{folder} holds no safetensors files; the vllm engine takes no other weights.")
+    return hash_of((folder / "config.json", *weights))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that vLLM reads."""
+    return [path for path in sorted(folder.glob("*.safetensors")) if path.name != _OURS_ALONE]
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    """A hash of every byte of some files, 32 hex digits."""
     digest = blake2b(digest_size=16)
-    for path in (folder / "config.json", *weights):
+    for path in files:
         with path.open("rb") as file:
             while chunk := file.read(1 << 24):
                 digest.update(chunk)

@@ -31,6 +31,7 @@ class Manifest:
     layout: str  # dtype of the cache, size of its blocks, how they lie
     num_ranks: int
     way: str = "copy"  # or "nixl"
+    adapter: str = ""  # of the request, its name and the fingerprint of its files; "" = the model itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Sent:
         """Check that an engine with this manifest may go on from it with this prompt.
 
         Raises:
-            HandoffRefused: it is not of this prompt, model, drafter or build.
+            HandoffRefused: it is not of this prompt, model, adapter, drafter or build.
         """
         for name, value in asdict(manifest).items():
             if getattr(self.manifest, name) != value:

@@ -10,8 +10,10 @@ from hashlib import blake2b
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from serve_app.backends.vllm_parts.adapters import LoadedAdapter
 from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, Structure
@@ -119,6 +121,13 @@ def order(*, speculation: str | None = None, transfer: dict[str, Any] | None = N
     return VllmParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, extra_args=terms)
 
 
+def lora(loaded: LoadedAdapter | None) -> LoRARequest | None:
+    """The adapter of a request; vLLM names cached prefixes by it, too."""
+    if loaded is None:
+        return None
+    return LoRARequest(loaded.adapter.name, loaded.number, loaded.adapter.root)
+
+
 def _scoring(request: Request) -> VllmParams:
     return VllmParams(
         temperature=0,
@@ -162,6 +171,12 @@ def _seed(seed: int, num_emitted: int) -> int:
     """Of a generator that draws nothing again that was drawn before the tokens emitted elsewhere."""
     digest = blake2b(f"{seed}/{num_emitted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+
+
+def allows_what_ours_allows(structure: Structure | None) -> bool:
+    """Whether vLLM's masks are those that our own engine would make: vLLM forces the tokenisation of text that has to
+    come, unless a grammar says otherwise, and its JSON has white space without end."""
+    return structure is None or (structure.kind == "grammar" and '"no_forcing": true' in structure.text)
 
 
 def _structure(structure: Structure | None) -> StructuredOutputsParams | None:

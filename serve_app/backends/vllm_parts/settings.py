@@ -50,6 +50,12 @@ OWN_ARGUMENTS = {
     "pipeline_parallel_size": None,
     "enable_chunked_prefill": None,
     "stream_interval": None,
+    "enable_lora": "vllm.lora_modules",
+    "reasoning_parser": "vllm.reasoning_parser",
+    "reasoning_parser_plugin": None,
+    "lora_target_modules": None,
+    "max_cpu_loras": None,
+    "default_mm_loras": None,
 }
 """Arguments of `AsyncEngineArgs` that this engine sets itself, and the setting that decides each (None = none does)."""
 
@@ -58,6 +64,20 @@ LEASE_S = 30
 
 SIZES = frozenset(("max_batched_tokens", "block_size", "kv_cache_tokens"))
 """Sizes that vLLM chooses where nobody sets them; the number of tokens only together with the size of a block."""
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for `max_lora_rank`."""
+_OF_ADAPTERS = frozenset(
+    (
+        "max_loras",
+        "max_lora_rank",
+        "lora_dtype",
+        "fully_sharded_loras",
+        "specialize_active_lora",
+        "enable_mixed_moe_lora_format",
+        "enable_moe_shared_loras",
+    )
+)
 
 _SPLIT_SEQUENCES = ("decode_context_parallel_size", "prefill_context_parallel_size")
 _NEEDS_DEFAULT: dict[str, Any] = {
@@ -82,11 +102,13 @@ class Faults:
 
     `sampled_drafts`: verifying a draft at a temperature above 0 emits garbage, and a greedy request in the same step is
     hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005). `chunked_seeds`: a prompt
-    that is computed in chunks ends the engine when its request samples with a seed.
+    that is computed in chunks ends the engine when its request samples with a seed. `mixed_adapters`: in a step with
+    requests of an adapter, those without one are computed with an adapter, too.
     """
 
     sampled_drafts: bool = False
     chunked_seeds: bool = False
+    mixed_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +123,7 @@ class VllmSettings:
             read out of the other engine's memory by NIXL.
         role: which side of that this is, in vLLM's words.
         self_check_share: of the steps whose terms are taken in vLLM's worker; 0 = none.
+        lora_modules: folders of LoRA adapters, by the name that clients use.
     """
 
     engine: EngineConfig
@@ -109,6 +132,7 @@ class VllmSettings:
     handoff: Literal["none", "copy", "nixl"] = "none"
     role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     self_check_share: float = 0.0
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None:
@@ -127,6 +151,29 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
             mend = OWN_ARGUMENTS[name]
             instead = f"set {mend} instead" if mend else "it follows from what this server needs; remove it"
             raise ConfigError(f"vllm.engine_args.{name} is decided by this server: {instead}.")
+
+
+def check_lora(settings: VllmSettings, served_name: str) -> None:
+    """Check what can be known of adapters before their folders are there.
+
+    Raises:
+        ConfigError: a name or a size does not fit; `<field> <rule>`.
+    """
+    names, given = settings.lora_modules, settings.engine_args
+    for name in given:
+        if name in _OF_ADAPTERS and not names:
+            raise ConfigError(f"vllm.engine_args.{name} is set, but vllm.lora_modules names no adapter; remove it.")
+    for name in names:
+        if name.split() != [name]:
+            raise ConfigError(f"vllm.lora_modules names an adapter {name!r}: give a name without spaces.")
+    if served_name in names:
+        raise ConfigError(
+            f"vllm.lora_modules.{served_name} has the name of the model itself: requests could not tell them apart. "
+            "Give another one, or set model.name."
+        )
+    rank = given.get("max_lora_rank", RANKS[0])
+    if rank not in RANKS:
+        raise ConfigError(f"vllm.engine_args.max_lora_rank must be one of {', '.join(map(str, RANKS))}, got {rank!r}.")
 
 
 def installed_version() -> str:
@@ -154,7 +201,7 @@ def installed_version() -> str:
 
 def faults_of(*, cpu: bool) -> Faults:
     """What is known to be wrong with the tested versions on this kind of machine."""
-    return Faults(sampled_drafts=cpu, chunked_seeds=cpu)
+    return Faults(sampled_drafts=cpu, chunked_seeds=cpu, mixed_adapters=cpu)
 
 
 def engine_arguments(
@@ -257,6 +304,11 @@ def check_build(settings: VllmSettings, *, cpu: bool) -> None:
     if cpu and drafter.kind == "eagle3" and not settings.engine_args.get("enforce_eager"):
         raise ConfigError(
             "drafter.kind is eagle3, which vLLM's CPU build runs only with vllm.engine_args.enforce_eager: true."
+        )
+    if cpu and settings.lora_modules and not settings.engine_args.get("enforce_eager"):
+        raise ConfigError(
+            "vllm.lora_modules needs vllm.engine_args.enforce_eager: true on vLLM's CPU build: what it compiles cannot "
+            "be kept from computing requests without an adapter with one."
         )
 
 

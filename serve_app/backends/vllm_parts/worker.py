@@ -1,5 +1,6 @@
 """What of ours runs in the processes of vLLM's workers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,49 @@ class WorkerExtension:
                 batch.generators.update(hidden)
 
         runner.sample_tokens = sampling
+
+    def keep_adapters_apart(self) -> None:
+        """Let an adapter change nothing of requests that have none.
+
+        In a step with both, the CPU's kernels look up the weights of tokens without an adapter at -1, and take those of
+        the last adapter that there is room for. Zeros in the place of such tokens come to nothing with any weights.
+        """
+        from vllm.lora.punica_wrapper import punica_cpu
+
+        shrink = punica_cpu.sgmv_shrink  # the first of the two products; zeros in it are zeros after the second
+
+        def shrinking(
+            inputs: Any, weights: Any, output: Any, starts: Any, lengths: Any, slots: Any, *rest: Any
+        ) -> None:
+            adapted = (slots >= 0).repeat_interleave(lengths).unsqueeze(1)  # [tokens, 1]
+            shrink(inputs.where(adapted, 0), weights, output, starts, lengths, slots, *rest)
+
+        punica_cpu.sgmv_shrink = shrinking
+
+    def keep_raw_logprobs(self) -> None:
+        """Let forms mask the logits behind the point where raw logprobs are taken.
+
+        vLLM masks them before, and so tells 0 for a token that has to come, however unlikely the model found it. Its
+        requests with a form draft nothing here: each has one row, in the order of the batch.
+        """
+        from vllm.v1.worker import gpu_model_runner
+
+        sampler = self.model_runner.sampler
+        mask, process = gpu_model_runner.apply_grammar_bitmask, sampler.apply_logits_processors
+        due: list[tuple[Any, Any]] = []
+
+        def put_off(scheduled: Any, grammar: Any, batch: Any, logits: Any) -> None:
+            del scheduled, logits
+            due.append((grammar, batch))
+
+        def processing(*args: Any, **kwargs: Any) -> Any:
+            logits = process(*args, **kwargs)  # [rows, vocabulary]
+            while due:
+                mask(SimpleNamespace(scheduled_spec_decode_tokens={}), *due.pop(), logits)
+            return logits
+
+        gpu_model_runner.apply_grammar_bitmask = put_off
+        sampler.apply_logits_processors = processing
 
     def cache_layout(self) -> str:
         """How the bytes of a block are to be understood."""

@@ -1,0 +1,279 @@
+"""vLLM's own parsers of tool calls and reasoning behind our front end. The engine is a fake, told what to say."""
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from serve_app.backends.base import ModelInfo, Talk
+from serve_app.frontend import FrontEnd
+from serve_app.protocol import ChatCompletionRequest, parse
+from serve_app.tokenizer import Tokenizer
+from serve_app.tools import behind_thought, call_form
+from speculative.errors import ConfigError
+from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta
+from tests.vllm.installed import NEEDS_VLLM
+
+pytestmark = NEEDS_VLLM
+EOS = "<|im_end|>"
+TEMPLATE = (
+    "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ opening }}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer with the tokens that mark reasoning and calls, as Qwen3 has them."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=[EOS], show_progress=False)
+    raw.train_from_iterator(["the weather in the city is what it is"] * 9, trainer)
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    raw.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in marks])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=EOS)
+    wrapped.chat_template = TEMPLATE
+    made = tmp_path_factory.mktemp("tokenizer")
+    wrapped.save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(folder)
+
+
+class Cut:
+    """Gives out the tokens of a text, then the end token, cut into deltas as it is told. A fake."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> None:
+        ids = (*tokenizer.encode(text), tokenizer.eos_token_ids[0])
+        borders = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
+        self._deltas = [ids[begin:end] for begin, end in itertools.pairwise(borders)]
+        self._end = ids[-1]
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        for number, ids in enumerate(self._deltas, start=1):
+            last = number == len(self._deltas)
+            reason = FinishReason.STOP if last else None
+            stop = self._end if last else None
+            yield TokenDelta(requests[0].request_id, ids, finish_reason=reason, stop_token_id=stop)
+
+    async def abort(self, request_id: str) -> None:
+        raise AssertionError("nothing is to be aborted")
+
+
+def parsers(folder: Path, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Any:
+    from serve_app.backends.vllm_parts.parsers import VllmParsers
+
+    return VllmParsers(tool_parser, reasoning_parser, str(folder))
+
+
+class Answered:
+    """What a whole reply says, and what a stream of the same tokens does."""
+
+    def __init__(self, tokenizer: Tokenizer, made: Any, text: str, cuts: Sequence[int] = (), **fields: Any) -> None:
+        info = ModelInfo("m", 5000, tokenizer.vocab_size, "0" * 16, "", tokenizer.eos_token_ids)
+        self._front = FrontEnd(Cut(tokenizer, text, cuts), tokenizer, info, parsers=made)
+        self._fields = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+        self.whole, self.streamed = asyncio.run(self._whole()), asyncio.run(self._streamed())
+
+    async def _whole(self) -> dict[str, Any]:
+        wire = parse(json.dumps(self._fields).encode(), ChatCompletionRequest)
+        reply = await self._front.collect(await self._front.prepare(wire))
+        (choice,) = ChatCompletion.model_validate(reply).choices
+        message = reply["choices"][0]["message"]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        return self._told(message["content"], message.get("reasoning"), calls, choice.finish_reason)
+
+    async def _streamed(self) -> dict[str, Any]:
+        wire = parse(json.dumps(self._fields | {"stream": True}).encode(), ChatCompletionRequest)
+        raw = b"".join([event async for event in self._front.events(await self._front.prepare(wire))]).decode()
+        content = reasoning = reason = ""
+        calls: list[dict[str, str]] = []
+        for block in raw.split("\n\n")[:-2]:
+            chunk = json.loads(block.removeprefix("data: "))
+            ChatCompletionChunk.model_validate(chunk)
+            delta = chunk["choices"][0]["delta"]
+            content += delta.get("content") or ""
+            reasoning += delta.get("reasoning") or ""
+            reason = chunk["choices"][0]["finish_reason"] or reason
+            for part in delta.get("tool_calls", ()):
+                if "id" in part:
+                    assert part["index"] == len(calls) and part["type"] == "function"
+                    calls.append({"name": part["function"]["name"], "arguments": ""})
+                calls[part["index"]]["arguments"] += part["function"]["arguments"]
+        return self._told(content, reasoning, calls, reason)
+
+    @staticmethod
+    def _told(content: str | None, reasoning: str | None, calls: list[dict[str, str]], reason: str) -> dict[str, Any]:
+        told = [(call["name"], json.loads(call["arguments"])) for call in calls]
+        # vLLM keeps the white space around calls in streams, and not in whole answers.
+        return {"content": (content or "").strip(), "reasoning": reasoning or "", "calls": told, "reason": reason}
+
+
+def hermes(calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as Hermes and Qwen write them."""
+    told = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in told)
+
+
+def qwen_coder(calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as Qwen3-Coder writes them."""
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+WORDS = st.text(
+    st.characters(codec="utf-8", exclude_characters="<>|\x00", exclude_categories=["Cs", "Cc"]), max_size=12
+)
+ARGUMENTS = st.fixed_dictionaries({"city": WORDS.map(str.strip).filter(lambda text: not text.isnumeric())})
+CALLS = st.lists(st.tuples(st.sampled_from(["weather", "clock"]), ARGUMENTS), max_size=3)
+EVERY_WAY = settings(
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("reasoning_parser", [None, "deepseek_r1", "qwen3"])
+def test_streams_say_what_whole_answers_say(folder: Path, tokenizer: Tokenizer, reasoning_parser: str | None) -> None:
+    made = parsers(folder, "hermes", reasoning_parser)
+
+    @EVERY_WAY
+    @given(WORDS, WORDS.map(str.strip), CALLS, st.lists(st.integers(1, 500), max_size=40))
+    def check(thought: str, content: str, calls: list[tuple[str, Any]], cuts: list[int]) -> None:
+        begin = f"<think>{thought}</think>" if reasoning_parser else ""
+        text = begin + content + hermes(calls)
+        answered = Answered(tokenizer, made, text, cuts, tools=[TOOL, CLOCK])
+        expected = {
+            "content": content,
+            "reasoning": thought if reasoning_parser else "",
+            "calls": calls,
+            "reason": "tool_calls" if calls else "stop",
+        }
+        assert answered.whole == expected
+        assert answered.streamed == expected
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "qwen3_xml"])
+def test_other_formats_are_read_by_their_parsers(folder: Path, tokenizer: Tokenizer, name: str) -> None:
+    calls = [("weather", {"city": "Rome & so"}), ("weather", {"city": "Oslo"})]
+    answered = Answered(
+        tokenizer, parsers(folder, name), "Well.\n" + qwen_coder(calls), range(0, 400, 3), tools=[TOOL, CLOCK]
+    )
+    assert answered.whole == answered.streamed
+    assert answered.whole["calls"] == calls and answered.whole["content"] == "Well."
+
+
+def test_what_is_no_call_stays_text(folder: Path, tokenizer: Tokenizer) -> None:
+    made = parsers(folder, "hermes", "deepseek_r1")
+    text = 'a</think>no <tool_ call> {"name": 1}'
+    expected = {"content": 'no <tool_ call> {"name": 1}', "reasoning": "a", "calls": [], "reason": "stop"}
+    for cuts in ((), range(500)):
+        answered = Answered(tokenizer, made, text, cuts, tools=[TOOL])
+        assert answered.whole == answered.streamed == expected
+
+
+def test_without_reasoning_in_the_prompts_end_all_is_content(folder: Path, tokenizer: Tokenizer) -> None:
+    made = parsers(folder, "hermes", "deepseek_r1")
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    answered = Answered(tokenizer, made, "Rome.", range(50), **kwargs)
+    assert answered.whole == answered.streamed == {"content": "Rome.", "reasoning": "", "calls": [], "reason": "stop"}
+    opened = Answered(tokenizer, made, "so</think>Rome.", range(50), chat_template_kwargs={"opening": "<think>"})
+    expected = {"content": "Rome.", "reasoning": "so", "calls": [], "reason": "stop"}
+    assert opened.whole == opened.streamed == expected
+
+
+def test_forced_calls_come_behind_the_reasoning(folder: Path, tokenizer: Tokenizer) -> None:
+    made = parsers(folder, "hermes", "qwen3")
+    asked = {"tools": [TOOL, CLOCK], "tool_choice": "required"}
+    text = '<think>\nso\n</think>\n\n[{"name": "weather", "arguments": {"city": "Oslo"}}]'
+    answered = Answered(tokenizer, made, text, range(500), **asked)
+    assert answered.whole == answered.streamed
+    assert answered.whole["calls"] == [("weather", {"city": "Oslo"})]
+    assert answered.whole["reasoning"].strip() == "so" and answered.whole["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("hermess", None), "vllm.tool_parser is hermess.*hermes, "),
+        ((None, "r1"), "vllm.reasoning_parser is r1.*deepseek_r1, "),
+        (("openai", None), "vllm.tool_parser is openai"),
+        (("mistral", None), "cannot be used with this model's tokenizer"),
+    ],
+)
+def test_a_parser_that_cannot_be_used_is_refused_at_start(folder: Path, names: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parsers(folder, *names)
+
+
+def test_forms_of_ours_are_kept_by_vllms_guidance(folder: Path, tokenizer: Tokenizer) -> None:
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+    from vllm.tokenizers import get_tokenizer
+    from vllm.v1.structured_output.backend_guidance import serialize_guidance_grammar
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    from serve_app.backends.vllm_parts.params import to_vllm
+
+    vocabulary = from_tokenizer(get_tokenizer(str(folder)), tokenizer.vocab_size)
+    calls = '[{"name": "weather", "arguments": {"city": "x"}}, {"name": "clock", "arguments": {}}]'
+    form = call_form(Talk((), (TOOL, CLOCK), "required"))
+    thinking = behind_thought(form, "</think>", tokenizer.added_id("</think>"), tokenizer.eos_token_ids)
+    spelled = behind_thought(Structure("json_object"), "|end|", None, tokenizer.eos_token_ids)
+    for structure, text, right in (
+        (form, calls, True),
+        (form, calls.replace("clock", "cloak"), False),
+        (form, calls.replace('"city": ', '"city":   '), False),
+        (form, "It rains.", False),
+        (thinking, f"<think>hm</think>\n{calls}", True),
+        (thinking, f"<think>hm {calls}", False),
+        (spelled, 'so |end|{"a": 1}', True),
+        (spelled, 'so |end {"a": 1}', False),
+    ):
+        request = Request("r", (5,), SamplingParams(structure=structure))
+        params = to_vllm(request, room=100, transfer={})
+        grammar = serialize_guidance_grammar(*get_structured_output_key(params.structured_outputs))
+        matcher = LLMatcher(vocabulary, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text)
+        assert (matcher.consume_tokens(ids) and matcher.is_accepting()) == right, text
+
+
+def test_a_front_end_without_parsers_pays_no_import() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", "import sys, serve_app.deployments; print('vllm' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "False"
