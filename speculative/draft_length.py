@@ -25,7 +25,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
-_PROBE_EVERY = 90  # steps
+_PROBE_EVERY = 60  # steps
 _MOST_PATIENCE = 2  # by which probes become rarer while they say that drafting does not pay
 _SEQUENCES_A_PROBE = 8  # more of them tell more at once, so they are asked more rarely
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
@@ -72,14 +72,14 @@ class StaticLength:
 class DynamicLength:
     """As many drafts as give the most tokens a second, for each sequence of a batch.
 
-    Where drafting does not pay it stops. One step in ninety or more then drafts a little all the same, to see whether
+    Where drafting does not pay it stops. One step in sixty or more then drafts a little all the same, to see whether
     that is still so (more rarely the longer it is so); where drafting pays, one in as many tries none or all. Which
     steps is a matter of counting them.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._cost = StepCost()
+        self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
         self._rates = AcceptanceRates(most, keep=0.998)
         self._requests: dict[str, _RequestHistory] = {}
         self._lengths: dict[str, int] = {}
@@ -128,12 +128,16 @@ class DynamicLength:
             history.drafted_at = history.round_start
         if comparable and entries:
             work = Work(len(entries), sum(counts), max(counts, default=0), self._context, missed)
-            self._cost.observe(work, step_s)
+            self._cost(len(entries)).observe(work, step_s)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
         self._requests.pop(request_id, None)
         self._lengths.pop(request_id, None)
+
+    def _cost(self, num_sequences: int) -> "StepCost":
+        """What steps of about so many sequences cost: a straight line through all loads fits none of them."""
+        return self._costs.setdefault(num_sequences.bit_length(), StepCost())
 
     def _best_lengths(self, sequences: Sequences[Sequence]) -> list[int]:
         """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
@@ -145,7 +149,8 @@ class DynamicLength:
         order = np.lexsort((positions, -survival.reshape(-1)))
         tokens = self._num_decoding + np.cumsum(np.concatenate([[0.0], survival.reshape(-1)[order]]))
         longest = np.maximum.accumulate(np.concatenate([[0], positions[order] + 1]))
-        rates = tokens / self._cost.seconds(self._num_decoding, longest, self._context)  # [n * most + 1]
+        cost = self._cost(self._num_decoding)
+        rates = tokens / cost.seconds(self._num_decoding, longest, self._context)  # [n * most + 1]
         best = 1 + int(rates[1:].argmax())
         needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
         self._drafting = bool(rates[best] > needed * rates[0])
@@ -154,9 +159,9 @@ class DynamicLength:
         return lengths
 
     def _probe(self, num_sequences: int) -> int | None:
-        """A length to try on all sequences of this step: all of them at first, and one now and then."""
-        if self._cost.num_observed < _CALIBRATION_STEPS:
-            return self._cost.num_observed % (self._most + 1)
+        """A length to try on all sequences of this step: all of them at a new load, and one now and then."""
+        if self._cost(self._num_decoding).num_observed < _CALIBRATION_STEPS:
+            return self._num_steps % (self._most + 1)
         every = _PROBE_EVERY * (1 + num_sequences // _SEQUENCES_A_PROBE) * self._patience
         if self._num_steps < self._probed_at + every:
             return None

@@ -66,10 +66,12 @@ def dear_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
 class World:
     """A fake engine: requests whose drafts are accepted at a known rate, steps that take a known time, give or take."""
 
-    def __init__(self, policy: DraftLength, seconds: Seconds, rates: Sequences[float], noise: float = 0.05) -> None:
+    def __init__(
+        self, policy: DraftLength, seconds: Seconds, rates: Sequences[float], noise: float = 0.05, seed: int = 0
+    ) -> None:
         self.policy = policy
         self.seconds = seconds
-        self.random = random.Random(0)
+        self.random = random.Random(seed)
         self.noise = noise
         self.rates = list(rates)
         params = SamplingParams(max_tokens=10**6)
@@ -122,8 +124,8 @@ class World:
 def test_it_is_as_fast_as_the_best_static_length(num_sequences: int, rate: float) -> None:
     rates = [rate] * num_sequences
     static = [World(Fixed(length), on_cpu, rates).run(1200).speed for length in range(MOST + 1)]
-    dynamic = World(DynamicLength(MOST), on_cpu, rates).run(1200)
-    assert dynamic.speed > 0.96 * max(static), "calibration and probes included"
+    dynamic = [World(DynamicLength(MOST), on_cpu, rates, seed=seed).run(1200).speed for seed in range(3)]
+    assert np.mean(dynamic) > 0.96 * max(static), "calibration and probes included"
     assert max(static) > 1.15 * min(static), "the choice matters"
 
 
@@ -131,13 +133,26 @@ def test_it_is_as_fast_as_the_best_static_length(num_sequences: int, rate: float
 def test_it_drafts_nothing_where_nothing_is_accepted_and_rows_cost(num_sequences: int) -> None:
     world = World(DynamicLength(MOST), on_cpu, [0.0] * num_sequences).run(900)
     assert world.share(0) > 0.97
-    assert 0 < sum(map(sum, world.lengths[-600:])) <= 600 / 90 * 2 * num_sequences, "a probe now and then"
+    assert 0 < sum(map(sum, world.lengths[-600:])) <= 600 / 60 * 2 * num_sequences, "a probe now and then"
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16])
 def test_it_drafts_all_it_may_where_all_is_accepted(num_sequences: int) -> None:
     assert World(DynamicLength(MOST), on_cpu, [1.0] * num_sequences).run(600).share(MOST) > 0.97
     assert np.mean(World(DynamicLength(MOST), free_rows, [0.5] * num_sequences).run(600).lengths[-300:]) > 3.3
+
+
+def dear_when_full(num_sequences: int, num_drafts: int, longest: int) -> float:
+    """A single sequence's drafts cost next to nothing; those of a full batch as much as its tokens."""
+    return 0.01 + 0.0001 * longest if num_sequences == 1 else 0.04 + 0.0025 * num_drafts
+
+
+def test_what_a_load_costs_is_not_taken_for_what_another_does() -> None:
+    policy = DynamicLength(MOST)
+    assert World(policy, dear_when_full, [0.7]).run(100).share(MOST, last=50) > 0.8
+    assert World(policy, dear_when_full, [0.7] * 16).run(400).share(0, last=300) > 0.9
+    assert World(policy, dear_when_full, [0.7]).run(50).share(MOST, last=50) > 0.8
+    assert World(policy, dear_when_full, [0.7] * 16).run(50).share(0, last=50) > 0.8
 
 
 def test_rows_that_cost_as_much_as_tokens_are_not_drafted() -> None:
@@ -157,12 +172,12 @@ def test_it_notices_when_drafts_begin_to_be_accepted_and_when_they_cease() -> No
     world.rates = [1.0]
     assert world.run(2500).share(MOST, last=100) > 0.9
     world.rates = [0.0]
-    assert world.run(400).share(0, last=100) > 0.9
+    assert world.run(1000).share(0, last=100) > 0.9
 
 
 def test_a_limit_is_kept_and_a_request_without_speculation_left_alone() -> None:
     policy = DynamicLength(MOST)
-    World(policy, on_cpu, [1.0]).run(100)
+    World(policy, on_cpu, [1.0, 1.0]).run(100)
     quiet = Sequence(Request("quiet", (1, 2), SamplingParams(speculate=False)), tokens=(1, 2, 3))
     eager = Sequence(Request("eager", (1, 2), SamplingParams()), tokens=(1, 2, 3))
     policy.plan([quiet, eager])
