@@ -55,19 +55,24 @@ class DraftSampler:
         self._sampled = sampled
         self._all_coupled = all_coupled
         self._rows = LastRows()
-        self._column_of: Tensor | None = None  # [V] int64, of each token that has one
-        if ids is not None:
-            self._column_of = ids.new_zeros(vocab_size).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
 
     def start_round(self, sequences: Sequences[Sequence], num_drafts: int, device: torch.device) -> DraftRound:
         """What up to `num_drafts` drafts of each sequence are drawn with."""
-        coupled = [self._all_coupled or sequence.params.reproducible for sequence in sequences]
+        coupled = [self.is_coupled(sequence) for sequence in sequences]
         return DraftRound(
             sequences=tuple(sequences),
-            rows=self._rows.of([sequence.params for sequence in sequences], self.width, device),
+            rows=self.rows_of(sequences, device),
             uniforms=_uniforms(sequences, num_drafts).to(device),
             coupled=torch.tensor(coupled, device=device) if any(coupled) else None,
         )
+
+    def is_coupled(self, sequence: Sequence) -> bool:
+        """Whether its drafts are chosen with the noise of their target tokens."""
+        return self._all_coupled or sequence.params.reproducible
+
+    def rows_of(self, sequences: Sequences[Sequence], device: torch.device) -> SamplingRows:
+        """Temperature and filters of each sequence, for the drafter's vocabulary."""
+        return self._rows.of([sequence.params for sequence in sequences], self.width, device)
 
     def draw(self, logits: Tensor, draft_round: DraftRound, offset: int) -> DrawnDrafts:
         """Draft number `offset` of the round of each sequence; logits is [E, W] float32."""
@@ -80,10 +85,6 @@ class DraftSampler:
             choice = self._coupled_choice(probs, draft_round.sequences, offset)
             columns = torch.where(draft_round.coupled, choice, columns)
         return DrawnDrafts(columns, probs)
-
-    def columns_of(self, tokens: Tensor) -> Tensor:
-        """The columns [D] that stand for tokens [D] of the drafter's vocabulary."""
-        return tokens if self._column_of is None else self._column_of[tokens]
 
     def _coupled_choice(self, probs: Tensor, sequences: Sequences[Sequence], offset: int) -> Tensor:
         seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)

@@ -20,11 +20,13 @@ from speculative.constraint import Bools, ConstraintMaker, TokenConstraint
 from speculative.contract import LogprobContract
 from speculative.draft_length import make_draft_length
 from speculative.draft_sampling import DraftSampler
+from speculative.drafters.eagle3 import Eagle3DraftModel
 from speculative.drafters.ngram import NgramDrafter
 from speculative.drafters.suffix import SuffixDrafter
 from speculative.drafting import Drafter, DraftOutput, NoDrafter, constrain
 from speculative.drawing import TokenDrawer
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
+from speculative.fused_drafting import FusedDraftLoop
 from speculative.gpu.step import GraphedStep
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 from speculative.kv_cache import KVCache, KVShape
@@ -125,7 +127,11 @@ class EngineCore:
             all_coupled=config.verifier == "coupled",
         )
         self.scheduler.drafter_reads_features = bool(model.capture)
-        return ModelDrafter(model, self._make_cache(model.kv_shape), self.scheduler.pool, sampler, config.block_size)
+        cache = self._make_cache(model.kv_shape)
+        drafter = ModelDrafter(model, cache, self.scheduler.pool, sampler, config.block_size)
+        if isinstance(model, Eagle3DraftModel) and model.fused and config.drafter.sampled:
+            drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)
+        return drafter
 
     @classmethod
     def load(cls, folder: Path, config: EngineConfig, make_constraint: ConstraintMaker | None = None) -> "EngineCore":

@@ -11,15 +11,15 @@ it depends on nothing behind token i, and a full block can be shared like the ta
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Protocol
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from speculative.batch import AttentionRows, Batch, Entry, Int64s, Layout, block_slots
-from speculative.draft_law import Dense, DraftLaw, SubVocabulary
+from speculative.draft_law import Dense, SubVocabulary
 from speculative.draft_sampling import DraftSampler
 from speculative.drafting import DraftOutput
 from speculative.errors import HandoffRefused
@@ -72,8 +72,14 @@ class CatchUpRows:
 CatchUp = Callable[[CatchUpRows, Tensor], Tensor | None]
 """Computes such rows, given their features [N, F]: the hidden states [B, hidden] of the last ones, or None if not."""
 
-MadeDrafts = tuple[list[list[int]], list[list[Tensor]]]
-"""The drafts of each entry, and for each of them the row of q [W] that it was drawn from."""
+
+class MadeDrafts(NamedTuple):
+    """The drafts of each entry; their columns [D] int64 among the drafter's logits, and q [D, W], entry after entry."""
+
+    tokens: list[list[int]]
+    columns: Tensor
+    q: Tensor
+
 
 MakeDrafts = Callable[[Sequences[Entry], Tensor], MadeDrafts | None]
 """Drafts for entries, given the hidden states [E, hidden] of their last rows; None where it cannot."""
@@ -126,11 +132,13 @@ class ModelDrafter:
         drafting, hidden = self.begin_round(batch)
         if not drafting:
             return DraftOutput.pack([()] * len(batch.entries))
-        drafts, probs = self._draft(drafting, hidden)
-        self.end_round(drafting, drafts)
-        by_entry = iter(drafts)
+        drafts = self._draft(drafting, hidden)
+        self.end_round(drafting, drafts.tokens)
+        by_entry = iter(drafts.tokens)
         per_entry = [next(by_entry) if entry.max_drafts > 0 else [] for entry in batch.entries]
-        return DraftOutput.pack(per_entry, self._law(drafts, probs))
+        ids = self.model.ids
+        law = Dense(drafts.q) if ids is None else SubVocabulary(drafts.q, ids, drafts.columns)
+        return DraftOutput.pack(per_entry, law)
 
     def begin_round(self, batch: Batch) -> tuple[list[Entry], Tensor]:
         """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from."""
@@ -247,7 +255,8 @@ class ModelDrafter:
             blocks=tuple(seq.blocks for seq, _, _, _ in jobs),
         )
         if self.capture:
-            features = torch.cat([self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs])
+            parts = [self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs]
+            features = parts[0] if len(parts) == 1 else torch.cat(parts)
         else:
             features = self.cache.data.new_empty((len(rows.token_ids), 0))
         replayed = None if self.catch_up is None else self.catch_up(rows, features)
@@ -329,7 +338,7 @@ class ModelDrafter:
         if made is not None:
             return made
         drafts: list[list[int]] = [[] for _ in entries]
-        probs: list[list[Tensor]] = [[] for _ in entries]
+        drawn_of: list[list[tuple[Tensor, Tensor]]] = [[] for _ in entries]
         active = list(range(len(entries)))
         most = max(entry.max_drafts for entry in entries)
         sequences = [entry.sequence for entry in entries]
@@ -340,7 +349,7 @@ class ModelDrafter:
             tokens = drawn.columns if self.model.ids is None else self.model.ids[drawn.columns]
             for row, (index, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
                 drafts[index].append(token)
-                probs[index].append(drawn.probs[row])
+                drawn_of[index].append((drawn.columns[row], drawn.probs[row]))
             going_on = [row for row, index in enumerate(active) if entries[index].max_drafts > offset + 1]
             if not going_on:
                 break
@@ -351,7 +360,8 @@ class ModelDrafter:
                 tokens, hidden = tokens[going_on], hidden[going_on]
             spans = [(len(seq.tokens) + offset, len(seq.tokens) + offset + 1) for seq in sequences]
             hidden = self._run(tokens, hidden, spans, [own[:stop] for own, (_, stop) in zip(slots, spans, strict=True)])
-        return drafts, probs
+        columns, probs = zip(*chain.from_iterable(drawn_of), strict=True)
+        return MadeDrafts(drafts, torch.stack(columns), torch.stack(probs))
 
     def _run(
         self, tokens: Tensor, hidden: Tensor, spans: Sequences[tuple[int, int]], slots: Sequences[Int64s]
@@ -366,14 +376,6 @@ class ModelDrafter:
         positions = [position for start, stop in spans for position in range(start - first, stop - first)]
         attend = StepAttention(self.cache, rows, self._device)
         return self.model.run(tokens, hidden, torch.tensor(positions, device=self._device), attend)
-
-    def _law(self, drafts: Sequences[Sequences[int]], probs: Sequences[Sequences[Tensor]]) -> DraftLaw:
-        q = torch.stack([row for rows in probs for row in rows])
-        if self.model.ids is None:
-            return Dense(q)
-        flat = [token for draft in drafts for token in draft]
-        columns = self.sampler.columns_of(torch.tensor(flat, dtype=torch.int64, device=self._device))
-        return SubVocabulary(q, self.model.ids, columns)
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
         return torch.from_numpy(block_slots(sequence.blocks, stop, self._block_size)[start:]).to(self._device)

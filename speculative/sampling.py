@@ -19,10 +19,14 @@ _NUCLEUS_GUESS = 1024  # most nuclei are smaller; sorting a whole vocabulary is 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The filters of the rows that have one: rows, top_k, top_p [F]; min_p [F] where one of them asks for it."""
+    """The filters of the rows that have one: rows, top_k, top_p [F]; min_p [F] where one of them asks for it.
+
+    log_min_p: [F] float32 in any case; -inf drops nothing.
+    """
 
     rows: Tensor
     min_p: Tensor | None
+    log_min_p: Tensor
     top_k: Tensor
     top_p: Tensor
 
@@ -32,11 +36,12 @@ class Filters:
         rows = [row for row, p in enumerate(params) if not p.greedy and (p.min_p > 0 or p.top_k > 0 or p.top_p < 1)]
         if not rows:
             return None
-        min_p = [params[row].min_p for row in rows]
+        min_p = torch.tensor([params[row].min_p for row in rows], device=device)
         top_k = [min(params[row].top_k, vocab_size) or vocab_size for row in rows]
         return cls(
             rows=torch.tensor(rows, device=device),
-            min_p=torch.tensor(min_p, device=device) if any(min_p) else None,
+            min_p=min_p if any(params[row].min_p for row in rows) else None,
+            log_min_p=min_p.log(),  # log(0) = -inf
             top_k=torch.tensor(top_k, device=device),
             top_p=torch.tensor([params[row].top_p for row in rows], device=device),
         )
@@ -47,13 +52,12 @@ class Filters:
         if kernels is None:
             logits[self.rows] = self.keep(logits[self.rows])
             return
-        min_p = torch.zeros_like(self.top_p) if self.min_p is None else self.min_p
-        kernels.filter(logits, self.rows, min_p.log(), self.top_k, self.top_p)
+        kernels.filter(logits, self.rows, self.log_min_p, self.top_k, self.top_p)
 
     def keep(self, logits: Tensor) -> Tensor:
         """Logits [F, V] of the rows with -inf where a token is filtered out."""
         if self.min_p is not None:
-            logits = _keep_likely(logits, self.min_p)
+            logits = _keep_likely(logits, self.log_min_p)
         return _keep_nucleus(_keep_top_k(logits, self.top_k), self.top_p)
 
 
@@ -140,12 +144,12 @@ def kernels_for(laws: Tensor) -> Kernels | None:
     return cpu_kernels() if laws.device.type == "cpu" and laws.dtype == torch.float32 else None
 
 
-def _keep_likely(logits: Tensor, min_p: Tensor) -> Tensor:
+def _keep_likely(logits: Tensor, log_min_p: Tensor) -> Tensor:
     """Keep the tokens that are at least min_p [F] times as likely as the row's likeliest, which always stays.
 
     Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs" (2024).
     """
-    floor = logits.amax(dim=-1, keepdim=True) + min_p[:, None].log()  # log(0) = -inf keeps all
+    floor = logits.amax(dim=-1, keepdim=True) + log_min_p[:, None]
     return logits.masked_fill(logits < floor, -torch.inf)
 
 

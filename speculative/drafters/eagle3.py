@@ -13,6 +13,7 @@ from speculative.kv_cache import KVShape
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Head, load_eagle3
 from speculative.model.fingerprint import model_fingerprint
+from speculative.model.fused import FusedHead
 from speculative.model.layers import Attend
 
 
@@ -38,6 +39,11 @@ class Eagle3DraftModel:
         """
         head = load_eagle3(folder, target, dtype=dtype, device=device)
         return cls(head, model_fingerprint(folder, head.config))
+
+    @property
+    def fused(self) -> FusedHead | None:
+        """The head as our CPU kernels run it, where it is packed for them."""
+        return self._head.fused
 
     def fuse(self, features: Tensor) -> Tensor:
         """[N, num_features] -> [N, hidden]."""

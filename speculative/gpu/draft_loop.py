@@ -90,13 +90,16 @@ class DraftLoop:
         loop.replay()
 
     def make(self, bucket: Bucket, entries: Sequences[Entry], hidden: Tensor, capturer: Capturer) -> MadeDrafts:
-        """As `run`, for a step that is not replayed whole: the drafts on the host; their laws until the next call."""
+        """As `run`, for a step that is not replayed whole: the drafts on the host, and their laws."""
         self.run(bucket, entries, hidden, capturer)
         used = bucket.num_rows
         tokens = self._statics.draft_tokens[:used].view(bucket.num_queries, bucket.num_seqs).T.tolist()
         laws = self._statics.draft_probs[:used].view(bucket.num_queries, bucket.num_seqs, -1)
         drafts = [own[: entry.max_drafts] for entry, own in zip(entries, tokens, strict=False)]
-        return drafts, [[laws[offset, row] for offset in range(len(own))] for row, own in enumerate(drafts)]
+        places = [(offset, row) for row, own in enumerate(drafts) for offset in range(len(own))]
+        offsets, rows = torch.tensor(places, device=laws.device).T
+        columns = self._statics.draft_columns[:used].view(bucket.num_queries, bucket.num_seqs)
+        return MadeDrafts(drafts, columns[offsets, rows], laws[offsets, rows])
 
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor], hidden: Tensor) -> None:
         num_seqs, num_drafts = bucket

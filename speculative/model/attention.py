@@ -83,12 +83,7 @@ class NativeStep:
             context=context.ctypes.data,
             context_starts=starts.ctypes.data,
         )
-        self.shape = ShapeStruct(
-            num_kv_heads=cache.shape.num_kv_heads,
-            head_dim=cache.shape.head_dim,
-            num_slots=cache.data.shape[2],
-            cache_is_bfloat16=cache.data.dtype == torch.bfloat16,
-        )
+        self.shape = cache_shape(cache)
 
     @classmethod
     def of(cls, cache: KVCache, rows: AttentionRows) -> "NativeStep | None":
@@ -103,6 +98,16 @@ class NativeStep:
         self.shape.num_heads = query.shape[1]
         heads = (_packed_heads(query), _packed_heads(key), _packed_heads(value))
         return self.kernels.attend(self.shape, self.struct, self.cache, layer, heads).to(query.dtype)
+
+
+def cache_shape(cache: KVCache) -> ShapeStruct:
+    """What our kernels have to know of a cache; the rest is the model's."""
+    return ShapeStruct(
+        num_kv_heads=cache.shape.num_kv_heads,
+        head_dim=cache.shape.head_dim,
+        num_slots=cache.data.shape[2],
+        cache_is_bfloat16=cache.data.dtype == torch.bfloat16,
+    )
 
 
 def join_contexts(context_slots: tuple[Int64s, ...]) -> tuple[Int64s, Int64s]:

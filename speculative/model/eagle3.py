@@ -211,6 +211,7 @@ class Eagle3Head(nn.Module):
             mlp=self.mlp,
             norm=self.norm,
             lm_head=self.lm_head,
+            draft_ids=self.draft_ids,
             rotary=self.rotary,
             residual_is_normed=self.config.norm_before_residual,
         )

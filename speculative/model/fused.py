@@ -6,9 +6,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from speculative.model.attention import NativeStep
+from speculative.kv_cache import KVCache
+from speculative.model.attention import NativeStep, cache_shape
 from speculative.model.config import ModelConfig
-from speculative.model.kernels import DraftHeadStruct, LayerStruct, cpu_kernels
+from speculative.model.kernels import DraftHeadStruct, DraftRoundStruct, LayerStruct, ShapeStruct, cpu_kernels
 from speculative.model.layers import MLP, Attention, DecoderLayer, Linear, PackedLinear, RMSNorm, Rotary
 from speculative.model.native import NativeAttention, NativeLinear, NativeMLP, NativeNorm
 
@@ -34,10 +35,9 @@ class FusedLayers:
         """hidden [N, hidden_size] float32 (written to), positions [N] -> hidden after the last layer, and what enters
         the layers of `capture`.
         """
-        config, struct, shape = self._config, step.struct, step.shape
+        struct, shape = step.struct, step.shape
         struct.positions = positions.data_ptr()
-        shape.hidden_size, shape.intermediate_size = config.hidden_size, config.intermediate_size
-        shape.num_heads, shape.eps, shape.rotary = config.num_heads, config.rms_norm_eps, self._rotary.data_ptr()
+        _fill(shape, self._config, self._rotary)
         stops = sorted({0, *(layer for layer in capture if layer < len(self._structs)), len(self._structs)})
         features = [hidden.clone()] if 0 in capture else []
         for start, stop in pairwise(stops):
@@ -51,7 +51,7 @@ class FusedLayers:
 class HeadParts:
     """The modules of a draft head that reads a token and a hidden state side by side.
 
-    embedding: [vocab, hidden], bfloat16 or float32.
+    embedding: [vocab, hidden], bfloat16 or float32. draft_ids: [draft_vocab] int64, the target's tokens.
     residual_is_normed: whether it goes on from the normed hidden state.
     """
 
@@ -63,6 +63,7 @@ class HeadParts:
     mlp: MLP | NativeMLP
     norm: RMSNorm | NativeNorm
     lm_head: Linear | PackedLinear
+    draft_ids: Tensor
     rotary: Rotary
     residual_is_normed: bool
 
@@ -71,8 +72,9 @@ class FusedHead:
     """A draft head's layer in one call, and its logits in another. The modules own the memory it points at."""
 
     def __init__(self, parts: HeadParts, config: ModelConfig) -> None:
-        attention, mlp = parts.attention, parts.mlp
+        attention, mlp, lm_head = parts.attention, parts.mlp, parts.lm_head
         assert isinstance(attention, NativeAttention) and isinstance(mlp, NativeMLP)
+        assert isinstance(lm_head, NativeLinear)
         self._struct = DraftHeadStruct(
             embedding=parts.embedding.data_ptr(),
             embedding_is_bfloat16=parts.embedding.dtype == torch.bfloat16,
@@ -87,6 +89,9 @@ class FusedHead:
                 gate_up=mlp.struct.gate_up,
                 down=mlp.struct.down,
             ),
+            norm=parts.norm.weight.data_ptr(),
+            lm_head=lm_head.struct,
+            ids=parts.draft_ids.data_ptr(),
         )
         self._rotary = parts.rotary.table.float().contiguous()
         self._config = config
@@ -99,22 +104,39 @@ class FusedHead:
         packed = all(isinstance(norm, NativeNorm) for norm in norms) and isinstance(parts.lm_head, NativeLinear)
         packed &= isinstance(parts.attention, NativeAttention) and isinstance(parts.mlp, NativeMLP)
         readable = parts.embedding.dtype in (torch.bfloat16, torch.float32) and parts.embedding.is_contiguous()
+        readable &= parts.draft_ids.is_contiguous()
         return cls(parts, config) if packed and readable and config.head_dim % 16 == 0 else None
 
     def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, step: NativeStep) -> Tensor:
         """token_ids, positions [N] int64 and hidden [N, hidden_size] float32 -> [N, hidden_size]."""
-        config, struct, shape = self._config, step.struct, step.shape
+        struct, shape = step.struct, step.shape
         struct.positions = positions.data_ptr()
-        shape.hidden_size, shape.intermediate_size = config.hidden_size, config.intermediate_size
-        shape.num_heads, shape.eps, shape.rotary = config.num_heads, config.rms_norm_eps, self._rotary.data_ptr()
+        _fill(shape, self._config, self._rotary)
         hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
         return step.kernels.draft_layer(self._struct, token_ids.contiguous(), hidden, (shape, struct, step.cache))
+
+    def draft(
+        self, draft_round: DraftRoundStruct, num_drafts: int, hidden: Tensor, cache: KVCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Kernels.draft_round`; hidden is [E, hidden_size] float32."""
+        kernels = cpu_kernels()
+        assert kernels is not None, "the head is packed for them"
+        shape = cache_shape(cache)
+        _fill(shape, self._config, self._rotary)
+        hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+        return kernels.draft_round(self._struct, draft_round, num_drafts, hidden, (shape, cache.data))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden_size], each of them contiguous -> [R, draft_vocab] float32."""
         norm, lm_head = self._parts.norm, self._parts.lm_head
         assert isinstance(norm, NativeNorm) and isinstance(lm_head, NativeLinear)
         return lm_head.after_norm(hidden, norm)
+
+
+def _fill(shape: ShapeStruct, config: ModelConfig, rotary: Tensor) -> None:
+    """What the kernels have to know of a model, beside its cache."""
+    shape.hidden_size, shape.intermediate_size = config.hidden_size, config.intermediate_size
+    shape.num_heads, shape.eps, shape.rotary = config.num_heads, config.rms_norm_eps, rotary.data_ptr()
 
 
 def _linears(layer: nn.Module) -> tuple[nn.Module, ...]:

@@ -18,6 +18,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include <omp.h>
@@ -82,6 +83,9 @@ struct DraftHead {
     const float* token_norm;   // [hidden]
     const float* hidden_norm;  // [hidden]
     Layer layer;
+    const float* norm;  // [hidden]
+    Linear lm_head;
+    const int64_t* ids;  // [outputs of the LM head] the target's tokens
 };
 
 struct Shape {
@@ -104,6 +108,24 @@ struct Step {
     const int64_t* row_starts;      // [num_spans + 1]
     const int64_t* context;         // slots of all positions that each span's last row attends to, span after span
     const int64_t* context_starts;  // [num_spans + 1]
+};
+
+// The drafts of a round, entry after entry. Filters are of some entries, as truespec_filter has them.
+struct DraftRound {
+    int64_t num_entries;
+    const int64_t* counts;          // [num_entries] drafts each, at least 1
+    const int64_t* context;         // slots of all positions that the row before each one's last draft attends to
+    const int64_t* context_starts;  // [num_entries + 1]
+    const uint64_t* seeds;          // [num_entries]
+    const uint64_t* lengths;        // [num_entries] tokens before each one's first draft, which number its round
+    uint64_t purpose;               // of the drafts' random numbers
+    const float* temperature;       // [num_entries]
+    const uint8_t* greedy;          // [num_entries]
+    int64_t num_filters;
+    const int64_t* filtered;
+    const float* log_min_p;
+    const int64_t* top_k;
+    const float* top_p;
 };
 
 }  // extern "C"
@@ -274,7 +296,7 @@ struct Buffer {
 };
 
 struct Workspace {
-    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs;
+    Buffer floats, bytes, scales, sums, zeros, scores, qkv, attended, gate_up, pairs, logits, states;
 };
 
 Workspace& workspace() {
@@ -935,6 +957,14 @@ void embed_row(const DraftHead& head, int64_t token, int64_t size, float* out) {
 
 // -- laws over the vocabulary -----------------------------------------------------------------------------------------
 
+void divide_row(float* row, int64_t size, float by) {
+    if (by == 1.0f) return;
+    for (int64_t i = 0; i < size; i += 16) {
+        const __mmask16 lanes = first_lanes(size - i);
+        _mm512_mask_storeu_ps(row + i, lanes, _mm512_div_ps(_mm512_maskz_loadu_ps(lanes, row + i), _mm512_set1_ps(by)));
+    }
+}
+
 // e^(x - largest) over its sum; NaN everywhere where a logit is NaN or infinite, or all are -infinite.
 void softmax_row(const float* logits, int64_t size, float* out) {
     __m512 tops[4];
@@ -1546,6 +1576,66 @@ void truespec_draft_layer(const DraftHead* head, const Shape* shape, const Step*
                          layer_cache(*shape, cache_data, 0), {out, size, true});
         worker.mlp({Input::kNormed, out, size, head->layer.mlp_norm, pass.eps}, head->layer, {out, size, true});
     });
+}
+
+// All drafts of a round: draws from the head's law, runs the head on what was drawn, and draws again. hidden [num_entries,
+// hidden_size] is what the first drafts are drawn from. -> tokens and columns of the drafts, entry after entry, and the
+// laws [drafts, outputs] they were drawn from.
+void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache_data, const DraftRound* round,
+                          const float* hidden, int64_t stride, int64_t* tokens, int64_t* columns, float* laws,
+                          int64_t num_threads) {
+    const int64_t size = shape->hidden_size, width = head->lm_head.num_outputs, num_entries = round->num_entries;
+    float* logits = workspace().logits.at_least(num_entries * width);
+    float* states = workspace().states.at_least(2 * num_entries * size);
+    float *now = states, *next = states + num_entries * size;
+    for (int64_t e = 0; e < num_entries; ++e) std::memcpy(now + e * size, hidden + e * stride, size * sizeof(float));
+    std::vector<int64_t> active(num_entries), filters(num_entries, -1), firsts(num_entries, 0);
+    std::iota(active.begin(), active.end(), 0);
+    for (int64_t f = 0; f < round->num_filters; ++f) filters[round->filtered[f]] = f;
+    std::partial_sum(round->counts, round->counts + num_entries - 1, firsts.begin() + 1);
+    std::vector<double> runs;
+    std::vector<int64_t> drawn, positions, slots, row_starts, context, context_starts;
+    for (int64_t offset = 0; !active.empty(); ++offset) {
+        truespec_linear(&head->lm_head, active.size(), now, size, head->norm, shape->eps, logits, num_threads);
+        for (size_t row = 0; row < active.size(); ++row) {
+            const int64_t e = active[row], f = filters[e], place = firsts[e] + offset;
+            float *own = logits + row * width, *law = laws + place * width;
+            divide_row(own, width, round->temperature[e]);
+            if (f >= 0) {
+                float* scratch = workspace().scores.at_least(2 * width);
+                filter_row(own, width, round->log_min_p[f], round->top_k[f], round->top_p[f], scratch);
+            }
+            if (round->greedy[e]) one_hot_row(own, width, law);
+            else softmax_row(own, width, law);
+            const double uniform = uniform_of(round->seeds[e], static_cast<uint32_t>(round->lengths[e]),
+                                              static_cast<uint32_t>(offset), static_cast<uint32_t>(round->purpose));
+            columns[place] = draw_row(law, width, uniform, runs);
+            tokens[place] = head->ids[columns[place]];
+        }
+        drawn.clear(), positions.clear(), slots.clear(), row_starts.assign(1, 0), context.clear(), context_starts.assign(1, 0);
+        size_t going_on = 0;
+        for (size_t row = 0; row < active.size(); ++row) {
+            const int64_t e = active[row];
+            if (round->counts[e] <= offset + 1) continue;
+            const int64_t* begin = round->context + round->context_starts[e];
+            const int64_t* end = round->context + round->context_starts[e + 1] - (round->counts[e] - 2 - offset);
+            context.insert(context.end(), begin, end);
+            context_starts.push_back(context.size());
+            positions.push_back(end - begin - 1);
+            slots.push_back(end[-1]);
+            drawn.push_back(tokens[firsts[e] + offset]);
+            std::memmove(now + going_on * size, now + row * size, size * sizeof(float));
+            active[going_on++] = e;
+            row_starts.push_back(going_on);
+        }
+        active.resize(going_on);
+        if (active.empty()) return;
+        const int64_t count = going_on;
+        const Step step{count, count, positions.data(), slots.data(), row_starts.data(), context.data(),
+                        context_starts.data()};
+        truespec_draft_layer(head, shape, &step, cache_data, drawn.data(), now, size, next, num_threads);
+        std::swap(now, next);
+    }
 }
 
 // Attention of one layer, projections and rotation included: rows [num_rows, inputs] -> out [num_rows, hidden_size].

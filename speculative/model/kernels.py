@@ -70,6 +70,9 @@ class DraftHeadStruct(ctypes.Structure):
         ("token_norm", c_void_p),
         ("hidden_norm", c_void_p),
         ("layer", LayerStruct),
+        ("norm", c_void_p),
+        ("lm_head", LinearStruct),
+        ("ids", c_void_p),
     ]
 
 
@@ -100,6 +103,27 @@ class StepStruct(ctypes.Structure):
         ("row_starts", c_void_p),
         ("context", c_void_p),
         ("context_starts", c_void_p),
+    ]
+
+
+class DraftRoundStruct(ctypes.Structure):
+    """`DraftRound` of kernels.cpp."""
+
+    _fields_ = [
+        ("num_entries", c_int64),
+        ("counts", c_void_p),
+        ("context", c_void_p),
+        ("context_starts", c_void_p),
+        ("seeds", c_void_p),
+        ("lengths", c_void_p),
+        ("purpose", c_int64),
+        ("temperature", c_void_p),
+        ("greedy", c_void_p),
+        ("num_filters", c_int64),
+        ("filtered", c_void_p),
+        ("log_min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
     ]
 
 
@@ -153,6 +177,8 @@ class Kernels:
             *(c_void_p, c_void_p, c_void_p, c_void_p),
             *(c_void_p, c_void_p, c_int64, c_void_p, c_int64),
         ]
+        self._draft_round = library.truespec_draft_round
+        self._draft_round.argtypes = [*(c_void_p,) * 5, c_int64, *(c_void_p,) * 3, c_int64]
         self._laws = library.truespec_laws
         self._laws.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
         self._filter = library.truespec_filter
@@ -180,8 +206,9 @@ class Kernels:
         self._noise = library.truespec_noise
         self._noise.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
         self._noise.restype = None
-        for function in (self._draft_layer, self._laws, self._draw, self._draw_residual, self._uniforms):
+        for function in (self._draft_layer, self._draft_round, self._laws, self._draw, self._draw_residual):
             function.restype = None
+        self._uniforms.restype = None
         self._filter.restype = None
 
     def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
@@ -281,6 +308,33 @@ class Kernels:
             *(token_ids.data_ptr(), hidden.data_ptr(), hidden.stride(0), out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    def draft_round(
+        self,
+        head: DraftHeadStruct,
+        draft_round: DraftRoundStruct,
+        num_drafts: int,
+        hidden: Tensor,
+        place: tuple[ShapeStruct, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All drafts of a round, entry after entry: tokens and columns [D] int64, and the laws [D, W] of their draws.
+
+        Args:
+            head: its weights.
+            draft_round: what is drafted for whom.
+            num_drafts: D, of all entries.
+            hidden: [E, hidden_size], each row contiguous; the first drafts are drawn from it.
+            place: shape and cache of `attend`.
+        """
+        shape, cache = place
+        tokens, columns = (torch.empty(num_drafts, dtype=torch.int64) for _ in range(2))
+        laws = torch.empty((num_drafts, head.lm_head.num_outputs))
+        self._draft_round(
+            *(ctypes.addressof(head), ctypes.addressof(shape), cache.data_ptr(), ctypes.addressof(draft_round)),
+            *(hidden.data_ptr(), hidden.stride(0), tokens.data_ptr(), columns.data_ptr(), laws.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return tokens, columns, laws
 
     def laws(self, logits: Tensor, greedy: Tensor) -> Tensor:
         """Logits [R, V] -> softmax of each row; where greedy [R] bool, all mass on the likeliest token."""

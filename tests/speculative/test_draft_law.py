@@ -77,9 +77,3 @@ def test_q_of_half_precision_is_refused(dtype: torch.dtype) -> None:
         Dense(torch.rand(2, 4).to(dtype))
     with pytest.raises(TypeError, match="float32"):
         SubVocabulary(torch.rand(2, 4).to(dtype), IDS, torch.tensor([0, 1]))
-
-
-def test_columns_are_found_again() -> None:
-    shuffled = IDS[[2, 0, 3, 1]]
-    sampler = DraftSampler(shuffled, VOCABULARY, sampled=True, all_coupled=False)
-    assert torch.equal(shuffled[sampler.columns_of(IDS)], IDS)

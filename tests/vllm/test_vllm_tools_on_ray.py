@@ -52,14 +52,17 @@ ASKED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["vllm", "torch"])
+@pytest.fixture(scope="module", params=["vllm", "torch", "vllm-router"])
 def service(ray_port: int, request: pytest.FixtureRequest) -> Iterator[Service]:  # noqa: F811
     args: dict[str, Any] = load_config(CONFIGS / "vllm.yaml").application.args.model_dump(
         mode="json", exclude_unset=True
     )
     args["model"]["chat_template"] = str(CONFIGS / "chatml-tools.jinja")
-    args["engine"] |= {"kind": request.param, "max_model_len": 768, "kv_cache_tokens": 4096}
-    if request.param == "vllm":
+    kind, _, router = request.param.partition("-")
+    args["engine"] |= {"kind": kind, "max_model_len": 768, "kv_cache_tokens": 4096}
+    if router:
+        args["recovery"] = {"resume": True}  # a stream router makes the text
+    if kind == "vllm":
         args["vllm"] |= {"tool_parser": "hermes", "replays": "torch"}
     else:
         del args["vllm"]

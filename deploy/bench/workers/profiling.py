@@ -8,6 +8,7 @@ import torch
 
 from speculative import drawing
 from speculative.engine import EngineCore
+from speculative.fused_drafting import FusedDraftLoop
 from speculative.model_drafting import ModelDrafter
 
 TARGET, DRAFTER, VOCABULARY, CHECKS, OTHER = "target", "drafter", "vocabulary", "checks", "other"
@@ -17,10 +18,10 @@ PARTS = (TARGET, DRAFTER, VOCABULARY, CHECKS, OTHER)
 class Profile:
     """Counts from its making to `end`.
 
-    target: the model's forward and its LM head. drafter: those of a drafter with weights, or the whole of one that
-    looks up. vocabulary: arithmetic over the vocabulary, that is processors, softmax, verification, draws, logprobs.
-    checks: the self-checks. other: the rest of the step: scheduling, layouts, copies, bookkeeping. A part inside
-    another counts as its own.
+    target: the model's forward and its LM head. drafter: those of a drafter with weights (and the draws, where one call
+    makes all drafts of a round), or the whole of one that looks up. vocabulary: arithmetic over the vocabulary, that is
+    processors, softmax, verification, draws, logprobs. checks: the self-checks. other: the rest of the step:
+    scheduling, layouts, copies, bookkeeping. A part inside another counts as its own.
     """
 
     def __init__(self, engine: EngineCore) -> None:
@@ -36,6 +37,8 @@ class Profile:
             for name in ("fuse", "run", "logits"):
                 self._wrap(engine.drafter.model, name, DRAFTER)
             self._wrap(engine.drafter.sampler, "draw", VOCABULARY)
+            if isinstance(engine.drafter.draft_loop, FusedDraftLoop):
+                self._wrap(engine.drafter.draft_loop.head, "draft", DRAFTER)
         else:
             self._wrap(engine.drafter, "propose", DRAFTER)
         if engine.graphs is not None:  # a replayed step is seen from outside: its LM head and checks are vocabulary

@@ -1,0 +1,67 @@
+"""All drafts of a round in one call of our CPU kernels: draw, run, draw, with no Python in between."""
+
+from collections.abc import Sequence as Sequences
+from itertools import islice
+
+import numpy as np
+from torch import Tensor
+
+from speculative.batch import Entry, block_slots
+from speculative.draft_sampling import DraftSampler
+from speculative.kv_cache import KVCache
+from speculative.model.attention import join_contexts
+from speculative.model.fused import FusedHead
+from speculative.model.kernels import DraftRoundStruct
+from speculative.model_drafting import MadeDrafts
+from speculative.rng import Purpose
+
+
+class FusedDraftLoop:
+    """Makes the drafts of a head that reads features, for any temperatures and filters.
+
+    Args:
+        head: packed for our kernels.
+        sampler: says what drafts are drawn with.
+        cache: the head's keys and values.
+        block_size: tokens a block.
+    """
+
+    def __init__(self, head: FusedHead, sampler: DraftSampler, cache: KVCache, block_size: int) -> None:
+        self.head = head
+        self._sampler = sampler
+        self._cache = cache
+        self._block_size = block_size
+
+    def __call__(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts | None:
+        """As `MakeDrafts`; None where drafts are chosen with the noise of their tokens."""
+        sequences = [entry.sequence for entry in entries]
+        if any(self._sampler.is_coupled(sequence) for sequence in sequences):
+            return None
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        counts = [entry.max_drafts for entry in entries]
+        contexts = tuple(
+            block_slots(sequence.blocks, length + count - 1, self._block_size)[1:]  # row 0 does not exist
+            for sequence, length, count in zip(sequences, lengths, counts, strict=True)
+        )
+        context, starts = join_contexts(contexts)
+        numbers = np.array([lengths, counts], np.int64)
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+        rows = self._sampler.rows_of(sequences, hidden.device)
+        struct = DraftRoundStruct(
+            num_entries=len(entries),
+            counts=numbers[1].ctypes.data,
+            context=context.ctypes.data,
+            context_starts=starts.ctypes.data,
+            seeds=seeds.ctypes.data,
+            lengths=numbers[0].ctypes.data,
+            purpose=Purpose.DRAFT,
+            temperature=rows.temperature.data_ptr(),
+            greedy=rows.greedy.data_ptr(),
+        )
+        if rows.filters is not None:
+            struct.num_filters, struct.filtered = len(rows.filters.rows), rows.filters.rows.data_ptr()
+            struct.log_min_p, struct.top_p = rows.filters.log_min_p.data_ptr(), rows.filters.top_p.data_ptr()
+            struct.top_k = rows.filters.top_k.data_ptr()
+        tokens, columns, laws = self.head.draft(struct, sum(counts), hidden, self._cache)
+        packed = iter(tokens.tolist())
+        return MadeDrafts([list(islice(packed, count)) for count in counts], columns, laws)

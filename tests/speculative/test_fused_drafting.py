@@ -1,0 +1,128 @@
+"""All drafts of a round in one call of the CPU kernels: the same drafts and laws as one by one, to the bit."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculative.batch import Batch, Entry
+from speculative.config import DrafterConfig
+from speculative.draft_law import SubVocabulary
+from speculative.drafting import DraftOutput
+from speculative.engine import EngineCore
+from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
+from speculative.model.kernels import cpu_kernels
+from speculative.model.loading import load_decoder
+from speculative.model.packed import prefers_onednn
+from speculative.model_drafting import MadeDrafts, ModelDrafter
+from speculative.request import Request, SamplingParams
+from tests.engines import Answer, assert_idle, run, tiny_engine
+from tests.tiny_models import write_tiny_model
+
+VOCABULARY, NUM_DRAFTS = 64, 4
+
+pytestmark = pytest.mark.skipif(cpu_kernels() is None or prefers_onednn(), reason="heads are not for our kernels here")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("target") / "model", vocab_size=VOCABULARY, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head with a vocabulary of its own."""
+    decoder = load_decoder(target, dtype=torch.bfloat16, device="cpu")
+    config = Eagle3Config(decoder.config, draft_vocab_size=24, target_hidden_size=decoder.config.hidden_size)
+    made = Eagle3Head(config.for_target(decoder.config), torch.arange(3, 51, 2), None, dtype=torch.bfloat16)
+    random = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
+        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
+    folder = tmp_path_factory.mktemp("head") / "head"
+    save_eagle3(made, folder)
+    return folder
+
+
+def make_engine(target: Path, head: Path, **changes: object) -> EngineCore:
+    drafter = DrafterConfig(kind="eagle3", model=str(head), num_draft_tokens=NUM_DRAFTS, **changes)  # type: ignore[arg-type]
+    return tiny_engine(target, drafter=drafter, dtype="bfloat16", weights="bfloat16")
+
+
+class Recorder:
+    """Keeps what a drafter proposed, and how often its loop made the drafts."""
+
+    def __init__(self, engine: EngineCore, *, fused: bool) -> None:
+        assert isinstance(engine.drafter, ModelDrafter)
+        self.proposed: list[tuple[list[int], list[int], torch.Tensor]] = []
+        self.num_made = 0
+        self._propose, self._loop = engine.drafter.propose, engine.drafter.draft_loop
+        engine.drafter.propose = self.propose  # type: ignore[method-assign]
+        engine.drafter.draft_loop = self.make if fused else None
+
+    def make(self, entries: Sequence[Entry], hidden: torch.Tensor) -> MadeDrafts | None:
+        assert self._loop is not None
+        made = self._loop(entries, hidden)
+        self.num_made += made is not None
+        return made
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        out = self._propose(batch)
+        if len(out.token_ids):
+            assert isinstance(out.law, SubVocabulary)
+            self.proposed.append((out.counts.tolist(), out.token_ids.tolist(), out.law.probs.clone()))
+        return out
+
+
+def answers(engine: EngineCore, params: Sequence[SamplingParams]) -> dict[str, Answer]:
+    for index, own in enumerate(params):
+        prompt = tuple(3 + (7 * index * j) % 41 for j in range(1 + 5 * index))
+        engine.add(Request(str(index), prompt, own, seed=index))
+    done = run(engine)
+    assert_idle(engine)
+    return done
+
+
+KINDS = {
+    "warm": SamplingParams(ignore_eos=True),
+    "greedy": SamplingParams(ignore_eos=True, temperature=0),
+    "cold": SamplingParams(ignore_eos=True, temperature=0.3),
+    "nucleus": SamplingParams(ignore_eos=True, temperature=1.4, top_p=0.6),
+    "few": SamplingParams(ignore_eos=True, top_k=5),
+    "likely": SamplingParams(ignore_eos=True, temperature=2.0, min_p=0.2),
+}
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), list(KINDS)], ids="+".join)
+def test_one_call_drafts_what_many_draft(target: Path, head: Path, kinds: list[str]) -> None:
+    # Different lengths: near their ends, requests of one round get 4, 3, 2, 1 and no drafts.
+    params = [dataclasses.replace(KINDS[kind], max_tokens=20 + i) for i, kind in enumerate(kinds)]
+    recorded, texts = [], []
+    for fused in (True, False):
+        engine = make_engine(target, head)
+        recorder = Recorder(engine, fused=fused)
+        texts.append({name: answer.token_ids for name, answer in answers(engine, params).items()})
+        assert (recorder.num_made > 0) == fused
+        recorded.append(recorder.proposed)
+    assert texts[0] == texts[1]
+    assert len(recorded[0]) == len(recorded[1]) > 5
+    assert any(1 in counts for counts, _, _ in recorded[0])
+    for ours, theirs in zip(*recorded, strict=True):
+        assert ours[:2] == theirs[:2]
+        assert torch.equal(ours[2], theirs[2])
+
+
+def test_coupled_drafts_are_chosen_one_by_one(target: Path, head: Path) -> None:
+    engine = make_engine(target, head)
+    recorder = Recorder(engine, fused=True)
+    answers(engine, [SamplingParams(ignore_eos=True, reproducible=True, max_tokens=12)])
+    assert recorder.proposed
+    assert recorder.num_made == 0
+
+
+def test_chosen_drafts_have_no_loop(target: Path, head: Path) -> None:
+    engine = make_engine(target, head, sampled=False)
+    assert isinstance(engine.drafter, ModelDrafter)
+    assert engine.drafter.draft_loop is None
