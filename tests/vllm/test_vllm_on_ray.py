@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from serve_app.config import load_config
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
-from tests.serving.conftest import Service, deployed, gauge_total, ray_port, wait_for  # noqa: F401  # a fixture
+from tests.serving.conftest import Service, deployed, gauge_total, wait_for
 from tests.tiny_adapters import write_tiny_adapter
 from tests.vllm.installed import NEEDS_VLLM
 from tests.vllm.processes import alive, children
@@ -67,7 +67,7 @@ def drawn_from(name: str, scratch: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["ngram", "draft_model", "eagle3"])
 def service(
-    ray_port: int,  # noqa: F811
+    ray_port: int,
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Service]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.config import load_config
-from tests.serving.conftest import Service, deployed, ray_port  # noqa: F401  # a fixture
+from tests.serving.conftest import Service, deployed
 from tests.vllm.installed import NEEDS_VLLM
 from tests.vllm.test_vllm_on_ray import MODEL, SOURCE, has_model
 
@@ -53,7 +53,7 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", params=["vllm", "torch", "vllm-router"])
-def service(ray_port: int, request: pytest.FixtureRequest) -> Iterator[Service]:  # noqa: F811
+def service(ray_port: int, request: pytest.FixtureRequest) -> Iterator[Service]:
     args: dict[str, Any] = load_config(CONFIGS / "vllm.yaml").application.args.model_dump(
         mode="json", exclude_unset=True
     )
