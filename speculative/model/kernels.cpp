@@ -392,9 +392,14 @@ void store_panel(const __m512 (&sums)[R][2], const Linear& linear, const Target&
     }
 }
 
-// A panel is read once, in order; the processor's own prefetching does not keep up with the products of several rows.
-// It is not read again before all others are, so it stays out of the outer caches, which hold what Python runs on.
-inline void fetch_ahead(const char* weights) { _mm_prefetch(weights + 2048, _MM_HINT_NTA); }
+// A panel is read once, in order. Few products wait for memory: bfloat16 weights for one row come fastest by the processor's
+// own prefetching, others from past the outer caches, which then hold what Python runs on. Where a weight is in many
+// products, it must be asked for earlier, and waits in the second cache.
+template <int bits, int products>
+inline void fetch_ahead(const char* weights) {
+    if constexpr (products > (bits == 16 ? 5 : bits == 8 ? 4 : 2)) _mm_prefetch(weights + 8192, _MM_HINT_T1);
+    else if constexpr (bits < 16 || products > 1) _mm_prefetch(weights + (bits == 4 ? 4096 : 8192), _MM_HINT_NTA);
+}
 
 template <int R>
 void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
@@ -431,8 +436,8 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
     }
     const char* weight = static_cast<const char*>(linear.weight) + panel * pairs * kPanelFloats * 4;
     for (int64_t k = 0; k < pairs; ++k, weight += kPanelFloats * 4) {
-        fetch_ahead(weight);
-        fetch_ahead(weight + 64);
+        fetch_ahead<16, R * planes>(weight);
+        fetch_ahead<16, R * planes>(weight + 64);
         const __m512bh w0 = (__m512bh)_mm512_loadu_si512(weight), w1 = (__m512bh)_mm512_loadu_si512(weight + 64);
         for (int r = 0; r < R; ++r) {
             for (int p = 0; p < planes; ++p) {
@@ -516,7 +521,7 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
     }
     const __m512i low_half = _mm512_set1_epi8(15);
     for (int64_t b = 0; b < blocks; ++b, block += kBytes) {
-        for (int64_t line = 0; line < kBytes; line += 64) fetch_ahead(block + line);
+        for (int64_t line = 0; line < kBytes; line += 64) fetch_ahead<is_int4 ? 4 : 8, R * planes>(block + line);
         __m512i products[R][planes];
         for (int r = 0; r < R; ++r) {
             for (int p = 0; p < planes; ++p) products[r][p] = _mm512_setzero_si512();
