@@ -176,6 +176,23 @@ def test_what_kills_a_server_is_asked_last_and_named(
     assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.told
 
 
+def test_top_k_is_kept_from_a_server_whose_parameters_do_not_hold(
+    fake: FakeAudited, server: Server, reference: Reference
+) -> None:
+    asked = []
+
+    def heedless(body: dict[str, Any]) -> Reply:
+        asked.append(body.get("top_k", 0))
+        return uniform_reply(body)
+
+    fake.answer = heedless
+    careful = Lab(server, find_dialect(server), QUICK, reference)
+    mixed, left = run_audit(careful, only=["sampling parameters", "top_k"]).outcomes
+    assert mixed.verdict is Verdict.FAILED
+    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.told
+    assert not any(asked)
+
+
 def test_answers_without_a_token_are_found(fake: FakeAudited, server: Server) -> None:
     def mute(body: dict[str, Any]) -> Reply:
         status, reply = uniform_reply(body | {"max_tokens": 0})
