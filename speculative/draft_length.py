@@ -12,8 +12,8 @@ reproducible. (Requests that are given one seed share random numbers, as they do
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
-from typing import Any, Protocol
+from operator import mul, truediv
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from speculative.batch import Drawn, Entry
 from speculative.config import DrafterConfig
 from speculative.sequence import Sequence
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
@@ -142,20 +141,21 @@ class DynamicLength:
     def _best_lengths(self, sequences: Sequences[Sequence]) -> list[int]:
         """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
         prior = self._rates.blended()
-        survival = np.array(
-            [list(accumulate(self._requests[seq.request.request_id].rates.blended(prior), mul)) for seq in sequences]
-        )  # [n, most]: the chance that all drafts up to a position are accepted; falls along each row
-        owners, positions = (grid.reshape(-1) for grid in np.indices(survival.shape))
-        order = np.lexsort((positions, -survival.reshape(-1)))
-        tokens = self._num_decoding + np.cumsum(np.concatenate([[0.0], survival.reshape(-1)[order]]))
-        longest = np.maximum.accumulate(np.concatenate([[0], positions[order] + 1]))
-        cost = self._cost(self._num_decoding)
-        rates = tokens / cost.seconds(self._num_decoding, longest, self._context)  # [n * most + 1]
-        best = 1 + int(rates[1:].argmax())
+        drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
+        for owner, sequence in enumerate(sequences):
+            survival = accumulate(self._requests[sequence.request.request_id].rates.blended(prior), mul)
+            drafts += [(1 - chance, position, owner) for position, chance in enumerate(survival)]
+        drafts.sort()
+        tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(self._num_decoding))
+        longest = accumulate((position + 1 for _, position, _ in drafts), max, initial=0)
+        seconds = self._cost(self._num_decoding).seconds(self._num_decoding, list(longest), self._context)
+        rates = list(map(truediv, tokens, seconds))  # [n * most + 1]
+        best = max(range(1, len(rates)), key=rates.__getitem__)
         needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
-        self._drafting = bool(rates[best] > needed * rates[0])
-        given = order[: best if self._drafting else 0]
-        lengths: list[int] = np.bincount(owners[given], minlength=len(sequences)).tolist()
+        self._drafting = rates[best] > needed * rates[0]
+        lengths = [0] * len(sequences)
+        for _, _, owner in drafts[: best if self._drafting else 0]:
+            lengths[owner] += 1
         return lengths
 
     def _probe(self, num_sequences: int) -> int | None:
@@ -232,7 +232,8 @@ class Work:
     num_missed: int = 0
 
 
-_SCALES = np.array([1.0, 4.0, 4.0, 4.0, 1024.0, 16.0])  # that make the features of a step about 1
+_SCALES = (1.0, 4.0, 4.0, 4.0, 1024.0, 16.0)  # that make the features of a step about 1
+_SOLVE_EVERY = 4  # steps, once they are known
 
 
 @dataclass(slots=True)
@@ -245,9 +246,9 @@ class StepCost:
 
     num_observed: int = 0
     _fastest: float = float("inf")
-    _squares: Floats = field(default_factory=lambda: np.zeros((6, 6)))
-    _products: Floats = field(default_factory=lambda: np.zeros(6))
-    _weights: Floats = field(default_factory=lambda: np.zeros(6))  # of the last solution
+    _squares: list[float] = field(default_factory=lambda: [0.0] * 36)  # row after row
+    _products: list[float] = field(default_factory=lambda: [0.0] * 6)
+    _weights: list[float] = field(default_factory=lambda: [0.0] * 6)  # of the last solution
     _residuals: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, relative mean
 
     def observe(self, work: Work, seconds: float) -> None:
@@ -260,45 +261,47 @@ class StepCost:
             self._fastest = min(self._fastest, seconds)
             seconds = min(seconds, 4 * self._fastest)
         else:
-            expected = float(self._weights @ features)
+            expected = sum(map(mul, self._weights, features))
             seconds = min(seconds, 2 * expected)
             rows = work.num_sequences + work.num_drafts
             weight, mean = self._residuals.get(rows, (0.0, 0.0))
             weight, total = 0.95 * weight + 1, 0.95 * weight * mean + seconds / expected - 1
             self._residuals[rows] = (weight, total / weight)
-        self._squares = 0.995 * self._squares + np.outer(features, features)
-        self._products = 0.995 * self._products + features * seconds
-        self._solve()
+        products = [one * other for one in features for other in features]
+        self._squares = [0.995 * old + new for old, new in zip(self._squares, products, strict=True)]
+        self._products = [0.995 * old + one * seconds for old, one in zip(self._products, features, strict=True)]
+        if self.num_observed <= _CALIBRATION_STEPS or self.num_observed % _SOLVE_EVERY == 0:
+            self._solve()
 
-    def seconds(self, num_sequences: int, longest: Any, context: int) -> Floats:
+    def seconds(self, num_sequences: int, longest: Sequences[int], context: int) -> list[float]:
         """Expected seconds [M + 1] with 0, 1, ... M drafts, of which the longest have `longest` [M + 1] tokens."""
-        drafts = np.arange(len(longest))
-        ones = np.ones(len(longest))
-        features = np.stack([ones, num_sequences * ones, drafts, longest, context * ones, 0 * ones], axis=1) / _SCALES
-        corrections = [self._correction(num_sequences + count) for count in range(len(longest))]
-        seconds: Floats = features @ self._weights * np.array(corrections)
-        return seconds
+        weights = [weight / scale for weight, scale in zip(self._weights, _SCALES, strict=True)]
+        plain, per_draft, per_position = weights[0] + weights[1] * num_sequences + weights[4] * context, *weights[2:4]
+        return [
+            (plain + per_draft * count + per_position * most) * self._correction(num_sequences + count)
+            for count, most in enumerate(longest)
+        ]
 
     def _correction(self, rows: int) -> float:
         weight, mean = self._residuals.get(rows, (0.0, 0.0))
         return 1 + mean * weight / (weight + 40)
 
-    def _features(self, work: Work) -> Floats:
+    def _features(self, work: Work) -> list[float]:
         values = (1, work.num_sequences, work.num_drafts, work.longest, work.context, work.num_missed)
-        scaled: Floats = np.array(values, np.float64) / _SCALES
-        return scaled
+        return [value / scale for value, scale in zip(values, _SCALES, strict=True)]
 
     def _solve(self) -> None:
         """A regression that leaves its last solution only as far as recent steps tell; no slope is negative."""
-        ridge = np.diag([0.0] + [1.0] * 5)
-        slopes = np.maximum(np.linalg.solve(self._squares + ridge, self._products + ridge @ self._weights)[1:], 0.0)
-        count, sums = self._squares[0, 0], self._squares[0, 1:]
+        squares, ridge = np.array(self._squares).reshape(6, 6), np.diag([0.0] + [1.0] * 5)
+        products = self._products + ridge @ np.array(self._weights)
+        slopes = np.maximum(np.linalg.solve(squares + ridge, products)[1:], 0.0)
+        count, sums = squares[0, 0], squares[0, 1:]
         mean = self._products[0] / count
         explained = float(slopes @ sums) / count
         if explained > 0.9 * mean:  # it cannot be that a step costs nothing before there is work
             slopes *= 0.9 * mean / explained
             explained = 0.9 * mean
-        self._weights = np.concatenate([[mean - explained], slopes])
+        self._weights = [float(mean - explained), *slopes.tolist()]
 
 
 def make_draft_length(config: DrafterConfig) -> DraftLength:
