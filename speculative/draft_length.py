@@ -21,7 +21,6 @@ from speculative.batch import Drawn, Entry
 from speculative.config import DrafterConfig
 from speculative.sequence import Sequence
 
-
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
 _PROBE_EVERY = 60  # steps
