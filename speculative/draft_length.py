@@ -9,6 +9,7 @@ so it changes no law; it does change where rounds begin, and so which text a see
 reproducible. (Requests that are given one seed share random numbers, as they do without any drafts.)
 """
 
+import math
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -139,7 +140,7 @@ class DynamicLength:
 
     def _best_lengths(self, sequences: Sequences[Sequence]) -> list[int]:
         """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
-        prior = self._rates.blended()
+        prior = self._rates.hoped_for()
         drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
         for owner, sequence in enumerate(sequences):
             survival = accumulate(self._requests[sequence.request.request_id].rates.blended(prior), mul)
@@ -200,6 +201,11 @@ class AcceptanceRates:
             rates.append((accepted + weight * expected) / (reached + weight))
         return rates
 
+    def hoped_for(self) -> list[float]:
+        """The rates, each higher by its standard error: a length that might pay is tried until it is known not to."""
+        known = zip(self.blended(), self._reached, strict=True)
+        return [min(1.0, rate + math.sqrt(rate * (1 - rate) / (reached + 2))) for rate, reached in known]
+
 
 @dataclass(slots=True)
 class _RequestHistory:
@@ -231,7 +237,7 @@ class Work:
     num_missed: int = 0
 
 
-_SCALES = (1.0, 4.0, 4.0, 4.0, 1024.0, 16.0)  # that make the features of a step about 1
+_SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 16.0)  # that make the features of a step about 1
 _SOLVE_EVERY = 4  # steps, once they are known
 
 
@@ -245,9 +251,9 @@ class StepCost:
 
     num_observed: int = 0
     _fastest: float = float("inf")
-    _squares: list[float] = field(default_factory=lambda: [0.0] * 36)  # row after row
-    _products: list[float] = field(default_factory=lambda: [0.0] * 6)
-    _weights: list[float] = field(default_factory=lambda: [0.0] * 6)  # of the last solution
+    _squares: list[float] = field(default_factory=lambda: [0.0] * 49)  # row after row
+    _products: list[float] = field(default_factory=lambda: [0.0] * 7)
+    _weights: list[float] = field(default_factory=lambda: [0.0] * 7)  # of the last solution
     _residuals: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, relative mean
 
     def observe(self, work: Work, seconds: float) -> None:
@@ -275,9 +281,11 @@ class StepCost:
     def seconds(self, num_sequences: int, longest: Sequences[int], context: int) -> list[float]:
         """Expected seconds [M + 1] with 0, 1, ... M drafts, of which the longest have `longest` [M + 1] tokens."""
         weights = [weight / scale for weight, scale in zip(self._weights, _SCALES, strict=True)]
-        plain, per_draft, per_position = weights[0] + weights[1] * num_sequences + weights[4] * context, *weights[2:4]
+        plain = weights[0] + weights[1] * num_sequences + weights[5] * context
+        per_draft, per_position, drafting = weights[2:5]
         return [
-            (plain + per_draft * count + per_position * most) * self._correction(num_sequences + count)
+            (plain + per_draft * count + per_position * most + drafting * (count > 0))
+            * self._correction(num_sequences + count)
             for count, most in enumerate(longest)
         ]
 
@@ -286,12 +294,13 @@ class StepCost:
         return 1 + mean * weight / (weight + 40)
 
     def _features(self, work: Work) -> list[float]:
-        values = (1, work.num_sequences, work.num_drafts, work.longest, work.context, work.num_missed)
+        drafts = work.num_drafts > 0  # a drafter has to catch up before its first draft
+        values = (1, work.num_sequences, work.num_drafts, work.longest, drafts, work.context, work.num_missed)
         return [value / scale for value, scale in zip(values, _SCALES, strict=True)]
 
     def _solve(self) -> None:
         """A regression that leaves its last solution only as far as recent steps tell; no slope is negative."""
-        squares, ridge = np.array(self._squares).reshape(6, 6), np.diag([0.0] + [1.0] * 5)
+        squares, ridge = np.array(self._squares).reshape(7, 7), np.diag([0.0] + [1.0] * 6)
         products = self._products + ridge @ np.array(self._weights)
         slopes = np.maximum(np.linalg.solve(squares + ridge, products)[1:], 0.0)
         count, sums = squares[0, 0], squares[0, 1:]
