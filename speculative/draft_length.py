@@ -24,7 +24,7 @@ from speculative.sequence import Sequence
 
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
-_PROBE_EVERY = 60  # steps
+_PROBE_EVERY = 100  # steps
 _MOST_PATIENCE = 2  # by which probes become rarer while they say that drafting does not pay
 _SEQUENCES_A_PROBE = 8  # more of them tell more at once, so they are asked more rarely
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
@@ -71,9 +71,9 @@ class StaticLength:
 class DynamicLength:
     """As many drafts as give the most tokens a second, for each sequence of a batch.
 
-    Where drafting does not pay it stops. One step in sixty or more then drafts a little all the same, to see whether
-    that is still so (more rarely the longer it is so); where drafting pays, one in as many tries none or all. Which
-    steps is a matter of counting them.
+    Where drafting does not pay it stops. One step in a hundred or more then drafts a little all the same, to see
+    whether that is still so (more rarely the longer it is so); where drafting pays, one in as many tries none or all.
+    Which steps is a matter of counting them.
     """
 
     def __init__(self, most: int) -> None:
