@@ -71,9 +71,9 @@ class Court:
         return self.referee.hear(Report(status, MetricBatch(replica), **changes))
 
     async def dump(self, pattern: str) -> Path:
-        """The one dump of that name, which a thread writes."""
+        """The one dump of that name, which a thread writes; until it is whole it has another suffix."""
         async with asyncio.timeout(30):
-            while not (found := list(self.folder.glob(pattern))):
+            while not (found := list(self.folder.glob(f"{pattern}.json"))):
                 await asyncio.sleep(0.01)
         (path,) = found
         return path
