@@ -42,7 +42,7 @@ def sampling_parameters(lab: Lab, trial: Trial) -> None:
                 refused[name] = one.exchange.error
             elif trial.answered(one.exchange, (*_FAULT, "request fails")) and one.ids:
                 _CHECKS.get(name, _check_likeliest)(lab, trial, name, one)
-    lab.mixed_up |= trial.has_found
+    lab.mixed_up |= bool(trial.findings())
     trial.told = f"{trial.num_cases} answers"
     if refused:
         trial.told += f"; refused: {', '.join(refused)}"

@@ -96,11 +96,6 @@ class Trial:
         self._found: dict[tuple[tuple[str, ...], str], list[Finding]] = {}
         self._counts: dict[tuple[tuple[str, ...], str], int] = {}
 
-    @property
-    def has_found(self) -> bool:
-        """Whether there is a finding."""
-        return bool(self._found)
-
     def check(
         self, holds: bool, faults: tuple[str, ...], request: dict[str, Any], expected: str, observed: str
     ) -> bool:
