@@ -29,7 +29,7 @@ class FusedDraftLoop:
     def __init__(self, head: FusedHead, sampler: DraftSampler, cache: KVCache, block_size: int) -> None:
         self.head = head
         self._sampler = sampler
-        self._cache = cache
+        self._place = (head.shape_with(cache), cache.data)
         self._block_size = block_size
 
     def __call__(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts | None:
@@ -62,6 +62,6 @@ class FusedDraftLoop:
             struct.num_filters, struct.filtered = len(rows.filters.rows), rows.filters.rows.data_ptr()
             struct.log_min_p, struct.top_p = rows.filters.log_min_p.data_ptr(), rows.filters.top_p.data_ptr()
             struct.top_k = rows.filters.top_k.data_ptr()
-        tokens, columns, laws = self.head.draft(struct, sum(counts), hidden, self._cache)
+        tokens, columns, laws = self.head.draft(struct, sum(counts), hidden, self._place)
         packed = iter(tokens.tolist())
         return MadeDrafts([list(islice(packed, count)) for count in counts], columns, laws)

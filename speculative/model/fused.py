@@ -115,16 +115,20 @@ class FusedHead:
         hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
         return step.kernels.draft_layer(self._struct, token_ids.contiguous(), hidden, (shape, struct, step.cache))
 
+    def shape_with(self, cache: KVCache) -> ShapeStruct:
+        """The head and its cache, as `draft` takes them."""
+        shape = cache_shape(cache)
+        _fill(shape, self._config, self._rotary)
+        return shape
+
     def draft(
-        self, draft_round: DraftRoundStruct, num_drafts: int, hidden: Tensor, cache: KVCache
+        self, draft_round: DraftRoundStruct, num_drafts: int, hidden: Tensor, place: tuple[ShapeStruct, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Kernels.draft_round`; hidden is [E, hidden_size] float32."""
         kernels = cpu_kernels()
         assert kernels is not None, "the head is packed for them"
-        shape = cache_shape(cache)
-        _fill(shape, self._config, self._rotary)
         hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-        return kernels.draft_round(self._struct, draft_round, num_drafts, hidden, (shape, cache.data))
+        return kernels.draft_round(self._struct, draft_round, num_drafts, hidden, place)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden_size], each of them contiguous -> [R, draft_vocab] float32."""

@@ -392,9 +392,9 @@ void store_panel(const __m512 (&sums)[R][2], const Linear& linear, const Target&
     }
 }
 
-// A panel is read once, in order. Few products wait for memory: bfloat16 weights for one row come fastest by the processor's
-// own prefetching, others from past the outer caches, which then hold what Python runs on. Where a weight is in many
-// products, it must be asked for earlier, and waits in the second cache.
+// A panel is read once, in order. Few products wait for memory: bfloat16 weights for one row come fastest by the
+// processor's own prefetching, others from past the outer caches, which then hold what Python runs on. Where a weight is
+// in many products, it must be asked for earlier, and waits in the second cache.
 template <int bits, int products>
 inline void fetch_ahead(const char* weights) {
     if constexpr (products > (bits == 16 ? 5 : bits == 8 ? 4 : 2)) _mm_prefetch(weights + 8192, _MM_HINT_T1);
@@ -1610,8 +1610,7 @@ void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache
                 float* scratch = workspace().scores.at_least(2 * width);
                 filter_row(own, width, round->log_min_p[f], round->top_k[f], round->top_p[f], scratch);
             }
-            if (round->greedy[e]) one_hot_row(own, width, law);
-            else softmax_row(own, width, law);
+            truespec_laws(1, width, own, round->greedy + e, law);
             const double uniform = uniform_of(round->seeds[e], static_cast<uint32_t>(round->lengths[e]),
                                               static_cast<uint32_t>(offset), static_cast<uint32_t>(round->purpose));
             columns[place] = draw_row(law, width, uniform, runs);
