@@ -133,7 +133,7 @@ def test_it_is_as_fast_as_the_best_static_length(num_sequences: int, rate: float
 def test_it_drafts_nothing_where_nothing_is_accepted_and_rows_cost(num_sequences: int) -> None:
     world = World(DynamicLength(MOST), on_cpu, [0.0] * num_sequences).run(900)
     assert world.share(0) > 0.97
-    assert 0 < sum(map(sum, world.lengths[-600:])) <= 600 / 60 * 2 * num_sequences, "a probe now and then"
+    assert 0 < sum(map(sum, world.lengths[-600:])) <= 600 / 90 * 2 * num_sequences, "a probe now and then"
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16])

@@ -12,13 +12,12 @@ from speculative.config import DrafterConfig
 from speculative.draft_law import SubVocabulary
 from speculative.drafting import DraftOutput
 from speculative.engine import EngineCore
-from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
 from speculative.model.kernels import cpu_kernels
-from speculative.model.loading import load_decoder
 from speculative.model.packed import prefers_onednn
 from speculative.model_drafting import MadeDrafts, ModelDrafter
 from speculative.request import Request, SamplingParams
 from tests.engines import Answer, assert_idle, run, tiny_engine
+from tests.tiny_heads import write_tiny_head
 from tests.tiny_models import write_tiny_model
 
 VOCABULARY, NUM_DRAFTS = 64, 4
@@ -33,17 +32,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head with a vocabulary of its own."""
-    decoder = load_decoder(target, dtype=torch.bfloat16, device="cpu")
-    config = Eagle3Config(decoder.config, draft_vocab_size=24, target_hidden_size=decoder.config.hidden_size)
-    made = Eagle3Head(config.for_target(decoder.config), torch.arange(3, 51, 2), None, dtype=torch.bfloat16)
-    random = torch.Generator().manual_seed(0)
-    for parameter in made.parameters():
-        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
-        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
     folder = tmp_path_factory.mktemp("head") / "head"
-    save_eagle3(made, folder)
-    return folder
+    ids = torch.arange(3, 51, 2)
+    return write_tiny_head(folder, target, draft_ids=ids, dtype=torch.bfloat16, own_embedding=True)
 
 
 def make_engine(target: Path, head: Path, **changes: object) -> EngineCore:

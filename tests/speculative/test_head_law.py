@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speculative.config import DrafterConfig
 from speculative.drafters.eagle3 import Eagle3DraftModel
@@ -21,6 +21,7 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.token_wise import verify_token_wise
 from tests.engines import markov_decoder, settings
 from tests.table_engine import sample, worst_window
+from tests.tiny_heads import randomise
 
 V, LENGTH, COUNT, FIRST = 8, 5, 2_500, 3
 FIVE_SIGMA = 5.0
@@ -47,13 +48,6 @@ def draft_model(kind: str, decoder: Decoder) -> DraftModel:
     head = Eagle3Head(config, torch.tensor([0, 2, 3, 5, 7]), decoder.embedding, dtype=torch.float32)
     randomise(head)
     return Eagle3DraftModel(head, "random")
-
-
-def randomise(head: nn.Module) -> None:
-    random = torch.Generator().manual_seed(0)
-    for parameter in head.parameters():
-        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
-        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
 
 
 def head_engine(kind: str, decoder: Decoder, verifier: str = "token_wise") -> EngineCore:

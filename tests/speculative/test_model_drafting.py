@@ -7,21 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
 from speculative.kv_cache import KVShape
 from speculative.model.config import ModelConfig
-from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
 from speculative.model.layers import Attend
 from speculative.model.loading import load_decoder
-from speculative.model.mtp import MtpConfig, MtpHead, save_mtp
 from speculative.model_drafting import ModelDrafter
 from speculative.request import Request, SamplingParams
 from speculative.verification.base import VerifyInput, VerifyOutput
 from tests.engines import NO_DRAFTS, Answer, assert_idle, live_sequences, run, settings, take, tiny_engine
+from tests.tiny_heads import write_tiny_head, write_tiny_module
 from tests.tiny_models import write_tiny_model
 
 VOCABULARY = 64
@@ -40,33 +39,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random EAGLE-3 head over the target, with a vocabulary of its own."""
-    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
-    shape = decoder.config
-    config = Eagle3Config(shape, draft_vocab_size=24, target_hidden_size=shape.hidden_size)
-    made = Eagle3Head(config.for_target(shape), torch.arange(3, 27), decoder.embedding, dtype=torch.float32)
-    randomise(made)
-    folder = tmp_path_factory.mktemp("drafting") / "head"
-    save_eagle3(made, folder)
-    return folder
+    return write_tiny_head(tmp_path_factory.mktemp("drafting") / "head", target)
 
 
 @pytest.fixture(scope="module")
 def module(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random MTP module over the target."""
-    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
-    made = MtpHead(MtpConfig(decoder.config), decoder.embedding, dtype=torch.float32)
-    randomise(made)
-    folder = tmp_path_factory.mktemp("drafting") / "module"
-    save_mtp(made, folder)
-    return folder
-
-
-def randomise(head: nn.Module) -> None:
-    random = torch.Generator().manual_seed(0)
-    for parameter in head.parameters():
-        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
-        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
+    return write_tiny_module(tmp_path_factory.mktemp("drafting") / "module", target)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from engines import NGRAM, NO_DRAFTS, Answer, assert_idle, run, settings, take, teacher_forced
+from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
-from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
-from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams, Speculation
 from speculative.weights import check_same_model, load_weights
 
@@ -34,16 +33,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    decoder = load_decoder(old, dtype=torch.float32, device="cpu")
-    config = Eagle3Config(decoder.config, draft_vocab_size=24, target_hidden_size=decoder.config.hidden_size)
-    made = Eagle3Head(config.for_target(decoder.config), torch.arange(3, 27), decoder.embedding, dtype=torch.float32)
-    random = torch.Generator().manual_seed(0)
-    for parameter in made.parameters():
-        drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
-        parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
-    folder = tmp_path_factory.mktemp("weights") / "head"
-    save_eagle3(made, folder)
-    return folder
+    return write_tiny_head(tmp_path_factory.mktemp("weights") / "head", old)
 
 
 @pytest.fixture(scope="module", params=["none", "ngram", "draft_model", "eagle3"])

@@ -17,14 +17,13 @@ from speculative.gpu.attention import make_attend
 from speculative.gpu.step import GraphedStep, graph_bytes
 from speculative.kv_cache import KVCache, KVShape
 from speculative.model.decoder import Decoder
-from speculative.model.eagle3 import Eagle3Config, Eagle3Head, save_eagle3
 from speculative.model.loading import load_decoder
-from speculative.model.mtp import MtpConfig, MtpHead, save_mtp
 from speculative.model.paged_attention import AttentionSizes, TorchAttend
 from speculative.model_drafting import CatchUpRows, ModelDrafter
 from speculative.request import FinishReason, Request, SamplingParams
 from speculative.runner import ModelRunner
 from tests.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, decoder_of, run, settings, tiny_engine
+from tests.tiny_heads import write_tiny_head, write_tiny_module
 from tests.tiny_models import write_tiny_model
 
 VOCABULARY = 64
@@ -43,24 +42,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DrafterConfig]:
     folder = tmp_path_factory.mktemp("graphs")
-    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
-    shape = decoder.config
-    config = Eagle3Config(shape, draft_vocab_size=24, target_hidden_size=shape.hidden_size).for_target(shape)
-    head = Eagle3Head(config, torch.arange(3, 27), decoder.embedding, dtype=torch.float32)
-    module = MtpHead(MtpConfig(shape), decoder.embedding, dtype=torch.float32)
-    random = torch.Generator().manual_seed(0)
-    for made in (head, module):
-        for parameter in made.parameters():
-            drawn = torch.randn(parameter.shape, generator=random) * 2 * parameter.shape[-1] ** -0.5
-            parameter.copy_(drawn if parameter.ndim > 1 else torch.ones_like(parameter))
-    save_eagle3(head, folder / "head")
-    save_mtp(module, folder / "module")
     return {
         "none": NO_DRAFTS,
         "ngram": NGRAM,
         "same_model": with_model("draft_model", target),
-        "eagle3": with_model("eagle3", folder / "head"),
-        "mtp": with_model("mtp", folder / "module"),
+        "eagle3": with_model("eagle3", write_tiny_head(folder / "head", target)),
+        "mtp": with_model("mtp", write_tiny_module(folder / "module", target)),
     }
 
 
