@@ -660,7 +660,20 @@ struct Piece {
     int64_t length;              // positions that the first row attends to; each later row one more
     const int64_t* context;
     int64_t kv_head;
+
+    int64_t most() const { return length + row_end - row_begin - 1; }  // positions that the last row attends to
 };
+
+// Asks for the numbers of some positions of a piece's head, for the second cache: they lie apart, so the processor would
+// ask for few at once.
+void fetch_positions(const char* numbers, const Cache& cache, const Piece& piece, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+        const char* own = numbers + cache.at(piece.context[t], piece.kv_head);
+        for (int64_t line = 0; line < cache.head_dim * cache.width; line += 64) _mm_prefetch(own + line, _MM_HINT_T1);
+    }
+}
+
+constexpr int64_t kPositionsAhead = 64;
 
 // Scores of 16 positions from `t` on, of every query: what lies behind a query's own position is garbage.
 void score_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const float* const* queries,
@@ -689,6 +702,75 @@ void score_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last
         _mm512_storeu_ps(scores + q * scores_stride + t, sums_of(products));
     }
 }
+
+#if defined(__AVX512BF16__)
+
+// 16 rows of 16 words to 16 columns.
+inline void transpose(const __m512i* rows, __m512i* columns) {
+    __m512i quads[16];  // 4 * g + j: in every fourth, four rows from 4 * g on of one column, j + 4 * (which fourth)
+    for (int g = 0; g < 4; ++g) {
+        const __m512i* r = rows + 4 * g;
+        const __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+        const __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+        quads[4 * g] = _mm512_unpacklo_epi64(a, c);
+        quads[4 * g + 1] = _mm512_unpackhi_epi64(a, c);
+        quads[4 * g + 2] = _mm512_unpacklo_epi64(b, d);
+        quads[4 * g + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    for (int j = 0; j < 4; ++j) {
+        const __m512i a = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x44);
+        const __m512i b = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x44);
+        const __m512i c = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xEE);
+        const __m512i d = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xEE);
+        columns[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+        columns[4 + j] = _mm512_shuffle_i32x4(a, b, 0xDD);
+        columns[8 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+        columns[12 + j] = _mm512_shuffle_i32x4(c, d, 0xDD);
+    }
+}
+
+// Scores of 16 positions, of Q queries. keys: for every two numbers of the head, a pair of each position.
+template <int Q>
+void score_pairs(const float* keys, int64_t pairs, const int8_t* queries, float* scores, int64_t stride) {
+    __m512 sums[Q][2];
+    for (int q = 0; q < Q; ++q) sums[q][0] = sums[q][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; ++k) {
+        const __m512bh key = (__m512bh)_mm512_loadu_si512(keys + 16 * k);
+        for (int q = 0; q < Q; ++q) {
+            const int32_t* both = reinterpret_cast<const int32_t*>(queries + 8 * (q * pairs + k));
+            sums[q][0] = _mm512_dpbf16_ps(sums[q][0], key, (__m512bh)_mm512_set1_epi32(both[0]));
+            sums[q][1] = _mm512_dpbf16_ps(sums[q][1], key, (__m512bh)_mm512_set1_epi32(both[1]));
+        }
+    }
+    for (int q = 0; q < Q; ++q) _mm512_storeu_ps(scores + q * stride, _mm512_add_ps(sums[q][0], sums[q][1]));
+}
+
+// As `score_block`, of a cache in bfloat16 and queries that `split_row` has split in two.
+void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int64_t last, const int8_t* queries,
+                          int64_t count, float* scores, int64_t scores_stride, float* keys) {
+    const int64_t pairs = cache.head_dim / 2;
+    for (int64_t k = 0; k < pairs; k += 16) {
+        __m512i rows[16], columns[16];
+        for (int64_t i = 0; i < 16; ++i) {
+            const char* key = cache.keys + cache.at(piece.context[std::min(t + i, last)], piece.kv_head);
+            rows[i] = _mm512_maskz_loadu_epi32(first_lanes(pairs - k), key + 4 * k);
+        }
+        transpose(rows, columns);
+        for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys + 16 * (k + i), columns[i]);
+    }
+    scores += t;
+    for (; count >= 3; count -= 3, queries += 3 * 8 * pairs, scores += 3 * scores_stride) {
+        score_pairs<3>(keys, pairs, queries, scores, scores_stride);
+    }
+    if (count == 2) score_pairs<2>(keys, pairs, queries, scores, scores_stride);
+    if (count == 1) score_pairs<1>(keys, pairs, queries, scores, scores_stride);
+}
+
+#else
+
+void score_pairs_of_block(const Cache&, const Piece&, int64_t, int64_t, const int8_t*, int64_t, float*, int64_t, float*) {}
+
+#endif
 
 // Scores of one query to e^(score - largest); returns their sum.
 float exponentiate(float* scores, int64_t length, float scale) {
@@ -729,7 +811,9 @@ void add_values(const Cache& cache, const Piece& piece, int64_t begin, int64_t e
             }
         }
         for (int q = 0; q < Q; ++q) {
-            for (int i = 0; i < parts; ++i) _mm512_storeu_ps(outs[q] + d + 16 * i, sums[q][i]);
+            for (int i = 0; i < 4; ++i) {
+                if (i < parts) _mm512_storeu_ps(outs[q] + d + 16 * i, sums[q][i]);
+            }
         }
     }
 }
@@ -752,15 +836,14 @@ int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
 
 int64_t scratch_size(const Shape& shape, int64_t longest) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
-    return 16 * shape.head_dim + kPieceRows * group * padded(longest);
+    return 16 * shape.head_dim + kPieceRows * group * (shape.head_dim + padded(longest));
 }
 
-void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, float* scratch,
-                  float* attended) {
+void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, const Piece& piece, const Piece& next,
+                  float* scratch, float* attended) {
     const int64_t size = shape.head_dim, group = shape.num_heads / shape.num_kv_heads;
-    const int64_t num_rows = piece.row_end - piece.row_begin, most = piece.length + num_rows - 1;
-    const int64_t stride = padded(most), count = num_rows * group;
-    float* scores = scratch + 16 * size;
+    const int64_t most = piece.most(), stride = padded(most), count = (piece.row_end - piece.row_begin) * group;
+    float* scores = scratch + (16 + count) * size;
     std::vector<const float*> queries(count), weights(count);
     std::vector<float*> outs(count);
     std::vector<float> totals(count);
@@ -770,9 +853,16 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
         weights[q] = scores + q * stride;
         outs[q] = attended + (row * shape.num_heads + head) * size;
     }
+    const bool in_pairs = kPairs && cache.width == 2;
+    int8_t* split = reinterpret_cast<int8_t*>(scratch + 16 * size);
+    for (int64_t q = 0; in_pairs && q < count; ++q) split_row<2>(queries[q], size, split + 4 * q * size);
     for (int64_t t = 0; t < most; t += 16) {
-        score_block(cache, piece, t, most - 1, queries.data(), count, scores, stride, scratch);
+        fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
+        fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
+        if (in_pairs) score_pairs_of_block(cache, piece, t, most - 1, split, count, scores, stride, scratch);
+        else score_block(cache, piece, t, most - 1, queries.data(), count, scores, stride, scratch);
     }
+    fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
     for (int64_t q = 0; q < count; ++q) {
         totals[q] = exponentiate(scores + q * stride, piece.length + q / group, scale);
@@ -808,6 +898,7 @@ void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, co
                   float* attended, int thread, int threads) {
     const bool scarce = threads > 1 && step.num_spans * shape.num_kv_heads < 4 * threads;
     int64_t turn = 0;
+    Piece piece{};
     for (int64_t s = 0; s < step.num_spans; ++s) {
         const int64_t start = step.row_starts[s], stop = step.row_starts[s + 1];
         const int64_t length = step.context_starts[s + 1] - step.context_starts[s];
@@ -815,12 +906,14 @@ void attend_spans(const Shape& shape, const Cache& cache, const Heads& heads, co
         for (int64_t row = start; row < stop; row += most) {
             for (int64_t g = 0; g < shape.num_kv_heads; ++g) {
                 if (turn++ % threads != thread) continue;
-                const Piece piece{row, std::min(row + most, stop), length - (stop - 1 - row),
-                                  step.context + step.context_starts[s], g};
-                attend_piece(shape, cache, heads, piece, scratch, attended);
+                const Piece next{row, std::min(row + most, stop), length - (stop - 1 - row),
+                                 step.context + step.context_starts[s], g};
+                if (piece.context) attend_piece(shape, cache, heads, piece, next, scratch, attended);
+                piece = next;
             }
         }
     }
+    if (piece.context) attend_piece(shape, cache, heads, piece, piece, scratch, attended);
 }
 
 // -- layers -----------------------------------------------------------------------------------------------------------
