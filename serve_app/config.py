@@ -479,6 +479,8 @@ class LimitsSection(_Section):
     """Most `n` of a request."""
     request_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     """Longest time a request may take, and time that a stopping replica gets to finish; a request may ask for less."""
+    stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """A stream's next message goes out so long after the last, with all events of the meantime; 0: one each."""
 
 
 class AppConfig(_Section):

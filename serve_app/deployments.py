@@ -385,6 +385,7 @@ class HttpFront(Replica):
                 max_choices=limits.max_choices,
                 max_prompt_tokens=limits.max_prompt_tokens,
                 resumes=None if self._config.router is None else self._config.recovery.resume,
+                stream_interval_s=limits.stream_interval_s,
             ),
             checks=self._checks if comparable else None,
             parsers=self._make_parsers(info.folder),

@@ -103,6 +103,7 @@ class Limits:
     max_prompt_tokens: int | None = None  # None = the model's own
     default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
     resumes: bool | None = None  # whether a request that does not say is resumed; None = none can be
+    stream_interval_s: float = 0.0  # between two messages of a stream
 
 
 @dataclass(frozen=True, slots=True)

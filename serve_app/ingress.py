@@ -237,11 +237,15 @@ class EventStream(Response):
     the garbage collector; here the generator is cancelled and closed, so that the engine frees what the request held.
     A client that takes nothing for `patience_s` has left, too.
 
+    A message costs much the same whatever it holds (Ray and its proxy pass on each), so events that come soon after one
+    another may go together; the first goes at once, and nothing waits that the last ones are there for.
+
     Args:
         first: the first event.
         rest: the others.
         closed: called at the end, whatever it was.
-        patience_s: for the client to take an event.
+        patience_s: for the client to take a message.
+        interval_s: from one message to the next; 0 = a message for each event.
     """
 
     media_type = "text/event-stream"
@@ -252,6 +256,7 @@ class EventStream(Response):
         rest: AsyncGenerator[bytes, None],
         closed: Callable[[], object] = lambda: None,
         patience_s: float = 60.0,
+        interval_s: float = 0.0,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -259,6 +264,7 @@ class EventStream(Response):
         self._rest = rest
         self._closed = closed
         self._patience_s = patience_s
+        self._interval_s = interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events (ASGI)."""
@@ -275,13 +281,42 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await self._send(send, self._first)
-        async for event in self._rest:
-            await self._send(send, event)
+        async with contextlib.aclosing(self._joined() if self._interval_s else self._rest) as messages:
+            async for message in messages:
+                await self._send(send, message)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, event: bytes) -> None:
+    async def _send(self, send: Send, message: bytes) -> None:
         async with asyncio.timeout(self._patience_s):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": message, "more_body": True})
+
+    async def _joined(self) -> AsyncGenerator[bytes, None]:
+        """The other events, those together that came within one interval."""
+        events: list[bytes] = []
+        news = asyncio.Event()
+
+        async def collect() -> None:
+            try:
+                async for event in self._rest:
+                    events.append(event)
+                    news.set()
+            finally:
+                news.set()
+
+        collecting = asyncio.create_task(collect())
+        try:
+            while not collecting.done() or events:
+                await asyncio.wait((collecting,), timeout=self._interval_s)  # or its end
+                await news.wait()
+                news.clear()
+                if events:
+                    message = b"".join(events)
+                    events.clear()
+                    yield message
+            collecting.result()
+        finally:
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
 
 
 class RequestIds:
@@ -352,7 +387,8 @@ async def _generate(
         except BaseException:
             await events.aclose()
             raise
-        return EventStream(first, events, at_the_end.pop_all().close)
+        interval_s = front_end.limits.stream_interval_s
+        return EventStream(first, events, at_the_end.pop_all().close, interval_s=interval_s)
 
 
 async def _score(front_end: FrontEnd, scorer: Scorer, gate: Gate, request: Request) -> Response:

@@ -426,6 +426,17 @@ def test_events_arrive_while_the_engine_still_works(serve_fake: ServeFake) -> No
     server.wait_until_idle()
 
 
+def test_events_of_one_interval_arrive_together(serve_fake: ServeFake) -> None:
+    server = serve_fake(limits=Limits(stream_interval_s=1000), step_s=0.05)
+    body = {"model": "fake", "prompt": "a", "stream": True, "max_tokens": 31, "ignore_eos": True, "seed": 1}
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body) as response:
+        messages = list(response.iter_raw())
+    assert messages[0].count(b"data: {") == 1
+    assert b"".join(messages[1:]).count(b"data: {") == 10
+    assert len(messages) == 2
+    server.wait_until_idle()
+
+
 # ---- clients that leave
 
 

@@ -1,6 +1,7 @@
 """Clients that leave, stall or send rubbish, at every phase of a request over a real engine: nothing is left held."""
 
 import asyncio
+import functools
 import json
 import socket
 import threading
@@ -332,7 +333,8 @@ def test_a_body_that_comes_in_drops_is_served(replica: Replica) -> None:
     client.leave()
 
 
-async def test_a_client_that_takes_nothing_is_let_go() -> None:
+@pytest.mark.parametrize("interval_s", [0.0, 0.001])
+async def test_a_client_that_takes_nothing_is_let_go(interval_s: float) -> None:
     """It has not left, it only does not read: its send buffer is full for ever."""
     closed = []
 
@@ -340,6 +342,7 @@ async def test_a_client_that_takes_nothing_is_let_go() -> None:
         try:
             while True:
                 yield b"data: {}\n\n"
+                await asyncio.sleep(0)
         finally:
             closed.append("events")
 
@@ -354,7 +357,8 @@ async def test_a_client_that_takes_nothing_is_let_go() -> None:
         await asyncio.Event().wait()
 
     source = events()
-    stream = EventStream(await anext(source), source, lambda: closed.append("lease"), patience_s=0.05)
+    end = functools.partial(closed.append, "lease")
+    stream = EventStream(await anext(source), source, end, patience_s=0.05, interval_s=interval_s)
     async with asyncio.timeout(10):
         await stream({"type": "http", "path": "/"}, receive, send)
     assert sent == ["http.response.start"] + ["http.response.body"] * 3
