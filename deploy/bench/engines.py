@@ -242,18 +242,39 @@ def _served(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
         "threads": plan.threads,
         "port": options.number("port", 8123 if name.variant == OURS else 8124),
     }
+    proxy = _PROXIES[options.choice("proxy", tuple(_PROXIES))](settings["port"])
     if name.variant == RAY_LLM:
-        return _ray_llm(plan, name, options, settings)
+        return _ray_llm(plan, name, options, settings, proxy)
     drafter = _drafter(plan, name, options.text("drafter", "off"), options)
     if isinstance(drafter, LeftOut):
         return drafter
     engine = {key: value for key, value in _engine_settings(plan, drafter, options).items() if key != "num_threads"}
     settings |= {"engine": engine, "drafter": drafter, "topology": options.text("topology", "monolith")}
     options.require_all_used()
-    return Launch(name, f"{_WORKERS}.served", settings)
+    return Launch(name, f"{_WORKERS}.served", settings, environment=proxy)
 
 
-def _ray_llm(plan: BenchPlan, name: EngineName, options: "_Options", settings: dict[str, Any]) -> Launch | LeftOut:
+def _haproxy(port: int) -> dict[str, str]:
+    """Ray's settings for HAProxy in front, as the chart has them; ports and files are each cluster's own."""
+    folder = Path(tempfile.gettempdir(), f"truespec-bench-{port}")
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(port + 1000),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(port + 2000),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+    }
+
+
+_PROXIES: dict[str, Callable[[int], dict[str, str]]] = {"ray": lambda port: {}, "haproxy": _haproxy}
+
+
+def _ray_llm(
+    plan: BenchPlan, name: EngineName, options: "_Options", settings: dict[str, Any], proxy: dict[str, str]
+) -> Launch | LeftOut:
     python = plan.pythons.get(VLLM, sys.executable)
     for library in ("vllm", "ray.serve.llm"):
         if not _imports(python, library):
@@ -269,7 +290,7 @@ def _ray_llm(plan: BenchPlan, name: EngineName, options: "_Options", settings: d
         "enforce_eager": options.text("eager", "no") == "yes",
     }
     options.require_all_used()
-    environment = _VLLM_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as that server is made
+    environment = _VLLM_ENVIRONMENT | proxy | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as that server is made
     environment["RAY_worker_niceness"] = "0"  # as all others: not behind the rest of the machine
     settings["environment"] = environment | {"OMP_NUM_THREADS": str(plan.threads)}
     return Launch(name, f"{_WORKERS}.ray_llm", settings, python, environment)

@@ -198,3 +198,21 @@ def test_a_gpu_plan_compares_drafters_with_and_without_graphs(monkeypatch: pytes
 def test_an_unknown_way_of_graphs_is_refused() -> None:
     with pytest.raises(ConfigError, match="graphs must be auto or yes or no"):
         resolve(plan("ours/off:graphs=perhaps"))
+
+
+def test_two_services_behind_haproxy_share_no_port_and_no_file() -> None:
+    launches, left_out = resolve(
+        plan("served/ours:proxy=haproxy", "served/ours:port=8125:proxy=haproxy", "served/ours:port=8126")
+    )
+    assert not left_out
+    first, second, plain = (launch.environment for launch in launches)
+    assert first["RAY_SERVE_ENABLE_HA_PROXY"] == second["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    places = {name for name in first if name.startswith("RAY_SERVE_HAPROXY_")}
+    assert places
+    assert not [name for name in places if first[name] == second[name]]
+    assert not [name for name in plain if name.startswith("RAY_SERVE_")]
+
+
+def test_an_unknown_proxy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="proxy must be ray or haproxy"):
+        resolve(plan("served/ours:proxy=nginx"))
