@@ -766,10 +766,6 @@ void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int
     if (count == 1) score_pairs<1>(keys, pairs, queries, scores, scores_stride);
 }
 
-#else
-
-void score_pairs_of_block(const Cache&, const Piece&, int64_t, int64_t, const int8_t*, int64_t, float*, int64_t, float*) {}
-
 #endif
 
 // Scores of one query to e^(score - largest); returns their sum.
@@ -859,8 +855,13 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
     for (int64_t t = 0; t < most; t += 16) {
         fetch_positions(cache.keys, cache, piece, t + kPositionsAhead, std::min(t + kPositionsAhead + 16, most));
         fetch_positions(cache.values, cache, piece, t, std::min(t + 16, most));
-        if (in_pairs) score_pairs_of_block(cache, piece, t, most - 1, split, count, scores, stride, scratch);
-        else score_block(cache, piece, t, most - 1, queries.data(), count, scores, stride, scratch);
+#if defined(__AVX512BF16__)
+        if (in_pairs) {
+            score_pairs_of_block(cache, piece, t, most - 1, split, count, scores, stride, scratch);
+            continue;
+        }
+#endif
+        score_block(cache, piece, t, most - 1, queries.data(), count, scores, stride, scratch);
     }
     fetch_positions(cache.keys, cache, next, 0, std::min(kPositionsAhead, next.most()));
     const float scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));

@@ -1,7 +1,6 @@
 """Clients that leave, stall or send rubbish, at every phase of a request over a real engine: nothing is left held."""
 
 import asyncio
-import functools
 import json
 import socket
 import threading
@@ -357,8 +356,9 @@ async def test_a_client_that_takes_nothing_is_let_go(interval_s: float) -> None:
         await asyncio.Event().wait()
 
     source = events()
-    end = functools.partial(closed.append, "lease")
-    stream = EventStream(await anext(source), source, end, patience_s=0.05, interval_s=interval_s)
+    stream = EventStream(
+        await anext(source), source, lambda: closed.append("lease"), patience_s=0.05, interval_s=interval_s
+    )
     async with asyncio.timeout(10):
         await stream({"type": "http", "path": "/"}, receive, send)
     assert sent == ["http.response.start"] + ["http.response.body"] * 3
