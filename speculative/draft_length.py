@@ -2,7 +2,8 @@
 
 Source of the rule: Liu et al., "Optimizing Speculative Decoding for Serving LLMs Using Goodput" (arXiv 2406.14066): of
 all draft lengths of a batch, choose those with the most expected tokens a second. Expected tokens come from the shares
-of drafts that were accepted, seconds from the steps that were timed.
+of drafts that were accepted, seconds from the steps that were timed. Within those lengths a model's drafts end where
+one more would cost more than it is likely to gain (`draft_stopping.py`).
 
 What is decided for a round depends on earlier rounds and on the clock, never on the random numbers of the round itself,
 so it changes no law; it does change where rounds begin, and so which text a seed gives unless the request is
@@ -10,6 +11,7 @@ reproducible. (Requests that are given one seed share random numbers, as they do
 """
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,6 +22,7 @@ import numpy as np
 
 from speculative.batch import Drawn, Entry
 from speculative.config import DrafterConfig
+from speculative.draft_stopping import Confidence, StopRule
 from speculative.sequence import Sequence
 
 _WARM_UP_STEPS = 2
@@ -39,6 +42,14 @@ class DraftLength(Protocol):
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
         """How many drafts this one gets, at most `wanted`; 0 leaves the drafter alone."""
+        ...
+
+    def stop_rule(self) -> StopRule | None:
+        """Where the drafts of this step may end early; None = none of them does."""
+        ...
+
+    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
+        """Hear what the drafter's own law gave each of a sequence's drafts; told under a stop rule only."""
         ...
 
     def observe(self, entries: Sequences[Entry], drawn: Sequences[Drawn | None], step_s: float) -> None:
@@ -61,6 +72,13 @@ class StaticLength:
         del sequence
         return wanted
 
+    def stop_rule(self) -> StopRule | None:
+        """All that are wanted are made."""
+        return None
+
+    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
+        """Nothing to learn."""
+
     def observe(self, entries: Sequences[Entry], drawn: Sequences[Drawn | None], step_s: float) -> None:
         """Nothing to learn."""
 
@@ -80,6 +98,10 @@ class DynamicLength:
         self._most = most
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
         self._rates = AcceptanceRates(most, keep=0.998)
+        self._made = AcceptanceRates(most, keep=0.99)  # of drafts that might end early: whether a position was drafted
+        self._confidence = Confidence()
+        self._rule: StopRule | None = None
+        self._rule_is_used = False
         self._requests: dict[str, _RequestHistory] = {}
         self._lengths: dict[str, int] = {}
         self._num_decoding = 0
@@ -103,12 +125,26 @@ class DynamicLength:
             return
         self._num_steps += 1
         probe = self._probe(len(speculating))
-        lengths = self._best_lengths(speculating) if probe is None else [probe] * len(speculating)
+        if probe is None:
+            lengths = self._best_lengths(speculating)
+        else:
+            lengths, self._rule = [probe] * len(speculating), self._confidence.rule(least=0.0)
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
         """The planned length, at most `wanted`."""
         return min(wanted, self._lengths.get(sequence.request.request_id, wanted))
+
+    def stop_rule(self) -> StopRule | None:
+        """That of the step that was planned; in a probe no draft ends early."""
+        return self._rule
+
+    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
+        """Keep them until it is known what was accepted."""
+        self._rule_is_used = True
+        history = self._requests.get(sequence.request.request_id)
+        if history is not None:
+            history.probabilities = probabilities
 
     def observe(self, entries: Sequences[Entry], drawn: Sequences[Drawn | None], step_s: float) -> None:
         """Count what was accepted, and time the step if it only decoded."""
@@ -120,8 +156,9 @@ class DynamicLength:
             if history is None or result is None or result.fault is not None or result.num_drafted == 0:
                 continue
             counts.append(result.num_drafted)
+            wanted = self._note_probabilities(entry, history, result)
             for rates in (history.rates, self._rates):
-                rates.observe(result.num_drafted, result.num_accepted)
+                rates.observe(wanted, result.num_accepted)
             comparable &= history.drafted_at is not None  # nobody knows what a drafter does about a prompt, and when
             missed += history.missed(self._most)
             history.drafted_at = history.round_start
@@ -133,6 +170,17 @@ class DynamicLength:
         """Drop what is kept about a request that has left."""
         self._requests.pop(request_id, None)
         self._lengths.pop(request_id, None)
+
+    def _note_probabilities(self, entry: Entry, history: "_RequestHistory", result: Drawn) -> int:
+        """How many drafts it was to get: a position behind an early end counts as one that was not accepted."""
+        probabilities, history.probabilities = history.probabilities, ()
+        if not probabilities:
+            return result.num_drafted
+        self._confidence.observe(entry.sequence.params.greedy, probabilities, result.num_accepted)
+        if self._rule is None or self._rule.least == 0:
+            return result.num_drafted
+        self._made.observe(entry.max_drafts, result.num_drafted)
+        return entry.max_drafts
 
     def _cost(self, num_sequences: int) -> "StepCost":
         """What steps of about so many sequences cost: a straight line through all loads fits none of them."""
@@ -147,16 +195,30 @@ class DynamicLength:
             drafts += [(1 - chance, position, owner) for position, chance in enumerate(survival)]
         drafts.sort()
         tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(self._num_decoding))
-        longest = accumulate((position + 1 for _, position, _ in drafts), max, initial=0)
-        seconds = self._cost(self._num_decoding).seconds(self._num_decoding, list(longest), self._context)
+        made, longest = self._expected(position for _, position, _ in drafts)
+        cost = self._cost(self._num_decoding)
+        seconds = cost.seconds(self._num_decoding, made, longest, self._context)
         rates = list(map(truediv, tokens, seconds))  # [n * most + 1]
         best = max(range(1, len(rates)), key=rates.__getitem__)
         needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
         self._drafting = rates[best] > needed * rates[0]
+        self._rule = self._confidence.rule(rates[best] * cost.of_one_more(made[best], longest[best]))
         lengths = [0] * len(sequences)
         for _, _, owner in drafts[: best if self._drafting else 0]:
             lengths[owner] += 1
         return lengths
+
+    def _expected(self, positions: Iterator[int]) -> tuple[list[float], list[float]]:
+        """Drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some end early."""
+        chances = list(accumulate(self._made.blended(), mul)) if self._rule_is_used else [1.0] * self._most
+        none_there = [1.0] * self._most  # the chance that nobody's draft reaches a position
+        made, longest = [0.0], [0.0]
+        for position in positions:
+            chance = chances[position]
+            made.append(made[-1] + chance)
+            longest.append(longest[-1] + chance * none_there[position])
+            none_there[position] *= 1 - chance
+        return made, longest
 
     def _probe(self, num_sequences: int) -> int | None:
         """A length to try on all sequences of this step: all of them at a new load, and one now and then."""
@@ -211,12 +273,14 @@ class AcceptanceRates:
 class _RequestHistory:
     """What is known of one request.
 
-    round_start: tokens at the start of its round. drafted_at: the same of the last round with drafts.
+    round_start: tokens at the start of its round. drafted_at: the same of the last round with drafts. probabilities: of
+        the drafts of this round in the drafter's law, where they are known.
     """
 
     rates: AcceptanceRates
     round_start: int = 0
     drafted_at: int | None = None
+    probabilities: Sequences[float] = ()
 
     def missed(self, most: int) -> int:
         """Tokens that its drafter has to catch up with beyond those of an ordinary round."""
@@ -278,16 +342,23 @@ class StepCost:
         if self.num_observed <= _CALIBRATION_STEPS or self.num_observed % _SOLVE_EVERY == 0:
             self._solve()
 
-    def seconds(self, num_sequences: int, longest: Sequences[int], context: int) -> list[float]:
-        """Expected seconds [M + 1] with 0, 1, ... M drafts, of which the longest have `longest` [M + 1] tokens."""
+    def seconds(
+        self, num_sequences: int, drafts: Sequences[float], longest: Sequences[float], context: int
+    ) -> list[float]:
+        """Expected seconds of steps with so many drafts, of which the longest have so many tokens."""
         weights = [weight / scale for weight, scale in zip(self._weights, _SCALES, strict=True)]
         plain = weights[0] + weights[1] * num_sequences + weights[5] * context
         per_draft, per_position, drafting = weights[2:5]
         return [
             (plain + per_draft * count + per_position * most + drafting * (count > 0))
-            * self._correction(num_sequences + count)
-            for count, most in enumerate(longest)
+            * self._correction(num_sequences + round(count))
+            for count, most in zip(drafts, longest, strict=True)
         ]
+
+    def of_one_more(self, num_drafts: float, longest: float) -> float:
+        """Expected seconds of one more draft, in the mean over those of a step: they share the drafter's runs."""
+        per_draft, per_position = (self._weights[i] / _SCALES[i] for i in (2, 3))
+        return per_draft + per_position * longest / max(num_drafts, 1e-9)
 
     def _correction(self, rows: int) -> float:
         weight, mean = self._residuals.get(rows, (0.0, 0.0))

@@ -86,6 +86,11 @@ class DraftSampler:
             columns = torch.where(draft_round.coupled, choice, columns)
         return DrawnDrafts(columns, probs)
 
+    def probabilities(self, logits: Tensor, draft_round: DraftRound, columns: Tensor) -> Tensor:
+        """[E] what the drafter's own law gives its drafts, also where all of q is on them; logits as for `draw`."""
+        law = process(logits, draft_round.rows).softmax(dim=-1)
+        return law.gather(1, columns[:, None]).squeeze(1)
+
     def _coupled_choice(self, probs: Tensor, sequences: Sequences[Sequence], offset: int) -> Tensor:
         seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)
         positions = np.array([len(sequence.tokens) + offset for sequence in sequences], np.int64)

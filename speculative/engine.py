@@ -128,7 +128,9 @@ class EngineCore:
         )
         self.scheduler.drafter_reads_features = bool(model.capture)
         cache = self._make_cache(model.kv_shape)
-        drafter = ModelDrafter(model, cache, self.scheduler.pool, sampler, config.block_size)
+        drafter = ModelDrafter(
+            model, cache, self.scheduler.pool, sampler, config.block_size, self.scheduler.draft_length
+        )
         if isinstance(model, Eagle3DraftModel) and model.fused and config.drafter.sampled:
             drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)
         return drafter

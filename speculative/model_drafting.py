@@ -20,7 +20,9 @@ from torch import Tensor
 
 from speculative.batch import AttentionRows, Batch, Entry, Int64s, Layout, block_slots
 from speculative.draft_law import Dense, SubVocabulary
+from speculative.draft_length import DraftLength, StaticLength
 from speculative.draft_sampling import DraftSampler
+from speculative.draft_stopping import StopRule
 from speculative.drafting import DraftOutput
 from speculative.errors import HandoffRefused
 from speculative.kv_cache import BlockPool, KVCache, KVShape
@@ -74,15 +76,22 @@ CatchUp = Callable[[CatchUpRows, Tensor], Tensor | None]
 
 
 class MadeDrafts(NamedTuple):
-    """The drafts of each entry; their columns [D] int64 among the drafter's logits, and q [D, W], entry after entry."""
+    """The drafts of each entry; their columns [D] int64 among the drafter's logits, and q [D, W], entry after entry.
+
+    probabilities: of each draft in the drafter's own law, also where all of q is on it; None where nobody asked.
+    """
 
     tokens: list[list[int]]
     columns: Tensor
     q: Tensor
+    probabilities: list[list[float]] | None = None
 
 
-MakeDrafts = Callable[[Sequences[Entry], Tensor], MadeDrafts | None]
-"""Drafts for entries, given the hidden states [E, hidden] of their last rows; None where it cannot."""
+MakeDrafts = Callable[[Sequences[Entry], Tensor, StopRule | None], MadeDrafts | None]
+"""Drafts for entries, given the hidden states [E, hidden] of their last rows; None where it cannot.
+
+Drafts that nothing tells the probabilities of are all made, whatever the rule says.
+"""
 
 
 @dataclass(slots=True)
@@ -106,10 +115,17 @@ class ModelDrafter:
         pool: the blocks both share; blocks whose drafter rows are there too get marked.
         sampler: draws its drafts.
         block_size: tokens a block.
+        length: says where drafts may end early, and learns from what was drafted.
     """
 
     def __init__(
-        self, model: DraftModel, cache: KVCache, pool: BlockPool, sampler: DraftSampler, block_size: int
+        self,
+        model: DraftModel,
+        cache: KVCache,
+        pool: BlockPool,
+        sampler: DraftSampler,
+        block_size: int,
+        length: DraftLength | None = None,
     ) -> None:
         self.model = model
         self.capture = model.capture
@@ -118,6 +134,7 @@ class ModelDrafter:
         self._pool = pool
         self.sampler = sampler
         self._block_size = block_size
+        self.length = length or StaticLength()
         self._device = cache.data.device
         self.catch_up: CatchUp | None = None  # computes few rows of many sequences, where it is set
         self.draft_loop: MakeDrafts | None = None  # makes all drafts of a round at once, where it is set
@@ -132,8 +149,10 @@ class ModelDrafter:
         drafting, hidden = self.begin_round(batch)
         if not drafting:
             return DraftOutput.pack([()] * len(batch.entries))
-        drafts = self._draft(drafting, hidden)
+        drafts = self._draft(drafting, hidden, self.length.stop_rule())
         self.end_round(drafting, drafts.tokens)
+        for entry, probabilities in zip(drafting, drafts.probabilities or (), strict=False):
+            self.length.drafted(entry.sequence, probabilities)
         by_entry = iter(drafts.tokens)
         per_entry = [next(by_entry) if entry.max_drafts > 0 else [] for entry in batch.entries]
         ids = self.model.ids
@@ -333,11 +352,13 @@ class ModelDrafter:
 
     # -- drafting -----------------------------------------------------------------------------------------------
 
-    def _draft(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts:
-        made = None if self.draft_loop is None else self.draft_loop(entries, hidden)
+    def _draft(self, entries: Sequences[Entry], hidden: Tensor, rule: StopRule | None) -> MadeDrafts:
+        made = None if self.draft_loop is None else self.draft_loop(entries, hidden, rule)
         if made is not None:
             return made
         drafts: list[list[int]] = [[] for _ in entries]
+        told: list[list[float]] = [[] for _ in entries]
+        survived = [1.0] * len(entries)
         drawn_of: list[list[tuple[Tensor, Tensor]]] = [[] for _ in entries]
         active = list(range(len(entries)))
         most = max(entry.max_drafts for entry in entries)
@@ -345,12 +366,23 @@ class ModelDrafter:
         draft_round = self.sampler.start_round(sequences, most, self._device)
         slots = [block_slots(seq.blocks, len(seq.tokens) + most - 1, self._block_size) for seq in sequences]
         for offset in range(most):
-            drawn = self.sampler.draw(self.model.logits(hidden), draft_round, offset)
+            logits = self.model.logits(hidden)
+            drawn = self.sampler.draw(logits, draft_round, offset)
             tokens = drawn.columns if self.model.ids is None else self.model.ids[drawn.columns]
             for row, (index, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
                 drafts[index].append(token)
                 drawn_of[index].append((drawn.columns[row], drawn.probs[row]))
             going_on = [row for row, index in enumerate(active) if entries[index].max_drafts > offset + 1]
+            if rule is not None:
+                probabilities = self.sampler.probabilities(logits, draft_round, drawn.columns).tolist()
+                stopped = set()
+                for row, (index, probability) in enumerate(zip(active, probabilities, strict=True)):
+                    told[index].append(probability)
+                    greedy = entries[index].sequence.params.greedy
+                    survived[index], goes_on = rule.after(survived[index], probability, greedy)
+                    if not goes_on:
+                        stopped.add(row)
+                going_on = [row for row in going_on if row not in stopped]
             if not going_on:
                 break
             if len(going_on) < len(active):
@@ -361,7 +393,7 @@ class ModelDrafter:
             spans = [(len(seq.tokens) + offset, len(seq.tokens) + offset + 1) for seq in sequences]
             hidden = self._run(tokens, hidden, spans, [own[:stop] for own, (_, stop) in zip(slots, spans, strict=True)])
         columns, probs = zip(*chain.from_iterable(drawn_of), strict=True)
-        return MadeDrafts(drafts, torch.stack(columns), torch.stack(probs))
+        return MadeDrafts(drafts, torch.stack(columns), torch.stack(probs), told if rule is not None else None)
 
     def _run(
         self, tokens: Tensor, hidden: Tensor, spans: Sequences[tuple[int, int]], slots: Sequences[Int64s]

@@ -17,6 +17,7 @@ from torch import Tensor
 from speculative.batch import Batch, Entry, Int64s, Layout, Scored, StepOutcome, lay_out
 from speculative.config import EngineConfig
 from speculative.draft_law import PointMass
+from speculative.draft_stopping import StopRule
 from speculative.drafting import Drafter
 from speculative.drawing import TokenDrawer
 from speculative.errors import ConfigError
@@ -119,8 +120,9 @@ class GraphedStep:
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
         return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries)
 
-    def _make_drafts(self, entries: Sequences[Entry], hidden: Tensor) -> MadeDrafts | None:
-        """All drafts of a round in a step that is not replayed whole."""
+    def _make_drafts(self, entries: Sequences[Entry], hidden: Tensor, rule: StopRule | None) -> MadeDrafts | None:
+        """All drafts of a round in a step that is not replayed whole; none of them ends early."""
+        del rule
         drawn_plainly = self._config.verifier != "coupled" and not any(
             _is_filtered(entry.sequence.params) or entry.sequence.params.reproducible for entry in entries
         )

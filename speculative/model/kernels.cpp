@@ -110,10 +110,11 @@ struct Step {
     const int64_t* context_starts;  // [num_spans + 1]
 };
 
-// The drafts of a round, entry after entry. Filters are of some entries, as truespec_filter has them.
+// The drafts of a round, entry after entry. Filters are of some entries, as truespec_filter has them. With `survival`,
+// a draft may end early, as StopRule of draft_stopping.py says.
 struct DraftRound {
     int64_t num_entries;
-    const int64_t* counts;          // [num_entries] drafts each, at least 1
+    int64_t* counts;                // [num_entries] drafts each, at least 1; on return, how many were made
     const int64_t* context;         // slots of all positions that the row before each one's last draft attends to
     const int64_t* context_starts;  // [num_entries + 1]
     const uint64_t* seeds;          // [num_entries]
@@ -126,6 +127,12 @@ struct DraftRound {
     const float* log_min_p;
     const int64_t* top_k;
     const float* top_p;
+    const double* survival;   // [2, num_edges + 1], may be null
+    const double* following;  // [2, num_edges + 1]
+    const double* edges;      // [num_edges], ascending
+    int64_t num_edges;
+    double least;
+    double* probabilities;    // [drafts] by the drafter's own law, entry after entry
 };
 
 }  // extern "C"
@@ -392,13 +399,18 @@ void store_panel(const __m512 (&sums)[R][2], const Linear& linear, const Target&
     }
 }
 
-// A panel is read once, in order. Few products wait for memory: bfloat16 weights for one row come fastest by the
-// processor's own prefetching, others from past the outer caches, which then hold what Python runs on. Where a weight is
-// in many products, it must be asked for earlier, and waits in the second cache.
+// A panel is read once, in order, and asked for ahead of its use. Where the processor multiplies bfloat16 (measured on
+// AMD): few products wait for memory; bfloat16 weights for one row come fastest by the processor's own prefetching, others
+// from past the outer caches, which then hold what Python runs on; where a weight is in many products, it must be asked
+// for earlier, and waits in the second cache. Elsewhere (measured on Intel) a little ahead, into all caches, is best.
 template <int bits, int products>
 inline void fetch_ahead(const char* weights) {
+#if defined(__AVX512BF16__)
     if constexpr (products > (bits == 16 ? 5 : bits == 8 ? 4 : 2)) _mm_prefetch(weights + 8192, _MM_HINT_T1);
     else if constexpr (bits < 16 || products > 1) _mm_prefetch(weights + (bits == 4 ? 4096 : 8192), _MM_HINT_NTA);
+#else
+    _mm_prefetch(weights + 2048, _MM_HINT_T0);
+#endif
 }
 
 template <int R>
@@ -468,6 +480,8 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
     const char* weight = static_cast<const char*>(linear.weight) + panel * ((size + 1) / 2) * kPanelFloats * 4;
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
     for (int64_t k = 0; k < size; k += 2, weight += kPanelFloats * 4) {
+        fetch_ahead<16, R * planes>(weight);
+        fetch_ahead<16, R * planes>(weight + 64);
         const __m512i p0 = _mm512_loadu_si512(weight), p1 = _mm512_loadu_si512(weight + 64);
         const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(p0, 16));
         const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(p1, 16));
@@ -1062,6 +1076,15 @@ void divide_row(float* row, int64_t size, float by) {
         const __mmask16 lanes = first_lanes(size - i);
         _mm512_mask_storeu_ps(row + i, lanes, _mm512_div_ps(_mm512_maskz_loadu_ps(lanes, row + i), _mm512_set1_ps(by)));
     }
+}
+
+// Whether an entry's draft goes on behind a token of this probability; `survived` is the chance of all drafts so far.
+bool goes_on(const DraftRound& round, int64_t entry, double probability, double& survived) {
+    const double* end = round.edges + round.num_edges;
+    const int64_t place = std::upper_bound(round.edges, end, probability) - round.edges +
+                          (round.greedy[entry] ? round.num_edges + 1 : 0);
+    survived *= round.survival[place];
+    return survived * round.following[place] >= round.least;
 }
 
 // e^(x - largest) over its sum; NaN everywhere where a logit is NaN or infinite, or all are -infinite.
@@ -1679,7 +1702,7 @@ void truespec_draft_layer(const DraftHead* head, const Shape* shape, const Step*
 
 // All drafts of a round: draws from the head's law, runs the head on what was drawn, and draws again. hidden [num_entries,
 // hidden_size] is what the first drafts are drawn from. -> tokens and columns of the drafts, entry after entry, and the
-// laws [drafts, outputs] they were drawn from.
+// laws [drafts, outputs] they were drawn from; there is room for `counts`.
 void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache_data, const DraftRound* round,
                           const float* hidden, int64_t stride, int64_t* tokens, int64_t* columns, float* laws,
                           int64_t num_threads) {
@@ -1692,8 +1715,8 @@ void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache
     std::iota(active.begin(), active.end(), 0);
     for (int64_t f = 0; f < round->num_filters; ++f) filters[round->filtered[f]] = f;
     std::partial_sum(round->counts, round->counts + num_entries - 1, firsts.begin() + 1);
-    std::vector<double> runs;
-    std::vector<int64_t> drawn, positions, slots, row_starts, context, context_starts;
+    std::vector<double> runs, survived(num_entries, 1.0);
+    std::vector<int64_t> made(num_entries, 0), drawn, positions, slots, row_starts, context, context_starts;
     for (int64_t offset = 0; !active.empty(); ++offset) {
         truespec_linear(&head->lm_head, active.size(), now, size, head->norm, shape->eps, logits, num_threads);
         for (size_t row = 0; row < active.size(); ++row) {
@@ -1709,12 +1732,18 @@ void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache
                                               static_cast<uint32_t>(offset), static_cast<uint32_t>(round->purpose));
             columns[place] = draw_row(law, width, uniform, runs);
             tokens[place] = head->ids[columns[place]];
+            ++made[e];
+            if (round->survival) {
+                if (round->greedy[e]) softmax_row(own, width, own);
+                round->probabilities[place] = (round->greedy[e] ? own : law)[columns[place]];
+            }
         }
         drawn.clear(), positions.clear(), slots.clear(), row_starts.assign(1, 0), context.clear(), context_starts.assign(1, 0);
         size_t going_on = 0;
         for (size_t row = 0; row < active.size(); ++row) {
             const int64_t e = active[row];
             if (round->counts[e] <= offset + 1) continue;
+            if (round->survival && !goes_on(*round, e, round->probabilities[firsts[e] + offset], survived[e])) continue;
             const int64_t* begin = round->context + round->context_starts[e];
             const int64_t* end = round->context + round->context_starts[e + 1] - (round->counts[e] - 2 - offset);
             context.insert(context.end(), begin, end);
@@ -1727,12 +1756,21 @@ void truespec_draft_round(const DraftHead* head, const Shape* shape, void* cache
             row_starts.push_back(going_on);
         }
         active.resize(going_on);
-        if (active.empty()) return;
+        if (active.empty()) break;
         const int64_t count = going_on;
         const Step step{count, count, positions.data(), slots.data(), row_starts.data(), context.data(),
                         context_starts.data()};
         truespec_draft_layer(head, shape, &step, cache_data, drawn.data(), now, size, next, num_threads);
         std::swap(now, next);
+    }
+    int64_t packed = 0;  // what ended early leaves no gap
+    for (int64_t e = 0; e < num_entries; packed += made[e++]) {
+        round->counts[e] = made[e];
+        if (firsts[e] == packed) continue;
+        std::copy_n(tokens + firsts[e], made[e], tokens + packed);
+        std::copy_n(columns + firsts[e], made[e], columns + packed);
+        std::copy_n(round->probabilities + firsts[e], made[e], round->probabilities + packed);
+        std::memmove(laws + packed * width, laws + firsts[e] * width, made[e] * width * sizeof(float));
     }
 }
 

@@ -124,6 +124,12 @@ class DraftRoundStruct(ctypes.Structure):
         ("log_min_p", c_void_p),
         ("top_k", c_void_p),
         ("top_p", c_void_p),
+        ("survival", c_void_p),
+        ("following", c_void_p),
+        ("edges", c_void_p),
+        ("num_edges", c_int64),
+        ("least", c_double),
+        ("probabilities", c_void_p),
     ]
 
 
@@ -318,6 +324,8 @@ class Kernels:
         place: tuple[ShapeStruct, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All drafts of a round, entry after entry: tokens and columns [D] int64, and the laws [D, W] of their draws.
+
+        Those that ended early leave what is behind them of each tensor as it was.
 
         Args:
             head: its weights.

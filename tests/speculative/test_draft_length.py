@@ -217,16 +217,17 @@ def test_the_cost_of_a_step_is_found_in_noisy_times() -> None:
     cost = StepCost()
     for _ in range(1500):
         longest = generator.randrange(5)
-        drafts = sum(generator.randint(0, longest) for _ in range(8))
+        num_drafts = sum(generator.randint(0, longest) for _ in range(8))
         context = generator.randrange(1000, 5000)
-        true = on_cpu(8, drafts, longest) + 1e-6 * context
-        cost.observe(Work(8, drafts, longest, context), true * generator.lognormvariate(0, 0.05))
+        true = on_cpu(8, num_drafts, longest) + 1e-6 * context
+        cost.observe(Work(8, num_drafts, longest, context), true * generator.lognormvariate(0, 0.05))
     longest = np.array([0, 1, 2, 2, 3, 3, 4])
-    expected = [on_cpu(8, drafts, int(most)) + 0.003 for drafts, most in enumerate(longest)]
-    assert cost.seconds(8, longest, 3000) == pytest.approx(expected, rel=0.04)
-    before = cost.seconds(8, longest, 3000)
+    drafts = range(len(longest))
+    expected = [on_cpu(8, count, int(most)) + 0.003 for count, most in zip(drafts, longest, strict=True)]
+    assert cost.seconds(8, drafts, longest, 3000) == pytest.approx(expected, rel=0.04)
+    before = cost.seconds(8, drafts, longest, 3000)
     cost.observe(Work(8, 4, 1, 3000), 1000.0)
-    assert cost.seconds(8, longest, 3000) == pytest.approx(before, rel=0.05), "one hiccup is no cost"
+    assert cost.seconds(8, drafts, longest, 3000) == pytest.approx(before, rel=0.05), "one hiccup is no cost"
 
 
 # -- in the engine -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from speculative.batch import Batch, Entry
 from speculative.config import DrafterConfig
 from speculative.draft_law import SubVocabulary
+from speculative.draft_stopping import StopRule
 from speculative.drafting import DraftOutput
 from speculative.engine import EngineCore
 from speculative.model.kernels import cpu_kernels
@@ -53,9 +54,9 @@ class Recorder:
         engine.drafter.propose = self.propose  # type: ignore[method-assign]
         engine.drafter.draft_loop = self.make if fused else None
 
-    def make(self, entries: Sequence[Entry], hidden: torch.Tensor) -> MadeDrafts | None:
+    def make(self, entries: Sequence[Entry], hidden: torch.Tensor, rule: StopRule | None) -> MadeDrafts | None:
         assert self._loop is not None
-        made = self._loop(entries, hidden)
+        made = self._loop(entries, hidden, rule)
         self.num_made += made is not None
         return made
 
