@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from speculative.batch import Batch, Entry
 from speculative.config import DrafterConfig
 from speculative.draft_law import SubVocabulary
-from speculative.draft_stopping import StopRule
+from speculative.draft_stopping import EDGES, StopRule
 from speculative.drafting import DraftOutput
 from speculative.engine import EngineCore
 from speculative.model.kernels import cpu_kernels
@@ -18,6 +19,7 @@ from speculative.model.packed import prefers_onednn
 from speculative.model_drafting import MadeDrafts, ModelDrafter
 from speculative.request import Request, SamplingParams
 from tests.engines import Answer, assert_idle, run, tiny_engine
+from tests.speculative.test_draft_stopping import Ruled
 from tests.tiny_heads import write_tiny_head
 from tests.tiny_models import write_tiny_model
 
@@ -104,6 +106,31 @@ def test_one_call_drafts_what_many_draft(target: Path, head: Path, kinds: list[s
     for ours, theirs in zip(*recorded, strict=True):
         assert ours[:2] == theirs[:2]
         assert torch.equal(ours[2], theirs[2])
+
+
+@pytest.mark.parametrize("kinds", [["warm"], ["greedy"], list(KINDS)], ids="+".join)
+def test_one_call_ends_drafts_where_many_do(target: Path, head: Path, kinds: list[str]) -> None:
+    params = [dataclasses.replace(KINDS[kind], max_tokens=20 + i) for i, kind in enumerate(kinds)]
+    survival = np.linspace(0.2, 1.0, len(EDGES) + 1)
+    rule = StopRule(np.stack([survival, survival[::-1]]), np.ones((2, len(EDGES) + 1)), least=0.3)
+    recorded, policies = [], []
+    for fused in (True, False):
+        engine = make_engine(target, head)
+        assert isinstance(engine.drafter, ModelDrafter)
+        engine.drafter.length = policy = Ruled(rule)
+        recorder = Recorder(engine, fused=fused)
+        answers(engine, params)
+        assert (recorder.num_made > 0) == fused
+        recorded.append(recorder.proposed)
+        policies.append(policy.heard)
+    for ours, theirs in zip(*recorded, strict=True):
+        assert ours[:2] == theirs[:2]
+        assert torch.equal(ours[2], theirs[2])
+    assert [name for name, _ in policies[0]] == [name for name, _ in policies[1]]
+    for (_, ours), (_, theirs) in zip(*policies, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    ends = {len(told) for name, told in policies[0] if name == "0"}
+    assert len(ends) > 1, "some ended early"
 
 
 def test_coupled_drafts_are_chosen_one_by_one(target: Path, head: Path) -> None:
