@@ -29,7 +29,7 @@ _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
 _PROBE_EVERY = 100  # steps
 _MOST_PATIENCE = 2  # by which probes become rarer while they say that drafting does not pay
-_SEQUENCES_A_PROBE = 8  # more of them tell more at once, so they are asked more rarely
+_SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
 
 
@@ -89,8 +89,8 @@ class StaticLength:
 class DynamicLength:
     """As many drafts as give the most tokens a second, for each sequence of a batch.
 
-    Where drafting does not pay it stops. One step in a hundred or more then drafts a little all the same, to see
-    whether that is still so (more rarely the longer it is so); where drafting pays, one in as many tries none or all.
+    Where drafting does not pay it stops. One step in a hundred or two then drafts a little for a few sequences all the
+    same, to see whether that is still so; where drafting pays, one in a hundred tries none at all, or all for a few.
     Which steps is a matter of counting them.
     """
 
@@ -124,11 +124,12 @@ class DynamicLength:
         if not speculating:
             return
         self._num_steps += 1
-        probe = self._probe(len(speculating))
-        if probe is None:
-            lengths = self._best_lengths(speculating)
+        if self._cost(self._num_decoding).num_observed < _CALIBRATION_STEPS:
+            lengths = [self._num_steps % (self._most + 1)] * len(speculating)
+            self._rule = self._confidence.rule(least=0.0)
         else:
-            lengths, self._rule = [probe] * len(speculating), self._confidence.rule(least=0.0)
+            lengths = self._best_lengths(speculating)
+            self._probe(speculating, lengths)
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
@@ -220,17 +221,21 @@ class DynamicLength:
             none_there[position] *= 1 - chance
         return made, longest
 
-    def _probe(self, num_sequences: int) -> int | None:
-        """A length to try on all sequences of this step: all of them at a new load, and one now and then."""
-        if self._cost(self._num_decoding).num_observed < _CALIBRATION_STEPS:
-            return self._num_steps % (self._most + 1)
-        every = _PROBE_EVERY * (1 + num_sequences // _SEQUENCES_A_PROBE) * self._patience
-        if self._num_steps < self._probed_at + every:
-            return None
+    def _probe(self, sequences: Sequences[Sequence], lengths: list[int]) -> None:
+        """Now and then, change the lengths: a few sequences try more than pays, or all of them nothing."""
+        if self._num_steps < self._probed_at + _PROBE_EVERY * self._patience:
+            return
         self._patience = 1 if self._drafting else min(2 * self._patience, _MOST_PATIENCE)
         self._probed_at = self._num_steps
         self._num_probes += 1
-        return ((self._most, 0) if self._drafting else (min(2, self._most), 1))[self._num_probes % 2]
+        length = ((self._most, 0) if self._drafting else (min(2, self._most), 1))[self._num_probes % 2]
+        lengths[:] = [min(own, length, 1) for own in lengths]  # no draft of this step ends early
+        if length == 0:
+            return
+        behind = [self._requests[sequence.request.request_id].num_behind for sequence in sequences]
+        for index in sorted(range(len(sequences)), key=behind.__getitem__)[:_SEQUENCES_A_PROBE]:
+            lengths[index] = length
+        self._rule = self._confidence.rule(least=0.0)
 
 
 class AcceptanceRates:
@@ -281,6 +286,11 @@ class _RequestHistory:
     round_start: int = 0
     drafted_at: int | None = None
     probabilities: Sequences[float] = ()
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens since its last round with drafts; all of them where it had none."""
+        return self.round_start - (self.drafted_at or 0)
 
     def missed(self, most: int) -> int:
         """Tokens that its drafter has to catch up with beyond those of an ordinary round."""
