@@ -157,7 +157,7 @@ class DrafterSection(_Section):
     suffix_max_tokens: Annotated[int, Field(ge=0)] = 65536
     """`suffix`: tokens of past outputs that are kept; 0 looks only into the sequence itself."""
     length: Literal["static", "dynamic"] = "static"
-    """`dynamic` drafts as many tokens as pay, 0 included."""
+    """`dynamic` drafts as many tokens as pay, 0 included; a model's drafts end where it is unsure."""
 
     @model_validator(mode="after")
     def _ranges_are_not_empty(self) -> Self:

@@ -27,6 +27,8 @@ from speculative.sequence import Sequence
 
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
+_CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
+_BORROWED = 0.1  # weight of what was seen there
 _PROBE_EVERY = 100  # steps
 _MOST_PATIENCE = 2  # by which probes become rarer while they say that drafting does not pay
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
@@ -124,7 +126,8 @@ class DynamicLength:
         if not speculating:
             return
         self._num_steps += 1
-        if self._cost(self._num_decoding).num_observed < _CALIBRATION_STEPS:
+        cost = self._cost(self._num_decoding)
+        if not cost.is_known and (not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0):
             lengths = [self._num_steps % (self._most + 1)] * len(speculating)
             self._rule = self._confidence.rule(least=0.0)
         else:
@@ -185,7 +188,13 @@ class DynamicLength:
 
     def _cost(self, num_sequences: int) -> "StepCost":
         """What steps of about so many sequences cost: a straight line through all loads fits none of them."""
-        return self._costs.setdefault(num_sequences.bit_length(), StepCost())
+        load = num_sequences.bit_length()
+        own = self._costs.setdefault(load, StepCost())
+        if not own.is_known and not own.is_borrowed:
+            near = [self._costs[other] for other in (load + 1, load - 1) if other in self._costs]
+            known = next((cost for cost in near if cost.is_known), None)
+            own = self._costs[load] = own if known is None else known.lend()
+        return own
 
     def _best_lengths(self, sequences: Sequences[Sequence]) -> list[int]:
         """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
@@ -324,11 +333,24 @@ class StepCost:
     """
 
     num_observed: int = 0
+    is_borrowed: bool = False  # begun with what is known of another load
     _fastest: float = float("inf")
     _squares: list[float] = field(default_factory=lambda: [0.0] * 49)  # row after row
     _products: list[float] = field(default_factory=lambda: [0.0] * 7)
     _weights: list[float] = field(default_factory=lambda: [0.0] * 7)  # of the last solution
     _residuals: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, relative mean
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were seen."""
+        return self.num_observed >= _CALIBRATION_STEPS
+
+    def lend(self) -> "StepCost":
+        """To begin with at another load."""
+        lent = StepCost(is_borrowed=True)
+        lent._squares, lent._products = ([_BORROWED * one for one in sums] for sums in (self._squares, self._products))
+        lent._weights = list(self._weights)
+        return lent
 
     def observe(self, work: Work, seconds: float) -> None:
         """Count a step."""

@@ -155,6 +155,17 @@ def test_what_a_load_costs_is_not_taken_for_what_another_does() -> None:
     assert World(policy, dear_when_full, [0.7] * 16).run(50).share(0, last=50) > 0.8
 
 
+def test_a_load_that_comes_by_is_not_calibrated_anew() -> None:
+    policy = DynamicLength(MOST)
+    world = World(policy, dear_rows, [0.5] * 16).run(150)
+    world.sequences, world.rates = world.sequences[:12], world.rates[:12]
+    world.run(24)
+    tried = [lengths for lengths in world.lengths[-24:] if any(lengths)]
+    assert 1 <= len(tried) <= 5, "a few steps try other lengths, the others what pays at twice the load"
+    assert policy._cost(12).is_borrowed and not policy._cost(16).is_borrowed
+    assert not policy._cost(1).is_borrowed, "sixteen sequences say nothing of one"
+
+
 def test_rows_that_cost_as_much_as_tokens_are_not_drafted() -> None:
     assert World(DynamicLength(MOST), dear_rows, [0.8] * 8).run(900).share(0) > 0.9
 
