@@ -5,9 +5,10 @@ all draft lengths of a batch, choose those with the most expected tokens a secon
 of drafts that were accepted, seconds from the steps that were timed. Within those lengths a model's drafts end where
 one more would cost more than it is likely to gain (`draft_stopping.py`).
 
-What is decided for a round depends on earlier rounds and on the clock, never on the random numbers of the round itself,
-so it changes no law; it does change where rounds begin, and so which text a seed gives unless the request is
-reproducible. (Requests that are given one seed share random numbers, as they do without any drafts.)
+What is planned for a round depends on earlier rounds and on the clock, never on the random numbers of the round itself,
+and an early end on nothing but the drafts before it and their q, so neither changes a law. They do change where rounds
+begin, and so which text a seed gives unless the request is reproducible. (Requests that are given one seed share random
+numbers, as they do without any drafts.)
 """
 
 import math
@@ -180,7 +181,8 @@ class DynamicLength:
         probabilities, history.probabilities = history.probabilities, ()
         if not probabilities:
             return result.num_drafted
-        self._confidence.observe(entry.sequence.params.greedy, probabilities, result.num_accepted)
+        verified = probabilities[: result.num_drafted]
+        self._confidence.observe(entry.sequence.params.greedy, verified, result.num_accepted)
         if self._rule is None or self._rule.least == 0:
             return result.num_drafted
         self._made.observe(entry.max_drafts, result.num_drafted)
