@@ -103,7 +103,7 @@ class DynamicLength:
         self._rates = AcceptanceRates(most, keep=0.998)
         self._made = AcceptanceRates(most, keep=0.99)  # of drafts that might end early: whether a position was drafted
         self._confidence = Confidence()
-        self._rule: StopRule | None = None
+        self._rule = self._confidence.rule(least=0.0)
         self._rule_is_used = False
         self._requests: dict[str, _RequestHistory] = {}
         self._lengths: dict[str, int] = {}
@@ -132,7 +132,7 @@ class DynamicLength:
             lengths = [self._num_steps % (self._most + 1)] * len(speculating)
             self._rule = self._confidence.rule(least=0.0)
         else:
-            lengths = self._best_lengths(speculating)
+            lengths = self._best_lengths(speculating, cost)
             self._probe(speculating, lengths)
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
 
@@ -140,7 +140,7 @@ class DynamicLength:
         """The planned length, at most `wanted`."""
         return min(wanted, self._lengths.get(sequence.request.request_id, wanted))
 
-    def stop_rule(self) -> StopRule | None:
+    def stop_rule(self) -> StopRule:
         """That of the step that was planned; in a probe no draft ends early."""
         return self._rule
 
@@ -183,7 +183,7 @@ class DynamicLength:
             return result.num_drafted
         verified = probabilities[: result.num_drafted]
         self._confidence.observe(entry.sequence.params.greedy, verified, result.num_accepted)
-        if self._rule is None or self._rule.least == 0:
+        if self._rule.least == 0:
             return result.num_drafted
         self._made.observe(entry.max_drafts, result.num_drafted)
         return entry.max_drafts
@@ -198,7 +198,7 @@ class DynamicLength:
             own = self._costs[load] = own if known is None else known.lend()
         return own
 
-    def _best_lengths(self, sequences: Sequences[Sequence]) -> list[int]:
+    def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
         """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
         prior = self._rates.hoped_for()
         drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
@@ -208,7 +208,6 @@ class DynamicLength:
         drafts.sort()
         tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(self._num_decoding))
         made, longest = self._expected(position for _, position, _ in drafts)
-        cost = self._cost(self._num_decoding)
         seconds = cost.seconds(self._num_decoding, made, longest, self._context)
         rates = list(map(truediv, tokens, seconds))  # [n * most + 1]
         best = max(range(1, len(rates)), key=rates.__getitem__)

@@ -358,7 +358,7 @@ class ModelDrafter:
             return made
         drafts: list[list[int]] = [[] for _ in entries]
         told: list[list[float]] = [[] for _ in entries]
-        survived = [1.0] * len(entries)
+        survived, goes_on = [1.0] * len(entries), [True] * len(entries)
         drawn_of: list[list[tuple[Tensor, Tensor]]] = [[] for _ in entries]
         active = list(range(len(entries)))
         most = max(entry.max_drafts for entry in entries)
@@ -372,17 +372,14 @@ class ModelDrafter:
             for row, (index, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
                 drafts[index].append(token)
                 drawn_of[index].append((drawn.columns[row], drawn.probs[row]))
-            going_on = [row for row, index in enumerate(active) if entries[index].max_drafts > offset + 1]
             if rule is not None:
                 probabilities = self.sampler.probabilities(logits, draft_round, drawn.columns).tolist()
-                stopped = set()
-                for row, (index, probability) in enumerate(zip(active, probabilities, strict=True)):
+                for index, probability in zip(active, probabilities, strict=True):
                     told[index].append(probability)
                     greedy = entries[index].sequence.params.greedy
-                    survived[index], goes_on = rule.after(survived[index], probability, greedy)
-                    if not goes_on:
-                        stopped.add(row)
-                going_on = [row for row in going_on if row not in stopped]
+                    survived[index], goes_on[index] = rule.after(survived[index], probability, greedy)
+            wanted = [goes_on[index] and entries[index].max_drafts > offset + 1 for index in active]
+            going_on = [row for row, one_more in enumerate(wanted) if one_more]
             if not going_on:
                 break
             if len(going_on) < len(active):
