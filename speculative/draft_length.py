@@ -100,8 +100,9 @@ class DynamicLength:
     def __init__(self, most: int) -> None:
         self._most = most
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
-        self._rates = AcceptanceRates(most, keep=0.998)
-        self._made = AcceptanceRates(most, keep=0.99)  # of drafts that might end early: whether a position was drafted
+        # Of drawn drafts and of greedy requests' ones, which differ. Made: whether what might end early was drafted.
+        self._rates = [AcceptanceRates(most, keep=0.998) for _ in range(2)]
+        self._made = [AcceptanceRates(most, keep=0.99) for _ in range(2)]
         self._confidence = Confidence()
         self._rule = self._confidence.rule(least=0.0)
         self._rule_is_used = False
@@ -162,7 +163,7 @@ class DynamicLength:
                 continue
             counts.append(result.num_drafted)
             wanted = self._note_probabilities(entry, history, result)
-            for rates in (history.rates, self._rates):
+            for rates in (history.rates, self._rates[entry.sequence.params.greedy]):
                 rates.observe(wanted, result.num_accepted)
             comparable &= history.drafted_at is not None  # nobody knows what a drafter does about a prompt, and when
             missed += history.missed(self._most)
@@ -185,7 +186,7 @@ class DynamicLength:
         self._confidence.observe(entry.sequence.params.greedy, verified, result.num_accepted)
         if self._rule.least == 0:
             return result.num_drafted
-        self._made.observe(entry.max_drafts, result.num_drafted)
+        self._made[entry.sequence.params.greedy].observe(entry.max_drafts, result.num_drafted)
         return entry.max_drafts
 
     def _cost(self, num_sequences: int) -> "StepCost":
@@ -200,45 +201,51 @@ class DynamicLength:
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
         """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
-        prior = self._rates.hoped_for()
+        priors = [rates.hoped_for() for rates in self._rates]
         drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
         for owner, sequence in enumerate(sequences):
-            survival = accumulate(self._requests[sequence.request.request_id].rates.blended(prior), mul)
+            rates = self._requests[sequence.request.request_id].rates
+            survival = accumulate(rates.blended(priors[sequence.params.greedy]), mul)
             drafts += [(1 - chance, position, owner) for position, chance in enumerate(survival)]
         drafts.sort()
         tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(self._num_decoding))
-        made, longest = self._expected(position for _, position, _ in drafts)
+        made, longest = self._expected((position, sequences[owner].params.greedy) for _, position, owner in drafts)
         seconds = cost.seconds(self._num_decoding, made, longest, self._context)
-        rates = list(map(truediv, tokens, seconds))  # [n * most + 1]
-        best = max(range(1, len(rates)), key=rates.__getitem__)
+        speeds = list(map(truediv, tokens, seconds))  # [n * most + 1]
+        best = max(range(1, len(speeds)), key=speeds.__getitem__)
         needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
-        self._drafting = rates[best] > needed * rates[0]
-        self._rule = self._confidence.rule(rates[best] * cost.of_one_more(made[best], longest[best]))
+        self._drafting = speeds[best] > needed * speeds[0]
+        self._rule = self._confidence.rule(speeds[best] * cost.of_one_more(made[best], longest[best]))
         lengths = [0] * len(sequences)
         for _, _, owner in drafts[: best if self._drafting else 0]:
             lengths[owner] += 1
         return lengths
 
-    def _expected(self, positions: Iterator[int]) -> tuple[list[float], list[float]]:
-        """Drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some end early."""
-        chances = list(accumulate(self._made.blended(), mul)) if self._rule_is_used else [1.0] * self._most
+    def _expected(self, drafts: Iterator[tuple[int, bool]]) -> tuple[list[float], list[float]]:
+        """Drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some end early.
+
+        drafts: position, and whether the request is greedy.
+        """
+        all_made = [1.0] * self._most
+        chances = [list(accumulate(made.blended(), mul)) if self._rule_is_used else all_made for made in self._made]
         none_there = [1.0] * self._most  # the chance that nobody's draft reaches a position
         made, longest = [0.0], [0.0]
-        for position in positions:
-            chance = chances[position]
+        for position, greedy in drafts:
+            chance = chances[greedy][position]
             made.append(made[-1] + chance)
             longest.append(longest[-1] + chance * none_there[position])
             none_there[position] *= 1 - chance
         return made, longest
 
     def _probe(self, sequences: Sequences[Sequence], lengths: list[int]) -> None:
-        """Now and then, change the lengths: a few sequences try more than pays, or all of them nothing."""
+        """Now and then, change the lengths: a few sequences try one draft more than pays, or all of them nothing."""
         if self._num_steps < self._probed_at + _PROBE_EVERY * self._patience:
             return
         self._patience = 1 if self._drafting else min(2 * self._patience, _MOST_PATIENCE)
         self._probed_at = self._num_steps
         self._num_probes += 1
-        length = ((self._most, 0) if self._drafting else (min(2, self._most), 1))[self._num_probes % 2]
+        one_more = min(max(lengths) + 1, self._most)
+        length = ((one_more, 0) if self._drafting else (min(2, self._most), 1))[self._num_probes % 2]
         lengths[:] = [min(own, length, 1) for own in lengths]  # no draft of this step ends early
         if length == 0:
             return

@@ -1,5 +1,6 @@
 """How many tokens to draft: what is learned, what is chosen from it, and that no law depends on it."""
 
+import dataclasses
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -55,6 +56,11 @@ def by_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
     return 0.0207 + 0.0009 * (num_sequences + num_drafts)
 
 
+def dear_beyond_five(num_sequences: int, num_drafts: int, longest: int) -> float:
+    """Four sequences on a processor that four more rows cost little, and further ones as much as tokens."""
+    return 0.03 + 0.001 * longest + 0.004 * max(0, num_sequences + num_drafts - 8)
+
+
 def free_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
     return 0.02 + 1e-6 * (num_sequences + num_drafts)
 
@@ -83,6 +89,13 @@ class World:
         self.lengths: list[list[int]] = []
         self.num_tokens = 0
         self.elapsed_s = 0.0
+
+    def be_greedy(self, index: int) -> None:
+        """Put a greedy request in the place of one."""
+        old = self.sequences[index]
+        request = dataclasses.replace(old.request, params=SamplingParams(max_tokens=10**6, temperature=0.0))
+        self.sequences[index] = Sequence(request, tokens=tuple(old.tokens))
+        self.sequences[index].num_computed = old.num_computed
 
     def step(self) -> None:
         self.policy.plan(self.sequences)
@@ -175,6 +188,25 @@ def test_a_request_whose_drafts_are_accepted_gets_more_of_them() -> None:
     given = np.mean([world.run(900).lengths[-300:] for world in worlds], axis=(0, 1))
     assert given[0] > 3
     assert given[1:].max() < 1
+
+
+def test_what_drawn_drafts_are_worth_is_not_taken_for_greedy_ones() -> None:
+    policy = DynamicLength(MOST)
+    world = World(policy, on_cpu, [0.95, 0.05])
+    world.be_greedy(0)
+    world.run(400)
+    for sequence in world.sequences:
+        policy.forget(sequence.request.request_id)
+    new = world.run(12).lengths[-12:]
+    assert min(greedy for greedy, _ in new) >= 3, "a new greedy request begins with what the last ones came to"
+    assert max(drawn for _, drawn in new) <= 1
+
+
+def test_a_probe_goes_one_draft_beyond_what_pays() -> None:
+    """Rows are dear in a full batch: four drafts for four sequences each would cost half a step."""
+    world = World(DynamicLength(MOST), dear_beyond_five, [0.6] * 4).run(900)
+    assert world.share(1) > 0.9
+    assert {max(lengths) for lengths in world.lengths[-700:]} == {0, 1, 2}
 
 
 def test_it_notices_when_drafts_begin_to_be_accepted_and_when_they_cease() -> None:
@@ -281,7 +313,7 @@ def test_it_learns_the_acceptance_that_the_laws_give(tmp_path: Path, laws: tuple
     engine, policy = dynamic_engine(tmp_path / "t", alike(p.log()), drafter, free_rows)
     sample(engine, (FIRST,), 2000, 12)
     truth = float(torch.minimum(p, q).sum())
-    assert policy._rates.blended()[:3] == pytest.approx([truth] * 3, abs=0.06)
+    assert policy._rates[False].blended()[:3] == pytest.approx([truth] * 3, abs=0.06)
     assert not policy._requests
 
 
