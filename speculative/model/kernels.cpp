@@ -1389,9 +1389,10 @@ double ratio_of(double above, double below) {
     return std::min(above / std::max<double>(below, std::numeric_limits<float>::min()), 1.0);
 }
 
-// The terms of the last row of a round, whose token is `token`: f and g of drawn drafts, r and g of chosen ones.
-void add_last_terms(const VerifyStep& step, int64_t row, int64_t token, const TermSums& to, float* left) {
-    constexpr double kLeastResidual = 0.05;
+// The terms of the last row of a round, whose token is `token`: f and g of drawn drafts, r and g of chosen ones, those
+// only where p leaves more than `least_residual` beside the draft.
+void add_last_terms(const VerifyStep& step, int64_t row, int64_t token, double least_residual, const TermSums& to,
+                    float* left) {
     if (step.q) {
         const float* rest = step.residual(row, left);
         double mass = 0, below = 0;
@@ -1406,7 +1407,7 @@ void add_last_terms(const VerifyStep& step, int64_t row, int64_t token, const Te
         return;
     }
     const double p_draft = step.p_of_draft(row), rest = 1 - p_draft, own = step.law(row)[token];
-    if (!(rest > kLeastResidual) || token == step.drafts[row]) return;
+    if (!(rest > least_residual) || token == step.drafts[row]) return;
     const double square = (sum_of_squares(step.law(row), step.size) - p_draft * p_draft) / (rest * rest);
     double below = step.drafts[row] < token ? -p_draft : 0.0;
     for (int64_t i = 0; i < token; i += kRun) below += sum_run(step.law(row) + i, std::min(kRun, token - i));
@@ -1548,9 +1549,8 @@ void truespec_emitted(const VerifyStep* step, const int64_t* num_accepted, const
 // What is broken at each row: 1 + its place among the ROW_KINDS of selfcheck/invariants.py, or 0. highest: [num_rows]
 // the highest logit; outside: whether the token is outside its request's filters.
 void truespec_broken_rows(const VerifyStep* step, const int64_t* num_accepted, const int64_t* emitted,
-                          const float* highest, const uint8_t* outside, int64_t* broken) {
+                          const float* highest, const uint8_t* outside, double mass_rounding, int64_t* broken) {
     enum { kNotFinite = 1, kNoToken, kLaw, kQZero, kPZero, kSupport };
-    constexpr double kMassRounding = 1e-3;
     for (int64_t row = 0; row < step->num_rows; ++row) {
         const bool reached = row - step->first_rows[step->entries[row]] <= num_accepted[step->entries[row]];
         broken[row] = 0;
@@ -1562,7 +1562,7 @@ void truespec_broken_rows(const VerifyStep* step, const int64_t* num_accepted, c
             for (int64_t i = 0; i < step->width; i += kRun) mass += sum_run(law + i, std::min(kRun, step->width - i));
             const bool negative = std::any_of(law, law + step->width, [](float q) { return q < 0; });
             if (!(step->q_of_draft(row) > 0)) broken[row] = kQZero;
-            if (negative || !(std::abs(mass - 1) < kMassRounding)) broken[row] = kLaw;
+            if (negative || !(std::abs(mass - 1) < mass_rounding)) broken[row] = kLaw;
         }
         if (reached && highest[row] == -INFINITY) broken[row] = kNoToken;
         if (reached && !(highest[row] < INFINITY)) broken[row] = kNotFinite;
@@ -1572,7 +1572,7 @@ void truespec_broken_rows(const VerifyStep* step, const int64_t* num_accepted, c
 // The terms of token-wise verification, as selfcheck/terms.py defines them: of drawn drafts d c a_prime e a b f g, of
 // chosen ones d a r g, summed up (TermSums); and what could be accepted of the drafts that were reached.
 void truespec_terms(const VerifyStep* step, const int64_t* num_accepted, const int64_t* emitted, const uint8_t* counted,
-                    const double* stakes, int64_t num_stakes, double* sums, double* achievable) {
+                    const double* stakes, int64_t num_stakes, double least_residual, double* sums, double* achievable) {
     float* left = workspace().scores.at_least(step->size);
     const TermSums to{stakes, num_stakes, sums};
     *achievable = 0;
@@ -1601,7 +1601,7 @@ void truespec_terms(const VerifyStep* step, const int64_t* num_accepted, const i
         } else if (judged && reached) {
             to.add(1, accepted - chance);
         }
-        if (reached && !accepted) add_last_terms(*step, row, emitted[row], to, left);
+        if (reached && !accepted) add_last_terms(*step, row, emitted[row], least_residual, to, left);
     }
 }
 

@@ -194,9 +194,9 @@ class Kernels:
         self._emitted = library.truespec_emitted
         self._emitted.argtypes = [c_void_p] * 4
         self._broken_rows = library.truespec_broken_rows
-        self._broken_rows.argtypes = [c_void_p] * 6
+        self._broken_rows.argtypes = [*(c_void_p,) * 5, c_double, c_void_p]
         self._terms = library.truespec_terms
-        self._terms.argtypes = [*(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64), c_void_p, c_void_p]
+        self._terms.argtypes = [*(c_void_p,) * 5, c_int64, c_double, c_void_p, c_void_p]
         self._draw = library.truespec_draw
         self._draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
         self._draw_residual = library.truespec_draw_residual
@@ -419,12 +419,18 @@ class Kernels:
         return out
 
     def broken_rows(
-        self, step: VerifyStruct, num_accepted: Tensor, emitted: Tensor, highest: Tensor, outside: Tensor
+        self,
+        step: VerifyStruct,
+        num_accepted: Tensor,
+        emitted: Tensor,
+        highest: Tensor,
+        outside: Tensor,
+        mass_rounding: float,
     ) -> Tensor:
-        """As `broken_rows` of selfcheck/invariants.py: [R] int64."""
+        """As `broken_rows` of selfcheck/invariants.py: [R] int64. mass_rounding: of the mass of a draft's law."""
         out = torch.empty(step.num_rows, dtype=torch.int64)
         kept = [part.contiguous() for part in (num_accepted, emitted, highest, outside)]
-        self._broken_rows(ctypes.addressof(step), *(part.data_ptr() for part in kept), out.data_ptr())
+        self._broken_rows(ctypes.addressof(step), *(part.data_ptr() for part in kept), mass_rounding, out.data_ptr())
         return out
 
     def terms(
@@ -435,6 +441,7 @@ class Kernels:
         counted: Tensor,
         stakes: Float64s,
         num_checks: int,
+        least_residual: float,
     ) -> tuple[Tensor, Tensor]:
         """The terms of the self-checks of token-wise verification: sums [C, len(stakes) + 4], and what was achievable.
 
@@ -443,13 +450,14 @@ class Kernels:
             num_accepted: [E] int64. emitted: [R] int64. counted: [E] bool.
             stakes: what is bet with.
             num_checks: C; 8 for drawn drafts, 4 for chosen ones.
+            least_residual: beside a chosen draft p has to leave more than this for its last token to count.
         """
         sums = torch.zeros((num_checks, len(stakes) + 4), dtype=torch.float64)
         achievable = torch.empty((), dtype=torch.float64)
         kept = [part.contiguous() for part in (num_accepted, emitted, counted)]
         self._terms(
             *(ctypes.addressof(step), *(part.data_ptr() for part in kept), stakes.ctypes.data, len(stakes)),
-            *(sums.data_ptr(), achievable.data_ptr()),
+            *(least_residual, sums.data_ptr(), achievable.data_ptr()),
         )
         return sums, achievable
 

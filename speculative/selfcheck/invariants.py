@@ -36,7 +36,7 @@ def broken_rows(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, high
     """
     if step.native is not None:
         kernels, struct = step.native
-        return kernels.broken_rows(struct, verified.num_accepted, emitted, highest, outside)
+        return kernels.broken_rows(struct, verified.num_accepted, emitted, highest, outside, _MASS_ROUNDING)
     reached = step.offsets <= verified.num_accepted[step.entries]
     p_emitted = step.probs.gather(1, emitted[:, None])[:, 0]
     broken = torch.where(reached & outside, _code("support"), 0)

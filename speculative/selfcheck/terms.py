@@ -107,7 +107,8 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         kernels, struct = native
         checks = _OF_DRAWN if struct.q else _OF_CHOSEN
         stakes = np.array(STAKES)
-        return Terms(checks, *kernels.terms(struct, verified.num_accepted, emitted, scope.counted, stakes, len(checks)))
+        told = (verified.num_accepted, emitted, scope.counted, stakes, len(checks), _LEAST_RESIDUAL)
+        return Terms(checks, *kernels.terms(struct, *told))
     facts = _gather_facts(step, verified, emitted, scope)
     counts = scope.counted[step.entries] & facts.alive
     coupled = scope.coupled[step.entries]
