@@ -228,7 +228,12 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "replay_drift_over_total", "tokens", "Replayed tokens that drifted by more than `nats`.", "nats", "stratum"
     ),
-    _counter("replay_law_terms_total", "tokens", "Replayed tokens that entered the law test.", "stratum"),
+    _counter(
+        "replay_law_terms_total",
+        "tokens",
+        "Replayed tokens that entered the law test, of strata that are known before a token is drawn.",
+        "stratum",
+    ),
     _counter(
         "replay_law_positive_total",
         "ratio",

@@ -24,7 +24,7 @@ from serve_app.drift import DriftSums, NoiseFloor, TokenDrift, Tolerance, reques
 from serve_app.dumps import DumpFolder
 from serve_app.metric_names import DRIFT_THRESHOLDS_NATS, REPLAY_ALARMS
 from serve_app.metrics import Metrics
-from serve_app.replays import STRATA, ReplayJob, Verdict
+from serve_app.replays import KNOWN_AFTERWARDS, STRATA, ReplayJob, Verdict
 from serve_app.reports import Finding, Orders, ReplicaStatus, Report
 from serve_app.verdicts import Checked, VerdictBook
 from serve_app.watch import ReplicaWatch, Rounding, SeenToken, law_alarm
@@ -244,6 +244,8 @@ class Referee:
         for threshold in DRIFT_THRESHOLDS_NATS:
             over = sum(token.drift.nats > threshold for token in tokens)
             count("truespec_replay_drift_over_total", over, nats=f"{threshold:g}", stratum=stratum)
+        if stratum in KNOWN_AFTERWARDS:
+            return
         terms = [terms for token in tokens if (terms := token.law_terms) is not None]
         count("truespec_replay_law_terms_total", len(terms), stratum=stratum)
         for index, name in enumerate(("probability", "surprisal")):

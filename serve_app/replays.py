@@ -35,6 +35,10 @@ STRATA: dict[str, str] = {
 }
 """What each value of the label `stratum` means."""
 
+KNOWN_AFTERWARDS = frozenset({"speculative", "plain", "accepted", "recovered"})
+"""Strata to which a token belongs because of what was drawn, there or behind it. What is accepted follows min(p, q), what
+is recovered the residual, and only together they follow p: the law is not tested in these, drift is."""
+
 
 class Verdict(enum.StrEnum):
     """What is known of one answer; the later member outweighs the earlier."""
