@@ -41,7 +41,7 @@ from speculative.selfcheck.law_rows import law_rows
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.sequence import Phase, Sequence
 from speculative.stats import EngineUsage, StepStats
-from speculative.weights import Weights, load_weights
+from speculative.weights import Weights, load_weights, longest_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class EngineCore:
     ) -> None:
         self.model = model
         self.config = config
-        self.max_model_len = _max_model_len(model, config)
+        self.max_model_len = longest_sequence(model, config)
         self.stats = StepStats()
         self.device = next(decoder.parameters()).device
         self._make_constraint = make_constraint
@@ -183,12 +183,12 @@ class EngineCore:
         sequence = Sequence(
             request,
             tokens=state.token_ids,
-            saved={"kv": state.kv, **state.extra},
+            saved={"kv": state.kv},
             constraint=self._constraint(request),
             num_cached=state.num_cached,
         )
         if isinstance(self.drafter, ModelDrafter):
-            self.drafter.check_sections(sequence, state.extra)
+            sequence.saved = {"kv": state.kv, **self.drafter.checked_sections(sequence, state.extra)}
         self._admit(sequence)
 
     def export(self, request_id: str) -> Blob:
@@ -207,8 +207,9 @@ class EngineCore:
             )
             blob, kv = allocate_blob(state, self.manifest)
             self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
-            # A position that is no number spoils every later one in the layers above: the last one tells of all.
-            sound = bool(kv[:, :, -1:].isfinite().all())
+            # A position that is no number spoils every later one in the layers above: the last position tells of all
+            # layers but the last one, whose keys and values nothing here has read.
+            sound = bool(kv[:, :, -1:].isfinite().all() and kv[-1].isfinite().all())
             if not sound:
                 self.scheduler.pool.withdraw(sequence.blocks)
             self._release(sequence)
@@ -251,21 +252,23 @@ class EngineCore:
 
         Nothing is left of what the old ones computed: the prefix cache is empty, running and held requests are computed
         again from their tokens, handoffs of the old weights are refused from now on, and the self-checks begin anew.
+
+        The old makes room before the new is complete. An engine whose switch raises is neither; it must not go on.
         """
         self.scheduler.begin_anew()
-        self.scheduler.weight_version = version
         draft_model = weights.draft_model
-        self.manifest = dataclasses.replace(
-            self.manifest,
-            fingerprint=weights.fingerprint,
-            drafter_state=draft_model.name if draft_model is not None else "none",
-        )
         self.graphs = None
         if draft_model is not None:
             self.drafter = NoDrafter()  # lets the old drafter's cache go before the new one is made
             self.drafter = self._model_drafter(draft_model)
         self._make_runner(weights.decoder, self.runner.cache)
         self.self_check.restart()
+        self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is
+            self.manifest,
+            fingerprint=weights.fingerprint,
+            drafter_state=draft_model.name if draft_model is not None else "none",
+        )
+        self.scheduler.weight_version = version
 
     @property
     def has_work(self) -> bool:
@@ -469,17 +472,6 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: there is no CUDA device here; use auto or cpu.")
     return device
-
-
-def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
-    longest = min(model.max_position_embeddings, config.kv_cache_tokens)
-    wanted = config.max_model_len or longest
-    if wanted > longest:
-        raise ConfigError(
-            f"max_model_len is {wanted}, but the model has {model.max_position_embeddings} positions and the KV cache "
-            f"holds {config.kv_cache_tokens} tokens; lower max_model_len or raise kv_cache_tokens."
-        )
-    return wanted
 
 
 def _make_drafter(config: DrafterConfig) -> Drafter:

@@ -81,9 +81,9 @@ class BlockPool:
         return list(self._block_of)[-most:]
 
     def withdraw(self, blocks: Sequence[int]) -> None:
-        """Let nobody else find these blocks: what they hold is suspect."""
+        """Let nobody else find these blocks: what they hold is suspect. Who holds them, marks included, goes on."""
         for block in blocks:
-            self._forget(block)
+            self._forget_name(block)
 
     def mark(self, block: int) -> None:
         """Note that a held block's drafter rows are complete too; forgotten when the block is taken anew."""
@@ -100,6 +100,9 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         self._marked.discard(block)
+        self._forget_name(block)
+
+    def _forget_name(self, block: int) -> None:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]

@@ -202,14 +202,14 @@ class ModelDrafter:
             sections["drafter_features"] = features
         return sections
 
-    def check_sections(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
-        """Refuse a handoff that lacks what drafting on would need.
+    def checked_sections(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The sections of a handoff that drafting on needs; none where nothing is drafted.
 
         Raises:
             HandoffRefused: a section is missing or has another shape.
         """
         if not _drafts_for(sequence):
-            return
+            return {}
         shape, num_computed = self.cache.shape, len(sequence.tokens) - 1
         wanted: dict[str, tuple[int, ...]] = {
             "drafter_kv": (shape.num_layers, 2, num_computed, shape.num_kv_heads, shape.head_dim)
@@ -219,6 +219,7 @@ class ModelDrafter:
         found = {name: tuple(section.shape) for name, section in sections.items()}
         if found != wanted:
             raise HandoffRefused("drafter", f"The handoff's drafter sections are {found}; this drafter needs {wanted}.")
+        return sections
 
     def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
         """Take in the sections of a handoff; the sequence has its blocks."""

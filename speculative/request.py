@@ -11,6 +11,7 @@ from speculative.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_SCORED_IDS = 1024
+REPETITION_PENALTIES = 0.01, 100.0  # beyond them float32 logits need not stay finite
 MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 100
 SURPRISAL_CLIP_NATS = 10.0
@@ -106,7 +107,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, "must lie between -2 and 2", getattr(self, name))
         penalty = self.repetition_penalty
-        _require(math.isfinite(penalty) and penalty > 0, "repetition_penalty", "must be above 0", penalty)
+        least, most = REPETITION_PENALTIES
+        _require(least <= penalty <= most, "repetition_penalty", f"must lie between {least} and {most}", penalty)
         for _, bias in self.logit_bias:
             _require(-100 <= bias <= 100, "logit_bias", "must lie between -100 and 100", bias)
 
@@ -255,6 +257,7 @@ class TokenDelta:
     error: str | None = None  # set with FinishReason.ERROR
     synthetic: bool = False  # made by a benchmark's verifier: the tokens are wrong on purpose
     weight_version: str = DEFAULT_VERSION  # of the weights that made it
+    prefilled_by: str = ""  # the prefill replica that made it; "" = the one that answers
 
     @property
     def finished(self) -> bool:

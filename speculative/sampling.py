@@ -36,14 +36,14 @@ class Filters:
         rows = [row for row, p in enumerate(params) if not p.greedy and (p.min_p > 0 or p.top_k > 0 or p.top_p < 1)]
         if not rows:
             return None
-        min_p = torch.tensor([params[row].min_p for row in rows], device=device)
+        min_p = torch.tensor([params[row].min_p for row in rows], dtype=torch.float32, device=device)
         top_k = [min(params[row].top_k, vocab_size) or vocab_size for row in rows]
         return cls(
             rows=torch.tensor(rows, device=device),
             min_p=min_p if any(params[row].min_p for row in rows) else None,
             log_min_p=min_p.log(),  # log(0) = -inf
             top_k=torch.tensor(top_k, device=device),
-            top_p=torch.tensor([params[row].top_p for row in rows], device=device),
+            top_p=torch.tensor([params[row].top_p for row in rows], dtype=torch.float32, device=device),
         )
 
     def apply(self, logits: Tensor) -> None:
@@ -83,7 +83,7 @@ class SamplingRows:
         greedy = [p.greedy for p in params]
         temperature = [1.0 if p.greedy else max(p.temperature, _COLDEST) for p in params]
         return cls(
-            temperature=torch.tensor(temperature, device=device)[:, None],
+            temperature=torch.tensor(temperature, dtype=torch.float32, device=device)[:, None],
             greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
             any_greedy=any(greedy),
             filters=Filters.build(params, vocab_size, device),

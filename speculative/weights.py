@@ -52,6 +52,22 @@ def load_weights(
     return Weights(decoder, model_fingerprint(folder, weights=kind), draft_model)
 
 
+def longest_sequence(model: ModelConfig, config: EngineConfig) -> int:
+    """Tokens of the longest sequence that an engine takes.
+
+    Raises:
+        ConfigError: max_model_len is more than the model or the KV cache has room for.
+    """
+    longest = min(model.max_position_embeddings, config.kv_cache_tokens)
+    wanted = config.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but the model has {model.max_position_embeddings} positions and the KV cache "
+            f"holds {config.kv_cache_tokens} tokens; lower max_model_len or raise kv_cache_tokens."
+        )
+    return wanted
+
+
 def check_same_model(folder: Path, served: ModelConfig) -> None:
     """Refuse a checkpoint that is not of the model that is served: only weights can be changed while it runs.
 
@@ -84,4 +100,5 @@ def _load_draft_model(
         return Eagle3DraftModel.load(found, target, dtype=dtype, device=target.device)
     if config.drafter.kind == "mtp":
         return MtpDraftModel.load(found, target, dtype=dtype, device=target.device)
-    return DecoderDraftModel.load(found, folder, dtype=dtype, device=target.device)
+    longest = longest_sequence(target.config, config)
+    return DecoderDraftModel.load(found, folder, longest, dtype=dtype, device=target.device)

@@ -33,14 +33,27 @@ class DecoderDraftModel:
 
     @classmethod
     def load(
-        cls, folder: Path, target_folder: Path, *, dtype: torch.dtype, device: torch.device
+        cls, folder: Path, target_folder: Path, max_model_len: int, *, dtype: torch.dtype, device: torch.device
     ) -> "DecoderDraftModel":
         """Load a checkpoint folder.
 
+        Args:
+            folder: the draft model's.
+            target_folder: the target's, whose vocabulary it has to have.
+            max_model_len: tokens of the longest sequence that is drafted for.
+            dtype: of its weights.
+            device: where to.
+
         Raises:
-            ConfigError: its vocabulary is not the target's.
+            ConfigError: its vocabulary is not the target's, or it has too few positions.
         """
         _check_vocabulary(folder, target_folder)
+        positions = ModelConfig.from_folder(folder).max_position_embeddings
+        if positions < max_model_len:
+            raise ConfigError(
+                f"drafter.model {folder} has {positions} positions, but max_model_len is {max_model_len}; "
+                f"set max_model_len to {positions}, or take another draft model."
+            )
         weights = choose_weights("auto", folder, dtype=str(dtype).removeprefix("torch."), device=device)
         decoder = load_decoder(folder, dtype=dtype, device=device, weights=weights)
         return cls(decoder, model_fingerprint(folder, weights=weights))

@@ -64,7 +64,9 @@ def outside_filters(adjusted: Tensor, temperature: Tensor, filters: Filters, emi
     own = law.gather(1, emitted[:, None])
     likelier = law > own * (1 + _EDGE_ROUNDING)
     too_far = likelier.sum(dim=-1) >= filters.top_k
-    too_far |= (law * likelier).sum(dim=-1) > filters.top_p + _EDGE_ROUNDING  # of all mass; of what is kept it is more
+    # Of all mass, of what is kept it is more. A float32 softmax of a large vocabulary does not add up to 1 so closely.
+    above, total = ((law * rows).sum(dim=-1, dtype=torch.float64) for rows in (likelier, 1))
+    too_far |= above > (filters.top_p + _EDGE_ROUNDING) * total
     if filters.min_p is not None:
         too_far |= own[:, 0] < law.amax(dim=-1) * filters.min_p * (1 - 10 * _EDGE_ROUNDING)
     return too_far

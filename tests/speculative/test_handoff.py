@@ -268,6 +268,18 @@ def test_only_what_is_held_is_exported() -> None:
             engine.export(name)
 
 
+def test_what_is_no_number_early_in_the_last_layer_is_not_handed_off() -> None:
+    engine = markov_engine([(token + 1) % 16 for token in range(16)])
+    engine.add(Request("r", tuple(range(1, 12)), SamplingParams(max_tokens=4)), hold_after=0)
+    while "r" not in engine.held_ids:
+        engine.step()
+    sequence = engine.scheduler.find("r")
+    assert sequence is not None
+    engine.runner.cache.data[-1, 0, engine._slots(sequence, 1, 2)] = torch.nan
+    with pytest.raises(EngineFault, match="not finite"):
+        engine.export("r")
+
+
 def test_what_is_no_number_is_not_handed_off_and_not_found_again() -> None:
     engine = markov_engine([(token + 1) % 16 for token in range(16)])
     prompt = tuple(range(1, 12))

@@ -12,6 +12,7 @@ from torch import Tensor
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
+from speculative.handoff import decode_state, encode_state
 from speculative.kv_cache import KVShape
 from speculative.model.config import ModelConfig
 from speculative.model.layers import Attend
@@ -303,6 +304,59 @@ def test_a_draft_model_of_another_vocabulary_is_refused(target: Path, tmp_path: 
         tiny_engine(target, drafter=draft_model(other))
     with pytest.raises(ConfigError, match=r"drafter\.model"):
         DrafterConfig(kind="draft_model")
+
+
+def test_a_draft_model_of_too_few_positions_is_refused(target: Path, tmp_path: Path) -> None:
+    short = write_tiny_model(tmp_path / "short", vocab_size=VOCABULARY, max_position_embeddings=64)
+    with pytest.raises(
+        ConfigError, match=r"drafter\.model .* 64 positions, but max_model_len is \d+; set max_model_len"
+    ):
+        tiny_engine(target, drafter=draft_model(short))
+    assert texts(
+        tiny_engine(target, drafter=draft_model(short), max_model_len=64),
+        requests(dataclasses.replace(GREEDY, max_tokens=8)),
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
+def test_a_request_that_fails_takes_nothing_from_one_that_shares_its_prefix(
+    target: Path, drafters: dict[str, DrafterConfig], kind: str
+) -> None:
+    """The other was admitted on the shared blocks, and has not begun to compute when they are withdrawn."""
+    engine = tiny_engine(target, drafter=drafters[kind], max_num_seqs=4, max_batched_tokens=16)
+    prefix, params = tuple(range(3, 23)), dataclasses.replace(GREEDY, max_tokens=8)
+    engine.add(Request("warm", (*prefix, 7), params))
+    run(engine)
+    dead_end = SamplingParams(max_tokens=8, allowed_token_ids=(5,), bad_words=((5, 5),))
+    engine.add(Request("failing", (*prefix, 30), dead_end))
+    engine.step()
+    engine.add(Request("long", tuple(range(3, 60)), params))
+    sharing = Request("sharing", (*prefix, 9, 9, 9), params)
+    engine.add(sharing)
+    answers = run(engine)
+    assert {name: str(answer.finish_reason) for name, answer in answers.items()} == {
+        "failing": "error",
+        "long": "length",
+        "sharing": "length",
+    }
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), [sharing])
+    assert answers["sharing"].token_ids == plain["sharing"].token_ids
+    assert_idle(engine)
+
+
+def test_sections_of_a_handoff_are_not_read_where_nothing_is_drafted(
+    target: Path, drafters: dict[str, DrafterConfig]
+) -> None:
+    declining = Request("r", PROMPTS[3], dataclasses.replace(GREEDY, speculate=False))
+    prefill, plain = (tiny_engine(target, drafter=drafters["eagle3"]) for _ in range(2))
+    prefill.add(dataclasses.replace(declining, params=GREEDY), hold_after=1)
+    run(prefill)
+    state = decode_state(prefill.export("r"), prefill.manifest)
+    wrong = dataclasses.replace(state, extra={"renamed": state.extra["drafter_kv"]})
+    plain.insert(declining, encode_state(wrong, plain.manifest))
+    answer = run(plain)["r"]
+    whole = texts(tiny_engine(target, drafter=NO_DRAFTS), [declining])["r"]
+    assert [*state.token_ids[len(PROMPTS[3]) :], *answer.token_ids] == list(whole.token_ids)
 
 
 def test_a_last_token_that_equals_its_rejected_draft_is_computed_again(target: Path) -> None:

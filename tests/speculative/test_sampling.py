@@ -70,6 +70,15 @@ def test_the_law_is_the_naive_one_for_every_row_of_a_mixed_batch(vocab_size: int
     assert compared > 50
 
 
+def test_whole_numbers_are_parameters_too() -> None:
+    params = [SamplingParams(temperature=2, top_k=5, top_p=1, min_p=0), SamplingParams(temperature=1, min_p=1)]
+    rows = SamplingRows.build(params, 8, torch.device("cpu"))
+    assert rows.filters is not None
+    assert {rows.temperature.dtype, rows.filters.top_p.dtype, rows.filters.log_min_p.dtype} == {torch.float32}
+    logits = torch.arange(16.0).reshape(2, 8) / 10
+    assert (target_probs(process(logits, rows), rows) > 0).sum(-1).tolist() == [5, 1]
+
+
 def test_tokens_tied_with_the_last_one_stay() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, 0.0]])
     assert law_of(logits, [SamplingParams(top_k=2)])[0, :4].gt(0).all()

@@ -187,6 +187,26 @@ def test_a_teacher_forced_request_under_way_is_scored_by_one_set_of_weights(old:
     torch.testing.assert_close(told, expected[range(len(told)), (PROMPT * 3)[1:]], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("step", ["_model_drafter", "_make_runner"])
+def test_an_engine_whose_switch_fails_does_not_say_that_it_has_the_new_weights(
+    old: Path, new: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    drafter = DrafterConfig(kind="draft_model", model=str(old), num_draft_tokens=3)
+    prefill, decode = EngineCore.load(new, config(drafter)), EngineCore.load(old, config(drafter))
+    manifest = decode.manifest
+    monkeypatch.setattr(decode, step, fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        updated(decode, new)
+    assert (decode.manifest, decode.weight_version) == (manifest, "default")
+    prefill.add(asked(), hold_after=0)
+    run(prefill)
+    with pytest.raises(HandoffRefused, match="fingerprint"):
+        decode.insert(asked(), prefill.export("r"))
+
+
 def test_self_checks_begin_anew_and_the_breakers_word_stays(old: Path, new: Path) -> None:
     engine = EngineCore.load(old, config(NGRAM, self_check_share=1.0))
     engine.set_speculation(Speculation.OFF)

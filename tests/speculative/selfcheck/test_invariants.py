@@ -13,6 +13,8 @@ from speculative.batch import Drawn
 from speculative.draft_law import Dense
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from speculative.sampling import SamplingRows, process, target_probs
+from speculative.selfcheck.invariants import outside_filters
 from speculative.verification.base import VerifyInput
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, top_k=20, bad_words=((5,),))
@@ -163,3 +165,22 @@ def test_the_sound_engine_breaks_none() -> None:
     engine = table_engine(64)
     assert all(deltas[-1].error is None for deltas in serve(engine).values())
     assert engine.take_stats().violations == {}
+
+
+@pytest.mark.parametrize("vocab_size", [49_152, 151_936, 262_144])
+@pytest.mark.parametrize("top_p", [0.9, 0.99, 0.999])
+def test_what_a_filter_kept_of_a_large_vocabulary_is_not_called_outside(vocab_size: int, top_p: float) -> None:
+    """The law of a large vocabulary adds up to 1 only within what float32 loses."""
+    params = SamplingParams(temperature=0.3, top_p=top_p)
+    rows = SamplingRows.build([params], vocab_size, torch.device("cpu"))
+    assert rows.filters is not None
+    source = torch.Generator().manual_seed(vocab_size)
+    for _ in range(12):
+        logits = torch.randn(1, vocab_size, generator=source)  # T = 0.3: a spread of 3.3 nats
+        law = target_probs(process(logits.clone(), rows), rows)[0]
+        kept = (law > 0).nonzero()[:, 0]
+        edge = kept[law[kept].argsort()[:30]]
+        for token in edge:
+            assert not outside_filters(logits, rows.temperature, rows.filters, token[None]).any()
+        left_out = logits[0].argmin()
+        assert outside_filters(logits, rows.temperature, rows.filters, left_out[None]).all()
