@@ -78,7 +78,7 @@ class WeightsStatus:
     loaded_fingerprint: str = ""
     failed: int | None = None  # number of what could not be loaded
     reason: str = ""  # why not
-    paused: bool = False
+    paused: PauseMode | None = None  # how it stands still
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,11 @@ class WeightsDesk:
     def hear(self, name: str, status: WeightsStatus) -> Wanted:
         """Take in where a replica stands, and say what it is to come to."""
         self._members[name] = _Member(status, self._clock())
-        if status.serving.number > self._serve.number and self._update is None:
+        update = self._update
+        if status.serving.number > self._serve.number and (update is None or not self._decided(update)):
             self._serve = status.serving  # this desk is new, and the replica knows what the last one decided
+            if update is not None:  # its number may be too low
+                update.refusal = f"{name} says only now that they are what is served; ask again"
         self._decide()
         return self.wanted
 
@@ -150,11 +153,13 @@ class WeightsDesk:
         Raises:
             UpdateRefused: another update is under way, or some replica could not load them; nothing has changed.
         """
+        await self._first_reports()
         if self._update is not None:
             raise UpdateRefused(f"The update to {self._update.ref.version!r} is under way; wait for its end.")
         if ref.version in (self._serve.version, ""):
             raise UpdateRefused(f"weight_version {ref.version!r} is what is served; give new weights a new name.")
-        seen = (one.status.failed or one.status.loaded or 0 for one in self._members.values())
+        stands = (one.status for one in self._members.values())
+        seen = (number for one in stands for number in (one.serving.number, one.loaded or 0, one.failed or 0))
         self._last_number = 1 + max(self._serve.number, self._last_number, *seen)
         numbered = dataclasses.replace(ref, number=self._last_number)
         update = self._update = _Update(numbered, mode)
@@ -169,10 +174,14 @@ class WeightsDesk:
         return Outcome(complete, self.statuses())
 
     async def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> Outcome:
-        """Have every replica begin nothing new; returns when all stand still."""
+        """Have every replica begin nothing new; returns when all stand still so, or something else is wanted."""
         self._paused = mode
-        complete = await self._until(lambda: all(one.status.paused for one in self._live()), timeout_s)
-        return Outcome(complete and self._paused is not None, self.statuses())
+
+        def ended() -> bool:
+            return self._paused is not mode or all(one.status.paused is mode for one in self._live())
+
+        complete = await self._until(ended, timeout_s)
+        return Outcome(complete and self._paused is mode, self.statuses())
 
     async def resume(self, timeout_s: float = 60.0) -> Outcome:
         """Have every replica go on."""
@@ -187,7 +196,7 @@ class WeightsDesk:
                 "replica": name,
                 "weight_version": one.status.serving.version,
                 "fingerprint": one.status.fingerprint,
-                "paused": one.status.paused,
+                "paused": one.status.paused is not None,
             }
             for name, one in sorted(self._members.items())
         ]
@@ -196,7 +205,7 @@ class WeightsDesk:
         """Call the update off, or have its weights served: the one moment after which there is no way back."""
         self._members = {name: one for name, one in self._members.items() if self._heard(one)}
         update = self._update
-        if update is None or self._decided(update) or self._clock() < self._began_at + _FIRST_REPORTS_S:
+        if update is None or self._decided(update):
             return
         number = update.ref.number
         failed = [f"{name}: {one.status.reason}" for name, one in self._members.items() if one.status.failed == number]
@@ -211,6 +220,11 @@ class WeightsDesk:
 
     def _decided(self, update: _Update) -> bool:
         return bool(update.refusal) or self._serve is update.ref
+
+    async def _first_reports(self) -> None:
+        """Wait until the replicas have said what the last desk decided."""
+        while self._clock() < self._began_at + _FIRST_REPORTS_S:
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """Whether it came to hold in time. What members say changes between two looks."""
@@ -272,8 +286,10 @@ class WeightsKeeper:
         self._failed: tuple[int, str] | None = None
         self._paused: PauseMode | None = None
         self._wanted = Wanted(CONFIGURED)
-        self._work: asyncio.Task[None] | None = None
+        self._work: asyncio.Task[None] | None = None  # on the weights
+        self._pause_work: asyncio.Task[None] | None = None  # apart: a pause may take as long as the longest request
         self._pausing = False  # for an operator, so that it may be called off
+        self._stilling = asyncio.Lock()  # held by who pauses or unpauses the engine
         for result in ("ok", "failed"):
             metrics.count("truespec_weight_updates_total", 0, result=result)
 
@@ -288,7 +304,7 @@ class WeightsKeeper:
             self._loaded_fingerprint,
             number,
             reason,
-            self._paused is not None,
+            self._paused,
         )
 
     @property
@@ -300,16 +316,17 @@ class WeightsKeeper:
     def obey(self, wanted: Wanted) -> None:
         """Begin to come to what is wanted; returns at once."""
         self._wanted = wanted
-        if self._pausing and wanted.paused is None and self._work is not None:
-            self._work.cancel()
-            self._work = None
-        if self._work is None or self._work.done():
-            self._work = asyncio.get_running_loop().create_task(self._converge())
+        if self._pausing and wanted.paused is None and self._pause_work is not None:
+            self._pause_work.cancel()
+            self._pause_work = None
+        self._work = self._under_way(self._work, self._converge)
+        self._pause_work = self._under_way(self._pause_work, self._pause)
 
     async def settle(self) -> None:
         """Wait until the replica has come to what was wanted last."""
-        if self._work is not None:
-            await asyncio.wait((self._work,))
+        tasks = [task for task in (self._work, self._pause_work) if task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
 
     def check_health(self) -> None:
         """Raises:
@@ -318,14 +335,22 @@ class WeightsKeeper:
         if self._failed is not None and self._failed[0] == self._wanted.serve.number != self._serving.number:
             raise EngineFault(f"The service's weights could not be loaded here: {self._failed[1]}")
 
-    async def _converge(self) -> None:
+    def _under_way(self, task: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """The task that does some work; a new one, where the last is done."""
+        if task is not None and not task.done():
+            return task
+        return asyncio.get_running_loop().create_task(self._tried(work))
+
+    async def _tried(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            self._drop_what_nobody_wants()
-            await self._load()
-            await self._switch()
-            await self._pause()
+            await work()
         except Exception:
-            _logger.exception("the wanted weights could not be brought about; trying again with the next report")
+            _logger.exception("what the desk wants could not be brought about")
+
+    async def _converge(self) -> None:
+        self._drop_what_nobody_wants()
+        await self._load()
+        await self._switch()
 
     def _drop_what_nobody_wants(self) -> None:
         wanted = self._wanted
@@ -348,39 +373,54 @@ class WeightsKeeper:
             self._loaded = target
             _logger.info("weights %r are loaded beside %r", target.version, self._serving.version)
         except (TruespecError, OSError, ValueError) as error:
-            self._failed = (target.number, str(error))
-            self._metrics.count("truespec_weight_updates_total", result="failed")
-            _logger.error("weights %r could not be loaded: %s", target.version, error)
+            self._give_up(target, error)
 
     async def _switch(self) -> None:
         wanted = self._wanted
         if self._loaded is None or self._loaded.number != wanted.serve.number:
             return
-        with self._timed("switch"):
-            if self._paused is None:
-                await self._backend.pause(wanted.mode)
-            try:
-                self.info = await self._backend.switch_weights(wanted.serve.version)
-                self._serving, self._loaded, self._loaded_fingerprint = wanted.serve, None, ""
-                self._switched(self.info)
-            finally:
-                if self._paused is None:
-                    await self._backend.unpause()
+        async with self._stilling:
+            with self._timed("switch"):
+                await self._switch_while_still(wanted)
         self._metrics.count("truespec_weight_updates_total", result="ok")
         _logger.warning("weights %r are served now", wanted.serve.version)
+
+    async def _switch_while_still(self, wanted: Wanted) -> None:
+        if self._paused is None:
+            await self._backend.pause(wanted.mode)
+        try:
+            self.info = await self._backend.switch_weights(wanted.serve.version)
+            self._serving, self._loaded, self._loaded_fingerprint = wanted.serve, None, ""
+            self._switched(self.info)
+        except Exception as error:
+            self._give_up(wanted.serve, error)
+            raise
+        finally:
+            if self._paused is None:
+                await self._backend.unpause()
+
+    def _give_up(self, ref: WeightsRef, error: Exception) -> None:
+        """Not to try these again: what a failed switch left behind is neither the old weights nor the new."""
+        self._loaded, self._loaded_fingerprint = None, ""
+        self._failed = (ref.number, str(error))
+        self._metrics.count("truespec_weight_updates_total", result="failed")
+        _logger.error("weights %r could not be taken: %s", ref.version, error)
 
     async def _pause(self) -> None:
         if self._wanted.paused is self._paused:
             return
-        if self._wanted.paused is None:
-            await self._backend.unpause()
-        else:
-            self._pausing = True
-            try:
-                await self._backend.pause(self._wanted.paused)
-            finally:
-                self._pausing = False
-        self._paused = self._wanted.paused
+        async with self._stilling:
+            wanted = self._wanted.paused
+            if wanted is None:
+                await self._backend.unpause()
+            else:
+                self._paused = None  # not as wanted before, and not yet as wanted now
+                self._pausing = True
+                try:
+                    await self._backend.pause(wanted)
+                finally:
+                    self._pausing = False
+            self._paused = wanted
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

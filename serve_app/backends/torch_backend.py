@@ -171,7 +171,7 @@ class TorchBackend:
         return loaded.fingerprint
 
     async def switch_weights(self, version: str) -> ModelInfo:
-        """Go on with the weights loaded last, from the next step on."""
+        """Go on with the weights loaded last, from the next step on. If they cannot be taken, the engine stops."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             raise EngineFault("There are no weights to switch to; load them first.")
@@ -190,13 +190,12 @@ class TorchBackend:
         """Begin no request from now on; returns when none runs any more, or with `keep` when none moves."""
         self._open.clear()
         try:
-            if mode is PauseMode.KEEP:
-                await self._run_between_steps(lambda _: self._freeze(frozen=True))
-                return
             if mode is PauseMode.ABORT:
                 for request_id in self._begun:
                     self.abort(request_id)
-            await self._idle.wait()
+            await self._run_between_steps(lambda _: self._freeze(frozen=mode is PauseMode.KEEP))
+            if mode is not PauseMode.KEEP:
+                await self._idle.wait()
         except asyncio.CancelledError:
             self._commands.put(lambda _: self._freeze(frozen=False))
             self._open.set()
@@ -279,30 +278,23 @@ class TorchBackend:
                 self._streams[request_id].put_nowait(event)
 
     async def _run_between_steps(self, command: Command) -> None:
-        """Have the engine thread do something, and wait until it is done."""
-        self.check_health()
-        done: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        """Have the engine thread do something, and wait until it is done. If it raises, the engine stops.
 
-        def settle(error: Exception | None) -> None:
-            if not done.done():
-                done.set_result(error)
+        Raises:
+            EngineFault: the engine stopped, or had stopped before.
+        """
+        self.check_health()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def run(engine: EngineCore) -> None:
-            try:
-                command(engine)
-            except Exception as error:
-                self._call(settle, error)
-            else:
-                self._call(settle, None)
+            command(engine)
+            self._call(done.set_result, None)
 
         self._commands.put(run)
         while not done.done():
             await asyncio.wait((done,), timeout=_LOOK_EVERY_S)
             if not done.done():
                 self.check_health()
-        error = done.result()
-        if error is not None:
-            raise error
 
     def _live_engine(self) -> EngineCore:
         if self._engine is None:
@@ -401,6 +393,7 @@ class TorchBackend:
         engine.abort(request_id)
 
     def _fail_all(self, error: Exception) -> None:
+        self._open.set()  # what a pause holds back is to fail as well
         for request_id, events in self._streams.items():
             events.put_nowait(TokenDelta(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
 

@@ -202,16 +202,54 @@ async def test_a_new_desk_learns_from_the_replicas_what_the_last_one_decided() -
     update.cancel()
 
 
-async def test_a_desk_that_has_just_begun_decides_nothing() -> None:
-    app = App()
+def restarted(app: App) -> App:
+    """The app with a desk that has just begun."""
     app.desk = WeightsDesk(app.clock)
-    app.stands["d1"] = WeightsStatus(CONFIGURED, "f0")
-    app.report("d1")
-    update = app.update()
-    await begun(app)
-    assert app.report("d1", loaded=1, loaded_fingerprint="f1").serve is CONFIGURED, "d2 may not have reported yet"
+    return app
+
+
+async def test_a_desk_that_has_just_begun_waits_for_what_the_last_one_decided() -> None:
+    app = restarted(App("p", "d1"))
+    decided = WeightsRef(3, "v3", path="/models/v3")
+    update, same = app.update(), app.update(dataclasses.replace(NEW, version="v3"))
+    await asyncio.sleep(0.02)
+    for name in app.stands:
+        wanted = app.report(name, serving=decided, fingerprint="f3")
+        assert wanted == Wanted(decided), "a number was given before all replicas told theirs"
     app.clock.now += 4
-    assert app.report("d1").serve.number == 1
+    load = await begun(app)
+    assert (load.version, load.number) == ("v1", 4)
+    with pytest.raises(UpdateRefused, match="The update to 'v1' is under way"):
+        await same
+    for name in app.stands:
+        app.report(name, loaded=4, loaded_fingerprint="f4")
+    for name in app.stands:
+        assert not update.done(), "told before all replicas serve them"
+        assert app.report(name, serving=load, fingerprint="f4", loaded=None).serve == load
+    assert (await update).complete
+
+
+async def test_a_replica_that_tells_late_what_is_served_calls_the_update_off() -> None:
+    app = restarted(App("d1", "d2"))
+    app.report("d1")
+    app.clock.now += 4
+    update = app.update()
+    assert (await begun(app)).number == 1
+    decided = WeightsRef(3, "v3", path="/models/v3")
+    assert app.report("d2", serving=decided, fingerprint="f3").serve == decided
+    assert app.report("d1", loaded=1, loaded_fingerprint="f1").serve == decided
+    with pytest.raises(UpdateRefused, match=r"the weights are 'v3': d2 says only now .*; ask again"):
+        await update
+    again = app.update()
+    assert (await begun(app)).number == 4
+    again.cancel()
+
+
+async def test_a_number_is_above_all_that_replicas_tell() -> None:
+    app = App("d1")
+    app.report("d1", failed=2, loaded=5)
+    update = app.update()
+    assert (await begun(app)).number == 6
     update.cancel()
 
 
@@ -219,23 +257,48 @@ async def test_pause_and_resume_wait_for_all_replicas() -> None:
     app = App("p", "d1")
     pause = asyncio.create_task(app.desk.pause(PauseMode.ABORT))
     await soon(lambda: app.desk.wanted.paused is PauseMode.ABORT)
-    app.report("p", paused=True)
+    app.report("p", paused=PauseMode.ABORT)
     await asyncio.sleep(0.25)
     assert not pause.done()
-    app.report("d1", paused=True)
+    app.report("d1", paused=PauseMode.ABORT)
     assert (await pause).complete
+    assert all(one["paused"] is True for one in app.desk.statuses())
     resume = asyncio.create_task(app.desk.resume())
     await soon(lambda: app.desk.wanted.paused is None)
     for name in app.stands:
-        app.report(name, paused=False)
+        app.report(name, paused=None)
     assert (await resume).complete
+    assert all(one["paused"] is False for one in app.desk.statuses())
+
+
+async def test_a_pause_of_another_kind_is_complete_when_that_is_reached() -> None:
+    app = App("d1")
+    app.report("d1", paused=PauseMode.KEEP)
+    pause = asyncio.create_task(app.desk.pause(PauseMode.WAIT))
+    await asyncio.sleep(0.25)
+    assert not pause.done(), "it stands still, but has requests to finish"
+    app.report("d1", paused=None)
+    await asyncio.sleep(0.25)
+    assert not pause.done()
+    app.report("d1", paused=PauseMode.WAIT)
+    assert (await pause).complete
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+async def test_a_pause_is_over_when_something_else_is_wanted(resumed: bool) -> None:
+    app = App("d1")
+    pause = asyncio.create_task(app.desk.pause(PauseMode.WAIT))
+    await soon(lambda: app.desk.wanted.paused is PauseMode.WAIT)
+    other = asyncio.create_task(app.desk.resume() if resumed else app.desk.pause(PauseMode.KEEP))
+    assert not (await asyncio.wait_for(pause, 20)).complete
+    other.cancel()
 
 
 class Replica:
     """A keeper over a fake engine."""
 
-    def __init__(self) -> None:
-        self.backend = FakeBackend(FakeConfig(fingerprint="f0"))
+    def __init__(self, backend: FakeBackend | None = None) -> None:
+        self.backend = backend or FakeBackend(FakeConfig(fingerprint="f0"))
         self.switched: list[ModelInfo] = []
         metrics = Metrics([BufferSink("r")], model_name="m", pool="decode")
 
@@ -259,7 +322,7 @@ async def test_a_replica_loads_beside_then_switches() -> None:
     assert (status.serving, status.loaded, status.loaded_fingerprint) == (CONFIGURED, 1, "one with head")
     assert replica.backend.weight_version == "default" and not replica.switched
     status = await replica.come_to(Wanted(ref, mode=PauseMode.ABORT))
-    assert (status.serving, status.fingerprint, status.loaded, status.paused) == (ref, "one with head", None, False)
+    assert (status.serving, status.fingerprint, status.loaded, status.paused) == (ref, "one with head", None, None)
     assert replica.backend.weight_version == "v1" and replica.backend.paused is None
     assert [info.fingerprint for info in replica.switched] == ["one with head"]
     assert not replica.keeper.behind
@@ -292,6 +355,76 @@ async def test_a_pause_outlasts_an_update() -> None:
     status = await replica.come_to(Wanted(ref, paused=PauseMode.KEEP))
     assert status.serving == ref and status.paused and replica.backend.paused is PauseMode.KEEP
     assert not (await replica.come_to(Wanted(ref))).paused
+
+
+class Draining(FakeBackend):
+    """Has a request that ends when it is told, and cannot switch in the middle of it."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeConfig(fingerprint="f0"))
+        self.drained = asyncio.Event()
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.WAIT:
+            await self.drained.wait()
+        await super().pause(mode)
+
+    async def switch_weights(self, version: str) -> ModelInfo:
+        assert self.paused is not None
+        return await super().switch_weights(version)
+
+
+async def test_a_pause_that_takes_long_holds_up_no_loading() -> None:
+    backend = Draining()
+    replica = Replica(backend)
+    keeper, ref = replica.keeper, WeightsRef(1, "v1", path="one")
+    assert (await replica.come_to(Wanted(CONFIGURED, paused=PauseMode.KEEP))).paused is PauseMode.KEEP
+    keeper.obey(Wanted(CONFIGURED, paused=PauseMode.WAIT))
+    await asyncio.sleep(0.02)
+    assert keeper.status.paused is None and keeper.behind
+    keeper.obey(Wanted(CONFIGURED, load=ref, paused=PauseMode.WAIT))
+    await soon(lambda: keeper.status.loaded == 1)
+    keeper.obey(Wanted(ref, mode=PauseMode.ABORT, paused=PauseMode.WAIT))
+    await asyncio.sleep(0.02)
+    assert keeper.status.serving == CONFIGURED, "two hands were on the pause"
+    backend.drained.set()
+    await keeper.settle()
+    assert (keeper.status.serving, keeper.status.paused, backend.paused) == (ref, PauseMode.WAIT, PauseMode.WAIT)
+
+
+async def test_a_pause_that_takes_long_can_be_called_off() -> None:
+    replica = Replica(Draining())
+    replica.keeper.obey(Wanted(CONFIGURED, paused=PauseMode.WAIT))
+    await asyncio.sleep(0.02)
+    ref = WeightsRef(1, "v1", path="one")
+    status = await replica.come_to(Wanted(ref, mode=PauseMode.KEEP))
+    assert (status.serving, status.paused, replica.keeper.behind) == (ref, None, False)
+
+
+class HalfSwitching(FakeBackend):
+    """Takes new weights by half."""
+
+    num_switches = 0
+
+    async def switch_weights(self, version: str) -> ModelInfo:
+        self.num_switches += 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+async def test_a_switch_that_fails_is_not_tried_again() -> None:
+    backend = HalfSwitching(FakeConfig(fingerprint="f0"))
+    replica, ref = Replica(backend), WeightsRef(1, "v1", path="one")
+    for _ in range(3):
+        status = await replica.come_to(Wanted(ref))
+        assert (status.serving, status.loaded, status.failed, status.reason) == (
+            CONFIGURED,
+            None,
+            1,
+            "CUDA out of memory",
+        )
+        with pytest.raises(EngineFault, match="could not be loaded here: CUDA out of memory"):
+            replica.keeper.check_health()
+    assert backend.num_switches == 1 and not replica.switched
 
 
 def tensors() -> dict[str, torch.Tensor]:

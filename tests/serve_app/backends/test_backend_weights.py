@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 from engines import settings
 from tiny_models import write_tiny_model
 
@@ -130,6 +131,56 @@ async def test_keep_stands_still_and_goes_on_with_the_new_weights(
     num_old = versions.count("default")
     assert versions == ["default"] * num_old + ["v1"] * (len(versions) - num_old) and 0 < num_old < len(versions)
     assert sum(len(delta.token_ids) for delta in running.deltas) == LONG.max_tokens
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+async def test_a_switch_that_fails_ends_the_engine(
+    backend: TorchBackend, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend._live_engine(), "_make_runner", fails)
+    await backend.load_weights(str(folders[1]))
+    running = await Running(backend).begun()
+    await backend.pause(PauseMode.KEEP if frozen else PauseMode.WAIT)
+    newcomer = asyncio.create_task(collected(backend, "newcomer"))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineFault, match="stopped: CUDA out of memory"):
+        await backend.switch_weights("v1")
+    with pytest.raises(EngineFault, match="stopped: CUDA out of memory"):
+        backend.check_health()
+    with pytest.raises(EngineFault, match="stopped: CUDA out of memory"):
+        await collected(backend, "later")
+    await asyncio.wait_for(running.task, 20)
+    (told,) = await asyncio.wait_for(newcomer, 20)
+    assert told.finish_reason is FinishReason.ERROR and told.error == "CUDA out of memory"
+    assert running.deltas[-1].finish_reason is (FinishReason.ERROR if frozen else FinishReason.LENGTH)
+
+
+async def test_wait_after_keep_lets_them_finish(backend: TorchBackend) -> None:
+    running = await Running(backend).begun()
+    await backend.pause(PauseMode.KEEP)
+    newcomer = asyncio.create_task(collected(backend, "newcomer"))
+    await asyncio.wait_for(backend.pause(PauseMode.WAIT), 30)
+    assert running.deltas[-1].finish_reason is FinishReason.LENGTH
+    assert not newcomer.done() and backend.usage().num_running == 0
+    await backend.unpause()
+    assert (await newcomer)[-1].finished
+
+
+async def test_abort_after_keep_ends_them_and_keep_after_wait_stands_still(backend: TorchBackend) -> None:
+    running = await Running(backend).begun()
+    await backend.pause(PauseMode.KEEP)
+    await asyncio.wait_for(backend.pause(PauseMode.ABORT), 30)
+    assert running.deltas[-1].finish_reason is FinishReason.ABORT
+    await backend.pause(PauseMode.WAIT)
+    await backend.pause(PauseMode.KEEP)
+    newcomer = asyncio.create_task(collected(backend, "newcomer"))
+    await asyncio.sleep(0.05)
+    assert not newcomer.done()
+    await backend.unpause()
+    assert (await newcomer)[-1].finished
 
 
 async def test_a_pause_that_is_called_off_leaves_no_trace(backend: TorchBackend) -> None:
