@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextvars import Context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +67,7 @@ from serve_app.verdicts import Checked
 from serve_app.watch import Rounding
 from serve_app.weights import Outcome, Transfers, Wanted, WeightsDesk, WeightsKeeper, WeightsRef, fetched
 from speculative.errors import EngineFault, EngineOverloaded, TruespecError
-from speculative.request import Request
+from speculative.request import FinishReason, Request
 
 _logger = logging.getLogger("truespec.serve")
 
@@ -94,12 +95,15 @@ class Replica:
         self.report_every_s = _REPORT_EVERY_S
         self._tasks: set[asyncio.Task[None]] = set()
         self._referee: DeploymentHandle[Any] | None = None
+        self._reporting = asyncio.Lock()
+        self._next_report: asyncio.Task[None] | None = None  # has not begun
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None], context: Context | None = None) -> asyncio.Task[None]:
         """Run something beside the requests; it is kept from being collected until it ends."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def referee(self) -> DeploymentHandle[Any]:
         """The app's one referee. The handle is kept: each has a router of its own."""
@@ -109,6 +113,18 @@ class Replica:
         return self._referee
 
     async def report(self) -> None:
+        """Have what was counted until now sent, whatever becomes of the caller."""
+        if self._next_report is None:
+            # A context of its own: Serve cancels whatever a request has called when its client leaves.
+            self._next_report = self.spawn(self._report_in_turn(), Context())
+        await asyncio.shield(self._next_report)
+
+    async def _report_in_turn(self) -> None:
+        async with self._reporting:
+            self._next_report = None  # what is counted from now on is for another one
+            await self.send_report()
+
+    async def send_report(self) -> None:
         """Send what was counted since the last time."""
         batch = self._buffer.drain()
         try:
@@ -183,7 +199,7 @@ class EngineReplica(Replica):
         """Where this replica's tokens come from."""
         return PooledTokenSource(self.backend, self.metrics)
 
-    async def report(self) -> None:
+    async def send_report(self) -> None:
         """Send what was counted since the last time, and do what the referee's answer asks for."""
         guard = self._started_guard()
         stats = self.backend.take_stats()
@@ -312,10 +328,11 @@ class DecodingReplica(EngineReplica):
         """The handoff of a request was taken in."""
         self.records.handed_off(request_id, prefilled_by)
 
-    def remember(self, request: Request, began_at: float) -> None:
+    def remember(self, request: Request, began_at: float, prefilled_by: str, *, failed: bool = False) -> None:
         """Keep what is to be known here of a request that came to its end, and began at that time (unix seconds)."""
-        self.canary.remember(request)
-        self._finished.append(Finished(own_name(request.request_id), began_at, time.time()))
+        if not failed:  # its own parameters may be why: tried again, it would fail again
+            self.canary.remember(request)
+        self._finished.append(Finished(own_name(request.request_id), began_at, time.time(), prefilled_by))
 
     async def _ask_prefill(self, request: Request, first_token: bool) -> Prefilled:
         assert self._prefill is not None
@@ -383,6 +400,7 @@ class HttpFront(Replica):
             Limits(
                 max_body_bytes=limits.max_body_bytes,
                 max_choices=limits.max_choices,
+                max_sequences=most,
                 max_prompt_tokens=limits.max_prompt_tokens,
                 resumes=None if self._config.router is None else self._config.recovery.resume,
                 stream_interval_s=limits.stream_interval_s,
@@ -516,7 +534,7 @@ class HttpReplica(HttpFront, DecodingReplica):
 
     def ended(self, record: Record, job: ReplayJob | None) -> None:
         """A request came to its end."""
-        self.remember(record.request, record.began_at)
+        self.remember(record.request, record.began_at, record.prefilled_by)
         super().ended(record, job)
 
 
@@ -557,6 +575,7 @@ class DecodeWorker(DecodingReplica):
         self, config: AppConfig, pool: PoolName, prefill: "DeploymentHandle[Any] | None"
     ) -> None:
         super().__init__(config, pool, prefill)
+        self._streamed: set[str] = set()  # requests of the router's, in contrast to canaries
         self._prefilled_by: dict[str, str] = {}
         self._info = await self.start()
 
@@ -566,8 +585,11 @@ class DecodeWorker(DecodingReplica):
         self._info = info
 
     def handed_off(self, request_id: str, prefilled_by: str) -> None:
-        """The handoff of a request was taken in; the router is told with the next delta."""
-        self._prefilled_by[request_id] = prefilled_by
+        """The handoff of a request was taken in; the router is told with the next delta, of a canary the records."""
+        if request_id in self._streamed:
+            self._prefilled_by[request_id] = prefilled_by
+        else:
+            super().handed_off(request_id, prefilled_by)
 
     async def model(self) -> tuple[ModelInfo, dict[str, bytes]]:
         """What is served, and the files that the tokenizer is made of."""
@@ -583,16 +605,28 @@ class DecodeWorker(DecodingReplica):
         began_at = time.time()
         tokens = self.source.go_on(requests, emitted) if emitted else self.source.stream(requests)
         every_s = self._config.recovery.decode_timeout_s / _SIGNS_OF_LIFE
+        failed: set[str] = set()
+        prefilled: dict[str, str] = {}  # which replica had a part in it, by request
+        self._streamed.update(request.request_id for request in requests)
         try:
             async with contextlib.aclosing(with_signs_of_life(tokens, every_s, self.backend.check_health)) as deltas:
                 async for delta in deltas:
                     prefilled_by = None if delta is None else self._prefilled_by.pop(delta.request_id, None)
+                    if delta is not None and delta.finish_reason is FinishReason.ERROR:
+                        failed.add(delta.request_id)
+                    if delta is not None and (maker := prefilled_by or delta.prefilled_by):
+                        prefilled[delta.request_id] = maker
                     yield Streamed(delta, self.name, prefilled_by, self._info.fingerprint)
+        except Exception:
+            failed.update(request.request_id for request in requests)
+            raise
         finally:
             for request in requests:
+                self._streamed.discard(request.request_id)
                 self._prefilled_by.pop(request.request_id, None)
                 if request.score_from is None:
-                    self.remember(request, began_at)
+                    prefilled_by = prefilled.get(request.request_id, "")
+                    self.remember(request, began_at, prefilled_by, failed=request.request_id in failed)
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices, if it is here; the others go on."""

@@ -138,14 +138,16 @@ class Guard:
                 passed = await self._try_out()
         except Exception:
             _logger.warning("a canary broke off", exc_info=True)
-        if self._breaker.state is not BreakerState.CANARY:
+        if self._breaker.state in (BreakerState.OPEN, BreakerState.OUT):
             passed = False  # something was found wrong in the meantime
+        elif self._breaker.state is BreakerState.CLOSED:
+            passed = None  # an operator set it so in the meantime
         trip = self._breaker.end_canary(passed=passed)
         if trip is not None:
             self._trips.append(trip)
         result = {True: "passed", False: "failed", None: "inconclusive"}[passed]
         self._metrics.count("truespec_canaries_total", result=result)
         _logger.warning("the canary %s: the breaker is %s now", result, self._breaker.state)
-        if not passed:
+        if self._breaker.state is not BreakerState.CLOSED:
             self._backend.distrust()
         self.act()

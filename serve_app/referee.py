@@ -218,10 +218,9 @@ class Referee:
     def _seen(self, job: ReplayJob, drifts: Sequence[TokenDrift], replayed: Replayed) -> list[SeenToken]:
         num_prompt = len(job.prompt_logprobs)
         rows = [*[None] * num_prompt, *(replayed.law or [None] * len(job.token_ids))]
-        handed_off = [job.prefilled_by != ""] * num_prompt
-        handed_off += [job.prefilled_by != "" and since is None for since in job.rounds_since_handoff]
+        made_by = [*[job.prompt_told_by] * num_prompt, *job.made_by]
         strata = job.strata(self._settings.num_draft_tokens)
-        return [SeenToken(*parts) for parts in zip(strata, drifts, rows, handed_off, strict=True)]
+        return [SeenToken(*parts) for parts in zip(strata, drifts, rows, made_by, strict=True)]
 
     def _record(self, seen: Sequence[SeenToken]) -> None:
         by_stratum: dict[str, list[SeenToken]] = {}
@@ -294,11 +293,11 @@ class Referee:
         job = case.job
         if not self._draws_anew(job.request.seed):
             seen = [dataclasses.replace(token, row=None) for token in seen]
-        makers = {job.replica: [token for token in seen if not token.by_prefill]}
-        if job.prefilled_by:
-            status = self._known(job.replica).status
-            plainly = status is not None and status.decodes_plainly and job.began_at > status.since
-            makers[job.prefilled_by] = [token for token in seen if token.by_prefill or plainly]
+        makers: dict[str, list[SeenToken]] = {}
+        for token, since in zip(seen, [*[None] * len(job.prompt_logprobs), *job.rounds_since_handoff], strict=True):
+            makers.setdefault(token.made_by, []).append(token)
+            if since is not None and self._decoded_plainly(token.made_by, job.began_at):
+                makers.setdefault(job.prefilled_by, []).append(token)
         for name, tokens in makers.items():
             replica = self._known(name)
             replica.cases.append(case)
@@ -309,6 +308,11 @@ class Referee:
                 self._metrics.count("truespec_replay_alarms_total", alarm=alarm, stratum=stratum)
                 _logger.warning("replays show that %s is wrong: %s in stratum %s", name, alarm, stratum)
                 replica.findings.append(Finding(name, alarm, stratum, job.began_at))
+
+    def _decoded_plainly(self, name: str, began_at: float) -> bool:
+        """Whether a replica drafted nothing at all for what began then (unix seconds)."""
+        status = self._known(name).status
+        return status is not None and status.decodes_plainly and began_at > status.since
 
     def _draws_anew(self, seed: int) -> bool:
         """Whether these random numbers were not seen before: a client that repeats a seed repeats its luck."""

@@ -36,8 +36,8 @@ STRATA: dict[str, str] = {
 """What each value of the label `stratum` means."""
 
 KNOWN_AFTERWARDS = frozenset({"speculative", "plain", "accepted", "recovered"})
-"""Strata to which a token belongs because of what was drawn, there or behind it. What is accepted follows min(p, q), what
-is recovered the residual, and only together they follow p: the law is not tested in these, drift is."""
+"""Strata to which a token belongs because of what was drawn, there or behind it. Accepted tokens follow min(p, q) and
+recovered ones the residual, and only together they follow p: the law is not tested in these, drift is."""
 
 
 class Verdict(enum.StrEnum):
@@ -60,15 +60,17 @@ class ReplayJob:
 
     request: Request
     replica: str  # that answered
-    prefilled_by: str  # the prefill replica whose handoff was taken in; "" where the prompt was computed by `replica`
+    prefilled_by: str  # the prefill replica that told something of it, or whose handoff was taken in; "" = none
     began_at: float  # unix seconds, by the clock of `replica`
     max_model_len: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # as served, nats
     kinds: tuple[TokenKind, ...]
+    made_by: tuple[str, ...]  # the replica that emitted it
     rounds_since_handoff: tuple[int | None, ...]  # None = computed where the prompt was
     preempted: tuple[bool, ...]
     prompt_logprobs: tuple[float, ...] = ()  # as served, of prompt tokens 1..; () where nobody asked
+    prompt_told_by: str = ""  # the replica that gave them
     num_drafted: int = 0
     num_cached: int = 0  # prompt tokens found in a prefix cache
     weight_versions: tuple[str, ...] = (DEFAULT_VERSION,)  # that made its tokens
@@ -78,6 +80,11 @@ class ReplayJob:
         """Position of the first token whose logprob was served."""
         num_prompt = len(self.request.prompt_token_ids)
         return num_prompt - len(self.prompt_logprobs)
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        """All that had a part in it."""
+        return frozenset({self.replica, self.prefilled_by, *self.made_by} - {""})
 
     def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
         """The strata of each compared token: first the prompt's, where they were told, then the output's.
@@ -115,20 +122,26 @@ class Record:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kinds: list[TokenKind] = field(default_factory=list)
+    made_by: list[str] = field(default_factory=list)
     rounds_since_handoff: list[int | None] = field(default_factory=list)
     preempted: list[bool] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_told_by: str = ""
     num_drafted: int = 0
     num_cached: int = 0
     weight_versions: dict[str, None] = field(default_factory=dict)  # a set in order
 
     def take(self, delta: TokenDelta) -> None:
         """Take in what one step emitted."""
-        count = len(delta.token_ids)
+        count, maker = len(delta.token_ids), delta.prefilled_by or self.replica
+        self.prefilled_by = delta.prefilled_by or self.prefilled_by
         self.token_ids += delta.token_ids
         self.kinds += delta.kinds
+        self.made_by += [maker] * count
         self.logprobs += [entry.logprob for entry in delta.logprobs or ()]
-        self.prompt_logprobs += [entry.logprob for entry in delta.prompt_logprobs or ()]
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs += [entry.logprob for entry in delta.prompt_logprobs]
+            self.prompt_told_by = maker
         self.rounds_since_handoff += [self.num_rounds] * count
         self.preempted += [delta.preempted] * count
         self.num_drafted += delta.num_drafted
@@ -150,9 +163,11 @@ class Record:
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             kinds=tuple(self.kinds),
+            made_by=tuple(self.made_by),
             rounds_since_handoff=tuple(self.rounds_since_handoff),
             preempted=tuple(self.preempted),
             prompt_logprobs=tuple(self.prompt_logprobs),
+            prompt_told_by=self.prompt_told_by,
             num_drafted=self.num_drafted,
             num_cached=self.num_cached,
             weight_versions=tuple(self.weight_versions),

@@ -19,6 +19,7 @@ class Finished:
     request_id: str
     began_at: float  # unix seconds, by the replica's clock, as all times here
     ended_at: float
+    prefilled_by: str = ""  # the prefill replica that had a part in it
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from serve_app.admission import Clock
 from serve_app.errors import RequestAborted
 from serve_app.metrics import Metrics
 from serve_app.replays import Records
-from speculative.errors import EngineFault
+from speculative.errors import EngineFault, EngineOverloaded
 from speculative.request import FinishReason, Request, TokenDelta
 
 _logger = logging.getLogger("truespec.resume")
@@ -63,6 +63,7 @@ class ReplicaPool(Protocol):
         Raises:
             ReplicaLost: the replica died, or none could be reached.
             EngineFault: its engine failed.
+            EngineOverloaded: there is no room for them now.
         """
         ...
 
@@ -129,7 +130,7 @@ class _Progress:
     emitted: list[int] = field(default_factory=list)
     told_prompt: bool = False  # its prompt's logprobs
     ended: bool = False
-    num_lost: int = 0  # replicas that had begun it
+    num_lost: int = 0  # replicas that had begun it; since then also tries that found no room
     num_asked: int = 1  # replicas
 
     @property
@@ -193,6 +194,7 @@ class ResumingSource:
 
         Raises:
             RequestAborted: a replica died, and the request is not to be resumed, or was too often.
+            EngineOverloaded: there is no room for it, and nothing of it was lost or too many tries found none.
         """
         group = {one.request_id: _Progress(one) for one in requests}
         self._live |= group
@@ -232,6 +234,10 @@ class ResumingSource:
             lost: Exception = ReplicaLost("the stream ended before the request did")
         except (ReplicaLost, EngineFault) as error:
             lost = error
+        except EngineOverloaded as error:
+            if not any(one.num_lost for one in left):
+                raise
+            lost = error
         unfinished = [one for one in left if not one.ended]
         for one in unfinished:
             one.num_asked += 1
@@ -262,12 +268,12 @@ class ResumingSource:
 
         Raises:
             RequestAborted: one of them is not to be.
-            EngineFault: likewise, and it was the engine that failed.
+            EngineFault, EngineOverloaded: likewise, and it was the engine that failed, or none had room.
         """
         for one in left:
             resumes = one.request.resume and one.num_lost < self._most_resumes
             self._metrics.count("truespec_resumes_total", result="resumed" if resumes else "failed")
-            if not resumes and isinstance(lost, EngineFault):
+            if not resumes and isinstance(lost, EngineFault | EngineOverloaded):
                 raise lost
             if not resumes:
                 raise RequestAborted(f"{one.request.request_id} ended with its replica: {lost}")

@@ -152,8 +152,8 @@ class PooledTokenSource:
         named = request if attempt == 0 else dataclasses.replace(request, request_id=f"{request.request_id}~{attempt}")
         async with asyncio.timeout(self._patience.timeout_s):
             prefilled = await ask(named, first_token)
-        deltas = tuple(delta.replace(request_id=request.request_id) for delta in prefilled.deltas)
-        return dataclasses.replace(prefilled, deltas=deltas)
+        whose = {"request_id": request.request_id, "prefilled_by": prefilled.replica}
+        return dataclasses.replace(prefilled, deltas=tuple(delta.replace(**whose) for delta in prefilled.deltas))
 
     async def _resume(self, request: Request, handoff: Handoff, replica: str, emitted: Sequence[int]) -> Deltas:
         """Go on from the handoff; from the tokens alone where the engine refuses it."""

@@ -37,7 +37,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    replica: str
+    replicas: frozenset[str]  # that had a part in it
     began_at: float
     ended_at: float
     checked: Checked
@@ -59,21 +59,22 @@ class VerdictBook:
         """A request has ended; nothing is known of it yet unless its check was quicker."""
         known = self._entry(finished.request_id)
         checked = Checked() if known is None else known.checked
-        self._put(finished.request_id, _Entry(replica, finished.began_at, finished.ended_at, checked))
+        replicas = frozenset({replica, finished.prefilled_by} - {""}) | (known.replicas if known else frozenset())
+        self._put(finished.request_id, _Entry(replicas, finished.began_at, finished.ended_at, checked))
 
     def settle(self, job: ReplayJob, checked: Checked, now: float) -> Checked:
         """A request was checked; what is to be told of it: the check cannot clear what a trip made suspect."""
         known = self._entry(job.request.request_id)
         ended_at = now if known is None else known.ended_at
-        return self._put(job.request.request_id, _Entry(job.replica, job.began_at, ended_at, checked)).checked
+        return self._put(job.request.request_id, _Entry(job.replicas, job.began_at, ended_at, checked)).checked
 
     def trip(self, replica: str, trip: Trip) -> int:
-        """A replica was found wrong: what it answered about then is suspect. Returns how many answers became so."""
+        """A replica was found wrong: what it had a part in then is suspect. Returns how many answers became so."""
         self._trips.setdefault(replica, deque(maxlen=_TRIPS_KEPT)).append(trip)
         num_suspect = 0
         for choices in self._replies.values():
             for index, entry in choices.items():
-                if entry.replica == replica:
+                if replica in entry.replicas:
                     choices[index] = self._judged(entry)
                     num_suspect += choices[index].checked.verdict is not entry.checked.verdict
         return num_suspect
@@ -96,7 +97,7 @@ class VerdictBook:
         return judged
 
     def _judged(self, entry: _Entry) -> _Entry:
-        for trip in self._trips.get(entry.replica, ()):
+        for trip in (trip for replica in sorted(entry.replicas) for trip in self._trips.get(replica, ())):
             if entry.checked.verdict is not Verdict.SUSPECT and (
                 entry.began_at < trip.at and entry.ended_at >= trip.suspect_since
             ):

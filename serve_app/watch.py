@@ -22,7 +22,7 @@ class SeenToken:
     strata: tuple[str, ...]
     drift: TokenDrift
     row: LawRow | None  # the law it was to follow; None where nothing was drawn
-    by_prefill: bool  # the prefill replica told its logprob, not the one that answered
+    made_by: str  # the replica that told its logprob
 
     @property
     def law_terms(self) -> tuple[float, float] | None:

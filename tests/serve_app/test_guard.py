@@ -199,6 +199,22 @@ async def test_an_alarm_during_a_canary_fails_it(replica: Replica) -> None:
     assert replica.count("truespec_breaker_trips_total") == 0, "the first was counted before, a canary is no trip"
 
 
+async def test_an_operator_who_forces_speculation_on_during_a_canary_has_not_found_it_wrong(replica: Replica) -> None:
+    replica.step(ALARM)
+    replica.step(later=10)
+    assert replica.guard.status.state is BreakerState.CANARY
+    replica.guard.obey(Orders(mode=Mode.ON))
+    replica.guard.act()
+    assert replica.guard.status.state is BreakerState.CLOSED
+    for _ in range(50):
+        await asyncio.sleep(0.002)
+    canaries = {labels[-1]: n for (name, labels), n in replica.buffer.drain().counters.items() if "canaries" in name}
+    assert canaries == {"passed": 0, "failed": 0, "inconclusive": 1}
+    assert replica.backend.num_distrusted == 1, "at the trip"
+    assert [trip.reason for trip in replica.guard.take_trips()] == ["selfcheck"]
+    assert replica.guard.status.state is BreakerState.CLOSED
+
+
 async def test_an_operator_switches_speculation(replica: Replica) -> None:
     for mode, speculation in ((Mode.OFF, Speculation.OFF), (Mode.ON, Speculation.ON), (Mode.AUTO, Speculation.ON)):
         replica.guard.obey(Orders(mode=mode))

@@ -26,7 +26,7 @@ from serve_app.replays import Records
 from serve_app.resume import ReplicaLost, ResumingSource, Streamed, with_signs_of_life
 from serve_app.token_source import PooledTokenSource
 from serve_app.tokenizer import Tokenizer, tokenizer_files
-from speculative.errors import EngineFault
+from speculative.errors import EngineFault, EngineOverloaded
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
 
 NEVER = 10**9
@@ -34,12 +34,13 @@ LOOPING = "one two three one two three one two"
 
 
 class Replicas:
-    """Engines that are asked in turn; call number i dies after `deaths[i]` deltas."""
+    """Engines that are asked in turn; call number i dies after `deaths[i]` deltas, and those in `full` find no room."""
 
     def __init__(self, sources: Sequence[PooledTokenSource], deaths: Sequence[int] = ()) -> None:
         self.sources = sources
         self.deaths = list(deaths)
         self.death: Exception = ReplicaLost("it was killed")
+        self.full: Sequence[int] = ()
         self.calls: list[tuple[list[str], Mapping[str, tuple[int, ...]]]] = []
         self.aborted: list[str] = []
 
@@ -48,6 +49,8 @@ class Replicas:
     ) -> AsyncGenerator[Streamed, None]:
         number = len(self.calls)
         self.calls.append(([one.request_id for one in requests], dict(emitted)))
+        if number in self.full:
+            raise EngineOverloaded("All replicas are busy; try again soon.", retry_after_s=7.0)
         left = self.deaths[number] if number < len(self.deaths) else NEVER
         source = self.sources[number % len(self.sources)]
         tokens = source.go_on(requests, emitted) if emitted else source.stream(requests)
@@ -227,6 +230,32 @@ async def test_a_request_is_not_resumed_for_ever(service: Service) -> None:
     batch = service.sink.drain()
     counts = {labels[-1]: value for (name, labels), value in batch.counters.items() if name.endswith("resumes_total")}
     assert counts == {"resumed": 4, "failed": 1}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_one_that_lost_its_replica_waits_for_room_at_the_others(service: Service) -> None:
+    body = {"reproducible": True, "return_token_ids": True, "max_tokens": 24, "ignore_eos": True}
+    undisturbed, _ = await service.answer((), body)
+    service.counted("resumed")
+    front, pool = service.over([3, 0, 0, 2])
+    pool.full = (1, 2)
+    assert told(await front.collect(await front.prepare(wire(body)))) == told(undisturbed)
+    lengths = [sum(map(len, emitted.values())) for _, emitted in pool.calls]
+    assert 0 == lengths[0] < lengths[1] == lengths[2] == lengths[3] < lengths[4]
+    assert service.counted("resumed") == 4, "a try counts, as with a replica that dies at once"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("deaths", "full", "num_calls"), [((), (0,), 1), ((2,), range(1, 9), 5)], ids=["first", "all"])
+async def test_where_there_is_no_room_the_client_hears_when_to_come_again(
+    service: Service, deaths: Sequence[int], full: Sequence[int], num_calls: int
+) -> None:
+    front, pool = service.over(deaths)
+    pool.full = full
+    with pytest.raises(EngineOverloaded) as caught:
+        await front.collect(await front.prepare(wire({"max_tokens": 24, "ignore_eos": True})))
+    assert len(pool.calls) == num_calls, "nobody is resumed more than four times"
+    assert reply_for(caught.value).headers == {"retry-after": "7"}
 
 
 @pytest.mark.asyncio(loop_scope="module")

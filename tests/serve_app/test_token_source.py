@@ -209,6 +209,15 @@ async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pool
     assert [None if job is None else len(job.logprobs) for _, job in ended] == [6, 6, 6, None]
 
 
+async def test_an_answer_of_one_token_is_the_prefill_replicas(pools: Pools) -> None:
+    ended: list[tuple[Record, ReplayJob | None]] = []
+    request = Request("r", (7, 8, 9), dataclasses.replace(ASKING, max_tokens=1), 1)
+    assert len([delta async for delta in observed(pools, ended).stream([request])]) == 1
+    ((_, job),) = ended
+    assert job is not None
+    assert (job.replica, job.prefilled_by, job.made_by) == ("decode-1", "prefill-1", ("prefill-1",))
+
+
 @pytest.mark.parametrize("damaged", [False, True], ids=["handed off", "refused"])
 async def test_what_is_to_be_replayed_tells_how_each_token_was_made(pools: Pools, damaged: bool) -> None:
     pools.damaged = damaged
@@ -217,7 +226,8 @@ async def test_what_is_to_be_replayed_tells_how_each_token_was_made(pools: Pools
     deltas = [delta async for delta in observed(pools, ended).stream([request])]
     ((_, job),) = ended
     assert job is not None
-    assert (job.replica, job.prefilled_by) == ("decode-1", "" if damaged else "prefill-1")
+    assert (job.replica, job.prefilled_by, job.prompt_told_by) == ("decode-1", "prefill-1", "prefill-1")
+    assert job.made_by == ("prefill-1", *["decode-1"] * 29)
     assert list(job.token_ids) == text_of(deltas, "r")
     assert len(job.prompt_logprobs) == 17
     assert job.num_drafted == sum(delta.num_drafted for delta in deltas)

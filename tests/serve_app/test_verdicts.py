@@ -22,7 +22,10 @@ def job(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes:
         "rounds_since_handoff": (None, None),
         "preempted": (False, False),
     }
-    return ReplayJob(**(fields | changes))
+    fields |= changes
+    first = fields["prefilled_by"] or fields["replica"]  # the first token is what a prefill emits
+    fields.setdefault("made_by", (first, *[fields["replica"]] * (len(fields["token_ids"]) - 1)))
+    return ReplayJob(**fields)
 
 
 VERIFIED = Checked(Verdict.VERIFIED, "replayed", 2, 1.0, 0.0, "p1")
@@ -76,6 +79,17 @@ def test_a_trip_makes_suspect_what_ended_about_then_whenever_it_is_told() -> Non
         "elsewhere": "unverified",
     }
     assert "drift" in (book.reply("within") or {})["choices"][0]["reason"]
+
+
+def test_a_trip_of_the_prefill_replica_makes_suspect_what_was_decoded_from_its_handoffs() -> None:
+    book = VerdictBook(10)
+    book.note("r1", Finished("unchecked-0", 6, 7, prefilled_by="p1"))
+    book.settle(job("checked-0", began_at=6, prefilled_by="p1"), VERIFIED, now=7)
+    book.note("r1", Finished("checked-0", 6, 7, prefilled_by="p1"))
+    book.note("r1", Finished("other-0", 6, 7, prefilled_by="p2"))
+    assert book.trip("p1", Trip("drift", at=10, suspect_since=5)) == 2
+    told = {name: verdicts(book, name)[0] for name in ("unchecked", "checked", "other")}
+    assert told == {"unchecked": "suspect", "checked": "suspect", "other": "unverified"}
 
 
 def test_a_check_cannot_clear_what_a_trip_made_suspect() -> None:

@@ -46,7 +46,7 @@ def seen(job: ReplayJob, referee: EngineCore) -> list[SeenToken]:
     replayed = (entry.logprob for entry in delta.logprobs)
     drifts = [TokenDrift.between(*pair) for pair in zip(job.logprobs, replayed, strict=True)]
     rows = zip(job.strata(NUM_DRAFTS), drifts, delta.law, strict=True)
-    return [SeenToken(strata, drift, row, by_prefill=False) for strata, drift, row in rows]
+    return [SeenToken(strata, drift, row, "r1") for strata, drift, row in rows]
 
 
 def test_a_sound_engine_that_draws_its_drafts_raises_no_alarm_in_any_stratum(tmp_path: Path) -> None:
