@@ -19,6 +19,7 @@ from serve_app.replays import Records, ReplayJob, Verdict
 from serve_app.verdicts import Checked
 from speculative.errors import EngineFault, TruespecError
 from speculative.request import FinishReason, Request, SamplingParams
+from speculative.stats import CLIENTS_FAULT
 
 _logger = logging.getLogger("truespec.canary")
 
@@ -39,6 +40,10 @@ class CanarySettings:
 
     num_requests: int = 4
     min_drafted: int = 1  # draft tokens; a trial with fewer, even after four times the requests, has shown nothing
+
+
+class _DeadEndError(Exception):
+    """The request's own parameters left no token to say: it shows nothing."""
 
 
 class Canary:
@@ -71,6 +76,8 @@ class Canary:
             try:
                 job = await self._serve(request)
                 checked = await self._judge(job) if self._judge is not None else _UNJUDGED
+            except _DeadEndError:
+                continue
             except EngineFault as error:
                 _logger.warning("a canary failed: %s", error)
                 return False
@@ -105,6 +112,8 @@ class Canary:
         try:
             async with contextlib.aclosing(self._source.stream([request])) as deltas:
                 async for delta in deltas:
+                    if delta.broken == CLIENTS_FAULT:
+                        raise _DeadEndError
                     if delta.finish_reason is FinishReason.ERROR:
                         raise EngineFault(delta.error or "the engine gave no reason")
                     record.take(delta)

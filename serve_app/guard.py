@@ -13,13 +13,11 @@ from serve_app.metrics import Metrics
 from serve_app.reports import Orders, ReplicaStatus
 from speculative.errors import EngineFault
 from speculative.request import Speculation
-from speculative.stats import StepStats
+from speculative.stats import CLIENTS_FAULT, StepStats
 
 _logger = logging.getLogger("truespec.breaker")
 
 _CANARY_TIMEOUT_S = 120.0
-# A client's own parameters may leave no token to say: that fails its request, and says nothing about the engine.
-_CLIENTS_FAULT = "no_token"
 
 TryOut = Callable[[], Awaitable[bool | None]]
 """Tries speculation out: whether it is right; None where that was not to be seen."""
@@ -71,7 +69,7 @@ class Guard:
     def inspect(self, stats: StepStats) -> None:
         """Look at what the engine found out about itself since the last time."""
         began, self._inspected_at = self._inspected_at, self._clock()
-        broken = [kind for kind in stats.violations if kind != _CLIENTS_FAULT]
+        broken = [kind for kind in stats.violations if kind != CLIENTS_FAULT]
         for reason, found in (
             ("selfcheck", stats.alarms),
             ("invariant", broken),

@@ -255,6 +255,7 @@ class TokenDelta:
     stop_token_id: int | None = None  # the token that stopped it, when one did
     law: tuple[LawRow, ...] | None = None  # of a teacher-forced request: one a scored token
     error: str | None = None  # set with FinishReason.ERROR
+    broken: str | None = None  # which of `INVARIANTS` ended it, where one did
     synthetic: bool = False  # made by a benchmark's verifier: the tokens are wrong on purpose
     weight_version: str = DEFAULT_VERSION  # of the weights that made it
     prefilled_by: str = ""  # the prefill replica that made it; "" = the one that answers

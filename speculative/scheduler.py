@@ -18,7 +18,7 @@ from speculative.draft_length import DraftLength, StaticLength
 from speculative.kv_cache import BlockPool
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta, TokenKind
 from speculative.sequence import Phase, Sequence
-from speculative.stats import INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
+from speculative.stats import CLIENTS_FAULT, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
 from speculative.waiting import WaitingLine
 
 
@@ -310,7 +310,9 @@ class Scheduler:
         """The end of a request in which an invariant broke; nothing of the round is told."""
         self.stats.count_violation(kind)
         error = f"The engine broke a rule of its own ({INVARIANTS[kind]}); the request ends here."
-        return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=error)
+        if kind == CLIENTS_FAULT:
+            error = "What the request forbids and asks for left no token to say; the request ends here."
+        return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=error, broken=kind)
 
     def _until_stop(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
         """How many of the emitted tokens count, and why the request ends there if it does.

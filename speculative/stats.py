@@ -47,6 +47,9 @@ INVARIANTS = {
 }
 """What a breach of each invariant means."""
 
+CLIENTS_FAULT = "no_token"
+"""The one of them that a client's own parameters bring about: it fails the request, and says nothing of the engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckSums:

@@ -1,6 +1,8 @@
 """The guard over a fake engine: evidence in, deeds out, and a canary that tries speculation on real requests."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from serve_app.reports import Finding, Orders
 from serve_app.token_source import PooledTokenSource
 from serve_app.verdicts import Checked
 from speculative.errors import EngineFault
-from speculative.request import Request, SamplingParams, Speculation
+from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from speculative.stats import StepStats
 
 ALARM = StepStats(alarms={"f": 1})
@@ -141,6 +143,29 @@ async def test_a_canary_of_late_requests_brings_speculation_back(replica: Replic
     assert all(job.request.params.max_tokens <= 48 for job in replica.judged)
     assert len({job.request.request_id for job in replica.judged}) == 3
     assert replica.backend.num_distrusted == 1
+    assert replica.count("truespec_canaries_total", result="passed") == 1
+
+
+async def test_a_request_that_its_own_rules_end_says_nothing_of_speculation(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was well when a client asked for less; as a canary it goes on until nothing is allowed."""
+    replica.canary.remember(Request("r", (1, 2), SamplingParams(max_tokens=2, allowed_token_ids=(5,))))
+    generate = replica.backend.generate
+
+    async def generated(request: Request, *args: Any) -> AsyncGenerator[TokenDelta, None]:
+        if request.params.allowed_token_ids:
+            yield TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error="...", broken="no_token")
+            return
+        async with contextlib.aclosing(generate(request, *args)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    monkeypatch.setattr(replica.backend, "generate", generated)
+    replica.step(ALARM)
+    replica.step(later=10)
+    await replica.canary_over()
+    assert replica.backend.speculation is Speculation.ON
     assert replica.count("truespec_canaries_total", result="passed") == 1
 
 

@@ -137,7 +137,8 @@ def test_a_broken_invariant_fails_its_request(
         expected = [token for delta in sound[name] for token in delta.token_ids]
         if name in failed:
             assert deltas[-1].token_ids == ()
-            assert "broke a rule" in (deltas[-1].error or "")
+            assert ("left no token" if kind == "no_token" else "broke a rule") in (deltas[-1].error or "")
+            assert deltas[-1].broken == kind
             assert said == expected[: len(said)]
         else:
             assert said == expected
