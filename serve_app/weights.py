@@ -23,7 +23,7 @@ from typing import Any
 from serve_app.backends.base import Backend, ModelInfo, PauseMode
 from serve_app.errors import UpdateRefused
 from serve_app.metrics import Metrics
-from speculative.errors import EngineFault, TruespecError
+from speculative.errors import EngineFault
 from speculative.request import DEFAULT_VERSION
 
 _logger = logging.getLogger("truespec.weights")
@@ -372,7 +372,7 @@ class WeightsKeeper:
                     self._loaded_fingerprint = await self._backend.load_weights(folder, drafter)
             self._loaded = target
             _logger.info("weights %r are loaded beside %r", target.version, self._serving.version)
-        except (TruespecError, OSError, ValueError) as error:
+        except Exception as error:  # what it was: tried again with every report, it would fail again
             self._give_up(target, error)
 
     async def _switch(self) -> None:
@@ -402,7 +402,7 @@ class WeightsKeeper:
     def _give_up(self, ref: WeightsRef, error: Exception) -> None:
         """Not to try these again: what a failed switch left behind is neither the old weights nor the new."""
         self._loaded, self._loaded_fingerprint = None, ""
-        self._failed = (ref.number, str(error))
+        self._failed = (ref.number, str(error) or type(error).__name__)
         self._metrics.count("truespec_weight_updates_total", result="failed")
         _logger.error("weights %r could not be taken: %s", ref.version, error)
 

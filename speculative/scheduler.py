@@ -363,7 +363,7 @@ class Scheduler:
         """Publish what is newly computed, then let the sequence go, hold it, or run on."""
         if delta is None or delta.finish_reason is not FinishReason.ERROR:
             self.publish(sequence)
-        else:  # what it computed may be at fault, or what it found in the cache
+        elif delta.broken != CLIENTS_FAULT:  # what it computed may be at fault, or what it found in the cache
             self.pool.withdraw(sequence.blocks)
         if delta is not None and delta.finished:
             self.release(sequence)

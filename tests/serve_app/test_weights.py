@@ -348,6 +348,22 @@ async def test_a_replica_that_cannot_load_says_why_and_is_replaced_only_where_th
         replica.keeper.check_health()
 
 
+async def test_weights_that_no_memory_is_left_for_are_not_tried_again_with_every_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica, tried = Replica(), []
+
+    async def load_weights(source: str, drafter: str | None = None) -> str:
+        tried.append(source)
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(replica.backend, "load_weights", load_weights)
+    large = WeightsRef(1, "v1", path="large")
+    for _ in range(3):
+        status = await replica.come_to(Wanted(CONFIGURED, load=large))
+    assert (status.failed, status.reason, tried) == (1, "CUDA out of memory", ["large"])
+
+
 async def test_a_pause_outlasts_an_update() -> None:
     replica = Replica()
     assert (await replica.come_to(Wanted(CONFIGURED, paused=PauseMode.KEEP))).paused

@@ -136,6 +136,18 @@ def test_the_first_block_of_a_prefix_stays_its_representative() -> None:
     assert pool.find(DIGESTS[:1]) == [first]
 
 
+def test_withdrawn_blocks_are_found_no_more_and_stay_as_they_are_for_who_holds_them() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.take(1) or []
+    pool.publish(block, DIGESTS[0])
+    pool.mark(block)
+    pool.withdraw([block])
+    assert pool.find(DIGESTS[:1]) == []
+    assert pool.is_marked(block)
+    pool.release([block])
+    assert block in (pool.take(2) or []) and not pool.is_marked(block)
+
+
 def test_without_caching_nothing_is_found() -> None:
     pool = BlockPool(2, caching=False)
     (block,) = pool.take(1) or []

@@ -320,9 +320,10 @@ def test_a_draft_model_of_too_few_positions_is_refused(target: Path, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
 def test_a_request_that_fails_takes_nothing_from_one_that_shares_its_prefix(
-    target: Path, drafters: dict[str, DrafterConfig], kind: str
+    target: Path, drafters: dict[str, DrafterConfig], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other was admitted on the shared blocks, and has not begun to compute when they are withdrawn."""
+    monkeypatch.setattr("speculative.scheduler.CLIENTS_FAULT", "")  # as for a fault of the engine's
     engine = tiny_engine(target, drafter=drafters[kind], max_num_seqs=4, max_batched_tokens=16)
     prefix, params = tuple(range(3, 23)), dataclasses.replace(GREEDY, max_tokens=8)
     engine.add(Request("warm", (*prefix, 7), params))
@@ -342,6 +343,19 @@ def test_a_request_that_fails_takes_nothing_from_one_that_shares_its_prefix(
     plain = texts(tiny_engine(target, drafter=NO_DRAFTS), [sharing])
     assert answers["sharing"].token_ids == plain["sharing"].token_ids
     assert_idle(engine)
+
+
+def test_a_dead_end_of_a_clients_own_leaves_the_prefix_to_others(target: Path) -> None:
+    engine = tiny_engine(target, drafter=NO_DRAFTS)
+    prefix = tuple(range(3, 40))
+    engine.add(Request("warm", (*prefix, 7), dataclasses.replace(GREEDY, max_tokens=2)))
+    run(engine)
+    dead_end = SamplingParams(max_tokens=8, allowed_token_ids=(5,), bad_words=((5, 5),))
+    engine.add(Request("failing", (*prefix, 30), dead_end))
+    assert str(run(engine)["failing"].finish_reason) == "error"
+    engine.add(Request("next", (*prefix, 9), dataclasses.replace(GREEDY, max_tokens=2)))
+    deltas = engine.step()
+    assert [delta.num_cached_tokens for delta in deltas] == [len(prefix) // 4 * 4]
 
 
 def test_sections_of_a_handoff_are_not_read_where_nothing_is_drafted(
