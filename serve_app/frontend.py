@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -48,8 +48,8 @@ from serve_app.protocol import (
 )
 from serve_app.replays import worst
 from serve_app.tokenizer import StopMatcher, StopStrings, Tokenizer
-from serve_app.tools import put_together
-from speculative.errors import EngineFault, InvalidRequest
+from serve_app.tools import forces_calls, put_together
+from speculative.errors import EngineFault, InvalidRequest, RequestTimeout
 from speculative.request import (
     MAX_PRIORITY,
     FinishReason,
@@ -72,6 +72,7 @@ def free(num_tokens: int) -> None:
 
 
 _LONG_TEXT = 4096  # characters; encoding more than this leaves the event loop
+_FORM = "response_format"  # how an engine names the form of an answer, whichever field asked for it
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -89,7 +90,7 @@ class TokenSource(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End one of the requests; the others go on. What it still emits is ignored."""
+        """End one of the requests; the others go on. What it still emits is ignored. It may have ended already."""
         ...
 
 
@@ -100,6 +101,7 @@ class Limits:
     max_body_bytes: int = 8 * 2**20
     max_prompts: int = 64
     max_choices: int = 64  # of each prompt
+    max_sequences: int | None = None  # choices of all prompts; None = as many as the others allow
     max_prompt_tokens: int | None = None  # None = the model's own
     default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
     resumes: bool | None = None  # whether a request that does not say is resumed; None = none can be
@@ -153,6 +155,7 @@ class Job:
     stream: bool
     verify: bool
     answers: Answers | None = None  # None: all text is content
+    form_field: str = _FORM  # that asks for the form of the answers
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -231,6 +234,7 @@ class FrontEnd:
         priority = terms.priority(wire.priority)
         talk = self._chats.talk(wire) if isinstance(wire, ChatCompletionRequest) else None
         prompts = await self._prompts(wire, talk)
+        self._check_sequences(len(prompts), num_choices)
         for prompt in prompts:
             name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
             terms.check_prompt(name, len(prompt), self.limits.max_prompt_tokens)
@@ -258,7 +262,21 @@ class FrontEnd:
             for index in range(len(prompts))
         )
         stops = StopStrings(wire.stop_strings)
-        return Job(head, reply_format, groups, stops, bool(wire.stream), bool(wire.verify), answers)
+        form_field = "tools" if talk is not None and forces_calls(talk) else wire.structure_field
+        return Job(head, reply_format, groups, stops, bool(wire.stream), bool(wire.verify), answers, form_field)
+
+    def _check_sequences(self, num_prompts: int, num_choices: int) -> None:
+        """Refuse what the server could not run at once if it had nothing else to do: to try again would not help."""
+        most, asked = self.limits.max_sequences, num_prompts * num_choices
+        if most is None or asked <= most:
+            return
+        if num_prompts == 1:
+            raise InvalidRequest("n", f"n asks for {asked} choices; this server runs at most {most} at once.")
+        raise InvalidRequest(
+            "prompt",
+            f"{num_prompts} prompts with {num_choices} choices each are {asked} sequences; this server runs at most "
+            f"{most} at once. Send several requests.",
+        )
 
     @property
     def _fingerprint(self) -> str:
@@ -332,10 +350,10 @@ class FrontEnd:
     ) -> list[tuple[int, ...]]:
         if isinstance(wire, ChatCompletionRequest):
             assert talk is not None
-            num_characters = sum(len(message["content"]) for message in talk.messages)
             encode_chat, messages = self._tokenizer.encode_chat, talk.messages
             ids = await _off_loop(
-                num_characters, lambda: encode_chat(messages, tools=talk.tools, variables=talk.variables)
+                _size((messages, talk.tools, talk.variables)),
+                lambda: encode_chat(messages, tools=talk.tools, variables=talk.variables),
             )
             return [self._checked(tuple(ids), "messages")]
         prompts = wire.prompts()
@@ -433,24 +451,38 @@ class FrontEnd:
     async def _pieces(self, job: Job, run: "_Run", spend: Spend) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices as they come; ends when every choice has ended."""
         try:
-            async with aclosing(merge([self._source.stream(group) for group in job.groups])) as deltas:
-                async for delta in deltas:
-                    if delta.request_id not in run.unfinished:
-                        continue
-                    spend(len(delta.token_ids))
-                    piece = run.push(delta)
-                    if delta.request_id not in run.unfinished and not delta.finished:
-                        await self._source.abort(delta.request_id)
-                    if piece is not None:
-                        yield piece
-                    if not run.unfinished:
-                        return
+            async with aclosing(merge([self._group_pieces(group, run, spend) for group in job.groups])) as arriving:
+                async for piece in arriving:
+                    yield piece
         except InvalidRequest as error:
             refusal = None if job.answers is None else job.answers.refusal_of_tools(error)
+            if refusal is None and error.field == _FORM:
+                refusal = InvalidRequest(job.form_field, error.message)
             if refusal is None:
                 raise
             raise refusal from error
-        raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
+        except (asyncio.CancelledError, GeneratorExit, RequestTimeout):  # or who never waits would never pay
+            spend(run.num_unpaid)
+            raise
+        if run.unfinished:
+            raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
+
+    async def _group_pieces(self, group: Sequence[Request], run: "_Run", spend: Spend) -> AsyncGenerator[Piece, None]:
+        """The pieces of one prompt's choices. The source hears of a choice that ended here before it is asked for more:
+        how a request ended is counted when its stream ends."""
+        names = {request.request_id for request in group}
+        async with aclosing(self._source.stream(group)) as deltas:
+            async for delta in deltas:
+                if delta.request_id not in run.unfinished:
+                    continue
+                piece = run.push(delta)
+                spend(run.price(delta))
+                if run.ended_here(delta.request_id):
+                    await self._source.abort(delta.request_id)
+                if piece is not None:
+                    yield piece
+                if run.unfinished.isdisjoint(names):
+                    return
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -524,11 +556,17 @@ class _Choice:
         self._matcher = StopMatcher(job.stops)
         self._text_offset = 0
         self._begun = False
+        self._held: list[Piece] = []  # tokens that had nothing to say; the next piece has them too
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
         self.num_delivered = 0
         self.num_accepted = 0
         self.num_rejected = 0
         self.num_cached = 0
+
+    @property
+    def ended_here(self) -> bool:
+        """Whether a stop string ended it, of which the source knows nothing."""
+        return self._matcher.stopped
 
     def push(self, delta: TokenDelta) -> Piece | None:
         """Take in a delta; None when it has nothing to tell the client.
@@ -542,29 +580,33 @@ class _Choice:
         texts, released, offsets = self._release(delta)
         reason = self._end(delta, released)
         num_delivered = len(offsets)
+        ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
         self._count(delta, num_delivered)
         text = "".join(released)
         said = Said(text)
         if self._reader is not None:
-            ids = delta.token_ids[:num_delivered]
             said, reason = self._reader.push(ids, texts[:num_delivered], text, reason)
+        tokens = Piece(
+            self._index, token_ids=ids, token_kinds=kinds, weight_versions=((delta.weight_version, num_delivered),)
+        )
         if reason is None and said == Said() and not (self._with_tokens and num_delivered):
+            self._held.append(tokens)
             return None
+        if self._held:
+            tokens, self._held = join([*self._held, tokens]), []
         first, self._begun = not self._begun, True
         entries = self._entries(delta, offsets) if self._with_logprobs else None
         prompt_entries = self._prompt_entries if first else None
-        ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
-        versions = ((delta.weight_version, num_delivered),)
         return Piece(
             self._index,
             said.content,
-            ids,
-            kinds,
+            tokens.token_ids,
+            tokens.token_kinds,
             entries,
             reason,
             first,
             prompt_entries,
-            versions,
+            tokens.weight_versions,
             said.reasoning,
             said.calls,
         )
@@ -658,6 +700,8 @@ class _Run:
             for index, request in enumerate(job.requests)
         }
         self.unfinished = set(self._choices)
+        self._group_of = {one.request_id: number for number, group in enumerate(job.groups) for one in group}
+        self._unpaid = dict(enumerate(map(len, job.head.prompts)))  # tokens of prompts of which nothing came yet
 
     def push(self, delta: TokenDelta) -> Piece | None:
         """Take in a delta of an unfinished choice."""
@@ -665,6 +709,19 @@ class _Run:
         if piece is not None and piece.finish_reason is not None:
             self.unfinished.discard(delta.request_id)
         return piece
+
+    def ended_here(self, request_id: str) -> bool:
+        """Whether a choice was ended by its front end."""
+        return self._choices[request_id].ended_here
+
+    def price(self, delta: TokenDelta) -> int:
+        """Tokens to pay for: those of the delta, and those of its prompt where it is the first that came of it."""
+        return len(delta.token_ids) + self._unpaid.pop(self._group_of[delta.request_id], 0)
+
+    @property
+    def num_unpaid(self) -> int:
+        """Tokens of prompts of which nothing came yet."""
+        return sum(self._unpaid.values())
 
     def usage(self) -> Usage:
         """Tokens up to now. A prompt and its cached part count once, however many choices it has."""
@@ -748,6 +805,19 @@ def _refuse_dead_end(params: SamplingParams, eos_token_ids: Sequence[int]) -> No
             "allowed_token_ids",
             "allowed_token_ids leaves nothing to say: bad_words and min_tokens forbid every one of them.",
         )
+
+
+def _size(rendered: Any) -> int:
+    """Characters and values of what a template is given, counted only until they are too many for the event loop."""
+    size, waiting = 0, [rendered]
+    while waiting and size <= _LONG_TEXT:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            value = [*value, *value.values()]
+        size += len(value) if isinstance(value, Sequence) else 1
+        if not isinstance(value, str) and isinstance(value, Sequence):
+            waiting += value
+    return size
 
 
 async def _off_loop(num_characters: int, work: Callable[[], T]) -> T:

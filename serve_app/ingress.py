@@ -60,6 +60,7 @@ _TIMEOUT_HEADER = "x-request-timeout"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?", re.ASCII)
 _COMPUTING = {"/v1/completions", "/v1/chat/completions", "/v1/score"}
 _WORTH_A_LINE = ("/v1/", "/admin/")  # what is polled is not
+_LONGEST_PATH = 200  # characters that are logged
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 
 
@@ -357,9 +358,10 @@ class RequestIds:
             try:
                 await self._app(scope, receive, send_with_id)
             finally:
-                fields = {"method": method, "path": path, "status": status, "duration_s": time.monotonic() - began}
+                shown, duration_s = path[:_LONGEST_PATH], time.monotonic() - began
+                fields = {"method": method, "path": shown, "status": status, "duration_s": duration_s}
                 level = logging.INFO if path.startswith(_WORTH_A_LINE) else logging.DEBUG
-                logger.log(level, "%s %s %d", method, path[:200], status, extra={"fields": fields})
+                logger.log(level, "%s %s %d", method, shown, status, extra={"fields": fields})
                 span.set_attribute("http.response.status_code", status)
                 if status >= 500:
                     failed(span, f"status {status}")
@@ -378,7 +380,6 @@ async def _generate(
         body = await _read_body(request, front_end.limits.max_body_bytes)
         job = await front_end.prepare(parse(body, kind), _terms(request))
         logger.debug("%s is %s", _request_id(request.scope), job.head.reply_id)
-        lease.spend(sum(map(len, job.head.prompts)))
         if not job.stream:
             return JSONResponse(await _unless_disconnected(request.receive, front_end.collect(job, lease.spend)))
         events = front_end.events(job, lease.spend)
@@ -456,7 +457,8 @@ async def _guarded(request: Request, answer: Coroutine[Any, Any, Response]) -> R
         reply = reply_for(error)
         if reply.status >= 500:
             request_id = _request_id(request.scope)
-            logger.error("%s %s failed: %r", request.url.path, request_id, error, exc_info=error)
+            path = request.url.path[:_LONGEST_PATH]
+            logger.error("%s %s failed: %r", path, request_id, error, exc_info=error)
         return _error_response(reply)
 
 

@@ -65,8 +65,9 @@ class TextFormatter(_Formatter):
         """The line; further ones where an exception is told."""
         facts = " ".join(f"{name}={value}" for name, value in self._facts(record).items())
         line = f"{_utc(record.created)} {record.levelname} {record.name}: {record.getMessage()}"
-        line = (f"{line} [{facts}]" if facts else line).replace("\r", "\\r").replace("\n", "\\n")
-        return "\n".join(part for part in (line, self._trouble(record)) if part)
+        trouble = self._trouble(record)
+        lines = [f"{line} [{facts}]" if facts else line, *(trouble.split("\n") if trouble else ())]
+        return "\n".join(map(_printable, lines))
 
 
 def configure(log_format: LogFormat, level: LogLevel, replica: str = "") -> None:
@@ -83,6 +84,13 @@ def configure(log_format: LogFormat, level: LogLevel, replica: str = "") -> None
     logging.getLogger().handlers[:] = handlers
     for name in (*_OURS, _SERVE):
         logging.getLogger(name).setLevel(level.upper())
+
+
+def _printable(line: str) -> str:
+    """The line, with whatever could move a reader's cursor or end the line written as an escape."""
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
 
 
 def _utc(seconds: float) -> str:

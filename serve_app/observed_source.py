@@ -13,7 +13,7 @@ from serve_app.admission import Backlog, Clock
 from serve_app.errors import NoRoom
 from serve_app.metrics import Metrics
 from serve_app.replays import Record, Records, ReplayJob
-from speculative.errors import InvalidRequest, RequestTimeout
+from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta
 
 
@@ -94,6 +94,8 @@ class ObservedSource:
 
         Raises:
             NoRoom: too many requests are running, or too much waits.
+            EngineOverloaded: the source has no room.
+            InvalidRequest: it can never be served.
             RequestTimeout: it took too long.
         """
         self._admit(requests)
@@ -112,7 +114,9 @@ class ObservedSource:
                     entry = watched[delta.request_id]
                     self._see(entry, delta)
                     yield delta if _asked_for_logprobs(entry.request) else delta.replace(logprobs=None)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, (InvalidRequest, EngineOverloaded)):
+                self._refuse(requests[0], error)
             for entry in watched.values():
                 entry.outcome = "error" if entry.outcome == "abort" else entry.outcome
             raise
@@ -123,10 +127,13 @@ class ObservedSource:
                 self._end(entry)
 
     async def abort(self, request_id: str) -> None:
-        """End one request early: its front end has seen its stop string."""
-        if request_id in self._watched:
-            self._watched[request_id].outcome = "stop"
-        await self._source.abort(request_id)
+        """End one request early: its front end has seen its stop string, perhaps in the last delta."""
+        entry = self._watched.get(request_id)
+        ended = entry is not None and entry.outcome != "abort"
+        if entry is not None:
+            entry.outcome = "stop"
+        if not ended:
+            await self._source.abort(request_id)
 
     def _time_limit_s(self, request: Request) -> float:
         return min(self._limits.timeout_s, request.timeout_s or math.inf)
@@ -137,9 +144,18 @@ class ObservedSource:
             self._check_backlog(requests[0])
         except (InvalidRequest, NoRoom) as error:
             self._metrics.count("truespec_requests_total", len(requests), outcome="rejected")
-            if isinstance(error, NoRoom):
-                self._metrics.count("truespec_refusals_total", reason=error.reason)
+            self._refuse(requests[0], error)
             raise
+
+    def _refuse(self, request: Request, error: InvalidRequest | EngineOverloaded) -> None:
+        """Count a refusal. What else of the same reply has no token yet is refused with the request."""
+        if isinstance(error, EngineOverloaded):
+            reason = error.reason if isinstance(error, NoRoom) else "capacity"
+            self._metrics.count("truespec_refusals_total", reason=reason)
+        own = _owner(request)
+        for entry in self._watched.values():
+            if entry.waiting and entry.outcome == "abort" and _owner(entry.request) == own:
+                entry.outcome = "rejected"
 
     def _check_room(self, requests: Sequence[Request]) -> None:
         count, limit, running = len(requests), self._limits.max_running, len(self._watched)
@@ -194,7 +210,7 @@ class ObservedSource:
             else:
                 self._metrics.observe("truespec_inter_token_latency_seconds", elapsed / len(delta.token_ids))
             entry.last_at, entry.waiting = now, False
-        if delta.finish_reason not in (None, FinishReason.ABORT):
+        if entry.outcome == "abort" and delta.finish_reason not in (None, FinishReason.ABORT):
             entry.outcome = str(delta.finish_reason)
         if entry.replayed:
             entry.record.take(delta)
@@ -203,7 +219,7 @@ class ObservedSource:
         self._mean_duration_s += 0.1 * (self._clock() - entry.began_at - self._mean_duration_s)
         self._metrics.count("truespec_requests_total", outcome=entry.outcome)
         self._records.end(entry.request.request_id)
-        if entry.outcome != FinishReason.ERROR and entry.request.score_from is None:
+        if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
             self._ended(entry.record, entry.record.job() if entry.replayed else None)
 
 

@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -30,11 +31,14 @@ from speculative.errors import InvalidRequest
 from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, Structure
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # of each
 MAX_LOGIT_BIASES = 300
 MAX_BAD_WORDS = 1024
 MAX_TOOLS = 128
+MAX_LEVELS = 64  # of lists and objects in what a chat template shows
 LEGACY_MAX_TOKENS = 16  # what /v1/completions generates when nothing is said
 _INT32_MAX = 2**31 - 1
+_MAX_ECHO = 100  # characters of a name that a client made up
 
 Harmless = Callable[[Any, Mapping[str, Any]], bool]
 """Whether a value of an unsupported field asks for nothing; sees the value and the whole body."""
@@ -104,6 +108,11 @@ UNSUPPORTED_ENDPOINTS: dict[str, str] = {
 
 # ---------------------------------------------------------------- requests
 
+T = TypeVar("T")
+
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list that may be long. It is read up to its first fault: only that one is told, and each takes memory."""
+
 
 def _content_kind(value: Any) -> str:
     return "<parts>" if isinstance(value, list) else "<nothing>" if value is None else "<text>"
@@ -120,6 +129,16 @@ class Wire(BaseModel):
     """Any object of a request's body: known fields only, and no value read as if it were of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, fields: Any) -> Any:
+        """Of more fields than there are, the first unknown one is enough to be told."""
+        if not isinstance(fields, dict) or len(fields) <= len(cls.__pydantic_fields__):
+            return fields
+        known = {field.alias or name for name, field in cls.__pydantic_fields__.items()}
+        unknown = next(name for name in fields if name not in known)
+        return {name: value for name, value in fields.items() if name in known or name == unknown}
 
     def check_together(self) -> None:
         """Check fields against each other.
@@ -141,6 +160,15 @@ class TextPart(Wire):
         if kind != "text":
             raise PydanticCustomError("unsupported", "only text parts are served, not '{kind}'.", {"kind": kind[:40]})
         return kind
+
+
+def _is_deep(value: dict[str, Any]) -> bool:
+    """Whether lists and objects are nested in a JSON object deeper than templates are given them."""
+    level: list[Any] = [value]
+    for _ in range(MAX_LEVELS):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [item for items in inner for item in items if type(item) in (list, dict)]
+    return bool(level)
 
 
 def _only_function(kind: str) -> str:
@@ -173,15 +201,19 @@ class ToolCall(Wire):
         """The call as chat templates know it: its arguments are an object.
 
         Raises:
-            InvalidRequest: they are not; `path` is where the call stands.
+            InvalidRequest: they are not, or cannot be shown; `path` is where the call stands.
         """
+        name, text = f"{path}.function.arguments", self.function.arguments or "{}"
         try:
-            arguments = json.loads(self.function.arguments or "{}", parse_constant=_refuse_constant)
+            arguments = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            name = f"{path}.function.arguments"
             raise InvalidRequest(name, f"{name} must be the text of a JSON object. Leave out a call that was cut off.")
+        if _is_deep(arguments):
+            raise InvalidRequest(name, f"{name} may be nested at most {MAX_LEVELS} levels deep.")
+        if _SUSPECT_ESCAPE.search(text) and any(_UNCLEAN.search(string) for _, string in _strings(arguments, "")):
+            raise InvalidRequest(name, f"{name} {_NOT_WHOLE}")
         called = {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
         return called if self.id is None else {"id": self.id} | called
 
@@ -195,13 +227,13 @@ class Message(Wire):
     role: str = Field(json_schema_extra={"enum": [*_ROLES]})
     content: Annotated[
         Annotated[str, Tag("<text>")]
-        | Annotated[list[TextPart], Field(min_length=1), Tag("<parts>")]
+        | Annotated[Many[TextPart], Field(min_length=1), Tag("<parts>")]
         | Annotated[None, Tag("<nothing>")],
         Discriminator(_content_kind),
     ] = None
     name: str | None = None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None  # of the call that a message of role tool answers
     reasoning: str | None = None
     reasoning_content: str | None = None  # its older name
@@ -245,7 +277,7 @@ class Message(Wire):
         """The message as chat templates know it.
 
         Raises:
-            InvalidRequest: the arguments of a call are no object; `path` is where the message stands.
+            InvalidRequest: the arguments of a call are damaged; `path` is where the message stands.
         """
         told: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
@@ -272,6 +304,8 @@ class FunctionSpec(Wire):
     def _an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
         if parameters and parameters.get("type", "object") != "object":
             raise PydanticCustomError("schema", "must be the JSON schema of an object.")
+        if _is_deep(parameters or {}):
+            raise PydanticCustomError("schema", "may be nested at most {most} levels deep.", {"most": MAX_LEVELS})
         return parameters
 
 
@@ -378,7 +412,7 @@ class StructuredOutputs(Wire):
 
     schema_text: str | None = Field(None, alias="json")  # an object, or its JSON text
     regex: str | None = Field(None, min_length=1)
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: Many[str] | None = Field(None, min_length=1)
     grammar: str | None = Field(None, min_length=1)
 
     @field_validator("schema_text", mode="before", json_schema_input_type=dict[str, Any] | str | None)
@@ -440,7 +474,7 @@ class WireRequest(Wire):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    allowed_token_ids: Many[TokenId] | None = Field(None, min_length=1)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     reproducible: bool | None = None
@@ -482,15 +516,19 @@ class WireRequest(Wire):
             raise PydanticCustomError("stop", "may hold at most {most} strings.", {"most": MAX_STOP_STRINGS})
         if "" in strings:
             raise PydanticCustomError("stop", "must not hold an empty string.")
+        if max(map(len, strings), default=0) > MAX_STOP_CHARACTERS:
+            most = {"most": MAX_STOP_CHARACTERS}
+            raise PydanticCustomError("stop", "may hold strings of at most {most} characters.", most)
         return stop
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _few_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        if bias is not None and len(bias) > MAX_LOGIT_BIASES:
-            raise PydanticCustomError("logit_bias", "may hold at most {most} tokens.", {"most": MAX_LOGIT_BIASES})
-        if bias is not None and not all(_TOKEN_ID.fullmatch(token) for token in bias):
-            raise PydanticCustomError("logit_bias", "must have token ids as its keys.")
+    def _few_token_ids(cls, bias: Any) -> Any:
+        if isinstance(bias, dict):
+            if len(bias) > MAX_LOGIT_BIASES:
+                raise PydanticCustomError("logit_bias", "may hold at most {most} tokens.", {"most": MAX_LOGIT_BIASES})
+            if not all(_TOKEN_ID.fullmatch(token) for token in bias):
+                raise PydanticCustomError("logit_bias", "must have token ids as its keys.")
         return bias
 
     @property
@@ -499,6 +537,14 @@ class WireRequest(Wire):
         if self.structured_outputs is not None:
             return self.structured_outputs.structure()
         return None if self.response_format is None else self.response_format.structure()
+
+    @property
+    def structure_field(self) -> str:
+        """The field that asks for the form."""
+        if self.structured_outputs is None:
+            return "response_format"
+        kind = self.structured_outputs.structure().kind
+        return f"structured_outputs.{'json' if kind == 'json_schema' else kind}"
 
     def sampling_fields(self) -> dict[str, Any]:
         """Fields of SamplingParams, as far as they need neither model nor tokenizer; what was not sent is left out."""
@@ -575,10 +621,10 @@ class CompletionRequest(WireRequest):
 
     prompt: Annotated[
         Annotated[str, Tag("<text>"), WithJsonSchema(_NOT_EMPTY["text"])]
-        | Annotated[list[str], Tag("<texts>"), WithJsonSchema(_NOT_EMPTY["texts"])]
-        | Annotated[list[int], Tag("<ids>"), WithJsonSchema(_NOT_EMPTY["ids"])]
+        | Annotated[Many[str], Tag("<texts>"), WithJsonSchema(_NOT_EMPTY["texts"])]
+        | Annotated[Many[int], Tag("<ids>"), WithJsonSchema(_NOT_EMPTY["ids"])]
         | Annotated[
-            list[Annotated[list[int], Field(min_length=1)]], Tag("<id lists>"), WithJsonSchema(_NOT_EMPTY["id lists"])
+            Many[Annotated[Many[int], Field(min_length=1)]], Tag("<id lists>"), WithJsonSchema(_NOT_EMPTY["id lists"])
         ],
         Discriminator(_prompt_kind),
     ]
@@ -608,7 +654,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 class ChatCompletionRequest(WireRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -673,7 +719,7 @@ class ChatCompletionRequest(WireRequest):
         """The conversation and the tools as chat templates know them, and what is to become of the tools.
 
         Raises:
-            InvalidRequest: a call of the conversation has arguments that are no object.
+            InvalidRequest: a call of the conversation has damaged arguments.
         """
         messages = tuple(message.for_template(f"messages.{n}") for n, message in enumerate(self.messages))
         tools = tuple(tool.for_template() for tool in self.tools or ())
@@ -688,6 +734,7 @@ W = TypeVar("W", bound=Wire)
 # What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can spell neither here.
 _SUSPECT_ESCAPE = re.compile(r"\\u(0000|[dD][89a-fA-F])")
 _UNCLEAN = re.compile("[\x00\ud800-\udfff]")
+_NOT_WHOLE = "holds a NUL or half a surrogate pair; send whole characters."
 
 
 def parse(body: bytes, kind: type[W]) -> W:
@@ -698,10 +745,10 @@ def parse(body: bytes, kind: type[W]) -> W:
         UnsupportedParameter, UnknownParameter: a field this server does not serve, or nobody knows.
         InvalidRequest: a value is wrong; `field` is its path, such as `messages.0.content`.
     """
-    fields = _load(body)
+    fields, known = _load(body), kind.model_fields
     supported = {}
     for name, value in fields.items():
-        if name in kind.model_fields or name not in UNSUPPORTED:
+        if name in known or name not in UNSUPPORTED:
             supported[name] = value
             continue
         harmless, reason = UNSUPPORTED[name]
@@ -733,7 +780,7 @@ def _refuse_unclean(fields: dict[str, Any]) -> None:
     try:
         for path, string in _strings(fields, ""):
             if _UNCLEAN.search(string):
-                raise InvalidRequest(path, f"{path} holds a NUL or half a surrogate pair; send whole characters.")
+                raise InvalidRequest(path, f"{path} {_NOT_WHOLE}")
     except RecursionError as error:
         raise MalformedBody("", "The body is nested too deeply.") from error
 
@@ -751,16 +798,19 @@ def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _strings(item, f"{path}.{index}" if path else str(index))
     elif isinstance(value, dict):
         for key, item in value.items():
-            clean = _UNCLEAN.sub("\ufffd", key)
+            clean = _UNCLEAN.sub("\ufffd", key[:_MAX_ECHO])
             yield clean, key
             yield from _strings(item, f"{path}.{clean}" if path else clean)
 
 
 def _complain(error: ErrorDetails) -> NoReturn:
     """Turn pydantic's first complaint into ours, in OpenAI's words for the field."""
-    path = ".".join(str(part) for part in error["loc"] if not (isinstance(part, str) and part.startswith("<")))
-    if error["type"] == "extra_forbidden":
+    *way, last = error["loc"]
+    ours = [str(part) for part in way if not _is_tag(part)]
+    if error["type"] == "extra_forbidden":  # the last part is the client's own name, and all others are ours
+        path = ".".join((*ours, str(last)[:_MAX_ECHO]))
         raise UnknownParameter(path, f"Unknown field '{path}'. Remove it, or check its spelling.")
+    path = ".".join(ours if _is_tag(last) else (*ours, str(last)))
     if error["type"] == "missing":
         raise InvalidRequest(path, f"The field '{path}' is missing.")
     if error["type"] == "unsupported":
@@ -768,6 +818,11 @@ def _complain(error: ErrorDetails) -> NoReturn:
     got = error.get("input")
     shown = f"{got}"[:24] if isinstance(got, int | float) else _json_type(got)
     raise InvalidRequest(path, f"{path}: {error['msg'].rstrip('.')}. Got {shown}.")
+
+
+def _is_tag(part: str | int) -> bool:
+    """Whether a part of a location is no field, but a kind that a value may have."""
+    return isinstance(part, str) and part.startswith("<")
 
 
 def _json_type(value: Any) -> str:

@@ -18,7 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from serve_app.backends.base import ModelInfo
 from serve_app.errors import ContextLengthExceeded, RequestAborted, UnsupportedParameter
 from serve_app.frontend import NO_TERMS, Spend, Terms, TokenSource, free, refuse_failure
-from serve_app.protocol import Seconds, Usage, Wire, metadata_of
+from serve_app.protocol import Many, Seconds, Usage, Wire, metadata_of
 from serve_app.tokenizer import Tokenizer
 from speculative.config import LogprobsMode
 from speculative.errors import EngineFault, InvalidRequest, RequestTimeout
@@ -36,16 +36,16 @@ def _label_kind(value: Any) -> str:
 
 
 _Text = Annotated[str, Field(min_length=1), Tag("<text>")]
-_Ids = Annotated[list[int], Field(min_length=1), Tag("<ids>")]
+_Ids = Annotated[Many[int], Field(min_length=1), Tag("<ids>")]
 
 
 class ScoreRequest(Wire):
     """POST /v1/score."""
 
     model: str
-    contexts: Annotated[list[Annotated[_Text | _Ids, Discriminator(_context_kind)]], Field(min_length=1)]
+    contexts: Annotated[Many[Annotated[_Text | _Ids, Discriminator(_context_kind)]], Field(min_length=1)]
     labels: Annotated[
-        list[Annotated[_Text | Annotated[int, Tag("<id>")] | _Ids, Discriminator(_label_kind)]], Field(min_length=1)
+        Many[Annotated[_Text | Annotated[int, Tag("<id>")] | _Ids, Discriminator(_label_kind)]], Field(min_length=1)
     ]
     normalize: bool = True
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -70,6 +70,7 @@ class _Ask:
     request: Request
     context: int
     labels: tuple[int, ...]
+    num_tokens: int  # to pay for: its labels', and its context's if it is the first of that context
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Scorer:
         """The reply: for each context, each label's token ids, logprob (nats, summed over its tokens) and score.
 
         A score is the label's share of its context's labels (softmax), or with normalize = false its probability.
-        What runs is aborted when this is cancelled or anything fails. `spend` is told of its tokens.
+        What runs is aborted when this is cancelled or anything fails. `spend` is told of tokens as they are computed.
 
         Raises:
             InvalidRequest: it can never be served; `field` names what is wrong.
@@ -126,7 +127,6 @@ class Scorer:
         for index, context in enumerate(contexts):
             length = len(context) + max(map(len, labels))
             terms.check_prompt(f"contexts.{index}", length, self._limits.max_prompt_tokens)
-        spend(_usage(contexts, labels).prompt_tokens)
         score_id = f"score-{uuid.uuid4().hex}"
         asks = [ask for index in range(len(contexts)) for ask in _asks(score_id, index, contexts[index], labels)]
         adapter = self._model.adapter_of(wire.model)
@@ -137,7 +137,7 @@ class Scorer:
         limit_s = min(self._limits.timeout_s, limit_s or math.inf)
         try:
             async with asyncio.timeout(limit_s):
-                told = await self._all(asks)
+                told = await self._all(asks, spend)
         except TimeoutError as error:
             raise RequestTimeout(f"Scoring took longer than the {limit_s:g} s it had; send fewer at once.") from error
         versions = {part.weight_version for part in told}
@@ -211,9 +211,9 @@ class Scorer:
                     f"label {longest_label}. Shorten it.",
                 )
 
-    async def _all(self, asks: Sequence[_Ask]) -> list[_Told]:
+    async def _all(self, asks: Sequence[_Ask], spend: Spend) -> list[_Told]:
         """All answers; when one fails, or the caller leaves, the others are aborted before this returns."""
-        tasks = [asyncio.create_task(self._one(ask)) for ask in asks]
+        tasks = [asyncio.create_task(self._one(ask, spend)) for ask in asks]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -221,11 +221,12 @@ class Scorer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, ask: _Ask) -> _Told:
+    async def _one(self, ask: _Ask, spend: Spend) -> _Told:
         async with self._room, aclosing(self._source.stream((ask.request,))) as deltas:
             async for delta in deltas:
                 refuse_failure(delta)
                 if delta.logprobs is not None:
+                    spend(ask.num_tokens)
                     return _Told(ask, _label_logprobs(ask, delta), delta.num_cached_tokens, delta.weight_version)
         raise EngineFault(f"{ask.request.request_id} ended without its logprobs.")
 
@@ -239,12 +240,12 @@ def _asks(score_id: str, index: int, context: Ids, labels: Sequence[Ids]) -> lis
         params = SamplingParams(
             max_tokens=1, temperature=0, logprob_token_ids=tuple(labels[label][0] for label in single)
         )
-        asks.append(_Ask(Request(f"{score_id}-{index}", context, params), index, single))
+        asks.append(_Ask(Request(f"{score_id}-{index}", context, params), index, single, len(single)))
     for label, ids in enumerate(labels):
         if len(ids) > 1:
             request = Request(f"{score_id}-{index}-{label}", context + ids, score_from=len(context))
-            asks.append(_Ask(request, index, (label,)))
-    return asks
+            asks.append(_Ask(request, index, (label,), len(ids)))
+    return [replace(asks[0], num_tokens=len(context) + asks[0].num_tokens), *asks[1:]]
 
 
 def _label_logprobs(ask: _Ask, delta: TokenDelta) -> tuple[float, ...]:

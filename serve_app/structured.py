@@ -28,7 +28,7 @@ from speculative.request import Structure
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _T = TypeVar("_T")
 
-_FIELD = "response_format"
+_FIELD = "response_format"  # the front end tells which field asked
 _NUM_KEPT = 32  # compiled structures
 _MAX_TEXT_BYTES = 1 << 16
 _MAX_MESSAGE = 300

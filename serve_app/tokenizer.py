@@ -108,9 +108,9 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **(variables or {}),
             )
-        except (TemplateError, TypeError, ValueError) as error:
+            return list(self._core.encode(text, add_special_tokens=False).ids)
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
-        return list(self._core.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Text of the ids; bytes that form no character become U+FFFD.

@@ -82,10 +82,9 @@ def _answer(form: Structure) -> str:
         return f"answer: {_json({'type': 'object'})}"
     if form.kind == "choice":
         return f"answer: {' | '.join(map(json.dumps, json.loads(form.text)))}"
+    field = f"structured_outputs.{form.kind}"
     raise UnsupportedParameter(
-        "structured_outputs",
-        f"structured_outputs.{form.kind} cannot begin behind the model's reasoning; use json or choice, or ask for "
-        "no reasoning.",
+        field, f"{field} cannot begin behind the model's reasoning; use json or choice, or ask for no reasoning."
     )
 
 

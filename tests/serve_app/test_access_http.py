@@ -281,6 +281,19 @@ def test_a_key_has_so_many_tokens_a_minute(guarded: Guarded) -> None:
     assert guarded.ask("/v1/completions", "ten-tokens", PROMPT).status_code == 200
 
 
+def test_a_prompt_that_is_refused_costs_nothing(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = guarded.metric("truespec_key_tokens_total", key="ten-tokens")
+    backend = guarded.served.backend
+    with monkeypatch.context() as full:
+        full.setattr(backend, "config", dataclasses.replace(backend.config, max_num_seqs=0))
+        for stream in (False, True, False):
+            body = PROMPT | {"prompt": [5] * 50, "stream": stream}
+            refused = guarded.ask("/v1/completions", "ten-tokens", body)
+            assert error_of(refused, 429)["code"] == "engine_overloaded", "the server has no room, the key has"
+    assert guarded.metric("truespec_key_tokens_total", key="ten-tokens") == before
+    assert guarded.ask("/v1/completions", "ten-tokens", PROMPT).status_code == 200
+
+
 def test_a_stream_is_paid_for_as_it_comes_also_when_its_client_leaves(guarded: Guarded) -> None:
     before = guarded.metric("truespec_key_tokens_total", key="user")
     headers = {"authorization": "Bearer secret-user"}

@@ -4,16 +4,20 @@ import asyncio
 import pickle
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 
 from serve_app.access import Caller, Scope
 from serve_app.admission import Backlog, Bucket, KeyLimiter
+from serve_app.backends.base import ModelInfo
+from serve_app.config import parse_args
+from serve_app.deployments import HttpFront
 from serve_app.errors import NoRoom, RateLimited, reply_for
 from serve_app.metrics import Metrics, PrometheusSink
 from serve_app.observed_source import ObservedSource, SourceLimits
 from serve_app.replays import Records
-from speculative.errors import EngineFault, InvalidRequest, RequestTimeout
+from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 
 COST = 64  # what a prompt costs beside its tokens, in tokens
@@ -227,6 +231,11 @@ class Watched:
             labels["reason"]: value for name, labels, value in self.sink.samples() if name == "truespec_refusals_total"
         }
 
+    def outcomes(self) -> dict[str, float]:
+        return {
+            labels["outcome"]: value for name, labels, value in self.sink.samples() if name == "truespec_requests_total"
+        }
+
     async def measured(self) -> None:
         """Let it measure that a prompt of 36 tokens takes a second."""
         for index in range(100):
@@ -362,10 +371,7 @@ async def test_a_request_that_runs_out_of_time_ends_and_holds_nothing(clock: Clo
     assert reply_for(caught.value).status == 504
     assert watched.slow.open == {}
     await watched.end()
-    outcomes = {
-        labels["outcome"]: value for name, labels, value in watched.sink.samples() if name == "truespec_requests_total"
-    }
-    assert outcomes == {"error": 2}
+    assert watched.outcomes() == {"error": 2}
 
 
 async def test_the_servers_own_limit_holds_whatever_is_asked(clock: Clock) -> None:
@@ -376,19 +382,88 @@ async def test_the_servers_own_limit_holds_whatever_is_asked(clock: Clock) -> No
     await watched.end()
 
 
-async def test_a_source_that_fails_leaves_no_backlog(clock: Clock) -> None:
-    class Failing(Slow):
-        async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
-            self.started += 1
-            raise EngineFault("no")
-            yield
+class Failing(Slow):
+    """A source that fails, after so many tokens of each request."""
 
+    def __init__(self, error: Exception, num_given: int = 0) -> None:
+        super().__init__()
+        self._error = error
+        self._num_given = num_given
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        self.started += 1
+        for _ in range(self._num_given):
+            for request in requests:
+                yield TokenDelta(request.request_id, (5,))
+        raise self._error
+
+
+async def test_a_source_that_fails_leaves_no_backlog(clock: Clock) -> None:
     watched = Watched(clock)
-    watched.source._source = watched.slow = Failing()
+    watched.source._source = watched.slow = Failing(EngineFault("no"))
     await watched.begin("a")
     with pytest.raises(EngineFault):
         await watched.tasks["a"]
     await watched.end()
+    assert watched.outcomes() == {"error": 1} and watched.refusals() == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "refusals"),
+    [
+        (InvalidRequest("response_format", "The schema cannot be used."), {}),
+        (EngineOverloaded("All replicas are busy."), {"capacity": 1}),
+        (NoRoom("load", "Too many.", 1.0), {"load": 1}),
+    ],
+)
+async def test_what_the_source_refuses_is_rejected_unless_it_has_begun(
+    clock: Clock, error: Exception, refusals: dict[str, float]
+) -> None:
+    for num_given, outcome in ((0, "rejected"), (1, "error")):
+        ended: list[str] = []
+        watched = Watched(clock)
+        watched.source._source = watched.slow = Failing(error, num_given)
+        watched.source._ended = lambda record, job, ended=ended: ended.append(record.request.request_id)
+        await watched.begin("cmpl-a-0", choices=2)
+        with pytest.raises(type(error)):
+            await watched.tasks["cmpl-a-0"]
+        await watched.end()
+        assert watched.outcomes() == {outcome: 2} and watched.refusals() == refusals
+        assert ended == [], "nothing of it is to be checked"
+
+
+async def test_the_other_prompts_of_a_refused_body_are_rejected_too(clock: Clock) -> None:
+    watched = Watched(clock, max_running=4)
+    for name in ("cmpl-a-0", "cmpl-a-1", "cmpl-a-2", "cmpl-b-0"):
+        await watched.begin(name)
+    watched.slow.give("cmpl-a-1")
+    await asyncio.sleep(0.01)
+    assert (await refusal(watched, "cmpl-a-3")).reason == "capacity"
+    await watched.end()  # as the front end lets go of the others
+    assert watched.outcomes() == {"rejected": 3, "abort": 2}, "one has begun, and one is another body's"
+    assert watched.refusals() == {"capacity": 1}
+
+
+async def test_a_deployed_front_end_refuses_for_good_what_its_source_could_never_take(tokenizer_folder: Path) -> None:
+    front = object.__new__(HttpFront)
+    front._config = parse_args({"model": {"source": "fake"}, "limits": {"max_ongoing_requests": 40}})
+    front.metrics = Metrics([PrometheusSink()], model_name="m", pool="router")
+    info = ModelInfo("m", 1000, 340, "f", str(tokenizer_folder), (2,))
+    front.open_front(Slow(), Records("r1", 1000), info, num_engines=2)
+    assert front._front_end is not None
+    assert front._front_end.limits.max_sequences == 80
+
+
+async def test_a_request_that_has_ended_is_not_aborted_and_may_still_be_told_to_have_stopped(clock: Clock) -> None:
+    watched = Watched(clock)
+    await watched.begin("a", choices=2)
+    watched.slow.give("a", FinishReason.LENGTH)
+    await asyncio.sleep(0.01)
+    await watched.source.abort("a")  # the source below would fail
+    watched.slow.open["a"].put_nowait(TokenDelta("a.1", (5,), finish_reason=FinishReason.LENGTH))
+    watched.slow.open["a"].put_nowait(None)
+    assert await watched.tasks["a"] == 2
+    assert watched.outcomes() == {"stop": 1, "length": 1}
 
 
 def test_a_refusal_survives_its_way_between_processes() -> None:

@@ -42,6 +42,16 @@ from serve_app.tokenizer import Tokenizer
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 # The stream of the status page lasts 30 s; weights have tests of their own.
 LEFT_OUT = ("/status/events", "/admin/weights", "/admin/pause", "/admin/resume")
+# Of tool calls: JSON inside JSON, half of it what no template can show.
+ARGUMENTS = [
+    *(
+        "{}",
+        '{"city": "\\ud83d\\ude42"}',
+        '{"a": [null, 1e400, {"b": "</tool_call>"}]}',
+        '{"a": ' * 60 + "1" + "}" * 60,
+    ),
+    *('{"a": "\\ud800"}', '{"\\u0000": 1}', '{"a": ' + "[" * 900 + "]" * 900 + "}", "[" * 5000, "[]", "{", "\0"),
+]
 COMPUTING = ("/v1/completions", "/v1/chat/completions", "/v1/score")
 TOKEN = "operator"
 
@@ -144,15 +154,29 @@ def described() -> dict[str, Any]:
     return result
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """A schema of objects in one another."""
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
 def _narrow_chats(schemas: dict[str, Any]) -> None:
     """Mostly what fits together: fields of their role, and what this template and this engine have."""
     message, fields = schemas["Message"], schemas["ChatCompletionRequest"]["properties"]
-    for name in ("tool_calls", "tool_call_id", "reasoning", "reasoning_content"):
-        del message["properties"][name]
+    of_message = message["properties"]
+    del of_message["tool_call_id"]
     message["required"] = ["role", "content"]
-    kinds = message["properties"]["content"]["oneOf"]
-    message["properties"]["content"] = {"oneOf": [kind for kind in kinds if kind != {"type": "null"}]}
-    schemas["FunctionSpec"]["properties"]["parameters"] = {"enum": [None, {"type": "object"}]}
+    kinds = of_message["content"]["oneOf"]
+    of_message["content"] = {"oneOf": [kind for kind in kinds if kind != {"type": "null"}]}
+    of_assistant = ("tool_calls", "reasoning", "reasoning_content")
+    plain = {name: field for name, field in of_message.items() if name not in of_assistant}
+    calling = of_message | {"role": {"const": "assistant"}}
+    schemas["Message"] = {"anyOf": [message | {"properties": plain}, message | {"properties": calling}]}
+    schemas["CalledFunction"]["properties"]["arguments"] = {"enum": ARGUMENTS}
+    parameters = schemas["FunctionSpec"]["properties"]["parameters"]
+    parameters["anyOf"] = [*parameters["anyOf"], {"enum": [{"type": "object"}, nested(60), nested(100)]}]
     fields["chat_template_kwargs"] = {"enum": [None, {}]}
     fields["reasoning_effort"] = {"enum": [None, "none"]}
 

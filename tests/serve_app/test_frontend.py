@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import pickle
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -12,7 +13,10 @@ from serve_app.backends.base import ModelInfo
 from serve_app.backends.fake import fake_logprob
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, reply_for
 from serve_app.frontend import FrontEnd, Limits, choice_seed, merge
+from serve_app.metrics import Metrics, PrometheusSink
+from serve_app.observed_source import ObservedSource, SourceLimits
 from serve_app.protocol import ChatCompletionRequest, CompletionRequest, parse
+from serve_app.replays import Records
 from serve_app.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
@@ -80,6 +84,23 @@ async def chunks_of(front: FrontEnd, wire: Any) -> list[Any]:
     assert raw.endswith("\n\n")
     data = [block.removeprefix("data: ") for block in raw[:-2].split("\n\n")]
     return [text if text == "[DONE]" else json.loads(text) for text in data]
+
+
+def observed(source: Any, sink: PrometheusSink) -> ObservedSource:
+    """The source as it is deployed."""
+    return ObservedSource(
+        source,
+        Metrics([sink], model_name="m", pool="monolith"),
+        Records("r1", 100),
+        choose=lambda _: False,
+        ended=lambda record, job: None,
+        limits=SourceLimits(64, timeout_s=30),
+    )
+
+
+def outcomes(sink: PrometheusSink) -> dict[str, float]:
+    """How many requests ended in which way."""
+    return {labels["outcome"]: value for name, labels, value in sink.samples() if name == "truespec_requests_total"}
 
 
 def joined(lists: Iterable[list[Any]]) -> list[Any]:
@@ -163,11 +184,37 @@ async def test_a_choice_that_meets_its_stop_string_is_aborted_alone(tokenizer: T
     assert source.num_open == 0
 
 
-async def test_a_stop_string_in_the_last_delta_needs_no_abort(tokenizer: Tokenizer) -> None:
-    source = ScriptedSource(run_of(tokenizer, "x!y", finish_reason=FinishReason.LENGTH))
-    reply = await reply_to(front_end(source, tokenizer), completion(stop="!"))
-    assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == ("x", "stop")
-    assert source.aborted == []
+async def test_the_source_is_told_of_a_stop_string_in_the_last_delta_and_of_no_other_end(tokenizer: Tokenizer) -> None:
+    for text, reason in (("x!y", "stop"), ("xy", "length")):
+        source = ScriptedSource(run_of(tokenizer, text, finish_reason=FinishReason.LENGTH))
+        reply = await reply_to(front_end(source, tokenizer), completion(stop="!"))
+        assert reply["choices"][0]["finish_reason"] == reason
+        assert source.aborted == ([source.requests[0].request_id] if reason == "stop" else [])
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b", "c"]])
+async def test_how_a_request_ended_is_counted_as_its_client_is_told(tokenizer: Tokenizer, prompts: list[str]) -> None:
+    backend, script = make_backend(tokenizer, max_model_len=100)
+    await backend.start()
+    ids = tokenizer.encode("one STOP")
+    script.say(ids)
+    sink = PrometheusSink()
+    source = observed(BackendSource(backend), sink)
+    reply = await reply_to(front_end(source, tokenizer), completion(prompt=prompts, stop="STOP", max_tokens=len(ids)))
+    assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
+    assert outcomes(sink) == {"stop": len(prompts)}
+    assert backend.aborted == [] and backend.num_live == 0
+
+
+async def test_a_choice_that_goes_on_after_its_stop_string_has_stopped(tokenizer: Tokenizer) -> None:
+    source = ScriptedSource(
+        run_of(tokenizer, "x!y", 0),
+        run_of(tokenizer, "late", 0, finish_reason=FinishReason.LENGTH),
+        run_of(tokenizer, "end", 1, finish_reason=FinishReason.LENGTH),
+    )
+    sink = PrometheusSink()
+    await reply_to(front_end(observed(source, sink), tokenizer), completion(stop="!", n=2))
+    assert outcomes(sink) == {"stop": 1, "length": 1}
 
 
 async def test_generation_is_not_drawn_further_once_all_choices_ended(tokenizer: Tokenizer) -> None:
@@ -333,6 +380,62 @@ async def test_one_event_carries_a_whole_accepted_run(tokenizer: Tokenizer) -> N
     assert [len(chunk["choices"][0]["token_ids"]) for chunk in chunks[:-1]] == [1, 4, 4]
 
 
+# ---- what is paid for
+
+
+async def paid(front: FrontEnd, wire: Any) -> int:
+    """Tokens that were paid for, however it ended."""
+    spent: list[int] = []
+    job = await front.prepare(wire)
+    with contextlib.suppress(Exception):
+        if job.stream:
+            async for _ in front.events(job, spent.append):
+                pass
+        else:
+            await front.collect(job, spent.append)
+    return sum(spent)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_paid_for_once_when_something_comes_of_it(tokenizer: Tokenizer, stream: bool) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say(list(range(10, 18)))
+    wire = completion(prompt=[[5, 6, 7], [8, 9]], n=2, max_tokens=7, stream=stream)
+    assert await paid(front, wire) == 5 + 4 * 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "price"),
+    [
+        (EngineOverloaded("full"), 0),
+        (InvalidRequest("response_format", "no"), 0),
+        (EngineFault("no"), 0),
+        (RequestTimeout("too long"), 3),  # its time was the client's to choose
+    ],
+)
+async def test_a_prompt_that_was_refused_costs_nothing(
+    tokenizer: Tokenizer, stream: bool, error: Exception, price: int
+) -> None:
+    wire = completion(prompt=[5, 6, 7], stream=stream)
+    assert await paid(front_end(ScriptedSource(error), tokenizer), wire) == price
+    assert await paid(front_end(ScriptedSource(run_of(tokenizer, "a"), error), tokenizer), wire) == 3 + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_before_the_first_token_pays_for_the_prompt(tokenizer: Tokenizer, stream: bool) -> None:
+    front, source, _ = fake_front_end(tokenizer, step_s=60)
+    job, spent = await front.prepare(completion(prompt=[[5, 6, 7], [8, 9]])), []
+    work = anext(front.events(job, spent.append)) if stream else front.collect(job, spent.append)
+    waiting = asyncio.ensure_future(work)
+    while not source._backend.num_live:
+        await asyncio.sleep(0)
+    assert spent == []
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert spent == [5]
+
+
 async def test_an_error_before_the_first_token_is_raised(tokenizer: Tokenizer) -> None:
     source = ScriptedSource(EngineOverloaded("full", 3.0))
     with pytest.raises(EngineOverloaded):
@@ -393,6 +496,21 @@ async def test_cancelling_frees_the_engine(tokenizer: Tokenizer) -> None:
 
 async def requests_of(tokenizer: Tokenizer, wire: Any) -> tuple[Request, ...]:
     return (await front_end(ScriptedSource(), tokenizer).prepare(wire)).requests
+
+
+async def test_a_body_that_could_never_run_at_once_is_refused_for_good(tokenizer: Tokenizer) -> None:
+    limited = front_end(ScriptedSource(), tokenizer, Limits(max_sequences=6))
+    for fits in (completion(prompt=["a"] * 3, n=2), completion(n=6), chat(n=6)):
+        assert len((await limited.prepare(fits)).requests) == 6
+    for wire, field, words in (
+        (completion(prompt=["a"] * 4, n=2), "prompt", "4 prompts with 2 choices each are 8 sequences"),
+        (completion(prompt=["a"] * 7), "prompt", "at most 6"),
+        (completion(n=7), "n", "n asks for 7 choices"),
+        (chat(n=7), "n", "at most 6"),
+    ):
+        with pytest.raises(InvalidRequest, match=words) as caught:
+            await limited.prepare(wire)
+        assert caught.value.field == field
 
 
 async def test_choices_of_one_prompt_share_all_but_id_and_seed(tokenizer: Tokenizer) -> None:

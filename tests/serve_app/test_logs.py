@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_serving import make_backend
+from fake_serving import BackendSource, make_backend
 from opentelemetry.sdk.trace import TracerProvider
 
 from serve_app import logs
@@ -94,9 +94,32 @@ def test_without_ray_lines_go_to_standard_error(written: io.StringIO, capsys: py
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_no_line_can_be_forged(written: io.StringIO, log_format: logs.LogFormat) -> None:
     logs.configure(log_format, "info")
-    hostile = "\r\n2026-01-01T00:00:00Z ERROR truespec: forged"
+    hostile = "\r\n\x85\u20282026-01-01T00:00:00Z ERROR truespec: forged"
     logging.getLogger("truespec").info("path %s", hostile, extra={"fields": {"path": hostile}})
     assert len(written.getvalue().splitlines()) == 1
+
+
+def test_no_text_moves_the_readers_cursor(written: io.StringIO) -> None:
+    logs.configure("text", "info")
+    hostile = "é\x1b[2J\x1b]0;title\x07\x08\x9b31m\u202e\t\ud800"
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        logging.getLogger("truespec").exception("path %s", hostile, extra={"fields": {"path": hostile}})
+    told = written.getvalue()
+    assert all(line.isprintable() for line in told.split("\n"))
+    assert told.count("é\\x1b[2J\\x1b]0;title\\x07\\x08\\x9b31m\\u202e\\t\\ud800") == 3
+
+
+async def test_a_path_is_logged_up_to_a_length(written: io.StringIO, tokenizer: Tokenizer) -> None:
+    logs.configure("json", "info")
+    backend, _ = make_backend(tokenizer)
+    transport = httpx.ASGITransport(app=build_ingress(FrontEnd(BackendSource(backend), tokenizer, backend.info)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+        await client.get("/v1/" + "x" * 5000)
+    (line,) = [line for line in lines(written) if line["logger"] == "serve_app.ingress"]
+    path = "/v1/" + "x" * 196
+    assert (line["path"], line["message"]) == (path, f"GET {path} 404")
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

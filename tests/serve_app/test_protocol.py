@@ -3,9 +3,11 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from serve_app.errors import UnsupportedParameter
-from serve_app.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest, parse
+from serve_app.errors import UnknownParameter, UnsupportedParameter
+from serve_app.protocol import MAX_LEVELS, UNSUPPORTED, ChatCompletionRequest, CompletionRequest, Wire, parse
+from serve_app.scoring import ScoreRequest
 from speculative.errors import InvalidRequest
 from speculative.request import SamplingParams, Structure
 
@@ -177,3 +179,138 @@ def test_an_escaped_emoji_is_whole_and_half_of_one_is_not() -> None:
 @pytest.mark.parametrize("stop", [["a"] * 16, "a", ["a", "b"]])
 def test_stop_takes_a_string_or_up_to_sixteen(stop: Any) -> None:
     assert completion(stop=stop).stop_strings == ((stop,) if isinstance(stop, str) else tuple(stop))
+
+
+def test_a_stop_string_is_short() -> None:
+    assert completion(stop=["a" * 1024]).stop_strings == ("a" * 1024,)
+    for stop in ("a" * 1025, ["a", "b" * 1025]):
+        with pytest.raises(InvalidRequest, match="at most 1024 characters") as caught:
+            completion(stop=stop)
+        assert caught.value.field == "stop"
+
+
+# ---- faults without number
+
+MANY = 3000
+UNKNOWN = {f"x{number}": 1 for number in range(MANY)}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "field"),
+    [
+        (ChatCompletionRequest, {"messages": [{}] * MANY}, "messages.0.role"),
+        (ChatCompletionRequest, {"messages": [MESSAGES[0] | {"content": [{}] * MANY}]}, "messages.0.content.0.type"),
+        (
+            ChatCompletionRequest,
+            {"messages": [{"role": "assistant", "tool_calls": [CALL] + [{}] * MANY}]},
+            "messages.0.tool_calls.1.function",
+        ),
+        (ChatCompletionRequest, {"messages": MESSAGES, "tools": [{}] * MANY}, "tools"),
+        (ChatCompletionRequest, {"messages": MESSAGES} | UNKNOWN, "x0"),
+        (ChatCompletionRequest, {"messages": [MESSAGES[0] | UNKNOWN]}, "messages.0.x0"),
+        (CompletionRequest, {"prompt": [1] + [""] * MANY}, "prompt.1"),
+        (CompletionRequest, {"prompt": ["a"] + [1] * MANY}, "prompt.1"),
+        (CompletionRequest, {"prompt": [[1]] + [["a"] * MANY] * MANY}, "prompt.1.0"),
+        (CompletionRequest, {"prompt": "a", "allowed_token_ids": [-1] * MANY}, "allowed_token_ids.0"),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * MANY}, "stop_token_ids"),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}, "stop"),
+        (CompletionRequest, {"prompt": "a", "bad_words": [1] * MANY}, "bad_words"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": UNKNOWN}, "logit_bias"),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * MANY}},
+         "structured_outputs.choice.0"),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": UNKNOWN}, "structured_outputs.x0"),
+        (ScoreRequest, {"contexts": [1] * MANY, "labels": ["a"]}, "contexts.0"),
+        (ScoreRequest, {"contexts": [["a"] * MANY] * MANY, "labels": ["a"]}, "contexts.0.0"),
+        (ScoreRequest, {"contexts": ["a"], "labels": [""] * MANY}, "labels.0"),
+    ],
+)  # fmt: skip
+def test_of_faults_without_number_few_are_collected(kind: type[Wire], sent: dict[str, Any], field: str) -> None:
+    """Each takes memory and time, and only the first is told."""
+    body = {"model": "m"} | sent
+    with pytest.raises(ValidationError) as collected:
+        kind.model_validate(body)
+    assert collected.value.error_count() < 10
+    with pytest.raises(InvalidRequest) as caught:
+        parse(json.dumps(body).encode(), kind)
+    assert caught.value.field == field
+
+
+# ---- names that clients make up
+
+
+@pytest.mark.parametrize(
+    ("sent", "field"),
+    [
+        ({"<x>": 1}, "<x>"),
+        ({"<text>": 1}, "<text>"),
+        ({"messages": [MESSAGES[0] | {"<text>": 1}]}, "messages.0.<text>"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "<parts>": 1}]}]},
+         "messages.0.content.0.<parts>"),
+        ({"y" * 10_000: 1}, "y" * 100),
+        ({"stream": True, "stream_options": {"<" * 10_000: 1}}, "stream_options." + "<" * 100),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_is_told_by_its_own_name(sent: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnknownParameter) as caught:
+        chat(**sent)
+    assert caught.value.field == field
+    assert f"'{field}'" in caught.value.message
+
+
+def test_a_name_that_is_no_token_is_not_told_as_a_path() -> None:
+    for name in ("<a>", "<text>", "z" * 10_000):
+        with pytest.raises(InvalidRequest, match="token ids as its keys") as caught:
+            chat(logit_bias={name: "x"})
+        assert caught.value.field == "logit_bias"
+    with pytest.raises(InvalidRequest) as caught:
+        chat(metadata={"z" * 10_000: "\0"})
+    assert caught.value.field == "metadata." + "z" * 100
+
+
+# ---- what a chat template is given
+
+
+def called_with(arguments: str) -> ChatCompletionRequest:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": "\\ud800"}',
+        '{"a": ["b", {"\\udc00": 1}]}',
+        '{"a": "\\u0000"}',
+        nested(MAX_LEVELS + 1),
+        nested(900),
+        '{"a": ' + "[" * 100_000,
+    ],
+)
+def test_arguments_that_no_template_can_show_are_refused(arguments: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        called_with(arguments).talk()
+    assert caught.value.field == "messages.1.tool_calls.0.function.arguments"
+    assert len(caught.value.message) < 200
+
+
+def test_arguments_may_hold_any_character_and_some_levels() -> None:
+    for arguments in ('{"a": "\\ud83d\\ude42 \\\\u0000 \\\\ud800"}', nested(MAX_LEVELS), "{}", ""):
+        (message,) = called_with(arguments).talk().messages[1:]
+        assert message["tool_calls"][0]["function"]["arguments"] == json.loads(arguments or "{}")
+
+
+def test_parameters_may_be_nested_some_levels() -> None:
+    def tool(levels: int) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "parameters": json.loads(nested(levels))}}
+
+    (shown,) = chat(tools=[tool(MAX_LEVELS)]).talk().tools
+    assert shown == tool(MAX_LEVELS)
+    for levels in (MAX_LEVELS + 1, 300, 900):
+        with pytest.raises(InvalidRequest, match="at most 64 levels") as caught:
+            chat(tools=[tool(1), tool(levels)])
+        assert caught.value.field == "tools.1.function.parameters"

@@ -16,12 +16,14 @@ from tiny_models import write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from serve_app.backends.torch_backend import TorchBackend
+from serve_app.errors import NoRoom
 from serve_app.frontend import FrontEnd
 from serve_app.ingress import build_ingress
 from serve_app.metrics import BufferSink, Metrics
 from serve_app.observed_source import ObservedSource, SourceLimits
+from serve_app.protocol import parse
 from serve_app.replays import Records
-from serve_app.scoring import ScoreLimits, Scorer
+from serve_app.scoring import ScoreLimits, Scorer, ScoreRequest
 from serve_app.token_source import PooledTokenSource
 from serve_app.tokenizer import Tokenizer
 from speculative.request import FinishReason, Request, TokenDelta
@@ -53,7 +55,7 @@ class Replica:
     """One replica as it is deployed, without Ray around it."""
 
     def __init__(self, backend: TorchBackend, source: Source, scorer: Scorer, front_end: FrontEnd) -> None:
-        self.backend, self.source, self.front_end = backend, source, front_end
+        self.backend, self.source, self.scorer, self.front_end = backend, source, scorer, front_end
         self.app = build_ingress(front_end, scorer=scorer)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://tiny")
 
@@ -185,6 +187,33 @@ async def test_a_prefix_that_is_cached_is_counted(replica: Run) -> None:
         for expected in (0, 20):
             reply = await server.score(contexts=[list(range(3, 24))], labels=[1])
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == expected
+
+
+def asked(**body: Any) -> ScoreRequest:
+    return parse(json.dumps({"model": "tiny", **body}).encode(), ScoreRequest)
+
+
+async def test_what_is_paid_for_is_what_the_usage_tells(replica: Run) -> None:
+    spent: list[int] = []
+    async with replica() as server:
+        for labels in (LABELS, [1, 2], [[2, 3], [4, 5]]):
+            reply = await server.scorer.score(asked(contexts=CONTEXTS, labels=labels), spend=spent.append)
+            assert sum(spent) == reply["usage"]["prompt_tokens"]
+            spent.clear()
+
+
+async def test_what_is_refused_costs_nothing(replica: Run) -> None:
+    spent: list[int] = []
+    async with replica() as server:
+
+        async def full(requests: Sequence[Request]) -> AsyncIterator[TokenDelta]:
+            raise NoRoom("capacity", "full", 1.0)
+            yield
+
+        server.source.stream = full  # type: ignore[method-assign, assignment]
+        with pytest.raises(NoRoom):
+            await server.scorer.score(asked(contexts=CONTEXTS, labels=LABELS), spend=spent.append)
+    assert spent == []
 
 
 WRONG: dict[str, tuple[dict[str, Any], str | None, str]] = {

@@ -1,6 +1,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -105,6 +106,25 @@ def test_what_the_chat_template_refuses_is_an_invalid_request(tokenizer: Tokeniz
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
     with pytest.raises(InvalidRequest, match="system must come first") as caught:
         tokenizer.encode_chat(messages)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [("{{ messages[0].content }}", "\ud800"), ("{{ messages | tojson }}", "a"), ("{{ deep | tojson }}", "a")],
+    ids=["half a character", "deep messages", "deep variables"],
+)
+def test_what_cannot_be_rendered_or_encoded_is_an_invalid_request(
+    tokenizer_folder: Path, tmp_path: Path, source: str, content: str
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(source)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    message = {"role": "user", "content": content, "more": deep}
+    with pytest.raises(InvalidRequest, match="refuses these messages") as caught:
+        Tokenizer.from_folder(tokenizer_folder, str(template)).encode_chat([message], variables={"deep": deep})
     assert caught.value.field == "messages"
 
 

@@ -6,6 +6,7 @@ tested where vLLM is.
 
 import itertools
 import json
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from serve_app.backends.base import CallPart, Parsers, Said, Talk
 from serve_app.errors import UnsupportedParameter
 from serve_app.frontend import FrontEnd
 from serve_app.ingress import build_ingress
-from serve_app.protocol import ChatCompletionRequest, parse
+from serve_app.protocol import ChatCompletionRequest, CompletionRequest, parse
 from serve_app.structured import StructureCompiler
 from serve_app.tokenizer import Tokenizer
 from serve_app.tools import ForcedCalls, behind_thought, call_form, put_together
@@ -147,8 +148,9 @@ def test_a_form_may_begin_behind_free_reasoning(
 
 @pytest.mark.parametrize("kind", ["regex", "grammar"])
 def test_not_every_form_may_begin_behind_reasoning(kind: Any) -> None:
-    with pytest.raises(UnsupportedParameter, match=f"structured_outputs.{kind}"):
+    with pytest.raises(UnsupportedParameter) as caught:
         behind_thought(Structure(kind, "start: /a/"), "</think>", None, (2,))
+    assert caught.value.field == f"structured_outputs.{kind}"
 
 
 # ---- reading calls that had to be made
@@ -212,6 +214,38 @@ async def test_the_model_sees_tools_calls_and_results(tooled: Tokenizer) -> None
     assert text.count('{"name": "weather", "arguments": {"city": "ü"}}') == 2
     results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
     assert results in text and text.endswith("<|im_start|>assistant\n")
+
+
+LONG = "hello " * 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "elsewhere"),
+    [
+        ({}, False),
+        ({"messages": [{"role": "user", "content": LONG}]}, True),
+        ({"tools": [CLOCK | {"function": {"name": "f", "description": LONG}}]}, True),
+        ({"tools": [CLOCK | {"function": {"name": "f", "parameters": {LONG: 1}}}]}, True),
+        ({"tools": [CLOCK | {"function": {"name": "f", "parameters": {"enum": [1] * 5000}}}]}, True),
+        ({"messages": [{"role": "assistant", "content": "a", "reasoning": LONG}]}, True),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": LONG})}}]}]}, True),
+        ({"messages": [{"role": "user", "content": "a"}] * 5000}, True),
+    ],
+)  # fmt: skip
+async def test_whatever_is_long_to_render_is_rendered_beside_the_event_loop(
+    tooled: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], elsewhere: bool
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def encode_chat(*_: Any, **__: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return [5]
+
+    monkeypatch.setattr(tooled, "encode_chat", encode_chat)
+    end, _, _ = front(tooled)
+    await end.prepare(wire(**fields, tool_choice="none"))
+    assert [thread is not threading.main_thread() for thread in threads] == [elsewhere]
 
 
 async def test_a_template_that_shows_no_tools_is_no_way_to_serve_them(tokenizer: Tokenizer) -> None:
@@ -404,6 +438,7 @@ async def test_what_is_parsed_does_not_depend_on_how_tokens_come(
         (text, (token,), number == len(ids)) for number, (token, text) in enumerate(zip(ids, texts, strict=True), 1)
     ], "each token comes by itself, with all of its text"
     assert same_form(await ask(end, tools=TOOLS, stop=stop)) == MEANT
+    assert parsers.noted[-1] == ("".join(texts), tuple(ids), True), "a whole answer comes with all of its tokens"
     assert source.requests[0].params.structure is None
 
 
@@ -462,20 +497,66 @@ async def test_a_form_leaves_no_room_for_calls(tooled: Tokenizer) -> None:
     wire(tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
 
 
-async def test_schemas_that_no_form_can_be_made_of_are_blamed_on_the_tools(
-    tooled: Tokenizer, compiler: StructureCompiler
-) -> None:
-    end, source, _ = front(tooled)
+def compiling(compiler: StructureCompiler) -> Callable[[Sequence[Request]], AsyncGenerator[TokenDelta, None]]:
+    """A source that compiles what is asked for, as an engine does, and goes no further."""
 
-    async def refuse(requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         compiler(requests[0].params.structure or Structure("json_object"))
         raise AssertionError("it was to be refused")
         yield
 
-    source.stream = refuse  # type: ignore[method-assign]
+    return stream
+
+
+async def test_schemas_that_no_form_can_be_made_of_are_blamed_on_the_tools(
+    tooled: Tokenizer, compiler: StructureCompiler
+) -> None:
+    end, source, _ = front(tooled)
+    source.stream = compiling(compiler)  # type: ignore[method-assign]
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/no"}}}}}
     with pytest.raises(InvalidRequest, match="cannot be kept to") as caught:
         await ask(end, tools=[wrong], tool_choice="required")
+    assert caught.value.field == "tools"
+
+
+CANNOT = {"$ref": "#/$defs/no"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "nonsense ::"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"choice": ["a" * 70_000]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": CANNOT}}, "structured_outputs.json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": CANNOT}}},
+            "response_format",
+        ),
+    ],
+)
+async def test_a_refused_form_is_told_of_the_field_that_asked_for_it(
+    tooled: Tokenizer, compiler: StructureCompiler, fields: dict[str, Any], field: str
+) -> None:
+    end, source, _ = front(tooled)
+    source.stream = compiling(compiler)  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match="cannot be used") as caught:
+        await ask(end, **fields)
+    assert caught.value.field == field
+    body = {"model": "fake", "prompt": "a", **fields}
+    job = await end.prepare(parse(json.dumps(body).encode(), CompletionRequest))
+    with pytest.raises(InvalidRequest, match="cannot be used") as caught:
+        await end.collect(job)
+    assert caught.value.field == field
+
+
+async def test_a_model_whose_calls_could_never_end_is_told_of_the_tools(
+    tooled: Tokenizer, tokenizer_folder: Path
+) -> None:
+    end, source, _ = front(tooled)
+    source.stream = compiling(StructureCompiler(tokenizer_folder, tooled.vocab_size, ()))  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match="could never end") as caught:
+        await ask(end, tools=TOOLS, tool_choice="required")
     assert caught.value.field == "tools"
 
 

@@ -1,7 +1,7 @@
 """Which weights made an answer: told in every reply and chunk, kept apart by the referee, changed through /admin."""
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from serve_app.replays import Record, Verdict
 from serve_app.token_source import PooledTokenSource
 from serve_app.tokenizer import Tokenizer
 from serve_app.weights import Outcome
-from speculative.request import Request, TokenDelta, TokenKind
+from speculative.request import FinishReason, Request, TokenDelta, TokenKind
 
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 8, "temperature": 0}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
@@ -59,6 +59,40 @@ def test_a_change_in_the_middle_of_an_answer_is_told_with_its_place() -> None:
         "metadata": {"weight_version": "v2", "weight_versions": ["v1", "v2"]}
     }
     assert join(pieces[:2]).version_fields() == {}
+
+
+@pytest.mark.parametrize("run_length", [1, 3, 40])
+@pytest.mark.parametrize("extra", [{}, {"stop": ["zz"]}, {"return_token_ids": True}])
+async def test_tokens_that_are_held_back_count_for_the_version_that_made_them(
+    tokenizer: Tokenizer, run_length: int, extra: dict[str, Any]
+) -> None:
+    ids = tokenizer.encode("hello 🙂🙂z")  # halves of characters, and what may begin a stop string
+    half = len(ids) // 2
+
+    class Source:
+        """Says it in runs; the second half is made by other weights."""
+
+        async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+            for name, part in (("v1", ids[:half]), ("v2", ids[half:])):
+                for start in range(0, len(part), run_length):
+                    run = tuple(part[start : start + run_length])
+                    last = name == "v2" and start + run_length >= len(part)
+                    reason = FinishReason.LENGTH if last else None
+                    yield TokenDelta(requests[0].request_id, run, weight_version=name, finish_reason=reason)
+
+        async def abort(self, request_id: str) -> None:
+            raise AssertionError("nothing is to be ended")
+
+    backend, _ = make_backend(tokenizer)
+    front = FrontEnd(Source(), tokenizer, backend.info)
+    job = await front.prepare(parse(json.dumps(BODY | extra).encode(), CompletionRequest))
+    made = [{"version": "v1", "tokens": half}, {"version": "v2", "tokens": len(ids) - half}]
+    assert (await front.collect(job))["choices"][0]["weight_versions"] == made
+    chunks = [json.loads(event[6:]) async for event in front.events(job) if b"DONE" not in event]
+    told = [chunk["choices"][0].get("weight_versions", ()) for chunk in chunks]
+    assert all(len({run["version"] for run in runs}) == len(runs) for runs in told), "neighbours are put together"
+    named = [chunk["metadata"]["weight_version"] for chunk in chunks]
+    assert named == sorted(named) and named[-1] == "v2"
 
 
 def test_a_record_keeps_the_versions_of_its_tokens() -> None:
