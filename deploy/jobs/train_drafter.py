@@ -6,7 +6,8 @@ On a Ray cluster: `ray job submit -- truespec train-drafter --model M --data sel
 import dataclasses
 import importlib
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from deploy.models import find_model
 from serve_app.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore, resolve_device
-from speculative.errors import ConfigError
+from speculative.errors import ConfigError, InvalidRequest
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import load_decoder, resolve_model
@@ -33,11 +34,25 @@ from speculative.training.heads import (
     initial_head,
     load_head,
 )
-from speculative.training.loop import HEAD, REPORT, STATE, Point, StepReport, Trainer, TrainingConfig
+from speculative.training.loop import (
+    HEAD,
+    REPORT,
+    STATE,
+    Point,
+    StepReport,
+    Trainer,
+    TrainingConfig,
+    damaged,
+    read_report,
+    write_report,
+)
 
 SELF = "self"
 _MAX_QUESTION, _MAX_ANSWER = 96, 448  # tokens
 _PLOT = "acceptance.png"
+
+# The option behind each line of a report's provenance that a resumed run may not change.
+_OPTION_OF = {"kind": "kind", "model_fingerprint": "model", "data": "data", "conversations": "data", "tokens": "data"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +84,20 @@ def run_training(job: TrainJob, view: View) -> dict[str, Any]:
     """Train, and return the report: where it came from, what it reached, the learning curve.
 
     Raises:
-        ConfigError: the data, the model or the settings do not fit.
+        ConfigError: the data, the model or the settings do not fit, or are not those of the run to be resumed.
     """
     torch.set_num_threads(job.threads)
     job = _resolved(job)
-    folder = find_model(job.model, view.say)
     _require_fresh(job)
+    _require_writable(job.out)
+    folder = find_model(job.model, view.say)
+    origin = {"kind": job.kind, "data": Path(job.data).name, "model_fingerprint": model_fingerprint(folder)}
+    _require_same(job, origin)
     view.stage(f"loading {job.model}")
     target = load_decoder(folder, dtype=getattr(torch, job.dtype), device=resolve_device(job.device))
-    start = job.out / HEAD if _resumes(job) else job.init_from and resolve_model(job.init_from)
-    head = load_head(job.kind, start, target) if start else None  # refused before anything is computed
-    conversations = _conversations(job, folder, target, view)
-    trainer = _trainer(job, folder, target, head, conversations, view)
+    head = _start(job, target)  # refused before anything is computed
+    conversations = _conversations(job, origin, folder, target, view)
+    trainer = _trainer(job, origin, target, head, conversations, view)
     view.stage("training")
     trainer.run(lambda step: _show_step(view, step), lambda point: view.say(describe(point)))
     if _plot(trainer.curve, job.out / _PLOT):
@@ -112,11 +129,11 @@ def read_prompts(path: Path, encode: Callable[[list[dict[str, str]]], list[int]]
     """Prompts of a .jsonl file: each line an object with `prompt` (a text) or `messages` (a conversation).
 
     Raises:
-        ConfigError: the file cannot be read, or a line holds neither.
+        ConfigError: the file cannot be read, a line holds neither, or the model's template does not take it.
     """
     prompts = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold what else splits lines, such as U+2028
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); give an .npz, a .jsonl or `self`.") from error
     for number, line in enumerate(lines, start=1):
@@ -129,7 +146,13 @@ def read_prompts(path: Path, encode: Callable[[list[dict[str, str]]], list[int]]
             raise ConfigError(
                 f'{path} line {number} is neither {{"prompt": ...}} nor {{"messages": [...]}} ({error!r}).'
             ) from error
-        prompts.append(tuple(encode(messages)))
+        try:
+            json.dumps(messages, ensure_ascii=False).encode()
+            prompts.append(tuple(encode(messages)))
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{path} line {number} holds half a character (a lone surrogate); mend it.") from error
+        except InvalidRequest as error:
+            raise ConfigError(f"{path} line {number}: {error}") from error
     return prompts
 
 
@@ -148,17 +171,61 @@ def _require_fresh(job: TrainJob) -> None:
         raise ConfigError(f"{job.out} holds a training already; go on with --resume, or give another folder.")
 
 
+def _require_writable(out: Path) -> None:
+    """Said now, not when the model has written its conversations."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}.") from error
+
+
+def _require_same(job: TrainJob, now: Mapping[str, Any]) -> None:
+    """Refuse to go on with what the folder's training did not begin with; its conversations and head are of that."""
+    if not job.resume or not any((job.out / name).exists() for name in (STATE, REPORT)):
+        return
+    first, _ = read_report(job.out)
+    for name, value in now.items():
+        if first.get(name, value) != value:
+            option = _OPTION_OF[name]
+            raise ConfigError(
+                f"--{option} {getattr(job, option)} is not what the training in {job.out} began with "
+                f"({first.get(option)}: {name} {first[name]}, now {value}); resume with that, or give another folder."
+            )
+
+
 def _resumes(job: TrainJob) -> bool:
     return job.resume and (job.out / STATE).exists()
 
 
-def _conversations(job: TrainJob, folder: Path, target: Decoder, view: View) -> Conversations:
+def _start(job: TrainJob, target: Decoder) -> DraftHead | None:
+    """The head to go on from; None = a new one."""
+    if not _resumes(job):
+        return load_head(job.kind, resolve_model(job.init_from), target) if job.init_from else None
+    try:
+        return load_head(job.kind, job.out / HEAD, target)
+    except ConfigError as error:
+        raise damaged(job.out / HEAD, "damaged or incomplete") from error
+
+
+def _conversations(
+    job: TrainJob, origin: Mapping[str, Any], folder: Path, target: Decoder, view: View
+) -> Conversations:
     path = Path(job.data)
     if path.suffix == ".npz":
-        return Conversations.load(path)
+        conversations = Conversations.load(path)
+        _require_same(job, _sizes(conversations))
+        return conversations
     written = job.out / "conversations.npz"
     if job.resume and written.is_file():
-        return Conversations.load(written)
+        try:
+            conversations = Conversations.load(written)
+        except ConfigError as error:
+            view.say(f"{error} That is done now.")
+        else:
+            view.say(f"{len(conversations)} conversations in {written} were written before")
+            return conversations
     if job.data != SELF and path.suffix != ".jsonl":
         raise ConfigError(f"--data {job.data!r} is neither an .npz, nor a .jsonl, nor `{SELF}`.")
     tokenizer = Tokenizer.from_folder(folder)
@@ -171,6 +238,8 @@ def _conversations(job: TrainJob, folder: Path, target: Decoder, view: View) -> 
         prompts = read_prompts(path, tokenizer.encode_chat)
     view.stage("the model answers")
     conversations = write_answers(engine, prompts, max_tokens=_MAX_ANSWER, progress=view.count)
+    if not _resumes(job):
+        write_report(job.out, {"provenance": dict(origin), "curve": []})  # whose conversations they are
     conversations.save(written)
     return conversations
 
@@ -190,9 +259,15 @@ def _engine(job: TrainJob, target: Decoder) -> EngineCore:
 
 
 def _trainer(
-    job: TrainJob, folder: Path, target: Decoder, start: DraftHead | None, conversations: Conversations, view: View
+    job: TrainJob,
+    origin: Mapping[str, Any],
+    target: Decoder,
+    start: DraftHead | None,
+    conversations: Conversations,
+    view: View,
 ) -> Trainer:
-    """`start`: the head to go on from; None = a new one. `folder`: the target's."""
+    """`origin`: what a resumed run has to share; `start`: the head to go on from, None = a new one."""
+    conversations.require_fit(target.config.vocab_size, target.config.max_position_embeddings)
     counts = conversations.answer_counts(target.config.vocab_size)
     commonest = draft_vocabulary(counts, job.draft_vocab, target.config.eos_token_ids)
     head = initial_head(job.kind, target, commonest) if start is None else start
@@ -200,16 +275,15 @@ def _trainer(
     covered = counts[vocabulary.ids.cpu().numpy()].sum() / max(1, counts.sum())
     view.say(f"{len(conversations)} conversations; {len(vocabulary.ids)} token ids cover {covered:.2%} of the answers")
     view.stage("reading the model's features")
-    fingerprint = model_fingerprint(folder)
     features = compute_features(
         target,
         conversations,
         job.out / "features",
         aux_layers(head),
-        model_key=fingerprint,
+        model_key=origin["model_fingerprint"],
         progress=view.count,
     )
-    provenance = {"model_fingerprint": fingerprint, **_provenance(job, conversations, start)}
+    provenance = {**origin, **_provenance(job, conversations, start)}
     trainer = Trainer(head, vocabulary, features, job.training, job.out, provenance)
     if job.resume and trainer.resume():
         view.say(f"resumed: {describe(trainer.curve[-1])}")
@@ -227,11 +301,8 @@ def _show_step(view: View, step: StepReport) -> None:
 def _provenance(job: TrainJob, conversations: Conversations, start: DraftHead | None) -> dict[str, Any]:
     """Where a head comes from, for its report; of its start a resumed run keeps what the first one told."""
     told = {
-        "kind": job.kind,
         "model": job.model,
-        "data": Path(job.data).name,
-        "conversations": len(conversations),
-        "tokens": len(conversations.token_ids),
+        **_sizes(conversations),
         "torch": torch.__version__,
         "threads": job.threads,
         "dtype": job.dtype,
@@ -243,6 +314,10 @@ def _provenance(job: TrainJob, conversations: Conversations, start: DraftHead | 
         return told | {"init_from": None}
     fingerprint = model_fingerprint(resolve_model(job.init_from), start.config)
     return told | {"init_from": job.init_from, "init_from_fingerprint": fingerprint}
+
+
+def _sizes(conversations: Conversations) -> dict[str, int]:
+    return {"conversations": len(conversations), "tokens": len(conversations.token_ids)}
 
 
 def _plot(curve: list[Point], path: Path) -> bool:

@@ -1,5 +1,8 @@
 """Conversations to train a drafter on, written by the target itself: a drafter has to guess its words only."""
 
+import os
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,9 @@ from speculative.request import FinishReason, Request, SamplingParams
 
 Progress = Callable[[int, int], None]
 Prompt = tuple[int, ...]
+
+# What numpy raises for a file that is cut short, altered, or no archive at all.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, TypeError, KeyError, ValueError, OSError)
 
 ANSWER_TEMPERATURES = (0.0, 1.0, 0.7, 1.0)  # as served: greedy, and the model's own law
 
@@ -31,10 +37,14 @@ class Conversations:
     temperatures: np.ndarray[Any, np.dtype[np.float32]]
 
     def __post_init__(self) -> None:
-        if not len(self.lengths) == len(self.prompt_lengths) == len(self.temperatures):
+        if not self.lengths.shape == self.prompt_lengths.shape == self.temperatures.shape:
             raise ConfigError("The conversations' lengths, prompt_lengths and temperatures differ in number.")
-        if int(self.lengths.sum()) != len(self.token_ids) or (self.prompt_lengths > self.lengths).any():
+        if (self.lengths < 1).any() or int(self.lengths.sum()) != len(self.token_ids):
             raise ConfigError("The conversations' lengths do not fit their token_ids; write the data again.")
+        if (self.prompt_lengths < 0).any() or (self.prompt_lengths > self.lengths).any():
+            raise ConfigError("The conversations' prompt_lengths do not fit their lengths; write the data again.")
+        if (self.token_ids < 0).any():
+            raise ConfigError("The conversations' token_ids are below 0 in places; write the data again.")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -50,6 +60,24 @@ class Conversations:
         within = np.arange(len(self.token_ids)) - np.repeat(self.starts, self.lengths)
         answers = self.token_ids[within >= np.repeat(self.prompt_lengths, self.lengths)]
         return np.bincount(answers, minlength=vocab_size)
+
+    def require_fit(self, vocab_size: int, max_length: int) -> None:
+        """Check that a model with so many tokens and positions can read them.
+
+        Raises:
+            ConfigError: it cannot; they were written by another model.
+        """
+        highest, longest = (int(array.max(initial=0)) for array in (self.token_ids, self.lengths))
+        if highest >= vocab_size:
+            raise ConfigError(
+                f"The conversations hold token id {highest}, but the model's vocabulary has {vocab_size}; give data "
+                "of this model."
+            )
+        if longest > max_length:
+            raise ConfigError(
+                f"The longest conversation has {longest} tokens, but the model has {max_length} positions; give "
+                "shorter ones."
+            )
 
     def first(self, count: int) -> "Conversations":
         """The first so many conversations."""
@@ -76,29 +104,34 @@ class Conversations:
         """Read an .npz file with the four arrays.
 
         Raises:
-            ConfigError: the file is missing, damaged or lacks an array.
+            ConfigError: the file is missing or damaged, lacks an array, or its arrays do not fit each other.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return cls(
-                    arrays["token_ids"].astype(np.int32),
-                    arrays["lengths"].astype(np.int64),
-                    arrays["prompt_lengths"].astype(np.int64),
+                    _whole_numbers(arrays["token_ids"], np.int32),
+                    _whole_numbers(arrays["lengths"], np.int64),
+                    _whole_numbers(arrays["prompt_lengths"], np.int64),
                     arrays["temperatures"].astype(np.float32),
                 )
-        except (OSError, ValueError, KeyError) as error:
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        except _DAMAGE as error:
             raise ConfigError(f"{path} cannot be read as conversations ({error}); write it again.") from error
 
     def save(self, path: Path) -> None:
-        """Write what `load` reads."""
+        """Write what `load` reads: the whole file, or, when interrupted, none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(
-            path,
-            token_ids=self.token_ids,
-            lengths=self.lengths,
-            prompt_lengths=self.prompt_lengths,
-            temperatures=self.temperatures,
-        )
+        temporary = path.with_name(f".{path.name}")
+        with temporary.open("wb") as file:
+            np.savez_compressed(
+                file,
+                token_ids=self.token_ids,
+                lengths=self.lengths,
+                prompt_lengths=self.prompt_lengths,
+                temperatures=self.temperatures,
+            )
+        os.replace(temporary, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +214,15 @@ def _generate(
                     progress(len(ended), len(requests))
     for request in requests:
         yield tuple(tokens[request.request_id]), ended[request.request_id]
+
+
+def _whole_numbers(array: np.ndarray[Any, Any], dtype: type[np.signedinteger[Any]]) -> np.ndarray[Any, Any]:
+    """A vector in that type; a ValueError says that it is none, or changes by it."""
+    with np.errstate(invalid="ignore"):
+        numbers = array.astype(dtype)
+    if numbers.ndim != 1 or not np.array_equal(numbers, array):
+        raise ValueError(f"no vector of {np.dtype(dtype).name}")
+    return numbers
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:

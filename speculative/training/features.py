@@ -73,7 +73,7 @@ def compute_features(
         first = stop
         if progress is not None:
             progress(stop, len(conversations))
-    (folder / _META).write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
+    (folder / _META).write_bytes(_mark(key))
     return features
 
 
@@ -161,7 +161,12 @@ def _is_done(folder: Path, key: str, aux_layers: tuple[int, ...]) -> bool:
     meta = folder / _META
     files = (_AUX, _FINAL, _LOG_Z) if aux_layers else (_FINAL, _LOG_Z)
     whole = meta.is_file() and all((folder / name).is_file() for name in files)
-    if whole and json.loads(meta.read_text(encoding="utf-8")).get("key") == key:
+    if whole and meta.read_bytes() == _mark(key):
         return True
     meta.unlink(missing_ok=True)
     return False
+
+
+def _mark(key: str) -> bytes:
+    """What stands in the mark of a whole cache; anything else there, a damaged file say, marks nothing."""
+    return (json.dumps({"key": key}) + "\n").encode()

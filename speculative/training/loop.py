@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,11 +57,19 @@ class TrainingConfig:
         for name in ("tokens_per_step", "num_draft_steps", "held_out"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1.")
+        if self.steps is not None and self.steps < 0:
+            raise ConfigError(f"steps is {self.steps}; give at least 0, or none where minutes are the end.")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise ConfigError(f"minutes is {self.minutes}; give a number above 0, or none where steps are the end.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate is {self.learning_rate}; give a number above 0, such as 1e-3.")
+        if not 0 <= self.report_every_s < math.inf:
+            raise ConfigError(f"report_every_s is {self.report_every_s}; give a number of seconds, at least 0.")
 
     def progress(self, step: int, elapsed_s: float) -> float:
         """How much of the training is done, from 0 to 1."""
         by_steps = 1.0 if self.steps == 0 else step / self.steps if self.steps else 0.0
-        by_time = elapsed_s / (60 * self.minutes) if self.minutes else 0.0
+        by_time = 0.0 if self.minutes is None else elapsed_s / (60 * self.minutes)
         return min(1.0, max(by_steps, by_time))
 
     def mix(self, progress: float) -> float:
@@ -145,7 +154,11 @@ class Trainer:
         self._loss: float | None = None
 
     def run(self, on_step: OnStep | None = None, on_point: OnPoint | None = None) -> Point:
-        """Train to the end; every `report_every_s` measure, report and save. Returns the last point."""
+        """Train to the end; every `report_every_s` measure, report and save. Returns the last point.
+
+        Raises:
+            ConfigError: the training diverged; what was saved before it did is left alone.
+        """
         started, reported = time.monotonic() - self._elapsed_s, time.monotonic()
         started_cpu_s = time.process_time() - self._cpu_s
         if not self.curve:
@@ -170,8 +183,16 @@ class Trainer:
         return self.curve[-1]
 
     def save(self) -> None:
-        """Write the averaged head in the public format, and beside it what a later run resumes from."""
-        save_head(self._average, self.folder / HEAD)
+        """Write the averaged head in the public format, and beside it what a later run resumes from.
+
+        Interrupted at any time it leaves whole files: of this checkpoint, or of the one before.
+        """
+        beside, head = self.folder / f".{HEAD}", self.folder / HEAD
+        save_head(self._average, beside)
+        head.mkdir(exist_ok=True)
+        for file in beside.iterdir():
+            os.replace(file, head / file.name)
+        beside.rmdir()
         state = {
             "head": self.head.state_dict(),
             "average": self._average.state_dict(),
@@ -187,25 +208,26 @@ class Trainer:
         """Go on from the folder's checkpoint; False when there is none.
 
         Raises:
-            ConfigError: it is of another head, or of another version of this program.
+            ConfigError: it is damaged, of another head, or of another version of this program.
         """
         path = self.folder / STATE
         if not path.is_file():
             return False
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        if state.get("head", {}).keys() != self.head.state_dict().keys() or "loss_ids" not in state:
+        state = _read_state(path)
+        parts = {"head", "average", "optimizer", "loss_ids", "progress"}
+        if not parts <= state.keys() or state["head"].keys() != self.head.state_dict().keys():
             raise ConfigError(
                 f"{path} is of another kind of head, or of an earlier version; train into another folder."
             )
-        if not torch.equal(state["loss_ids"], self._loss_ids):
+        if not torch.equal(state["loss_ids"].to(self.device), self._loss_ids):
             raise ConfigError(f"{path} is of a head with another draft vocabulary; train into another folder.")
         self.head.load_state_dict(state["head"])
         self._average.load_state_dict(state["average"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._step, self._tokens, self._elapsed_s, self._cpu_s = state["progress"]
-        report = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
-        self.curve = [_point(entry) for entry in report["curve"] if entry["step"] <= self._step]
-        self.provenance = report["provenance"] | self.provenance
+        provenance, curve = read_report(self.folder)
+        self.curve = [point for point in curve if point.step <= self._step]
+        self.provenance = provenance | self.provenance
         return True
 
     def evaluate(self) -> Acceptance:
@@ -237,6 +259,7 @@ class Trainer:
         self._tokens += len(batch.token_ids)
         self._average_weights()
         self._loss = told = float(loss.detach())
+        self._require_finite("loss", told)
         counted = weights > 0
         means = (acceptance * counted).sum(1) / counted.sum(1).clamp(min=1)
         return StepReport(self._step, progress, self._elapsed_s, self._tokens, told, tuple(means.tolist()))
@@ -250,10 +273,19 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.low_precision)
 
+    def _require_finite(self, name: str, *values: float) -> None:
+        wrong = [value for value in values if not math.isfinite(value)]
+        if wrong:
+            raise ConfigError(
+                f"The training diverged: its {name} is {wrong[0]} at step {self._step}, and nothing of it was saved. "
+                f"Give a lower learning rate; {self.folder} holds the last checkpoint before it, if there was one."
+            )
+
     def _report(self, on_point: OnPoint | None) -> None:
-        point = Point(self._step, self._tokens, self._elapsed_s, self._cpu_s, self._loss, self.evaluate())
+        held_out = self.evaluate()
+        self._require_finite("held-out acceptance", *held_out.acceptance)
+        point = Point(self._step, self._tokens, self._elapsed_s, self._cpu_s, self._loss, held_out)
         self.curve.append(point)
-        self.folder.mkdir(parents=True, exist_ok=True)
         report = {
             "provenance": self.provenance,
             "config": dataclasses.asdict(self.config),
@@ -264,9 +296,38 @@ class Trainer:
             "curve": [dataclasses.asdict(point) for point in self.curve],
             "final": dataclasses.asdict(point),
         }
-        _write_whole(self.folder / REPORT, json.dumps(report, indent=2) + "\n")
+        write_report(self.folder, report)
         if on_point is not None:
             on_point(point)
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write the report of a training whole, or not at all: `provenance`, `curve`, and whatever else it tells."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{REPORT}"
+    temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / REPORT)
+
+
+def read_report(folder: Path) -> tuple[dict[str, Any], list[Point]]:
+    """Provenance and learning curve of an earlier run.
+
+    Raises:
+        ConfigError: the report is missing or damaged.
+    """
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        return dict(report["provenance"]), [_point(entry) for entry in report["curve"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder / REPORT, error) from error
+
+
+def damaged(path: Path, reason: object) -> ConfigError:
+    """The error of a file in a training's folder that cannot be read, and the way out of it."""
+    return ConfigError(
+        f"{path} cannot be read ({str(reason).partition(chr(10))[0]}), so this training cannot go on. Delete {STATE} "
+        f"and {REPORT} in {path.parent}, and --resume trains anew on the same conversations; or give another folder."
+    )
 
 
 def _split(features: Features, config: TrainingConfig) -> tuple[list[int], list[int]]:
@@ -310,7 +371,9 @@ def _point(entry: dict[str, Any]) -> Point:
     return Point(**{**entry, "held_out": Acceptance(**held_out)})
 
 
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+def _read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint, in host memory."""
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        raise damaged(path, error) from error

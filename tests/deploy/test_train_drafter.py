@@ -1,9 +1,11 @@
 """`truespec train-drafter` from end to end on a tiny model."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -15,7 +17,7 @@ from deploy.models import fetch_model
 from serve_app.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
-from speculative.errors import ConfigError
+from speculative.errors import ConfigError, InvalidRequest
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import load_eagle3
 from speculative.model.loading import load_decoder
@@ -112,6 +114,136 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n{"question": "b"}\n')
     with pytest.raises(ConfigError, match="line 2"):
         read_prompts(path, lambda messages: [1])
+    path.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "\\ud800"}]}\n')
+    with pytest.raises(ConfigError, match=r"line 3 .*surrogate"):
+        read_prompts(path, lambda messages: [1])
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match=r"line 1: .*no chat template"):
+        read_prompts(path, untemplated)
+
+
+def untemplated(messages: object) -> list[int]:
+    raise InvalidRequest("messages", "This model has no chat template.")
+
+
+def test_a_prompt_may_hold_what_else_separates_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"prompt": "a\u2028b"}\r\n{"prompt": "\x85"}'.encode())
+    told: list[str] = []
+    read_prompts(path, lambda messages: told.append(messages[0]["content"]) or [1])  # type: ignore[func-returns-value]
+    assert told == ["a\u2028b", "\x85"]
+
+
+def shown(result: Result) -> str:
+    """What a command said, on one line."""
+    return " ".join(result.output.split())
+
+
+def test_an_end_that_never_comes_is_refused(model: Path, tmp_path: Path) -> None:
+    for minutes in ("0", "nan"):
+        result = train(model, tmp_path / "out", "--minutes", minutes)
+        assert result.exit_code > 0 and "minutes" in shown(result)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = train(model, tmp_path / "file" / "out", "--steps", 1)
+    assert result.exit_code == 1
+    assert "cannot be written" in shown(result) and "--out" in shown(result)
+    assert "loading" not in result.output
+
+
+@pytest.fixture(scope="module")
+def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve conversations of random tokens."""
+    path = tmp_path_factory.mktemp("data") / "conversations.npz"
+    tokens = np.random.default_rng(0).integers(3, 512, (24, 6)).tolist()
+    rows = [tuple(row) for row in tokens]
+    Conversations.pack(rows[:12], rows[12:], [0.0, 1.0] * 6).save(path)
+    return path
+
+
+@pytest.fixture
+def begun(model: Path, data: Path, tmp_path: Path) -> Path:
+    """The folder of a training to go on with."""
+    out = tmp_path / "out"
+    result = train(model, out, "--data", data, "--steps", 1)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_a_resumed_training_keeps_what_it_began_with(model: Path, data: Path, begun: Path, tmp_path: Path) -> None:
+    other_data, same_name = tmp_path / "other.npz", tmp_path / "conversations.npz"
+    shutil.copy(data, other_data)
+    Conversations.load(data).first(9).save(same_name)
+    other_model = write_tiny_model(tmp_path / "model", tokenizer=True, num_hidden_layers=4, seed=1)
+    before = (begun / "report.json").read_bytes()
+    for option, changed, arguments in (
+        ("--data", model, ("--data", other_data)),
+        ("--data", model, ("--data", same_name)),
+        ("--data", model, ()),
+        ("--model", other_model, ("--data", data)),
+        ("--kind", model, ("--data", data, "--kind", "mtp")),
+    ):
+        result = train(changed, begun, *arguments, "--steps", 2, "--resume")
+        assert result.exit_code == 1, result.output
+        assert f"{option} " in shown(result) and "began with" in shown(result)
+        assert (begun / "report.json").read_bytes() == before
+    moved = shutil.copytree(model, tmp_path / "moved")
+    result = train(moved, begun, "--data", data, "--steps", 2, "--resume")
+    assert result.exit_code == 0, result.output
+    assert report(begun)["provenance"]["data"] == "conversations.npz"
+
+
+def test_a_damaged_checkpoint_names_itself_and_the_way_out(model: Path, data: Path, begun: Path) -> None:
+    for name in ("state.pt", "report.json", "head/model.safetensors", "head/config.json"):
+        whole = (begun / name).read_bytes()
+        (begun / name).write_bytes(whole[: len(whole) // 2])
+        result = train(model, begun, "--data", data, "--steps", 2, "--resume")
+        assert result.exit_code == 1, result.output
+        assert name.split("/")[0] in shown(result) and "Delete state.pt and report.json" in shown(result)
+        assert "download" not in shown(result)
+        (begun / name).write_bytes(whole)
+    (begun / "state.pt").unlink()
+    (begun / "report.json").unlink()
+    result = train(model, begun, "--data", data, "--steps", 2, "--resume")
+    assert result.exit_code == 0, "as it says: " + result.output
+
+
+def test_conversations_beyond_the_model_are_refused(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "other.npz"
+    Conversations.pack([(1, 2)] * 9, [(3, 5000)] * 9, [0.0] * 9).save(path)
+    result = train(model, tmp_path / "out", "--data", path, "--steps", 1)
+    assert result.exit_code == 1 and "token id 5000" in shown(result)
+
+
+def test_a_run_that_was_interrupted_while_it_wrote_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations are kept over a restart, belong to their model, and are written anew where they are damaged."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("".join(json.dumps({"prompt": f"Count to {number}."}) + "\n" for number in range(6)))
+    arguments = ("--data", prompts, "--steps", 1, "--resume")
+
+    def interrupted(*args: object, **options: object) -> None:
+        raise ConfigError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deploy.jobs.train_drafter.compute_features", interrupted)
+        assert "interrupted" in train(model, out, *arguments).output
+    whole = Conversations.load(out / "conversations.npz")
+    other_model = write_tiny_model(tmp_path / "model", tokenizer=True, num_hidden_layers=4, seed=1)
+    assert "began with" in shown(train(other_model, out, *arguments))
+
+    (out / "conversations.npz").write_bytes(b"PK")
+    result = train(model, out, *arguments)
+    assert result.exit_code == 0, result.output
+    assert "the model answers" in result.output
+    assert np.array_equal(Conversations.load(out / "conversations.npz").token_ids, whole.token_ids)
+    result = train(model, out, *arguments[:2], "--steps", 2, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "were written before" in result.output and "the model answers" not in result.output
+    assert report(out)["provenance"]["data"] == "prompts.jsonl"
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +186,11 @@ def test_the_features_are_computed_once(target: Decoder, features: Features, tmp
     assert calls == [(4, 4), (4, 4), (3, 3)]
     (tmp_path / "aux.bin").unlink()
     assert torch.equal(compute(some.first(3), key="another model").aux, first[: int(some.lengths[:3].sum())])
+    for damage in (b"", b'{"key', b"[]", b"\xff"):
+        (tmp_path / "features.json").write_bytes(damage)
+        calls.clear()
+        compute(some)
+        assert calls == [(4, 4)], "a damaged mark marks nothing"
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.6, 1.0])
@@ -383,6 +390,61 @@ def test_a_checkpoint_of_another_head_is_refused(
         other.resume()
 
 
+def test_a_damaged_checkpoint_is_told_with_the_way_out(
+    kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
+) -> None:
+    make_trainer(kind, target, features, tmp_path, steps=1).run()
+    whole = {name: (tmp_path / name).read_bytes() for name in ("state.pt", "report.json")}
+    for name, content in whole.items():
+        for damage in (b"", content[: len(content) // 2], b"[1]"):
+            (tmp_path / name).write_bytes(damage)
+            with pytest.raises(ConfigError, match=rf"{name} cannot be read .* Delete state\.pt and report\.json"):
+                make_trainer(kind, target, features, tmp_path).resume()
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "report.json").unlink()
+    with pytest.raises(ConfigError, match=r"report\.json cannot be read"):
+        make_trainer(kind, target, features, tmp_path).resume()
+
+
+def test_an_interrupted_save_leaves_the_checkpoint_before(
+    kind: HeadKind, target: Decoder, features: Features, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(kind, target, features, tmp_path, steps=1)
+    trainer.run()
+    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+
+    def interrupted(head: DraftHead, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("speculative.training.loop.save_head", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save()
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
+    trainer.save()
+    assert not (tmp_path / ".head").exists()
+    load_head(kind, tmp_path / "head", target)
+
+
+def test_a_training_that_diverges_keeps_the_last_good_checkpoint(
+    kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
+) -> None:
+    make_trainer(kind, target, features, tmp_path, steps=2).run()
+    kept = [tmp_path / name for name in ("state.pt", "report.json", "head/model.safetensors")]
+    before = [path.read_bytes() for path in kept]
+    for wild in (
+        {"steps": 8, "learning_rate": 1e30},  # found in the loss of its second step
+        {"steps": 3, "learning_rate": 1e30},  # found where its only step is measured
+    ):
+        trainer = make_trainer(kind, target, features, tmp_path, **wild)
+        assert trainer.resume()
+        with pytest.raises(ConfigError, match=r"diverged: its (loss|held-out acceptance) is nan .* lower learning"):
+            trainer.run()
+        assert [path.read_bytes() for path in kept] == before
+
+
 def test_low_precision_learns_too(kind: HeadKind, target: Decoder, features: Features, tmp_path: Path) -> None:
     points: list[Point] = []
     make_trainer(kind, target, features, tmp_path, steps=20, low_precision=True).run(on_point=points.append)
@@ -407,6 +469,20 @@ def test_the_schedule_begins_with_kl_and_ends_with_acceptance() -> None:
     assert rates[0] < rates[1] > rates[2] > rates[3] > 0
     with pytest.raises(ConfigError, match="steps, or minutes"):
         TrainingConfig()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"minutes": value} for value in (0.0, -1.0, math.nan, math.inf)),
+        {"steps": -1},
+        *({"steps": 1, "learning_rate": value} for value in (0.0, -1e-3, math.nan, math.inf)),
+        *({"steps": 1, "report_every_s": value} for value in (-1.0, math.nan)),
+    ],
+)
+def test_a_training_that_would_not_end_or_not_learn_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{list(setting)[-1]} is .*give "):
+        TrainingConfig(**setting)
 
 
 def test_data_is_written_by_the_target_itself(target_folder: Path, tmp_path: Path) -> None:
@@ -440,3 +516,68 @@ def test_damaged_data_is_refused(tmp_path: Path) -> None:
         Conversations.pack([(1, 2)], [(3,)], [0.0]).__class__(
             np.zeros(5, np.int32), np.array([3]), np.array([2]), np.zeros(1, np.float32)
         )
+
+
+def test_damaged_files_of_conversations_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "some.npz"
+    Conversations.pack([(1, 2)] * 9, [(3,)] * 9, [0.0] * 9).save(path)
+    whole = path.read_bytes()
+    altered = bytearray(whole)
+    altered[90] ^= 0xFF  # within the first array's packed bytes
+    for damage in (b"", b"PK", whole[:-30], whole[: len(whole) // 2], bytes(altered)):
+        path.write_bytes(damage)
+        with pytest.raises(ConfigError, match=r"some\.npz cannot be read"):
+            Conversations.load(path)
+    with path.open("wb") as file:
+        np.save(file, np.arange(4))
+    with pytest.raises(ConfigError, match=r"some\.npz cannot be read"):
+        Conversations.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"token_ids": [1, -2, 3, 4]}, "below 0"),
+        ({"token_ids": [1, 2, 3, 2**40]}, "no vector of int32"),
+        ({"token_ids": [1, 2, 3, 4.5]}, "no vector of int32"),
+        ({"token_ids": [[1, 2], [3, 4]]}, "no vector of int32"),
+        ({"lengths": [5, -1]}, "lengths do not fit their token_ids"),
+        ({"lengths": [4, 0]}, "lengths do not fit their token_ids"),
+        ({"prompt_lengths": [-1, 1]}, "prompt_lengths do not fit"),
+        ({"prompt_lengths": [1, 3]}, "prompt_lengths do not fit"),
+        ({"temperatures": [0.0]}, "differ in number"),
+        ({"temperatures": [[0.0], [0.0]]}, "differ in number"),
+    ],
+)
+def test_conversations_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], told: str) -> None:
+    good = {"token_ids": [1, 2, 3, 4], "lengths": [2, 2], "prompt_lengths": [1, 1], "temperatures": [0.0, 1.0]}
+    path = tmp_path / "some.npz"
+    np.savez(path, **{name: np.array(value) for name, value in good.items()})
+    Conversations.load(path).require_fit(vocab_size=5, max_length=2)
+    np.savez(path, **{name: np.array(value) for name, value in {**good, **change}.items()})
+    with pytest.raises(ConfigError, match=rf"some\.npz.*{told}"):
+        Conversations.load(path)
+
+
+def test_conversations_beyond_the_model_are_refused() -> None:
+    conversations = Conversations.pack([(1, 2), (9,)], [(3,), (4,)], [0.0, 1.0])
+    conversations.require_fit(vocab_size=10, max_length=3)
+    with pytest.raises(ConfigError, match="token id 9, but the model's vocabulary has 9"):
+        conversations.require_fit(vocab_size=9, max_length=3)
+    with pytest.raises(ConfigError, match="3 tokens, but the model has 2 positions"):
+        conversations.require_fit(vocab_size=10, max_length=2)
+
+
+def test_an_interrupted_write_leaves_the_conversations_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "some.npz"
+    Conversations.pack([(1, 2)], [(3,)], [0.0]).save(path)
+
+    def interrupted(file: Any, **arrays: object) -> None:
+        file.write(b"PK")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez_compressed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Conversations.pack([(4, 5)], [(6,)], [0.0]).save(path)
+    assert Conversations.load(path).token_ids.tolist() == [1, 2, 3]
