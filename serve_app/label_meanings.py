@@ -33,7 +33,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "length": "reached its max_tokens, or the model's longest length",
             "abort": "its client left",
             "error": "the engine or the service failed, or its time was up",
-            "rejected": "was not begun: too much was under way",
+            "rejected": "was not begun: too much was under way, or it asks for what cannot be served",
         }
     },
     "result": {
