@@ -42,8 +42,9 @@ One RayService with a head and a worker group for each pool. It needs KubeRay 1.
     helm install truespec helm/truespec --set config.model.source=org/name --set image.repository=REGISTRY/truespec
 
 Whole examples with their renders are under `ci/`; `docs/deployment.md` says how to size, upgrade and watch it. Keys
-under `config` are the application's own (`docs/configuration.md`); a wrong key, type or pair of settings is refused by
-`helm install` with a message that says what to do.
+under `config` are the application's own (`docs/configuration.md`). `helm install` refuses a wrong key or type, and most
+pairs of settings that contradict each other, with a message that says what to do; the application refuses the others
+when it is built.
 
 """
 
@@ -62,7 +63,17 @@ def schema() -> dict[str, Any]:
     made["properties"]["config"] = _draft_07(config)
     for name in sorted(_needed(config, sections)):
         made["definitions"][f"config.{name}"] = _draft_07(sections[name])
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    made["required"] = ["config"]
+    made["allOf"] = [_required({key: value for key, value in defaults.items() if key != "config"})]
     return made
+
+
+def _required(defaults: dict[str, Any]) -> dict[str, Any]:
+    """What must be there, for `null` takes a default away: all but what is empty, and maps that are one value."""
+    needed = {key: value for key, value in defaults.items() if (value or value is False) and not _is_leaf(value)}
+    parts = {key: _required(value) for key, value in needed.items() if isinstance(value, dict)}
+    return {"required": list(needed), "properties": parts}
 
 
 def _needed(config: dict[str, Any], sections: dict[str, Any]) -> set[str]:
@@ -94,17 +105,16 @@ def readme() -> str:
 
 def _values(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[tuple[str, str, str]]:
     for key, value in node.value:
-        path = f"{prefix}{key.value}"
-        if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style and not _is_leaf(value):
+        path, default = f"{prefix}{key.value}", yaml.safe_load(yaml.serialize(value))
+        if isinstance(value, yaml.MappingNode) and default and not value.flow_style and not _is_leaf(default):
             yield from _values(value, lines, f"{path}.")
         else:
-            default = json.dumps(yaml.safe_load(yaml.serialize(value)), ensure_ascii=False)
-            yield path, default, _comment_above(lines, key.start_mark.line)
+            yield path, json.dumps(default, ensure_ascii=False), _comment_above(lines, key.start_mark.line)
 
 
-def _is_leaf(node: yaml.MappingNode) -> bool:
+def _is_leaf(value: Any) -> bool:
     """Maps that are one value: labels, annotations, resources."""
-    return all(key.value in ("requests", "limits", "grafana_dashboard", "grafana_folder") for key, _ in node.value)
+    return isinstance(value, dict) and value.keys() <= {"requests", "limits", "grafana_dashboard", "grafana_folder"}
 
 
 def _comment_above(lines: list[str], number: int) -> str:

@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+import yaml
 
-from deploy.chart import ChartError
-from tests.helm.chart import MINIMAL, merged, template
+from deploy.chart import CHART, ChartError
+from serve_app.app import build_app
+from speculative.errors import ConfigError
+from tests.helm.chart import MINIMAL, merged, pod_templates, template
 
 
 def engine(**fields: Any) -> dict[str, Any]:
@@ -17,7 +20,10 @@ def drafter(**fields: Any) -> dict[str, Any]:
 
 
 AUTOSCALED = {"worker": {"autoscaling": {"enabled": True}}}
-INCREMENTAL = {"ray": {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}}}
+INCREMENTAL = {
+    "ray": {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}},
+    "test": {"enabled": False},
+}
 VLLM = {"vllm": {"enabled": True}}
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -31,6 +37,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"commonLabels": {"ray.io/cluster": "x"}}, "The label ray.io/cluster is the chart's or KubeRay's own"),
     ({"commonLabels": {"team": "a b"}}, "commonLabels.team: Does not match pattern"),
+    ({"commonLabels": {"a b": "x"}}, 'Property name of "a b" does not match'),
+    ({"worker": {"podAnnotations": {"a b": "x"}}}, 'Property name of "a b" does not match'),
+    ({"nameOverride": "a b", "fullnameOverride": "llm"}, "nameOverride: Does not match pattern"),
+    ({"serviceAccount": {"name": "A B"}}, "serviceAccount.name: Does not match pattern"),
     # Types and keys
     ({"nothing": 1}, "Additional property nothing is not allowed"),
     ({"worker": {"cpu": 4}}, "worker: Additional property cpu is not allowed"),
@@ -45,6 +55,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"service": {"port": 80}}, "service.port: Must be greater than or equal to 1024"),
     ({"podSecurity": {"runAsUser": 0}}, "podSecurity.runAsUser: Must be greater than or equal to 1"),
     ({"modelCache": {"mountPath": "models"}}, "modelCache.mountPath: Does not match pattern"),
+    ({"modelCache": {"mountPath": "/mo,dels"}}, "modelCache.mountPath: Does not match pattern"),
+    ({"modelCache": {"mountPath": "/a}b"}}, "modelCache.mountPath: Does not match pattern"),
+    ({"modelCache": {"mountPath": "/tmp"}}, "modelCache.mountPath is /tmp, where the pods have something else; choose"),
+    (
+        {"modelCache": {"mountPath": "//dev/./shm"}},
+        "modelCache.mountPath is //dev/./shm, where the pods have something",
+    ),
     ({"modelCache": {"accessModes": ["RWX"]}}, "must be one of the following"),
     ({"hub": {"key": "a/b"}}, "hub.key: Does not match pattern"),
     # The application's own settings, from its models
@@ -66,10 +83,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # The application's own settings, against each other
     (drafter(kind="eagle3"), "config.drafter.model is not set; kind eagle3 needs a folder"),
     (drafter(kind="ngram", model="x"), "config.drafter.model is set, but kind ngram has no weights; remove it"),
-    (
-        engine(max_model_len=32768),
-        "config.engine.kv_cache_tokens (16384) must hold a sequence of",
-    ),
     (engine(logprobs_mode="raw_logits"), "config.replay.share is above 0, but replays compare raw_logprobs"),
     ({"config": {"access": {"keys_file": "/k"}}}, "config.access.keys_file is the chart's to set; use apiKeys"),
     ({"config": {"access": {"open_metrics": False}}}, "config.access.open_metrics is false, but there are no keys"),
@@ -77,7 +90,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"apiKeys": {"smokeSecret": "key"}}, "apiKeys.smokeSecret is set, but there are no keys"),
     ({"config": {"admin": {"token_file": "/t"}}}, "config.admin.token_file is the chart's to set; use admin.enabled"),
     ({"config": {"dumps": {"folder": "/var/dumps"}}}, "config.dumps.folder is /var/dumps, but only /tmp is writable"),
+    (
+        {"config": {"model": {"source": "smollm2-135m"}}},
+        "config.model.source is smollm2-135m, a name of the catalogue that no pod fetches; add it to modelCache.fetch",
+    ),
+    (
+        drafter(kind="draft_model", model="smollm2-135m"),
+        "config.drafter.model is smollm2-135m, a name of the catalogue that no pod fetches",
+    ),
     # Pools
+    (
+        {"config": {"topology": "monolith"}, "pools": {"prefill": {"replicas": 3}}},
+        "pools.prefill is set, but topology monolith has only monolith; remove it, or change config.topology",
+    ),
+    ({"pools": {"monolith": {"replicas": 3}}}, "pools.monolith is set, but topology disaggregated has only decode and"),
     (engine(device="cpu"), "pools.decode.gpus is 1, but config.engine.device is cpu; set gpus to 0"),
     (
         merged(engine(device="cuda"), {"worker": {"gpus": 0}}),
@@ -96,7 +122,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # vLLM
     (merged(VLLM, engine(verifier="block")), "config.engine.verifier belongs to the torch engine; remove it"),
     (merged(VLLM, engine(device="cpu")), "config.engine.device is cpu, but the chart runs vllm on GPUs only"),
+    (merged(VLLM, engine(kind="torch")), "config.engine.kind is torch, but vllm.enabled is set; remove one of them"),
     (merged(VLLM, {"worker": {"gpus": 2}}), "pools.decode.gpus is 2 and vllm.tensorParallelSize 1; make them equal"),
+    (
+        merged(VLLM, {"config": {"vllm": {"engine_args": {"tensor_parallel_size": 2}}}}),
+        "config.vllm.engine_args.tensor_parallel_size is the chart's to set; use vllm.tensorParallelSize",
+    ),
+    (
+        merged(VLLM, {"config": {"vllm": {"engine_args": {"gpu_memory_utilization": 0.5}}}}),
+        "config.vllm.engine_args.gpu_memory_utilization is the chart's to set; use vllm.gpuMemoryUtilization",
+    ),
     ({"vllm": {"tensorParallelSize": 2}}, "vllm.tensorParallelSize is 2, but the torch engine runs on one GPU"),
     # Ray and KubeRay
     ({"ray": {"version": "2.51.0"}}, "ray.auth.enabled needs Ray 2.52 and ray.version is 2.51.0"),
@@ -123,6 +158,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
         merged(AUTOSCALED, INCREMENTAL, {"ingress": {"enabled": True, "hosts": [{"host": "h"}]}}),
         "an incremental upgrade has one per cluster behind KubeRay's own gateway; disable them",
     ),
+    (
+        merged(AUTOSCALED, INCREMENTAL, {"test": {"enabled": True}}),
+        "no service of a fixed name for `helm test`; set it to false, or use NewCluster",
+    ),
+    (
+        merged(AUTOSCALED, INCREMENTAL, {"service": {"type": "LoadBalancer"}}),
+        "service.type and service.annotations do nothing in an incremental upgrade",
+    ),
+    (
+        merged(AUTOSCALED, INCREMENTAL, {"service": {"annotations": {"a": "b"}}}),
+        "service.type and service.annotations do nothing in an incremental upgrade",
+    ),
+    (
+        {"ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://r:99999"}}},
+        "ray.gcsFaultTolerance.redisAddress has port 99999; give one from 1 to 65535",
+    ),
     ({"ray": {"upgrade": {"gatewayClassName": "istio"}}}, "gatewayClassName is set, but strategy is NewCluster"),
     # Network, secrets
     ({"service": {"port": 8265}}, "service.port 8265 is one of Ray's own ports; choose another, 8000 for example"),
@@ -132,8 +183,26 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"networkPolicy": {"operator": []}}, "KubeRay could not deploy the application; give the operator's namespace"),
     (
         {"networkPolicy": {"allowHttps": False}, "config": {"model": {"source": "org/name"}}},
-        "networkPolicy.allowHttps is false, so the model cannot be fetched; allow it",
+        "networkPolicy.allowHttps is false, so org/name cannot be fetched; allow it",
     ),
+    (
+        merged(drafter(kind="eagle3", model="org/head"), {"networkPolicy": {"allowHttps": False}}),
+        "networkPolicy.allowHttps is false, so org/head cannot be fetched; allow it",
+    ),
+    (
+        {"networkPolicy": {"allowHttps": False}, "modelCache": {"fetch": ["smollm2-135m"]}},
+        "networkPolicy.allowHttps is false, so smollm2-135m cannot be fetched; allow it",
+    ),
+    # A null takes a default away
+    ({"monitoring": None}, "monitoring is required"),
+    ({"podSecurity": None}, "podSecurity is required"),
+    ({"apiKeys": None}, "apiKeys is required"),
+    ({"service": {"port": None}}, "service: port is required"),
+    ({"ray": {"upgrade": None}}, "ray: upgrade is required"),
+    ({"worker": {"autoscaling": None}}, "worker: autoscaling is required"),
+    ({"worker": {"cpus": None}}, "worker: cpus is required"),
+    ({"worker": {"autoscaling": {"enabled": None}}}, "worker.autoscaling: enabled is required"),
+    ({"networkPolicy": {"kubernetesApiPorts": None}}, "networkPolicy: kubernetesApiPorts is required"),
     ({"hub": {"token": "t", "existingSecret": "s"}}, "hub.token and hub.existingSecret are both set; remove the token"),
     ({"podDisruptionBudget": {"maxUnavailable": 0}}, "podDisruptionBudget.maxUnavailable"),
     (
@@ -148,6 +217,87 @@ def test_bad_values_are_refused_with_the_mend(values: dict[str, Any], message: s
     with pytest.raises(ChartError) as refused:
         template(merged(MINIMAL, values))
     assert message in str(refused.value)
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    (engine(max_num_seqs=128), "must be at least max_num_seqs x (1 + num_draft_tokens) = 640, so that"),
+    (drafter(num_draft_tokens=32), "must be at least max_num_seqs x (1 + num_draft_tokens) = 528, so that"),
+    (merged(drafter(kind="none"), engine(max_num_seqs=513)), "(1 + num_draft_tokens) = 513, so that"),
+    (
+        engine(block_size=24),
+        "config.engine.kv_cache_tokens (16384) must be a multiple of config.engine.block_size (24)",
+    ),
+    (engine(max_model_len=32768), "config.engine.kv_cache_tokens (16384) must hold a sequence of"),
+    (drafter(ngram_min=9), "config.drafter.ngram_min (9) is above ngram_max (4); lower it or raise ngram_max"),
+    (
+        drafter(suffix_min_match=99),
+        "config.drafter.suffix_min_match (99) is above suffix_depth (32); lower it or raise",
+    ),
+    ({"config": {"vllm": {"replays": "torch"}}}, "config.vllm is set, but vllm.enabled is not; set that, or remove"),
+    (merged(VLLM, drafter(length="dynamic")), "config.drafter.length is dynamic, but vllm drafts as many tokens"),
+    (merged(VLLM, engine(max_model_len=9000, kv_cache_tokens=8192)), "must hold a sequence of"),
+    (
+        {"config": {"observability": {"traces_endpoint": "collector:4318/v1/traces"}}},
+        "config.observability.traces_endpoint is collector:4318/v1/traces; give a URL with its path",
+    ),
+    ({"config": {"observability": {"traces_endpoint": "http://collector:4318"}}}, "give a URL with its path, such as"),
+]
+AGREEING: list[dict[str, Any]] = [
+    merged(drafter(kind="none"), engine(max_num_seqs=512)),
+    drafter(num_draft_tokens=31),
+    engine(block_size=24, kv_cache_tokens=24 * 700),
+    drafter(ngram_min=9, ngram_max=9),
+    drafter(suffix_min_match=99, suffix_depth=99),
+    merged(VLLM, {"config": {"vllm": {"replays": "torch"}}}),
+    merged(VLLM, engine(max_model_len=32768)),
+    {"config": {"observability": {"traces_endpoint": "http://collector:4318/v1/traces"}}},
+]
+
+
+def build(values: dict[str, Any]) -> None:
+    """What the application makes of the values, without the chart's checks."""
+    kind = {"engine": {"kind": "vllm"}} if values.get("vllm") else {}
+    build_app(merged(MINIMAL["config"], kind, values["config"]))
+
+
+@pytest.mark.parametrize(("values", "message"), CONTRADICTIONS, ids=[message[:50] for _, message in CONTRADICTIONS])
+def test_what_the_application_refuses_the_chart_refuses_first(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError):
+        build(values)
+    with pytest.raises(ChartError) as refused:
+        template(merged(MINIMAL, values))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("values", AGREEING, ids=str)
+def test_what_the_application_takes_the_chart_takes(values: dict[str, Any]) -> None:
+    build(values)
+    assert template(merged(MINIMAL, values))
+
+
+def test_a_null_in_place_of_an_empty_default_changes_nothing() -> None:
+    def nulls(defaults: dict[str, Any]) -> dict[str, Any]:
+        empty = (None, "", [], {})
+        kept = {key: value for key, value in defaults.items() if value in empty or isinstance(value, dict)}
+        return {key: nulls(value) if value else None for key, value in kept.items()}
+
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    without = merged({key: value for key, value in nulls(defaults).items() if key != "config"}, MINIMAL)
+    assert without["worker"]["podLabels"] is without["pools"]["decode"] is without["ingress"]["tls"] is None
+    assert template(without) == template(MINIMAL)
+    sections = {"config": {"drafter": None, "topology": None, "replay": None, "engine": None, "limits": None}}
+    assert pod_templates(template(merged(MINIMAL, sections))) == pod_templates(template(MINIMAL))
+
+
+@pytest.mark.parametrize("where", [{"commonLabels": None}, {"ray": {"autoscaler": {"resources": None}}}], ids=str)
+def test_a_map_that_is_one_value_may_be_taken_away(where: dict[str, Any]) -> None:
+    made = template(merged(MINIMAL, AUTOSCALED, {"test": {"resources": None}}, where))
+    assert pod_templates(made)["test"]["spec"]["containers"][0]["resources"] == {}
+
+
+def test_a_shipped_head_needs_no_network() -> None:
+    closed = merged(drafter(kind="eagle3", model="smollm2-135m-eagle3"), {"networkPolicy": {"allowHttps": False}})
+    assert template(merged(MINIMAL, closed))
 
 
 def test_without_a_model_the_chart_says_how_to_name_one() -> None:

@@ -55,12 +55,39 @@ EVERYTHING = merged(
             "livenessProbe": {"tcpSocket": {"port": 8080}},
         },
         "ray": {
-            "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"},
+            "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "123"},
             "gcsFaultTolerance": {"enabled": True, "redisAddress": "rediss://redis:6380"},
         },
         "hub": {"token": "not-a-token"},
         "admin": {"enabled": True},
+        "test": {"enabled": False},
         "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},
+    },
+)
+
+# What YAML takes for a number, a truth value or syntax where it is not quoted.
+AWKWARD = merged(
+    MINIMAL,
+    {
+        "nameOverride": "123",
+        "fullnameOverride": "true",
+        "image": {"pullSecrets": ["123"]},
+        "worker": {"runtimeClassName": "123", "priorityClassName": "yes", "schedulerName": "on"},
+        "ray": {
+            "auth": {"existingSecret": "123"},
+            "gcsFaultTolerance": {
+                "enabled": True,
+                "redisAddress": "redis://r:1",
+                "passwordSecret": {"name": "123", "key": "true"},
+            },
+        },
+        "hub": {"token": "123", "key": "true"},
+        "admin": {"enabled": True, "key": "123"},
+        "apiKeys": {"existingSecret": "123", "key": "null", "smokeSecret": "123"},
+        "modelCache": {"existingClaim": "123"},
+        "serviceAccount": {"name": "123"},
+        "ingress": {"enabled": True, "className": "123", "hosts": [{"host": "*.example.com", "path": "/a: b"}]},
+        "httpRoute": {"enabled": True, "parentRefs": [{"name": "123"}], "timeout": "1s"},
     },
 )
 
@@ -68,7 +95,8 @@ EVERYTHING = merged(
 def renders() -> dict[str, list[dict[str, Any]]]:
     options = [option for version in MONITORING for option in ("--api-versions", version)]
     made = {name: example(name, *options) for name in EXAMPLE_NAMES}
-    return made | {"everything": template(EVERYTHING, *options), "minimal": template(MINIMAL)}
+    awkward = template(AWKWARD, *options, "--namespace", "456", name="789")
+    return made | {"everything": template(EVERYTHING, *options), "minimal": template(MINIMAL), "awkward": awkward}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +104,7 @@ def rendered() -> dict[str, list[dict[str, Any]]]:
     return renders()
 
 
-NAMES = [*EXAMPLE_NAMES, "everything", "minimal"]
+NAMES = [*EXAMPLE_NAMES, "everything", "minimal", "awkward"]
 
 
 def test_generated_files_are_current() -> None:
@@ -109,6 +137,44 @@ def test_core_objects_and_pods_are_valid_kubernetes(rendered: Any, name: str, ve
     service = one(objects, "RayService")["spec"].get("serveService")
     if service is not None:
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Service", **service}, version, strict=True)
+
+
+def test_awkward_names_stay_texts(rendered: Any) -> None:
+    names = {"name", "namespace", "serviceAccountName", "serviceAccount", "ingressClassName", "runtimeClassName"}
+    names |= {
+        "priorityClassName",
+        "schedulerName",
+        "secretName",
+        "claimName",
+        "storageClassName",
+        "key",
+        "host",
+        "path",
+    }
+    found: dict[str, set[Any]] = {}
+
+    def collect(node: Any) -> None:
+        for key, part in node.items() if isinstance(node, dict) else ():
+            assert isinstance(key, str), key
+            if key in names and not isinstance(part, dict):
+                found.setdefault(key, set()).add(part)
+        for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            collect(part)
+
+    objects = rendered["awkward"]
+    collect(objects)
+    secrets = {"hub": {"existingSecret": "123"}, "admin": {"enabled": True, "existingSecret": "123"}}
+    collect(template(merged(MINIMAL, {"modelCache": {"storageClassName": "123"}}, secrets)))
+    assert not [value for values in found.values() for value in values if not isinstance(value, str)]
+    numeric = {key for key, values in found.items() if "123" in values}
+    assert {"name", "serviceAccountName", "secretName", "claimName", "storageClassName"} <= numeric
+    assert {"ingressClassName", "runtimeClassName"} <= numeric
+    assert {"*.example.com"} == found["host"]
+    assert found["namespace"] >= {"456"}
+    assert {"/a: b", "token", "keys.yaml"} <= found["path"]
+    assert {"true", "123", "null"} <= found["key"]
+    labels = one(objects, "RayService")["metadata"]["labels"]
+    assert (labels["app.kubernetes.io/name"], labels["app.kubernetes.io/instance"]) == ("123", "789")
 
 
 def test_custom_resources_fit_their_definitions(rendered: Any, record_property: Any) -> None:
@@ -217,6 +283,50 @@ def test_numbers_stay_numbers_of_their_kind(rendered: Any) -> None:
     assert isinstance(args["limits"]["max_body_bytes"], int)
 
 
+def test_long_numbers_are_written_out() -> None:
+    long = 1_000_000
+    values = {
+        "worker": {"drainSeconds": long - 30, "terminationGracePeriodSeconds": long, "autoscaling": {"enabled": True}},
+        "ray": {
+            "autoscaler": {"idleTimeoutSeconds": long},
+            "upgrade": {"deletionDelaySeconds": long},
+            "initializingTimeoutSeconds": long,
+        },
+        "test": {"timeoutSeconds": long},
+        "podSecurity": {"runAsUser": long, "runAsGroup": long, "fsGroup": 4_000_000_000},
+    }
+    objects = template(merged(MINIMAL, values))
+    spec = one(objects, "RayService")["spec"]
+    assert spec["rayClusterDeletionDelaySeconds"] == long
+    assert spec["rayClusterConfig"]["autoscalerOptions"]["idleTimeoutSeconds"] == long
+    pods = {name: pod["spec"] for name, pod in pod_templates(objects).items()}
+    assert (pods["test"]["activeDeadlineSeconds"], pods["test"]["containers"][0]["args"][1]) == (long, str(long))
+    assert pods["decode"]["terminationGracePeriodSeconds"] == long
+    assert pods["decode"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] == str(long - 30)
+    for pod in pods.values():
+        context = pod["securityContext"]
+        assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (long, long, 4_000_000_000)
+        assert all(isinstance(context[key], int) for key in ("runAsUser", "runAsGroup", "fsGroup"))
+
+
+@pytest.mark.parametrize(("topology", "pool"), [("disaggregated", "decode"), ("monolith", "monolith")])
+def test_the_stream_router_runs_where_keys_and_token_are_mounted(topology: str, pool: str) -> None:
+    values = {
+        "config": {"topology": topology, "recovery": {"resume": True}},
+        "admin": {"enabled": True},
+        "apiKeys": {"existingSecret": "keys", "smokeSecret": "key"},
+    }
+    objects = template(merged(MINIMAL, values))
+    config = ServeFile.model_validate(serve_config(objects)).applications[0].args
+    assert config.router is not None and config.router.label_selector
+    groups = one(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    homes = [group for group in groups if config.router.label_selector.items() <= group["labels"].items()]
+    assert [group["groupName"] for group in homes] == [pool]
+    mounts = homes[0]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert {"api-keys", "admin-token"} <= {mount["name"] for mount in mounts}
+    assert "router" not in serve_config(template(MINIMAL))["applications"][0]["args"]["pools"]
+
+
 def test_only_deployments_change_with_the_number_of_replicas() -> None:
     one_replica, three = (
         serve_config(template(merged(MINIMAL, {"worker": {"replicas": replicas}}))) for replicas in (1, 3)
@@ -226,7 +336,7 @@ def test_only_deployments_change_with_the_number_of_replicas() -> None:
 
 
 def test_settings_of_the_application_change_no_pod() -> None:
-    changed = {"config": {"engine": {"max_num_seqs": 99}, "drafter": {"num_draft_tokens": 9}, "replay": {"share": 0.5}}}
+    changed = {"config": {"engine": {"max_num_seqs": 49}, "drafter": {"num_draft_tokens": 9}, "replay": {"share": 0.5}}}
     assert pod_templates(template(MINIMAL)) == pod_templates(template(merged(MINIMAL, changed)))
 
 
@@ -237,7 +347,13 @@ def test_the_chart_repeats_the_applications_defaults() -> None:
     assert (values["drafter"]["kind"], values["topology"]) == (defaults.drafter.kind, defaults.topology)
     guards = (CHART / "templates" / "_guards.tpl").read_text()
     assert f'"share" {defaults.replay.share:g} ' in guards
-    assert f"default {defaults.engine.kv_cache_tokens} $engine.kv_cache_tokens" in guards
+    for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_batched_tokens"):
+        assert f"default {getattr(defaults.engine, name)} $engine.{name}" in guards
+    assert f"default {defaults.drafter.num_draft_tokens} $drafter.num_draft_tokens" in guards
+    assert f'"ngram_max" "or" {defaults.drafter.ngram_max})' in guards
+    assert f'"suffix_depth" "or" {defaults.drafter.suffix_depth})' in guards
+    assert defaults.drafter.ngram_min == defaults.drafter.suffix_min_match == 2
+    assert "int (default 2 (get $drafter $least))" in guards
 
 
 # -- pods ---------------------------------------------------------------------------------------------------------
@@ -390,12 +506,23 @@ def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
     (chart / "templates" / "notes.yaml").write_text(
         '{{- define "notes" }}' + notes + '{{ end }}\nkind: Notes\ntext: {{ include "notes" . | quote }}\n'
     )
+
+    def shown(values: dict[str, Any] | str) -> str:
+        file, text = (str(CHART / "ci" / values), None) if isinstance(values, str) else ("-", json.dumps(values))
+        options = ("-f", file, "-n", "demo", "-s", "templates/notes.yaml")
+        return yaml.safe_load(run_helm("template", "demo", str(chart), *options, stdin=text))["text"]
+
     for name in EXAMPLE_NAMES:
-        values = str(CHART / "ci" / f"{name}-values.yaml")
-        made = run_helm("template", "demo", str(chart), "-f", values, "-n", "demo", "-s", "templates/notes.yaml")
-        text = yaml.safe_load(made)["text"]
-        assert "helm -n demo test demo" in text
-        assert "The API asks for no key" in text
+        text = shown(f"{name}-values.yaml")
+        assert "\n  helm -n demo test demo\n" in text
+        keyed = name == "disaggregated"
+        assert ("The API asks for no key" in text) is not keyed
+        assert ("The API wants a key of the file in the secret truespec-keys." in text) is keyed
+        assert ("\n  curl -H 'authorization: Bearer KEY' http" in text) is keyed
+        assert ("\n  curl http" in text) is not keyed
+    assert "test demo" not in shown(EVERYTHING), "an incremental upgrade has no service for the test"
+    wildcard = {"ingress": {"enabled": True, "hosts": [{"host": "*.example.com"}]}}
+    assert "curl http://NAME.example.com/v1/models" in shown(merged(MINIMAL, wildcard))
 
 
 def test_config_errors_of_the_application_reach_whoever_reads_the_serve_config() -> None:

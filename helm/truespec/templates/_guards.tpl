@@ -34,13 +34,42 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if and $hasWeights (not $drafter.model) -}}
 {{- fail (printf "config.drafter.model is not set; kind %s needs a folder, a name of the catalogue, or a hub id." $drafter.kind) -}}
 {{- end -}}
+{{- $catalogued := dict "model.source" $config.model.source -}}
+{{- if eq (default "ngram" $drafter.kind) "draft_model" -}}{{- $_ := set $catalogued "drafter.model" $drafter.model -}}{{- end -}}
+{{- range $key, $name := $catalogued -}}
+{{- if and (not (contains "/" $name)) (not (hasPrefix "." $name)) (not (has $name (default list $.Values.modelCache.fetch))) -}}
+{{- fail (printf "config.%s is %s, a name of the catalogue that no pod fetches; add it to modelCache.fetch, or give a folder or a hub id." $key $name) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $drafter.model (not $hasWeights) -}}
 {{- fail (printf "config.drafter.model is set, but kind %s has no weights; remove it, or choose draft_model, eagle3 or mtp." (default "ngram" $drafter.kind)) -}}
 {{- end -}}
 {{- $engine := default dict $config.engine -}}
 {{- $room := int (default 16384 $engine.kv_cache_tokens) -}}
-{{- if and (not .Values.vllm.enabled) (gt (int (default 0 $engine.max_model_len)) $room) -}}
+{{- $vllmChooses := and .Values.vllm.enabled (not $engine.kv_cache_tokens) -}}
+{{- if and (not $vllmChooses) (gt (int (default 0 $engine.max_model_len)) $room) -}}
 {{- fail (printf "config.engine.kv_cache_tokens (%d) must hold a sequence of config.engine.max_model_len (%d) tokens; raise it or lower max_model_len." $room (int $engine.max_model_len)) -}}
+{{- end -}}
+{{- $blockSize := int (default 16 $engine.block_size) -}}
+{{- if mod $room $blockSize -}}
+{{- fail (printf "config.engine.kv_cache_tokens (%d) must be a multiple of config.engine.block_size (%d); change one of them." $room $blockSize) -}}
+{{- end -}}
+{{- $drafts := ternary 0 (int (default 4 $drafter.num_draft_tokens)) (eq (default "ngram" $drafter.kind) "none") -}}
+{{- $round := mul (int (default 16 $engine.max_num_seqs)) (add 1 $drafts) -}}
+{{- $batched := int (default 512 $engine.max_batched_tokens) -}}
+{{- if lt $batched (int $round) -}}
+{{- fail (printf "config.engine.max_batched_tokens (%d) must be at least max_num_seqs x (1 + num_draft_tokens) = %d, so that every sequence fits into a step; raise it or lower max_num_seqs." $batched $round) -}}
+{{- end -}}
+{{- range $least, $most := dict "ngram_min" (dict "name" "ngram_max" "or" 4) "suffix_min_match" (dict "name" "suffix_depth" "or" 32) -}}
+{{- $from := int (default 2 (get $drafter $least)) -}}
+{{- $to := int (default $most.or (get $drafter $most.name)) -}}
+{{- if gt $from $to -}}
+{{- fail (printf "config.drafter.%s (%d) is above %s (%d); lower it or raise %s." $least $from $most.name $to $most.name) -}}
+{{- end -}}
+{{- end -}}
+{{- $traces := dig "observability" "traces_endpoint" "" $config -}}
+{{- if and $traces (not (regexMatch "^https?://[^/\\s]+/\\S" $traces)) -}}
+{{- fail (printf "config.observability.traces_endpoint is %s; give a URL with its path, such as http://collector:4318/v1/traces." $traces) -}}
 {{- end -}}
 {{- $share := dig "share" 0.1 (default dict $config.replay) -}}
 {{- $mode := default "raw_logprobs" $engine.logprobs_mode -}}
@@ -78,6 +107,11 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- $pools := include "truespec.pools" . | fromYaml -}}
 {{- $device := dig "device" "auto" (default dict .Values.config.engine) -}}
 {{- $pods := 0 -}}
+{{- range $name, $pool := $.Values.pools -}}
+{{- if and $pool (not (hasKey $pools $name)) -}}
+{{- fail (printf "pools.%s is set, but topology %s has only %s; remove it, or change config.topology." $name (default "disaggregated" $.Values.config.topology) (keys $pools | sortAlpha | join " and ")) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $pool := $pools -}}
 {{- $scale := $pool.autoscaling -}}
 {{- $pods = add $pods (ternary $scale.maxReplicas $pool.replicas $scale.enabled) -}}
@@ -96,13 +130,16 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if lt (int $pool.terminationGracePeriodSeconds) (add $pool.drainSeconds 30) -}}
 {{- fail (printf "pools.%s.terminationGracePeriodSeconds (%d) must be at least drainSeconds + 30 (%d); raise it." $name (int $pool.terminationGracePeriodSeconds) (add $pool.drainSeconds 30)) -}}
 {{- end -}}
-{{- range $label, $_ := merge (dict) $pool.podLabels $.Values.commonLabels -}}
+{{- range $label, $_ := merge (dict) (default dict $pool.podLabels) (default dict $.Values.commonLabels) -}}
 {{- if or (hasPrefix "app.kubernetes.io/" $label) (hasPrefix "ray.io/" $label) -}}
 {{- fail (printf "The label %s is the chart's or KubeRay's own; choose another key in commonLabels and podLabels." $label) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- with .Values.modelCache -}}
+{{- if has (clean .mountPath) (list "/" "/tmp" "/dev/shm") -}}
+{{- fail (printf "modelCache.mountPath is %s, where the pods have something else; choose another folder, /models for example." .mountPath) -}}
+{{- end -}}
 {{- $shared := or (has "ReadWriteMany" .accessModes) (has "ReadOnlyMany" .accessModes) -}}
 {{- if and .enabled (not .existingClaim) (not $shared) (gt (int $pods) 1) -}}
 {{- fail (printf "modelCache.accessModes has no ReadWriteMany, but %d worker pods mount the claim; use ReadWriteMany, an existingClaim, or modelCache.enabled=false." (int $pods)) -}}
@@ -123,11 +160,24 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if eq (default "auto" $engine.device) "cpu" -}}
 {{- fail "config.engine.device is cpu, but the chart runs vllm on GPUs only; set vllm.enabled to false, or device to auto." -}}
 {{- end -}}
+{{- if eq (default "vllm" $engine.kind) "torch" -}}
+{{- fail "config.engine.kind is torch, but vllm.enabled is set; remove one of them." -}}
+{{- end -}}
+{{- range $argument, $value := dict "tensor_parallel_size" "tensorParallelSize" "gpu_memory_utilization" "gpuMemoryUtilization" -}}
+{{- if hasKey (dig "engine_args" dict (default dict $config.vllm)) $argument -}}
+{{- fail (printf "config.vllm.engine_args.%s is the chart's to set; use vllm.%s." $argument $value) -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (dig "length" "static" (default dict $config.drafter)) "static" -}}
+{{- fail "config.drafter.length is dynamic, but vllm drafts as many tokens each round; set it to static." -}}
+{{- end -}}
 {{- range $name, $pool := include "truespec.pools" $ | fromYaml -}}
 {{- if ne (int $pool.gpus) (int $.Values.vllm.tensorParallelSize) -}}
 {{- fail (printf "pools.%s.gpus is %d and vllm.tensorParallelSize %d; make them equal." $name (int $pool.gpus) (int $.Values.vllm.tensorParallelSize)) -}}
 {{- end -}}
 {{- end -}}
+{{- else if $config.vllm -}}
+{{- fail "config.vllm is set, but vllm.enabled is not; set that, or remove config.vllm." -}}
 {{- else if eq (default "torch" $engine.kind) "vllm" -}}
 {{- fail "config.engine.kind is vllm, but vllm.enabled is not set; set that instead." -}}
 {{- else if gt (int .tensorParallelSize) 1 -}}
@@ -152,6 +202,10 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if and .enabled (not .redisAddress) -}}
 {{- fail "ray.gcsFaultTolerance.redisAddress is not set; give redis://host:port, or set enabled to false." -}}
 {{- end -}}
+{{- $port := int (regexFind "[0-9]+$" (default "" .redisAddress)) -}}
+{{- if and .redisAddress (or (lt $port 1) (gt $port 65535)) -}}
+{{- fail (printf "ray.gcsFaultTolerance.redisAddress has port %d; give one from 1 to 65535." $port) -}}
+{{- end -}}
 {{- if and (not .enabled) .redisAddress -}}
 {{- fail "ray.gcsFaultTolerance.redisAddress is set, but enabled is false; KubeRay would not use it: set enabled to true." -}}
 {{- end -}}
@@ -169,6 +223,12 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- end -}}
 {{- if or $.Values.ingress.enabled $.Values.httpRoute.enabled -}}
 {{- fail "ingress and httpRoute point at one service, but an incremental upgrade has one per cluster behind KubeRay's own gateway; disable them, or use NewCluster." -}}
+{{- end -}}
+{{- if or (ne $.Values.service.type "ClusterIP") $.Values.service.annotations -}}
+{{- fail "service.type and service.annotations do nothing in an incremental upgrade: KubeRay makes one service per cluster behind its own gateway; remove them, or use NewCluster." -}}
+{{- end -}}
+{{- if $.Values.test.enabled -}}
+{{- fail "test.enabled is true, but in an incremental upgrade there is no service of a fixed name for `helm test`; set it to false, or use NewCluster." -}}
 {{- end -}}
 {{- else if .gatewayClassName -}}
 {{- fail (printf "ray.upgrade.gatewayClassName is set, but strategy is %s; remove it, or use NewClusterWithIncrementalUpgrade." .strategy) -}}
@@ -191,10 +251,14 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if and .enabled (not .operator) -}}
 {{- fail "networkPolicy.operator is empty, so KubeRay could not deploy the application; give the operator's namespace and pod labels." -}}
 {{- end -}}
-{{- $source := $.Values.config.model.source -}}
-{{- $fromHub := and (eq (len (splitList "/" $source)) 2) (not (hasPrefix "/" $source)) (not (hasPrefix "." $source)) -}}
-{{- if and .enabled (not .allowHttps) (not .extraEgress) (or $fromHub $.Values.modelCache.fetch) -}}
-{{- fail "networkPolicy.allowHttps is false, so the model cannot be fetched; allow it, give a rule in extraEgress, or put the model on a volume and name its folder." -}}
+{{- if and .enabled (not .allowHttps) (not .extraEgress) -}}
+{{- $fetched := $.Values.modelCache.fetch -}}
+{{- range $source := list $.Values.config.model.source (dig "model" "" (default dict $.Values.config.drafter)) -}}
+{{- if regexMatch "^[^./~][^/]*/[^/]+$" (default "" $source) -}}{{- $fetched = list $source -}}{{- end -}}
+{{- end -}}
+{{- if $fetched -}}
+{{- fail (printf "networkPolicy.allowHttps is false, so %s cannot be fetched; allow it, give a rule in extraEgress, or put it on a volume and name its folder." (first $fetched)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -10,8 +10,8 @@
 
 {{/* What selects this release's pods; never changes. */}}
 {{- define "truespec.selectorLabels" -}}
-app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "truespec.labels" -}}
@@ -27,14 +27,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{/* metadata of an object: dict "root" $ "suffix" "" "labels" {} "annotations" {} */}}
 {{- define "truespec.metadata" -}}
 {{- $root := .root -}}
-name: {{ include "truespec.fullname" $root }}{{ with .suffix }}-{{ . }}{{ end }}
-namespace: {{ $root.Release.Namespace }}
+name: {{ compact (list (include "truespec.fullname" $root) .suffix) | join "-" | quote }}
+namespace: {{ $root.Release.Namespace | quote }}
 labels:
   {{- include "truespec.labels" $root | nindent 2 }}
   {{- with .labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with merge (dict) (default dict .annotations) $root.Values.commonAnnotations }}
+{{- with merge (dict) (default dict .annotations) (default dict $root.Values.commonAnnotations) }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -69,7 +69,7 @@ annotations:
 {{- $names := ternary (list "monolith") (list "prefill" "decode") (eq .Values.config.topology "monolith") -}}
 {{- range $name := $names }}
 {{ $name }}:
-  {{- mustMergeOverwrite (mustDeepCopy $.Values.worker) (mustDeepCopy (index $.Values.pools $name)) | toYaml | nindent 2 }}
+  {{- mustMergeOverwrite (mustDeepCopy $.Values.worker) (mustDeepCopy (default dict (get $.Values.pools $name))) | toYaml | nindent 2 }}
 {{- end }}
 {{- end -}}
 

@@ -19,26 +19,26 @@ metadata:
     {{- with $pod.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with merge (dict) $pod.podAnnotations $values.commonAnnotations }}
+  {{- with merge (dict) (default dict $pod.podAnnotations) (default dict $values.commonAnnotations) }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "truespec.serviceAccountName" $root }}
+  serviceAccountName: {{ include "truespec.serviceAccountName" $root | quote }}
   # Only Ray's autoscaler, in the head pod, talks to the Kubernetes API.
   automountServiceAccountToken: {{ and $isHead (eq (include "truespec.autoscales" $root) "true") }}
   enableServiceLinks: false
   {{- with $values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   securityContext:
     {{- include "truespec.podSecurityContext" $root | nindent 4 }}
   {{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" }}
   {{- with get $pod $key }}
-  {{ $key }}: {{ . }}
+  {{ $key }}: {{ . | quote }}
   {{- end }}
   {{- end }}
   {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
@@ -48,11 +48,11 @@ spec:
   {{- end }}
   {{- end }}
   {{- if not $isHead }}
-  terminationGracePeriodSeconds: {{ $pod.terminationGracePeriodSeconds }}
+  terminationGracePeriodSeconds: {{ int $pod.terminationGracePeriodSeconds }}
   {{- with $values.modelCache.fetch }}
   initContainers:
     - name: fetch-models
-      image: {{ include "truespec.image" $root }}
+      image: {{ include "truespec.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext:
         {{- include "truespec.containerSecurityContext" $root | nindent 8 }}
@@ -70,7 +70,7 @@ spec:
   {{- end }}
   containers:
     - name: ray-{{ ternary "head" "worker" $isHead }}
-      image: {{ include "truespec.image" $root }}
+      image: {{ include "truespec.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext:
         {{- include "truespec.containerSecurityContext" $root | nindent 8 }}
@@ -93,7 +93,7 @@ spec:
       resources:
         {{- range $kind := list "requests" "limits" }}
         {{ $kind }}:
-          cpu: {{ $pod.cpus | quote }}
+          cpu: {{ int $pod.cpus | quote }}
           memory: {{ $pod.memory }}
           {{- if $gpus }}
           {{ $pod.gpuResource }}: {{ $gpus | quote }}
@@ -110,7 +110,7 @@ spec:
               - >-
                 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the pod is being deleted"
                 --deadline-remaining-seconds "$0"; sleep "$0"
-              - {{ $pod.drainSeconds | quote }}
+              - {{ int $pod.drainSeconds | quote }}
       {{- end }}
       {{- range $key := list "livenessProbe" "readinessProbe" }}
       {{- with get $pod $key }}
@@ -146,7 +146,7 @@ spec:
     - name: models
       {{- if $values.modelCache.enabled }}
       persistentVolumeClaim:
-        claimName: {{ include "truespec.cacheClaimName" $root }}
+        claimName: {{ include "truespec.cacheClaimName" $root | quote }}
       {{- else }}
       emptyDir:
         sizeLimit: {{ $values.modelCache.size }}
@@ -154,26 +154,26 @@ spec:
     {{- with include "truespec.hubSecretName" $root }}
     - name: hub-token
       secret:
-        secretName: {{ . }}
+        secretName: {{ . | quote }}
         defaultMode: 0440
         items:
-          - {key: {{ $values.hub.key }}, path: token}
+          - {key: {{ $values.hub.key | quote }}, path: token}
     {{- end }}
     {{- if $values.admin.enabled }}
     - name: admin-token
       secret:
-        secretName: {{ include "truespec.adminSecretName" $root }}
+        secretName: {{ include "truespec.adminSecretName" $root | quote }}
         defaultMode: 0440
         items:
-          - {key: {{ $values.admin.key }}, path: token}
+          - {key: {{ $values.admin.key | quote }}, path: token}
     {{- end }}
     {{- with $values.apiKeys.existingSecret }}
     - name: api-keys
       secret:
-        secretName: {{ . }}
+        secretName: {{ . | quote }}
         defaultMode: 0440
         items:
-          - {key: {{ $values.apiKeys.key }}, path: keys.yaml}
+          - {key: {{ $values.apiKeys.key | quote }}, path: keys.yaml}
     {{- end }}
     {{- end }}
     {{- with $pod.volumes }}
@@ -183,8 +183,8 @@ spec:
 
 {{- define "truespec.env" -}}
 - {name: HOME, value: /tmp}
-- {name: TRUESPEC_CACHE, value: {{ .Values.modelCache.mountPath }}}
-- {name: HF_HOME, value: {{ .Values.modelCache.mountPath }}/huggingface}
+- {name: TRUESPEC_CACHE, value: {{ .Values.modelCache.mountPath | quote }}}
+- {name: HF_HOME, value: {{ printf "%s/huggingface" .Values.modelCache.mountPath | quote }}}
 {{- if include "truespec.hubSecretName" . }}
 - {name: HF_TOKEN_PATH, value: /etc/truespec/hub/token}
 {{- end }}
@@ -193,7 +193,7 @@ spec:
 
 {{- define "truespec.modelMounts" -}}
 - {name: tmp, mountPath: /tmp}
-- {name: models, mountPath: {{ .Values.modelCache.mountPath }}}
+- {name: models, mountPath: {{ .Values.modelCache.mountPath | quote }}}
 {{- if include "truespec.hubSecretName" . }}
 - {name: hub-token, mountPath: /etc/truespec/hub, readOnly: true}
 {{- end }}
@@ -202,9 +202,9 @@ spec:
 {{/* Pod Security Admission's level "restricted". */}}
 {{- define "truespec.podSecurityContext" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.podSecurity.runAsUser }}
-runAsGroup: {{ .Values.podSecurity.runAsGroup }}
-fsGroup: {{ .Values.podSecurity.fsGroup }}
+runAsUser: {{ int64 .Values.podSecurity.runAsUser }}
+runAsGroup: {{ int64 .Values.podSecurity.runAsGroup }}
+fsGroup: {{ int64 .Values.podSecurity.fsGroup }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault

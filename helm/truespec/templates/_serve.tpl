@@ -15,10 +15,16 @@ applications:
       pools:
         {{- range $name, $pool := $pools }}
         {{ $name }}:
-          num_cpus: {{ $pool.cpus }}
-          num_gpus: {{ $pool.gpus }}
+          num_cpus: {{ int $pool.cpus }}
+          num_gpus: {{ int $pool.gpus }}
           label_selector:
             truespec-{{ $name }}: "true"
+        {{- end }}
+        {{- if dig "resume" false (default dict .Values.config.recovery) }}
+        # The stream router needs no model, but the keys and the admin token, which the head does not mount.
+        router:
+          label_selector:
+            truespec-{{ ternary "monolith" "decode" (hasKey $pools "monolith") }}: "true"
         {{- end }}
     deployments:
       {{- range $name, $pool := $pools }}

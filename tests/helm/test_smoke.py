@@ -1,0 +1,71 @@
+"""The script of `helm test`, against a server that answers as the service does."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+from deploy.chart import CHART
+
+TOKENS = 3
+
+
+@contextmanager
+def service(models: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server with these models: its URL, and the completions it was asked for."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answers = {
+                "/healthz": json.dumps({"status": "ok"}),
+                "/v1/models": json.dumps({"data": [{"id": name} for name in models]}),
+                "/metrics": f'truespec_emitted_tokens_total{{pool="decode"}} {TOKENS * len(asked)}\n',
+            }
+            self.answer(answers[self.path])
+
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            choice = {"text": "a", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0] * TOKENS}}
+            self.answer(json.dumps({"choices": [choice], "usage": {"completion_tokens": TOKENS}}))
+
+        def answer(self, text: str) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def smoke(url: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CHART / "files" / "smoke.py"), url, "20"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_service_with_adapters_passes_and_its_model_is_asked() -> None:
+    with service(["base", "adapter"]) as (url, asked):
+        done = smoke(url)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok: ") == 6
+    assert [body["model"] for body in asked] == ["base"]
+
+
+def test_a_service_without_a_model_fails() -> None:
+    with service([]) as (url, asked):
+        done = smoke(url)
+    assert done.returncode != 0 and "FAILED: models are served: []" in done.stderr
+    assert not asked
