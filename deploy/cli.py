@@ -1,6 +1,5 @@
 """The `truespec` command."""
 
-import json
 import os
 import shlex
 import signal
@@ -14,18 +13,20 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deploy.keys import keys
 from deploy.models import CATALOGUE, fetch_model
+from deploy.options import FiniteRange, api_key, check_writable, read_secret, server_url, write_json
 from serve_app.config import ServeFile, load_config
-from speculative.errors import TruespecError
+from speculative.errors import ConfigError, TruespecError
 
 CONFIGS = Path(__file__).parent / "configs"
 _DEMO = CONFIGS / "demo.yaml"
 
-_err = Console(stderr=True, highlight=False)
-_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False, emoji=False)
+_out = Console(highlight=False, emoji=False)
 
 
 class _Failure(click.ClickException):
@@ -47,9 +48,14 @@ def progress_printer() -> Callable[[str], None]:
     began = time.monotonic()
 
     def report(message: str) -> None:
-        _err.print(f"[dim]{time.monotonic() - began:6.1f} s[/dim]  {message}")
+        _err.print(f"[dim]{time.monotonic() - began:6.1f} s[/dim]  {escape(message)}")
 
     return report
+
+
+def _say(text: str, on: Console = _out) -> None:
+    """Print a line as it is, brackets and all; what reads a pipe gets it unbroken."""
+    on.print(text, markup=False, soft_wrap=True)
 
 
 @click.group(cls=_Group)
@@ -67,14 +73,14 @@ def model() -> None:
 def model_list() -> None:
     """Show the catalogue."""
     for name, entry in CATALOGUE.items():
-        _out.print(f"{name:<16} {entry.served_name} ({entry.licence})")
+        _say(f"{name:<16} {entry.served_name} ({entry.licence})")
 
 
 @model.command("get")
 @click.argument("name")
 def model_get(name: str) -> None:
     """Fetch a catalogue model into the cache and print its folder."""
-    _out.print(str(fetch_model(name, progress=progress_printer())), soft_wrap=True)
+    _say(str(fetch_model(name, progress=progress_printer())))
 
 
 main.add_command(keys)
@@ -90,7 +96,7 @@ def config() -> None:
 def config_check(file: Path) -> None:
     """Check a configuration; each fault is told with its field and the mend."""
     load_config(file)
-    _out.print(f"{file}: fine")
+    _say(f"{file}: fine")
 
 
 @config.command("show")
@@ -116,7 +122,7 @@ def config_reference(out: Path | None, check: bool) -> None:
         if not out.is_file() or out.read_text(encoding="utf-8") != text:
             raise _Failure(f"{out} is out of date; run `truespec config reference --out {out}`.")
     else:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(out, "--out")
         out.write_text(text, encoding="utf-8")
 
 
@@ -129,10 +135,10 @@ def serve(file: Path, address: str | None) -> None:
 
     checked = load_config(file)
     with _served(checked, address) as client:
-        _err.print(f"Serving {client.model_name} at {client.base_url}. Try:\n  {curl_line(client)}")
+        _say(f"Serving {client.model_name} at {client.base_url}. Try:\n  {curl_line(client)}", _err)
         if checked.application.args.access.keys_file is not None:
-            _err.print("It asks for an API key: add -H 'authorization: Bearer KEY'.")
-        _err.print("Ctrl-C stops it.")
+            _say("It asks for an API key: add -H 'authorization: Bearer KEY'.", _err)
+        _say("Ctrl-C stops it.", _err)
         _wait_for_interrupt()
 
 
@@ -144,19 +150,19 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
     """Serve a real model on this machine, talk to it, and show its metrics."""
     from deploy.demo import curl_line, run_demo
 
-    checked = load_config(file)
-    checked = checked.model_copy(update={"http_options": checked.http_options.model_copy(update={"port": port})})
+    check_writable(json_file, "--json")
+    checked = _at_port(load_config(file), port)
     report = progress_printer()
     with _served(checked, None, report) as client:
-        figures = run_demo(client, report, on_text=lambda text: _out.print(text, end="", soft_wrap=True))
+        figures = run_demo(client, report, on_text=lambda text: _out.print(text, end="", markup=False, soft_wrap=True))
         curl = curl_line(client)
     _print_figures(figures.as_dict())
     serving = "make serve" if file == _DEMO else f"truespec serve {file}"
-    _out.print(f"\nTo talk to it yourself, run [bold]{serving}[/bold] and then:\n  {curl}", soft_wrap=True)
+    said = f"run [bold]{escape(serving)}[/bold] and then:\n  {escape(curl)}"
+    _out.print(f"\nTo talk to it yourself, {said}", soft_wrap=True)
+    write_json(json_file, figures.as_dict())
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(figures.as_dict(), indent=2) + "\n", encoding="utf-8")
-        _err.print(f"figures written to {json_file}")
+        _say(f"figures written to {json_file}", _err)
 
 
 @main.group()
@@ -176,10 +182,10 @@ def dashboards_build(check: bool, out: Path | None) -> None:
         raise _Failure("This is not a checkout of truespec; say with --out where to write.")
     changed = build.stale(root) if check else build.write(root)
     for path in changed:
-        _out.print(f"{'out of date' if check else 'written'}: {path}")
+        _say(f"{'out of date' if check else 'written'}: {path}")
     if check and changed:
         raise _Failure("Run `truespec dashboards build`, and commit what it writes.")
-    _out.print(f"{len(build.files())} files are up to date")
+    _say(f"{len(build.files())} files are up to date")
 
 
 @dashboards.command("push")
@@ -195,12 +201,12 @@ def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite:
         from dashboards.push import Change, PushError, Server, push
     except ModuleNotFoundError as error:
         raise _Failure("This needs grafana-api: pip install 'truespec[grafana]'.") from error
-    token = token_file.read_text(encoding="utf-8").strip() if token_file else os.environ.get("GRAFANA_TOKEN", "")
+    token = read_secret(token_file, "--token-file") if token_file else os.environ.get("GRAFANA_TOKEN")
     if not token:
         raise _Failure("There is no token: set GRAFANA_TOKEN or give --token-file.")
 
     def told(change: Change) -> None:
-        _out.print(f"{'would be ' if dry_run and change.action != 'unchanged' else ''}{change.action}: {change.what}")
+        _say(f"{'would be ' if dry_run and change.action != 'unchanged' else ''}{change.action}: {change.what}")
 
     try:
         push(Server(url, token), build.dashboards(), dry_run=dry_run, overwrite=overwrite, progress=told)
@@ -214,7 +220,9 @@ def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite:
 @click.option("--init-from", help="Start from this head (a folder or name) instead of from the model's last layer.")
 @click.option("--data", default="self", show_default=True, help="self, a .jsonl of prompts, or an .npz.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Gets head and report.")
-@click.option("--minutes", type=click.FloatRange(min=0), help="Train so long (60 when --steps is not given either).")
+@click.option(
+    "--minutes", type=FiniteRange(min=0, min_open=True), help="Train so long (60 when --steps is not given either)."
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Train so many steps.")
 @click.option(
     "--draft-vocab",
@@ -224,7 +232,7 @@ def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite:
     help="So many of the commonest tokens are all that a new EAGLE-3 head drafts, and what an MTP loss is over.",
 )
 @click.option("--conversations", type=click.IntRange(min=10), default=2000, show_default=True, help="With --data self.")
-@click.option("--learning-rate", type=click.FloatRange(min=1e-9), help="Its peak: 1e-3, or 3e-4 with --init-from.")
+@click.option("--learning-rate", type=FiniteRange(min=1e-9), help="Its peak: 1e-3, or 3e-4 with --init-from.")
 @click.option("--tokens-per-step", type=click.IntRange(min=1), default=1024, show_default=True, help="More on a GPU.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads.")
 @click.option(
@@ -234,7 +242,7 @@ def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite:
     show_default=True,
     help="Of the products; auto: float32 on a CPU without bfloat16 instructions.",
 )
-@click.option("--checkpoint-minutes", type=click.FloatRange(min=0), default=5.0, show_default=True)
+@click.option("--checkpoint-minutes", type=FiniteRange(min=0), default=5.0, show_default=True)
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint in --out; repeat the options.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report here too.")
 def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any) -> None:
@@ -243,6 +251,7 @@ def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any
     from deploy.jobs.view import View
     from speculative.training.loop import TrainingConfig
 
+    check_writable(json_file, "--json")
     minutes, steps = options.pop("minutes"), options.pop("steps")
     changes = {} if options["init_from"] is None else {"learning_rate": 3e-4, "warm_draft_share": 0.0}
     rate = options.pop("learning_rate")
@@ -256,10 +265,8 @@ def train_drafter(source: str, out: Path, json_file: Path | None, **options: Any
     with View(_err) as view:
         report = run_training(TrainJob(model=source, out=out, training=training, **options), view)
     final = report["final"]["held_out"]
-    _out.print(f"head in {out / 'head'}; held-out acceptance {[round(rate, 3) for rate in final['acceptance']]}")
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    _say(f"head in {out / 'head'}; held-out acceptance {[round(rate, 3) for rate in final['acceptance']]}")
+    write_json(json_file, report)
 
 
 @main.command()
@@ -313,15 +320,14 @@ def bench_handoff(mib: int, rounds: int, transports: str, json_file: Path | None
     """Measure how fast handoffs get from process to process, beside what shared memory itself does."""
     from deploy.bench.handoff import bench_on_ray
 
-    found = bench_on_ray(mib * 2**20, transports.split(","), rounds)
+    check_writable(json_file, "--json")
+    found = bench_on_ray(mib * 2**20, [name.strip() for name in transports.split(",")], rounds)
     for name, way in found["ways"].items():
-        _out.print(
+        _say(
             f"{name}: {1e3 * way['median_s']:.1f} ms, {way['gb_per_s']:.2f} GB/s, "
             f"{way['share_of_reference']:.2f} of the reference"
         )
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(json_file, found, indent=1)
 
 
 @main.command()
@@ -346,7 +352,7 @@ def bench_handoff(mib: int, rounds: int, transports: str, json_file: Path | None
 )
 @click.option("--budget", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="With URL.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=120, show_default=True, help="Seconds of a request."
+    "--timeout", "timeout_s", type=FiniteRange(min=1), default=120, show_default=True, help="Seconds of a request."
 )
 @click.option(
     "--api-key-file",
@@ -382,6 +388,7 @@ def audit(
         _audit_url(url, model, page, **options)
         return
     json_file: Path | None = options["json_file"]
+    check_writable(json_file, "--json")
     if mutants and outside:
         _audit_from_outside(page or Path("docs/audit.md"), options["only"])
         return
@@ -391,6 +398,7 @@ def audit(
 
     if not (mutants or clean):
         raise click.UsageError("Say what to audit: the URL of a server, --mutants, --clean POSITIONS, or both.")
+    check_writable(page or (Path("docs/detection.md") if mutants else None), "--page")
     report, missed = progress_printer(), list[str]()
     if clean:
         runs = audit_clean(clean, report, None if model is None else AuditedModel.find(model, head).serve)
@@ -407,9 +415,7 @@ def audit(
         findings = audit_mutants(report=report)
         _out.print(detection_table(findings))
         write_detection(findings, page or Path("docs/detection.md"))
-        if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps([one.as_dict() for one in findings], indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, [one.as_dict() for one in findings])
         missed += [f"{one.fault}: nobody found it" for one in findings if one.delay is None]
     if missed:
         raise _Failure("\n".join(missed))
@@ -420,12 +426,19 @@ def _audit_url(url: str, model: str | None, page: Path | None, **options: Any) -
     from deploy.audit.blackbox.command import AuditOptions, audit_url, put_into, tell
     from deploy.audit.blackbox.dialect import AuditFailed
 
-    key, section = _api_key(options["api_key_file"]), options["section"]
-    asked = AuditOptions(url, model, api_key=key, **{name: options[name] for name in _AUDIT_OPTIONS})
+    files = {"--json": options["json_file"], "--html": options["html_file"], "--page": page}
+    section = options["section"]
     try:
+        for option, path in files.items():
+            check_writable(path, option)
+        for named, address in {"URL": url, "--beside": options["beside"]}.items():
+            if address is not None:
+                server_url(address, named)
+        key = api_key(options["api_key_file"])
+        asked = AuditOptions(url, model, api_key=key, **{name: options[name] for name in _AUDIT_OPTIONS})
         found = audit_url(asked, progress_printer())
-    except AuditFailed as error:
-        _err.print(f"Error: {error}")
+    except (AuditFailed, ConfigError) as error:
+        _say(f"Error: {error}", _err)
         raise click.exceptions.Exit(2) from error
     tell(found, _out, options["json_file"], options["html_file"])
     if page is not None:
@@ -441,7 +454,9 @@ def _audit_from_outside(page: Path, only: tuple[str, ...]) -> None:
     """Serve known faults, and look for them from outside."""
     from deploy.audit.blackbox.command import audit_faults, servable
 
-    wrong = audit_faults(servable(only), page, progress_printer())
+    names = servable(only)
+    check_writable(page, "--page")
+    wrong = audit_faults(names, page, progress_printer())
     if wrong:
         raise _Failure(f"Servers without a fault were found at fault: {'; '.join(wrong)}.")
 
@@ -455,7 +470,7 @@ def _audit_from_outside(page: Path, only: tuple[str, ...]) -> None:
 @click.option("--address", help="For an engine of its own: on this Ray cluster, not on one started here.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=16, show_default=True, help="Requests in flight.")
 @click.option("--retries", type=click.IntRange(min=0), default=8, show_default=True, help="Of each request.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=600, show_default=True, help="Seconds.")
+@click.option("--timeout", "timeout_s", type=FiniteRange(min=1), default=600, show_default=True, help="Seconds.")
 @click.option("--verify", is_flag=True, help="Have every answer computed again; the verdict goes with it.")
 @click.option("--retry-failed", is_flag=True, help="Ask the requests again whose lines hold no answer.")
 @click.option(
@@ -473,17 +488,18 @@ def batch(requests: Path, answers: Path, json_file: Path | None, **options: Any)
     from deploy.jobs.batch_files import BatchInput, BatchOutput
     from deploy.jobs.view import View
 
+    check_writable(json_file, "--json")
     server = {name: options.pop(name) for name in ("url", "source", "file", "address")}
-    read, key = BatchInput(requests), _api_key(options.pop("api_key_file"))
+    if server["url"] is not None:
+        server_url(server["url"], "--url")
+    read, key = BatchInput(requests), api_key(options.pop("api_key_file"))
     with BatchOutput.opened(answers, read.custom_ids, retry_failed=options.pop("retry_failed")) as output:
         models = read.models if len(output.done) < len(read) else None
         with _batch_server(**server, models=models) as url, View(_err) as view:
             figures = run_batch(read, output, BatchOptions(url=url, api_key=key, **options), view)
     for line in summary(figures):
-        _out.print(line, soft_wrap=True)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        _say(line)
+    write_json(json_file, figures)
     if (fault := complaint(figures)) is not None:
         raise _Failure(fault)
 
@@ -508,15 +524,6 @@ def _batch_server(
         yield client.base_url
 
 
-def _api_key(file: Path | None) -> str | None:
-    if file is None:
-        return os.environ.get("TRUESPEC_API_KEY")
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _Failure(f"--api-key-file {file} cannot be read: {error}.") from error
-
-
 def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
     """What `chaos` and `load` have in common."""
     path = click.Path(path_type=Path, dir_okay=False)
@@ -536,19 +543,21 @@ def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
 @_reliability_options
 @click.option("--requests", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option("--concurrency", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--kill-every", "kill_every_s", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="s")
-@click.option("--minutes", type=click.FloatRange(min=0), default=12.0, show_default=True, help="No kill after so long.")
+@click.option("--kill-every", "kill_every_s", type=FiniteRange(min=0.1), default=3.0, show_default=True, help="s")
+@click.option("--minutes", type=FiniteRange(min=0), default=12.0, show_default=True, help="No kill after so long.")
 def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
     """Kill replicas on this machine while clients stream; check that nothing is lost, repeated, changed or leaked."""
     from deploy.chaos.command import ChaosOptions
     from deploy.chaos.command import chaos as run
     from deploy.chaos.page import write_chaos
 
+    check_writable(json_file, "--json")
+    check_writable(page, "--page")
     checked = _at_port(load_config(file), port)
     report = progress_printer()
     with _served(checked, None, report) as client:
         figures = run(checked.application, client.base_url, ChaosOptions(**options), report)
-    _write_json(json_file, figures.as_dict())
+    write_json(json_file, figures.as_dict())
     if page is not None:
         write_chaos(page, figures, _command_line(), client.model_name)
     _out.print_json(data=figures.as_dict())
@@ -558,20 +567,22 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **op
 
 @main.command()
 @_reliability_options
-@click.option("--seconds", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Of each stretch.")
-@click.option("--calibrate", "calibrate_s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="s")
+@click.option("--seconds", type=FiniteRange(min=1), default=600.0, show_default=True, help="Of each stretch.")
+@click.option("--calibrate", "calibrate_s", type=FiniteRange(min=1), default=60.0, show_default=True, help="s")
 def load(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
     """Load the service with what it can do and with twice that; check that it refuses in good order."""
     from deploy.chaos.command import LoadOptions
     from deploy.chaos.command import load as run
     from deploy.chaos.page import write_load
 
+    check_writable(json_file, "--json")
+    check_writable(page, "--page")
     checked = _at_port(load_config(file), port)
     report = progress_printer()
     with _served(checked, None, report) as client:
         stretches = run(checked.application, client.base_url, LoadOptions(**options), report)
     figures = {"stretches": [one.as_dict() for one in stretches]}
-    _write_json(json_file, figures)
+    write_json(json_file, figures)
     if page is not None:
         write_load(page, stretches, _command_line(), client.model_name)
     _out.print_json(data=figures)
@@ -587,12 +598,6 @@ def _command_line() -> str:
     return shlex.join(["truespec", *sys.argv[1:]])
 
 
-def _write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-
-
 @contextmanager
 def _served(
     file: ServeFile, address: str | None, report: Callable[[str], None] | None = None, *, alone: bool = False
@@ -602,6 +607,7 @@ def _served(
     from deploy.cluster import running_app
 
     report = report or progress_printer()
+    api_key()  # the client's: what is wrong with it is told before anything starts
     source = file.application.args.model.source
     if source in CATALOGUE and address is None:
         fetch_model(source, progress=report)

@@ -1,7 +1,6 @@
 """A small HTTP client of a running service: stream an answer, read its metrics."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from deploy.options import api_key
 from serve_app.metric_summary import MetricSummary, summarise
 from speculative.errors import TruespecError
 
@@ -42,7 +42,7 @@ class Client:
     def __init__(self, base_url: str, model_name: str) -> None:
         self.base_url = base_url
         self.model_name = model_name
-        key = os.environ.get("TRUESPEC_API_KEY")
+        key = api_key()
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._http = httpx.Client(base_url=base_url, timeout=_TIMEOUT_S, headers=headers)
 

@@ -8,12 +8,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from deploy.options import FiniteRange
 from serve_app.access import Scope
 from serve_app.keys import Key, Limits, create_key, read_keys, revoke_key
 from speculative.request import MAX_PRIORITY
 
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
+_out = Console(highlight=False, emoji=False)
+_err = Console(stderr=True, highlight=False, emoji=False)
 
 _FILE = click.option(
     "--file",
@@ -40,7 +41,7 @@ def keys() -> None:
     show_default=True,
     help="user opens /v1 and the status page's figures, admin opens /admin; give it twice for both.",
 )
-@click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Never, when not given.")
+@click.option("--expires-days", type=FiniteRange(0, 36500, min_open=True), help="Never, when not given.")
 @click.option("--max-concurrent", type=click.IntRange(min=1), help="Requests under way at once.")
 @click.option("--requests-per-minute", type=click.IntRange(min=1))
 @click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Of prompts and answers together.")
@@ -58,8 +59,8 @@ def keys_create(file: Path, key_id: str, scopes: tuple[str, ...], expires_days: 
     if expires_days is not None:
         expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=expires_days)
     made = create_key(file, key_id, [Scope(scope) for scope in scopes], expires, Limits(**limits))
-    _err.print(f"{file}: added the key {key_id}, which is shown this once:", soft_wrap=True)
-    _out.print(made, soft_wrap=True)
+    _err.print(f"{file}: added the key {key_id}, which is shown this once:", markup=False, soft_wrap=True)
+    _out.print(made, markup=False, soft_wrap=True)
 
 
 @keys.command("list")
@@ -78,7 +79,7 @@ def keys_list(file: Path) -> None:
 def keys_revoke(file: Path, key_id: str) -> None:
     """Remove a key from the file; running replicas refuse it within a second."""
     revoke_key(file, key_id)
-    _out.print(f"{file}: the key {key_id} was revoked")
+    _out.print(f"{file}: the key {key_id} was revoked", markup=False, soft_wrap=True)
 
 
 def _day(moment: datetime | None) -> str:

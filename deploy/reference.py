@@ -52,6 +52,8 @@ def effective_config(file: ServeFile) -> str:
     for pool in args["pools"].values():
         if "autoscaling" in pool:
             del pool["replicas"]
+    if config.router is not None:
+        args["pools"]["router"] = config.router.model_dump()
     whole = file.model_dump(exclude={"applications"})
     whole["applications"] = [file.application.model_dump(exclude={"args", "deployments"}) | {"args": args}]
     return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)

@@ -5,6 +5,7 @@ mend. The engine's own settings, `speculative.config.EngineConfig`, are made fro
 """
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +35,7 @@ POOL_OF_DEPLOYMENT: dict[str, PoolName] = {
 
 
 _EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
+_RAY_PRECISION = 0.0001  # of numbers of CPUs and GPUs
 
 
 class _FieldError(ValueError):
@@ -69,6 +71,12 @@ class ModelSection(_Section):
     """What clients ask for; the last part of `source` when not set."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """A Jinja file in place of the model's own chat template, at this path on every node that answers HTTP."""
+
+    @model_validator(mode="after")
+    def _is_called_something(self) -> Self:
+        if not self.served_name:
+            raise _FieldError("name", f"is missing: source {self.source!r} ends in no name to ask for, so set one.")
+        return self
 
     @property
     def served_name(self) -> str:
@@ -251,7 +259,8 @@ class ServePolicySection(_Section):
     def _has_known_targets(self) -> Self:
         known = {"backlog_s", "kv_usage", "running_share"}
         targets = self.policy_kwargs.get("targets", {})
-        if set(self.policy_kwargs) != {"targets"} or not targets or set(targets) - known or min(targets.values()) <= 0:
+        above_0 = all(0 < value < math.inf for value in targets.values())
+        if set(self.policy_kwargs) != {"targets"} or not targets or set(targets) - known or not above_0:
             raise _FieldError("policy_kwargs", f"must be targets: above 0, of {', '.join(sorted(known))}.")
         return self
 
@@ -271,6 +280,12 @@ class ServeAutoscalingSection(_Scaling):
             return kept | {"policy": "requests"}
         kept.pop("target_ongoing_requests", None)
         return kept | {f"target_{name}": value for name, value in self.policy.policy_kwargs["targets"].items()}
+
+
+def _ray_share(number: float) -> float:
+    if 0 < number < _RAY_PRECISION:
+        raise ValueError(f"must be 0 or at least {_RAY_PRECISION}, the least that Ray sets aside; got {number!r}.")
+    return number
 
 
 class PoolSection(_Section):
@@ -293,6 +308,11 @@ class PoolSection(_Section):
             raise _FieldError("replicas", "is set beside autoscaling; remove one of them.")
         return self
 
+    @field_validator("num_cpus", "num_gpus")
+    @classmethod
+    def _is_a_share_that_ray_knows(cls, number: float) -> float:
+        return _ray_share(number)
+
     @property
     def most_replicas(self) -> int:
         """The number of replicas, or with autoscaling the largest."""
@@ -313,6 +333,11 @@ class RouterSection(_Section):
     """CPUs that Ray sets aside for each; 0 finds room on any node. It holds no model."""
     label_selector: dict[str, str] = {}
     """Ray node labels that its node must carry."""
+
+    @field_validator("num_cpus")
+    @classmethod
+    def _is_a_share_that_ray_knows(cls, number: float) -> float:
+        return _ray_share(number)
 
 
 class PoolsSection(_Section):
@@ -664,6 +689,14 @@ class DeploymentOverride(_Section):
         """The pool whose replicas the deployment's are."""
         return POOL_OF_DEPLOYMENT[self.name]
 
+    def place_of(self, field: str) -> str:
+        """Where this override sets what a pool's `autoscaling` has under `field`."""
+        target = field.removeprefix("target_")
+        policy = self.autoscaling_config and self.autoscaling_config.policy
+        if policy and target in policy.policy_kwargs["targets"]:
+            return f"autoscaling_config.policy.policy_kwargs.targets.{target}"
+        return f"autoscaling_config.{field}"
+
 
 class Application(_Section):
     """One Ray Serve application."""
@@ -679,6 +712,15 @@ class Application(_Section):
     deployments: list[DeploymentOverride] = []
     """Numbers of replicas; unlike a change of `args`, a change here restarts no replica."""
 
+    @field_validator("route_prefix")
+    @classmethod
+    def _is_a_prefix_to_ray(cls, prefix: str) -> str:
+        if prefix != "/" and prefix.endswith("/"):
+            raise ValueError(f"must not end with /; got {prefix!r}, so remove it.")
+        if "{" in prefix or "}" in prefix:
+            raise ValueError(f"must be a path as it is, without {{ and }}; got {prefix!r}.")
+        return prefix
+
     @model_validator(mode="after")
     def _overrides_have_their_pools(self) -> Self:
         names = [override.name for override in self.deployments]
@@ -690,22 +732,31 @@ class Application(_Section):
                 )
             if names.count(override.name) > 1:
                 raise _FieldError(f"deployments[{number}].name", f"is {override.name} twice; merge them.")
+            try:
+                self._overridden(override)
+            except ValidationError as error:
+                fault = error.errors(include_url=False)[0]
+                field = f"deployments[{number}].{override.place_of(str(fault['loc'][-1]))}"
+                raise _FieldError(field, f"{fault['msg']}, got {fault['input']!r}.") from error
         return self
 
     @property
     def effective_args(self) -> AppConfig:
         """`args`, with the numbers of replicas that `deployments` overrides."""
-        pools: dict[str, PoolSection] = {}
-        for override in self.deployments:
-            pool = self.args.pool(override.pool_name)
-            kept = {name: getattr(pool, name) for name in pool.model_fields_set - {"replicas", "autoscaling"}}
-            scale = (
-                {"autoscaling": override.autoscaling_config.as_ours()}
-                if override.autoscaling_config is not None
-                else {"replicas": override.num_replicas}
-            )
-            pools[override.pool_name] = PoolSection.model_validate(kept | scale)
+        pools: dict[str, PoolSection] = {
+            override.pool_name: self._overridden(override) for override in self.deployments
+        }
         return self.args.model_copy(update={"pools": self.args.pools.model_copy(update=pools)})
+
+    def _overridden(self, override: DeploymentOverride) -> PoolSection:
+        pool = self.args.pool(override.pool_name)
+        kept = {name: getattr(pool, name) for name in pool.model_fields_set - {"replicas", "autoscaling"}}
+        scale = (
+            {"autoscaling": override.autoscaling_config.as_ours()}
+            if override.autoscaling_config is not None
+            else {"replicas": override.num_replicas}
+        )
+        return PoolSection.model_validate(kept | scale)
 
 
 class ServeFile(_Section):
@@ -739,14 +790,20 @@ def read_file(path: Path | str, kind: type[_Model]) -> _Model:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line `file: field: message` a fault.
     """
+    data = _read_yaml(path)
     try:
-        return kind.model_validate(yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+        return kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in _faults(error))) from error
+
+
+def _read_yaml(path: Path | str) -> Any:
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
+    except _NOT_YAML as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
 
 
 def parse_args(args: Mapping[str, Any]) -> AppConfig:
@@ -761,8 +818,22 @@ def parse_args(args: Mapping[str, Any]) -> AppConfig:
         raise ConfigError("\n".join(_faults(error, "args"))) from error
 
 
+# PyYAML lets through what its constructors run into, and what a deep file does to it.
+_NOT_YAML = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, where PyYAML would silently keep the last."""
+    """YAML that refuses a key given twice, where PyYAML would silently keep the last, and says which value is wrong."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            made = super().construct_object(node, deep)
+            if isinstance(made, int):
+                str(made)  # Python writes no number of thousands of digits, so nothing could tell or show it
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            kind, value = node.tag.rpartition(":")[2], str(node.value)[:40]
+            raise yaml.constructor.ConstructorError(None, None, f"{value!r} is no {kind}", node.start_mark) from error
+        return made
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -1,6 +1,5 @@
 """`truespec bench`: from the command line's options to a plan, and from the result to files."""
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from deploy.bench.prompts import read_prompts
 from deploy.bench.report import print_report, write_markdown
 from deploy.bench.rounds import BenchResult, Progress, run_bench
 from deploy.models import find_model
+from deploy.options import check_writable, write_json
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
 
@@ -58,13 +58,15 @@ def run_command(options: BenchOptions, progress: Progress, console: Console) -> 
     """Measure, print, and write what was asked for.
 
     Raises:
-        ConfigError: an option is wrong, or no engine could be started.
+        ConfigError: an option is wrong, a file cannot be written, or no engine could be started.
     """
+    check_writable(options.json_file, "--json")
+    check_writable(options.markdown, "--markdown")
+    check_writable(options.plots and options.plots / ".plots", "--plots")
     found = run_bench(make_plan(options, progress), progress)
     print_report(found, console)
+    write_json(options.json_file, found.as_dict(), indent=1)
     if options.json_file is not None:
-        options.json_file.parent.mkdir(parents=True, exist_ok=True)
-        options.json_file.write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
         progress(f"every sample is in {options.json_file}")
     stem = re.sub(r"[^A-Za-z0-9]+", "-", options.section)
     plots = [] if options.plots is None else write_plots(found, options.plots, stem)
@@ -95,13 +97,14 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
     gguf = options.gguf
     if gguf is None and any(engine.family == LLAMA for engine in engines):
         gguf = find_gguf(options.model, folder, progress)
+    streams = _STREAMS[options.gpu] if options.streams is None else options.streams
     pythons = {LLAMA: options.llama_python, VLLM: options.vllm_python}
     return BenchPlan(
         model=folder,
         engines=engines,
-        prompts=read_prompts(folder, tuple(_words(options.kinds)), options.prompts),
-        streams=tuple(_integer("--streams", word) for word in _words(options.streams or _STREAMS[options.gpu])),
-        temperatures=tuple(_temperature(word) for word in _words(options.temperatures)),
+        prompts=read_prompts(folder, tuple(_some_words("--kinds", options.kinds)), options.prompts),
+        streams=tuple(_integer("--streams", word) for word in _some_words("--streams", streams)),
+        temperatures=tuple(_temperature(word) for word in _some_words("--temperatures", options.temperatures)),
         rounds=options.rounds,
         tokens=options.tokens,
         threads=options.threads or len(os.sched_getaffinity(0)),
@@ -119,6 +122,13 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
 
 def _words(text: str | None) -> list[str]:
     return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def _some_words(option: str, text: str) -> list[str]:
+    words = _words(text)
+    if not words:
+        raise ConfigError(f"{option} names nothing; give at least one, or leave it out.")
+    return words
 
 
 def _integer(option: str, word: str) -> int:

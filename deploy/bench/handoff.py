@@ -17,8 +17,8 @@ import ray
 import torch
 
 from serve_app.transport.base import Parcel
-from serve_app.transport.choice import make_transport
-from speculative.errors import EngineFault
+from serve_app.transport.choice import TRANSPORTS, make_transport
+from speculative.errors import ConfigError, EngineFault
 from speculative.handoff import ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 
 _REFERENCE = "put, get, copy"
@@ -74,7 +74,13 @@ def synthetic_handoff(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def bench_on_ray(num_bytes: int, transports: Sequence[str], rounds: int) -> dict[str, Any]:
-    """`measure` on a Ray of its own on this machine."""
+    """`measure` on a Ray of its own on this machine.
+
+    Raises:
+        ConfigError: there is no such transport.
+    """
+    if unknown := [name for name in transports if name not in TRANSPORTS]:
+        raise ConfigError(f"--transports: there is no {unknown[0]!r}, only {', '.join(TRANSPORTS)}.")
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=8 * num_bytes + 2**28)
     try:
         return measure(num_bytes, transports, rounds)

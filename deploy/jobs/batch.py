@@ -171,6 +171,9 @@ class _Sender:
             return _Try(error={"code": "unreachable", "message": _told(error)})
         except httpx.TimeoutException as error:
             return _Try(error={"code": "timeout", "message": _told(error)})
+        except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:  # it may hold the key, so it is not told
+            told = f"{self._options.url} cannot be asked ({type(error).__name__}); check the URL and the key."
+            raise BatchStopped(told) from error
         except httpx.TransportError as error:
             return _Try(error={"code": "connection_broken", "message": _told(error)})
         if response.status_code in (401, 403):
@@ -261,6 +264,8 @@ def summary(figures: dict[str, Any]) -> list[str]:
 def complaint(figures: dict[str, Any]) -> str | None:
     """Why the batch is finished but not well; None where every line has an answer and none is suspect."""
     suspect = figures["verdicts"].get("suspect", 0)
+    if unread := figures["requests"] - figures["done"]:
+        return f"{unread} requests were not read; did the input change?"
     if figures["failed"]:
         return f"{figures['failed']} requests have no answer; their lines say why. --retry-failed asks them again."
     if suspect:

@@ -5,6 +5,7 @@ https://platform.openai.com/docs/guides/batch has the format.
 
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import httpx
 from filelock import FileLock, Timeout
 
 from speculative.errors import ConfigError
@@ -19,6 +21,7 @@ from speculative.errors import ConfigError
 ID_PREFIX = "batch_req_"
 _LINE_BEGINS = f'{{"id": "{ID_PREFIX}'.encode()
 _FAULTS_SHOWN = 10
+_LONGEST_PATH = 2000  # bytes of a url, encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,10 @@ class BatchInput:
 
     def _raw(self) -> Iterator[tuple[int, bytes]]:
         try:
+            kind = self.path.stat().st_mode
+            if not stat.S_ISREG(kind):
+                what = "a pipe" if stat.S_ISFIFO(kind) else "not a regular file"
+                raise ConfigError(f"{self.path} is {what}; the input is read twice, so write it to a file.")
             with self.path.open("rb") as file:
                 yield from ((number, raw) for number, raw in enumerate(file, start=1) if raw.strip())
         except OSError as error:
@@ -90,7 +97,7 @@ class BatchInput:
         url, body = entry.get("url"), entry.get("body")
         if entry.get("method") != "POST":
             return "method must be POST."
-        if not isinstance(url, str) or not url.startswith("/v1/"):
+        if not isinstance(url, str) or not _is_path(url):
             return "url must be a path such as /v1/chat/completions."
         if not isinstance(body, dict):
             return "body must be an object."
@@ -99,6 +106,14 @@ class BatchInput:
         if isinstance(model := body.get("model"), str):
             self.models.add(model)
         return None
+
+
+def _is_path(url: str) -> bool:
+    """Whether requests can be sent to this path of a server."""
+    try:
+        return url.startswith("/v1/") and len(httpx.URL(url).raw_path) <= _LONGEST_PATH
+    except (httpx.InvalidURL, ValueError):
+        return False
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from deploy.audit.blackbox.statistics import binomial_tail, departs, mean_depart
 from deploy.audit.blackbox.tiny import write_tiny_pair
 from deploy.audit.mutants import MUTANTS
 from deploy.cli import main
+from speculative.errors import ConfigError
 from speculative.request import SamplingParams
 
 NAMED = {  # faults that are to be found and named, and probes that suffice for it
@@ -241,6 +242,36 @@ def test_who_does_not_answer_cannot_be_audited(fake: FakeAudited, server: Server
         find_dialect(server)
     result = CliRunner().invoke(main, ["audit", fake.url])
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--only", "lenghts-typo"], "there is no probe 'lenghts-typo'; the nearest are '"),
+        (["--only", "ends", "--only", "End"], "there is no probe 'End'; the nearest are 'ends', "),
+        (["--beside", "host:8000"], "--beside 'host:8000' is not the URL of a server"),
+    ],
+)
+def test_an_audit_of_nothing_is_refused(fake: FakeAudited, options: list[str], told: str) -> None:
+    result = CliRunner().invoke(main, ["audit", fake.url, *options])
+    assert result.exit_code == 2 and told in " ".join(result.output.split())
+    assert "no findings" not in result.output
+
+
+@pytest.mark.parametrize("key", ["sk-\u00e9", "sk-1\nsk-2"])
+def test_an_audit_with_a_key_that_cannot_be_sent_is_refused(fake: FakeAudited, key: str) -> None:
+    result = CliRunner().invoke(main, ["audit", fake.url], env={"TRUESPEC_API_KEY": key})
+    assert result.exit_code == 2 and "TRUESPEC_API_KEY holds" in result.output and "sk-" not in result.output
+    assert CliRunner().invoke(main, ["audit", "127.0.0.1:9"]).exit_code == 2
+
+
+def test_faults_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    result = CliRunner().invoke(main, ["audit", "--mutants", "--outside", "--only", "zzz", "--page", str(page)])
+    assert result.exit_code == 1 and "no fault that can be served begins with 'zzz'; the nearest are" in result.output
+    assert not page.exists()
+    with pytest.raises(ConfigError, match="begins with 'F99'"):
+        command.servable(["F2 ", "F99"])
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -18,9 +18,9 @@ from fake_openai import BREAK, FakeOpenAI, Reply, completion, failure, wait_unti
 from rich.console import Console
 
 from deploy.cli import main
-from deploy.jobs.batch import BatchOptions, retry_wait_s, run_batch
+from deploy.jobs.batch import BatchOptions, BatchStopped, retry_wait_s, run_batch
 from deploy.jobs.batch_engine import batch_application
-from deploy.jobs.batch_files import BatchInput, BatchOutput
+from deploy.jobs.batch_files import BatchInput, BatchLine, BatchOutput
 from deploy.jobs.view import View
 from speculative.errors import ConfigError
 
@@ -248,6 +248,72 @@ def test_a_refused_key_stops_the_batch_at_once_and_is_not_told(
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
+@pytest.mark.parametrize("key", ["key-one\nkey-two\n", "key-\u00e9"])
+def test_a_key_that_cannot_be_sent_is_refused_before_anything_is(
+    tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, answers, file = write_lines(tmp_path / "in.jsonl", [line("a")]), tmp_path / "out.jsonl", tmp_path / "key"
+    file.write_text(key, encoding="utf-8")
+    with FakeOpenAI(echo).running() as server:
+        of_file = batch(requests, answers, server.url, "--api-key-file", str(file))
+        monkeypatch.setenv("TRUESPEC_API_KEY", key)
+        of_variable = batch(requests, answers, server.url)
+        monkeypatch.setenv("TRUESPEC_API_KEY", "")
+        assert not answers.exists() and not server.asked
+        assert batch(requests, answers, server.url).exit_code == 0, "an empty variable is no key"
+    assert "authorization" not in server.headers[0]
+    assert of_file.exit_code == of_variable.exit_code == 1
+    assert "--api-key-file" in of_file.output and "TRUESPEC_API_KEY" in of_variable.output
+    assert "key-" not in of_file.output.replace("--api-key-file", "") + of_variable.output
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000/v1", "ftp://127.0.0.1", "http://"])
+def test_what_is_no_url_is_refused_before_anything_is_sent(tmp_path: Path, url: str) -> None:
+    requests = write_lines(tmp_path / "in.jsonl", [line("a")])
+    run = batch(requests, tmp_path / "out.jsonl", url)
+    assert run.exit_code == 1 and f"--url {url!r} is not the URL of a server" in run.output
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(("scheme", "key"), [("ftp", None), ("http", "secret\nkey")])
+def test_what_cannot_be_sent_at_all_stops_the_batch_and_marks_nothing_as_failed(
+    tmp_path: Path, scheme: str, key: str | None
+) -> None:
+    requests = write_lines(tmp_path / "in.jsonl", map(line, "ab"))
+    with FakeOpenAI(echo).running() as server, pytest.raises(BatchStopped, match=r"cannot be asked \(\w+\)") as told:
+        run_here(requests, tmp_path / "out.jsonl", server.url.replace("http", scheme), api_key=key, retries=0)
+    assert "secret" not in str(told.value)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_an_input_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps(line("a")).encode() + b"\n")
+    os.close(writing)
+    with FakeOpenAI(echo).running() as server:
+        run = batch(Path(f"/dev/fd/{reading}"), tmp_path / "out.jsonl", server.url)
+    os.close(reading)
+    assert run.exit_code == 1
+    assert "is a pipe; the input is read twice, so write it to a file" in run.output
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_requests_that_were_not_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = write_lines(tmp_path / "in.jsonl", map(line, "abc"))
+    checked = BatchInput.lines
+
+    def shortened(read: BatchInput, but: Collection[str]) -> Iterator[BatchLine]:
+        write_lines(requests, [line("a")])
+        return checked(read, but)
+
+    monkeypatch.setattr(BatchInput, "lines", shortened)
+    with FakeOpenAI(echo).running() as server:
+        run = batch(requests, tmp_path / "out.jsonl", server.url)
+    assert run.exit_code == 1
+    assert "2 requests were not read; did the input change?" in run.output
+    assert by_id(tmp_path / "out.jsonl").keys() == {"a"}
+
+
 def test_no_more_requests_than_asked_for_are_in_flight(tmp_path: Path) -> None:
     requests = write_lines(tmp_path / "in.jsonl", (line(str(number)) for number in range(30)))
     full = threading.Barrier(3)
@@ -349,6 +415,9 @@ def test_zeros_after_a_loss_of_power_are_cut_off(tmp_path: Path) -> None:
         ([line(7)], "line 1: custom_id must be a text"),  # type: ignore[arg-type]
         ([line("a", method="GET")], "line 1: method must be POST"),
         ([line("a", url="http://elsewhere/v1/completions")], "line 1: url must be a path"),
+        ([line("a", url="/v1/a\0b")], "line 1: url must be a path"),
+        ([line("a", url="/v1/\ud800")], "line 1: url must be a path"),
+        ([line("a", url="/v1/" + "a" * 70000)], "line 1: url must be a path"),
         ([line("a", body=[1])], "line 1: body must be an object"),
         ([line("a", body={"stream": True})], "line 1: body.stream is not for batches"),
         (["a text"], "line 1: not an object"),

@@ -1,10 +1,17 @@
 """What the handoff benchmark sends is a real handoff, and its receiver notices what is not."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from deploy.bench import handoff
 from deploy.bench.handoff import Receiver, Sender, synthetic_handoff
-from speculative.errors import HandoffRefused
+from deploy.cli import main
+from serve_app.config import HandoffSection
+from serve_app.transport.choice import TRANSPORTS, make_transport
+from speculative.errors import ConfigError, HandoffRefused
 
 
 @pytest.mark.parametrize("transport", ["plasma", "inline"])
@@ -23,3 +30,19 @@ def test_it_arrives_checked_and_copied(transport: str) -> None:
 
 def test_it_is_as_long_as_asked_for() -> None:
     assert synthetic_handoff(300 * 2**10).nbytes < synthetic_handoff(900 * 2**10).nbytes
+
+
+@pytest.mark.parametrize(("names", "stranger"), [("foo", "foo"), ("plasma,inlin", "inlin"), ("", ""), ("plasma,", "")])
+def test_an_unknown_transport_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, names: str, stranger: str
+) -> None:
+    monkeypatch.setattr(handoff.ray, "init", lambda **_: pytest.fail("Ray was started"))
+    told = CliRunner().invoke(main, ["bench-handoff", "--transports", names])
+    assert told.exit_code == 1
+    assert f"--transports: there is no {stranger!r}, only plasma, inline, nixl." in told.output
+    with pytest.raises(ConfigError, match="There is no transport"):
+        make_transport(stranger)
+
+
+def test_the_transports_are_those_of_the_setting() -> None:
+    assert get_args(HandoffSection.model_fields["transport"].annotation) == TRANSPORTS

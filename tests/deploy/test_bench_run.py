@@ -151,6 +151,11 @@ def test_the_command_compares_real_engines(tmp_path: Path) -> None:
         (["--engines", "ours/off", "--streams", "1,0"], "above 0"),
         (["--engines", "ours/off", "--temperatures", "hot"], "--temperatures"),
         (["--engines", "ours/off", "--kinds", "poems"], "no prompts for poems"),
+        (["--engines", "ours/off", "--kinds", ""], "--kinds names nothing"),
+        (["--engines", "ours/off", "--temperatures", ""], "--temperatures names nothing"),
+        (["--engines", "ours/off", "--temperatures", "nan"], "--temperatures"),
+        (["--engines", "ours/off", "--streams", " , "], "--streams names nothing"),
+        (["--engines", "ours/off", "--streams", ""], "--streams names nothing"),
         (["--engines", "vllm/off", "--vllm-python", "/no/python"], "cannot be run"),
     ],
 )

@@ -29,7 +29,28 @@ def test_what_is_shown_is_a_configuration_of_the_same_meaning(file: Path, tmp_pa
         left_open |= SIZES
         pool = ours.args.pool_names[0]
         assert theirs.args.vllm_settings(pool) == ours.args.vllm_settings(pool)
+    assert same_service(file, again)
     assert named["engine"].keys() | left_open == AppConfig.model_fields["engine"].annotation.model_fields.keys()
+
+
+def same_service(one: Path, other: Path) -> bool:
+    """Whether both run the same pools and the same router, and all else that has no name of its own."""
+    ours, theirs = (load_config(file).application.effective_args for file in (one, other))
+    pools = [[args.pool(name) for name in args.pool_names] for args in (ours, theirs)]
+    rest = [args.model_dump(exclude={"model", "pools"}) for args in (ours, theirs)]
+    return pools[0] == pools[1] and ours.router == theirs.router and rest[0] == rest[1]
+
+
+@pytest.mark.parametrize("router", [{"replicas": 3, "num_cpus": 0.5, "label_selector": {"zone": "a"}}, {}, None])
+@pytest.mark.parametrize("resume", [True, False])
+def test_the_router_is_shown(router: dict[str, object] | None, resume: bool, tmp_path: Path) -> None:
+    args = {"model": {"source": "x"}, "recovery": {"resume": resume}, "pools": {"decode": {"replicas": 2}}}
+    if router is not None:
+        args["pools"] |= {"router": router}
+    file, again = tmp_path / "app.yaml", tmp_path / "shown.yaml"
+    file.write_text(yaml.safe_dump({"applications": [{"args": args}]}))
+    again.write_text(effective_config(load_config(file)))
+    assert same_service(file, again)
 
 
 def test_overrides_are_folded_into_the_pools(tmp_path: Path) -> None:

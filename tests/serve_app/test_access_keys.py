@@ -132,7 +132,7 @@ def test_a_changed_file_is_read_again_within_a_second(tmp_path: Path) -> None:
     assert told == [True], "what has not changed is not read again"
 
 
-@pytest.mark.parametrize("broken", ["keys: [", None])
+@pytest.mark.parametrize("broken", ["keys: [", "keys: [{id: a, expires: 2026-99-99}]", "version: !!int x", None])
 def test_a_file_that_breaks_keeps_the_old_keys_and_says_so_once(
     tmp_path: Path, broken: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -161,6 +161,7 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.model", {}, "args.model.source", "is missing"),
     ("args.model", "smollm2-135m", "args.model", "dictionary"),
     ("args.model.source", "", "args.model.source", "at least 1 character"),
+    ("args.model.source", "/", "args.model.name", "source '/' ends in no name to ask for, so set one"),
     ("args.modle", {}, "args.modle", "did you mean model?"),
     ("args.engine.kind", "sglang", "args.engine.kind", "'torch' or 'vllm'"),
     ("args.vllm", {}, "args.vllm", "engine.kind is torch; remove it"),
@@ -190,6 +191,9 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.pools.decode.replicas", 0, "args.pools.decode.replicas", "greater than or equal to 1"),
     ("args.pools.decode.num_cpus", -1, "args.pools.decode.num_cpus", "greater than or equal to 0"),
     ("args.pools.decode.num_cpus", float("nan"), "args.pools.decode.num_cpus", "finite"),
+    ("args.pools.decode.num_cpus", 1e-9, "args.pools.decode.num_cpus", "must be 0 or at least 0.0001"),
+    ("args.pools.decode.num_gpus", 1e-5, "args.pools.decode.num_gpus", "must be 0 or at least 0.0001"),
+    ("args.pools.router.num_cpus", 1e-5, "args.pools.router.num_cpus", "must be 0 or at least 0.0001"),
     ("args.engine.logprobs_mode", "raw_logits", "args.replay.share", "set replay.share to 0"),
     ("args.engine.verifier", "synthetic", "args.engine.verifier", "token_wise"),
     ("args.replay.share", 1.5, "args.replay.share", "less than or equal to 1"),
@@ -249,6 +253,16 @@ def test_every_fault_gets_a_line() -> None:
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["args.engine.dtype", "args.replay.share"]
 
 
+WRONG_VALUES = [
+    "2026-99-99",
+    "!!int abc",
+    "!!bool abc",
+    "!!timestamp abc",
+    "9" * 5000,
+    f"0x{'f' * 5000}",
+]
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -257,7 +271,11 @@ def test_every_fault_gets_a_line() -> None:
         ("applications: [\n", "is not YAML: "),
         ("a: 1\na: 2\n", "'a' is given twice"),
         ("\ta: 1\n", "is not YAML: "),
+        *((f"a: {value}\n", f"is not YAML: {value.split()[-1][:40]!r} is no ") for value in WRONG_VALUES),
+        ("a: !!set [a]\n", "is not YAML: "),
+        (f"a: {'[' * 3000}", "is not YAML: "),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_file_that_is_no_config_is_told(tmp_path: Path, text: str, part: str) -> None:
     file = tmp_path / "app.yaml"
@@ -266,6 +284,36 @@ def test_a_file_that_is_no_config_is_told(tmp_path: Path, text: str, part: str) 
         load_config(file)
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "part"),
+    [("/llm/", "must not end with /"), ("//", "must not end with /"), ("/{x}", "without { and }"), ("llm", "match")],
+)
+def test_a_prefix_that_ray_refuses_is_told(tmp_path: Path, prefix: str, part: str) -> None:
+    application = GOOD["applications"][0] | {"route_prefix": prefix}
+    file = written(tmp_path, "applications", [application])
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: applications[0].route_prefix: ")) as caught:
+        load_config(file)
+    assert part in str(caught.value)
+    assert load_config(written(tmp_path, "applications", [application | {"route_prefix": "/llm"}]))
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "field"),
+    [
+        ("kv_usage", 5, "policy.policy_kwargs.targets.kv_usage: Input should be less than or equal to 1, got 5.0."),
+        ("kv_usage", float("nan"), "policy.policy_kwargs: must be targets: above 0"),
+        ("running_share", float("inf"), "policy.policy_kwargs: must be targets: above 0"),
+    ],
+)
+def test_an_override_that_its_pool_cannot_take_is_told(tmp_path: Path, target: str, value: float, field: str) -> None:
+    policy = {"policy_function": "serve_app.scaling:LoadPolicy", "policy_kwargs": {"targets": {target: value}}}
+    override = {"name": "DecodeServer", "autoscaling_config": {"max_replicas": 2, "policy": policy}}
+    file = written(tmp_path, "applications", [GOOD["applications"][0] | {"deployments": [override]}])
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(f"{file}: applications[0].deployments[0].autoscaling_config.{field}")
 
 
 def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:

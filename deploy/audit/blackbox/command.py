@@ -1,6 +1,6 @@
 """`truespec audit URL`, and the audit of the audit: known faults served, and looked at from outside."""
 
-import json
+import difflib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,13 +15,16 @@ from deploy.audit.blackbox.dialect import find_dialect
 from deploy.audit.blackbox.exchange import Server
 from deploy.audit.blackbox.lab import FULL, QUICK, Budget, Lab
 from deploy.audit.blackbox.page import html_page
+from deploy.audit.blackbox.probes import PROBES
 from deploy.audit.blackbox.reference import Reference
 from deploy.audit.blackbox.render import print_audit, write_faults, write_page, write_probes
 from deploy.audit.blackbox.served import FOR_MODELS, NGRAM, TINY, WRITTEN_FOR_A_TABLE, FaultyServer
 from deploy.audit.blackbox.tiny import write_tiny_pair
 from deploy.audit.mutants import MUTANTS, Mutant
 from deploy.models import find_model
+from deploy.options import write_json
 from speculative.config import DrafterConfig
+from speculative.errors import ConfigError
 
 Report = Callable[[str], None]
 
@@ -58,7 +61,11 @@ def audit_url(options: AuditOptions, report: Report) -> Audit:
 
     Raises:
         AuditFailed: nobody answers there, or the weights to compare with cannot be loaded.
+        ConfigError: there is no probe of a name in `only`.
     """
+    for name in options.only:
+        if name not in PROBES:
+            raise ConfigError(f"--only: there is no probe {name!r}; {_nearest(name, PROBES)}")
     with ExitStack() as stack:
         server = stack.enter_context(Server(options.url, options.api_key, options.timeout_s))
         dialect = find_dialect(server, options.served)
@@ -75,9 +82,7 @@ def audit_url(options: AuditOptions, report: Report) -> Audit:
 def tell(audit: Audit, out: Console, json_file: Path | None, html_file: Path | None) -> None:
     """Print an audit, and write its files."""
     print_audit(audit, out)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(audit.as_dict(), indent=1) + "\n", encoding="utf-8")
+    write_json(json_file, audit.as_dict(), indent=1)
     if html_file is not None:
         html_file.parent.mkdir(parents=True, exist_ok=True)
         html_file.write_text(html_page(audit), encoding="utf-8")
@@ -109,8 +114,15 @@ def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: No
 
 
 def servable(prefixes: Sequence[str] = ()) -> list[str]:
-    """`sound` and the faults that can be served, in the catalogue's order; those that begin so, where any are given."""
+    """`sound` and the faults that can be served, in the catalogue's order; those that begin so, where any are given.
+
+    Raises:
+        ConfigError: none begins with one of these.
+    """
     names = [name for name in ("sound", *MUTANTS) if name not in WRITTEN_FOR_A_TABLE]
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in names):
+            raise ConfigError(f"--only: no fault that can be served begins with {prefix!r}; {_nearest(prefix, names)}")
     return [name for name in names if not prefixes or name.startswith(tuple(prefixes))]
 
 
@@ -134,6 +146,11 @@ def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> di
     handoffs = mutant.traffic == "handoffs"
     config = replace(TINY, drafter=drafters[way], **_settings(mutant))
     return {way: FaultyServer(target, FOR_MODELS.get(name, mutant.install), config, guarded, handoffs)}
+
+
+def _nearest(given: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(given, list(known), n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(map(repr, close))}."
 
 
 def budget_for(name: str) -> Budget:

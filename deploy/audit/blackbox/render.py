@@ -20,7 +20,7 @@ _LONGEST_CELL = 220
 
 def print_audit(audit: Audit, out: Console) -> None:
     """The probes as a table, then every finding with its request."""
-    table = Table(title=f"Audit of {audit.facts['model']} at {audit.url}")
+    table = Table(title=_plain(f"Audit of {audit.facts['model']} at {audit.url}"))
     for heading in ("probe", "verdict", "what was seen"):
         table.add_column(heading)
     for outcome in audit.outcomes:

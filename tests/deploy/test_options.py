@@ -1,0 +1,176 @@
+"""What a command is given is checked before it begins: keys, addresses, numbers, and files that it is to write."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Never
+
+import pytest
+from click.testing import CliRunner, Result
+
+from deploy import cli
+from deploy.bench import handoff
+from deploy.cli import CONFIGS, main, progress_printer
+from deploy.client import Client
+from deploy.options import api_key, check_writable, server_url
+from speculative.errors import ConfigError
+
+
+def truespec(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, arguments, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"), [("sk-1", "sk-1"), ("sk-1\n", "sk-1"), (" sk-1\r\n", "sk-1"), ("", None), (" \n", None)]
+)
+def test_a_key_is_read_without_what_is_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, key: str | None
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(text)
+    monkeypatch.setenv("TRUESPEC_API_KEY", "another")
+    assert api_key(file) == key
+    monkeypatch.setenv("TRUESPEC_API_KEY", text)
+    assert api_key() == key
+    with Client("http://127.0.0.1:9", "model") as client:
+        assert client._http.headers.get("authorization") == (key and f"Bearer {key}")
+
+
+@pytest.mark.parametrize("text", ["sk-1\nsk-2\n", "sk-1 sk-2", "sk-\u00e9", "sk-\x07"])
+def test_a_key_that_no_request_can_carry_is_refused_and_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    file = tmp_path / "key"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^--api-key-file .*key holds spaces") as of_file:
+        api_key(file)
+    monkeypatch.setenv("TRUESPEC_API_KEY", text)
+    with pytest.raises(ConfigError, match=r"^TRUESPEC_API_KEY holds spaces") as of_variable:
+        Client("http://127.0.0.1:9", "model")
+    assert "sk-" not in str(of_file.value) + str(of_variable.value)
+
+
+def test_a_token_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("grafana_api")
+    file = tmp_path / "token"
+    file.write_bytes(b"glsa_\xe9\n")
+    told = truespec("dashboards", "push", "--url", "http://127.0.0.1:9", "--token-file", str(file))
+    assert told.exit_code == 1 and f"--token-file {file} cannot be read" in told.output
+
+
+@pytest.mark.parametrize("url", ["http://host", "https://host:8443/prefix/v1", "http://[::1]:8000/"])
+def test_the_url_of_a_server(url: str) -> None:
+    assert server_url(url, "--url") == url
+
+
+@pytest.mark.parametrize("url", ["", "host:8000", "//host", "ftp://host", "http://", "http://a:b", "http://a:70000"])
+def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--url .* is not the URL of a server; give http\(s\)://HOST"):
+        server_url(url, "--url")
+
+
+TRAIN = ["train-drafter", "--model", "x", "--out", "y"]
+BATCH = ["batch", "in", "out"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "1e9"],
+        ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "nan"],
+        ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "inf"],
+        [*BATCH, "--timeout", "nan"],
+        ["audit", "http://127.0.0.1:9", "--timeout", "inf"],
+        [*TRAIN, "--minutes", "0"],
+        [*TRAIN, "--minutes", "nan"],
+        [*TRAIN, "--learning-rate", "nan"],
+        [*TRAIN, "--checkpoint-minutes", "inf"],
+        ["chaos", "--kill-every", "nan"],
+        ["chaos", "--minutes", "nan"],
+        ["load", "--seconds", "inf"],
+        ["load", "--calibrate", "nan"],
+    ],
+    ids=" ".join,
+)
+def test_a_number_beyond_use_is_refused(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_served", started)
+    told = truespec(*arguments)
+    assert told.exit_code == 2 and f"Invalid value for '{arguments[-2]}'" in told.output, told.output
+    assert not list(tmp_path.iterdir())
+
+
+def started(*_: object, **__: object) -> Never:
+    raise AssertionError("the work began")
+
+
+@contextmanager
+def work(*_: object, **__: object) -> Iterator[Any]:
+    started()
+    yield
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["demo"], "--json"),
+        (["chaos"], "--json"),
+        (["chaos"], "--page"),
+        (["load"], "--json"),
+        (["load"], "--page"),
+        (["bench-handoff"], "--json"),
+        (["bench", "--model", "/none"], "--json"),
+        (["bench", "--model", "/none"], "--markdown"),
+        (["bench", "--model", "/none"], "--plots"),
+        ([*TRAIN], "--json"),
+        (["audit", "--mutants"], "--json"),
+        (["audit", "--mutants"], "--page"),
+        (["audit", "--mutants", "--outside"], "--page"),
+        (["audit", "http://127.0.0.1:9"], "--json"),
+        (["audit", "http://127.0.0.1:9"], "--html"),
+        (["audit", "http://127.0.0.1:9"], "--page"),
+        ([*BATCH, "--url", "http://127.0.0.1:9"], "--json"),
+        (["config", "reference"], "--out"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    arguments: list[str], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_served", work)
+    monkeypatch.setattr(handoff, "bench_on_ray", started)
+    monkeypatch.setattr("deploy.audit.run.audit_mutants", started)
+    monkeypatch.setattr("deploy.audit.blackbox.command.audit_url", started)
+    monkeypatch.setattr("deploy.audit.blackbox.command.audit_faults", started)
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    path = in_the_way / "out"
+    told = truespec(*arguments, option, str(path))
+    assert told.exit_code == (2 if "http://127.0.0.1:9" in arguments and arguments[0] == "audit" else 1), told.output
+    assert f"{option} {path}" in told.output and "cannot be written: " in told.output
+
+
+def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    check_writable(None, "--json")
+    check_writable(tmp_path / "new" / "file", "--json")
+    assert not list((tmp_path / "new").iterdir())
+    there = tmp_path / "there"
+    there.write_text("old")
+    check_writable(there, "--json")
+    assert there.read_text() == "old"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check_writable(pipe, "--json")  # and does not wait for a reader
+
+
+def test_what_is_printed_keeps_its_brackets_and_colons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / ("a[b]:smile:" + "long" * 30 + ".yaml")
+    file.write_text((CONFIGS / "demo.yaml").read_text())
+    assert truespec("config", "check", str(file)).output == f"{file}: fine\n"
+    progress_printer()("loading [bold]x[/bold] :smile:")
+    assert "loading [bold]x[/bold] :smile:" in capsys.readouterr().err
+    keys = tmp_path / "[k].yaml"
+    made = truespec("keys", "create", "--file", str(keys), "--id", "a")
+    revoked = truespec("keys", "revoke", "--file", str(keys), "a")
+    assert f"{keys}: added the key a" in made.output and f"{keys}: the key a was revoked" in revoked.output
