@@ -7,51 +7,84 @@ from pathlib import Path
 from typing import Literal
 
 from speculative.errors import ConfigError
+from speculative.lookup.registry import (
+    OptionError,
+    Options,
+    OptionValue,
+    SomeOptions,
+    options_of,
+    read_options,
+    registered,
+)
 
-VerifierName = Literal["token_wise", "block", "coupled", "synthetic"]
+VerifierName = Literal["token_wise", "block", "coupled"]
 WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
-@dataclass(frozen=True, slots=True)
+KINDS_WITH_WEIGHTS = ("draft_model", "eagle3", "mtp")
+
+
+def drafter_kinds() -> tuple[str, ...]:
+    """What `DrafterConfig.kind` may be."""
+    return ("none", *registered(), *KINDS_WITH_WEIGHTS)
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class DrafterConfig:
     """Which drafter, and how it drafts.
 
-    `ngram` looks for the longest suffix of `ngram_max` down to `ngram_min` tokens that occurred before, and drafts what
-    followed it. `suffix` drafts what most often followed the longest suffix of up to `suffix_depth` tokens, in the
-    sequence or in past outputs. `draft_model` is a smaller model of the same vocabulary, `eagle3` a head over the
-    hidden states of three of the target's layers, `mtp` a module over its last one.
+    `none` drafts nothing. Drafters without weights, such as `ngram`, are those of `speculative.lookup`, where their
+    options are declared. `draft_model` is a smaller model of the same vocabulary, `eagle3` a head over the hidden
+    states of three of the target's layers, `mtp` a module over its last one.
+
+    model: of a drafter that has weights: a folder, a catalogue name, or a hub id.
+    sampled: False = such a drafter always drafts its likeliest token.
+    length: dynamic = at most num_draft_tokens, as many as pay.
+    options: of every drafter that has some, whichever drafts; each is set by its name.
+
+    Raises:
+        ConfigError: a value is wrong, or two contradict each other; the message names the field.
     """
 
-    kind: Literal["none", "ngram", "suffix", "draft_model", "eagle3", "mtp"] = "ngram"
-    model: str | None = None  # of a drafter that has weights: a folder, a catalogue name, or a hub id
-    sampled: bool = True  # False = such a drafter always drafts its likeliest token
-    num_draft_tokens: int = 4
-    ngram_max: int = 4
-    ngram_min: int = 2
-    suffix_depth: int = 32  # the longest suffix that is looked for
-    suffix_min_match: int = 2  # and the shortest
-    suffix_min_probability: float = 0.1  # a draft ends before it is less likely than this
-    suffix_max_tokens: int = 65536  # tokens of past outputs to remember, at about 300 bytes each; 0 = none
-    length: Literal["static", "dynamic"] = "static"  # dynamic = at most num_draft_tokens, as many as pay
+    kind: str
+    model: str | None
+    sampled: bool
+    num_draft_tokens: int
+    length: Literal["static", "dynamic"]
+    options: tuple[Options, ...]
 
-    def __post_init__(self) -> None:
-        _check(0 < self.num_draft_tokens <= 64, "drafter.num_draft_tokens", "must lie between 1 and 64")
-        _check(1 <= self.ngram_min <= self.ngram_max, "drafter.ngram_min", "must lie between 1 and ngram_max")
-        self._check_suffix()
+    def __init__(
+        self,
+        kind: str = "ngram",
+        model: str | None = None,
+        *,
+        sampled: bool = True,
+        num_draft_tokens: int = 4,
+        length: Literal["static", "dynamic"] = "static",
+        options: tuple[Options, ...] = (),
+        **changed: OptionValue,
+    ) -> None:
+        kinds = drafter_kinds()
+        _check(kind in kinds, "drafter.kind", f"must be one of {', '.join(kinds)}, got {kind!r}")
+        _check(0 < num_draft_tokens <= 64, "drafter.num_draft_tokens", "must be between 1 and 64")
         _check(
-            (self.model is not None) == (self.kind in ("draft_model", "eagle3", "mtp")),
+            (model is not None) == (kind in KINDS_WITH_WEIGHTS),
             "drafter.model",
             "belongs to the kinds draft_model, eagle3 and mtp, which need it",
         )
+        try:
+            own = {name: getattr(some, name) for some in options for name in options_of(type(some))}
+            read = read_options(own | changed)
+        except OptionError as error:
+            raise ConfigError(f"drafter.{error}") from error
+        values = (kind, model, sampled, num_draft_tokens, length, read)
+        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, name, value)
 
-    def _check_suffix(self) -> None:
-        _check(1 <= self.suffix_depth <= 256, "drafter.suffix_depth", "must lie between 1 and 256")
-        shortest_fits = 1 <= self.suffix_min_match <= self.suffix_depth
-        _check(shortest_fits, "drafter.suffix_min_match", "must lie between 1 and suffix_depth")
-        is_share = 0 <= self.suffix_min_probability <= 1
-        _check(is_share, "drafter.suffix_min_probability", "must lie between 0 and 1")
-        _check(self.suffix_max_tokens >= 0, "drafter.suffix_max_tokens", "must be at least 0")
+    def options_of(self, options: type[SomeOptions]) -> SomeOptions:
+        """One drafter's options, by their class."""
+        return next(own for own in self.options if type(own) is options)
 
     @property
     def max_drafts(self) -> int:
@@ -80,10 +113,8 @@ class EngineConfig:
     num_threads: int = 1  # CPU threads: the replica's share of the cores, never the machine's
     logprobs_mode: LogprobsMode = "raw_logprobs"
     verifier: VerifierName = "token_wise"  # requests that ask to be reproducible get the coupled one in any case
-    synthetic_acceptance: float | None = None  # only in benchmarks, and only with the synthetic verifier
     self_check_share: float = 0.5  # of the steps whose terms the self-checks take; invariants are checked in all
     priority_ageing_s: float = 10.0  # seconds of waiting that make up for one class of priority
-    benchmark: bool = False  # this engine serves nobody; what is wrong on purpose may be switched on
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
     def __post_init__(self) -> None:
@@ -95,8 +126,7 @@ class EngineConfig:
             "kv_cache_tokens",
             f"must be a multiple of block_size ({self.block_size})",
         )
-        self._check_verifier()
-        _check(0 <= self.self_check_share <= 1, "self_check_share", "must lie between 0 and 1")
+        _check(0 <= self.self_check_share <= 1, "self_check_share", "must be between 0 and 1")
         _check(
             0 < self.priority_ageing_s < math.inf,
             "priority_ageing_s",
@@ -109,20 +139,6 @@ class EngineConfig:
             f"must be at least max_num_seqs x (1 + num_draft_tokens) = {self.max_num_seqs * tokens_per_round}, "
             "so that every running sequence fits into a step",
         )
-
-    def _check_verifier(self) -> None:
-        rate = self.synthetic_acceptance
-        _check(
-            self.verifier != "synthetic" or self.benchmark,
-            "verifier",
-            "may be synthetic in benchmarks only: what it emits is wrong on purpose",
-        )
-        _check(
-            (self.verifier == "synthetic") == (rate is not None),
-            "synthetic_acceptance",
-            "belongs to the synthetic verifier, which needs it",
-        )
-        _check(rate is None or 0 <= rate <= 1, "synthetic_acceptance", "must lie between 0 and 1")
 
     @property
     def num_blocks(self) -> int:
@@ -138,6 +154,11 @@ def models_folder(cache_dir: Path | None = None) -> Path:
 def kernels_folder() -> Path:
     """Where the CPU kernels that were compiled for this machine are kept: `<cache>/kernels`."""
     return _cache_folder() / "kernels"
+
+
+def c_compiler() -> str:
+    """The C compiler that CC names; "" = none."""
+    return os.environ.get("CC", "")
 
 
 def _cache_folder() -> Path:

@@ -5,58 +5,74 @@ One step schedules, drafts, verifies and commits, and only then the next begins.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import Batch, Drawn, Entry, Int64s, Layout, Scored, StepOutcome, block_slots, lay_out
-from speculative.config import DrafterConfig, EngineConfig
-from speculative.constraint import Bools, ConstraintMaker, TokenConstraint
-from speculative.contract import LogprobContract
-from speculative.draft_length import make_draft_length
-from speculative.draft_sampling import DraftSampler
-from speculative.drafters.eagle3 import Eagle3DraftModel
-from speculative.drafters.ngram import NgramDrafter
-from speculative.drafters.suffix import SuffixDrafter
-from speculative.drafting import Drafter, DraftOutput, NoDrafter, constrain
-from speculative.drawing import TokenDrawer
-from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
-from speculative.fused_drafting import FusedDraftLoop
-from speculative.gpu.step import GraphedStep
+from speculative.arithmetic import Arithmetic, arithmetic_of
+from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.config import EngineConfig
+from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, constrain
+from speculative.drafting.cpu_loop import FusedDraftLoop
+from speculative.drafting.draft_sampler import DraftSampler
+from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
+from speculative.drafting.weightless import make_weightless
+from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
+from speculative.gpu.graph_step import GraphedStep
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
-from speculative.kv_cache import KVCache, KVShape
-from speculative.logprobs import gather_logprobs, mode_matrix
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.model_drafting import DraftModel, ModelDrafter
-from speculative.request import LawRow, Request, Speculation, Structure, TokenDelta, TokenLogprobs
-from speculative.runner import ModelRunner
-from speculative.scheduler import Scheduler
-from speculative.selfcheck.law_rows import law_rows
+from speculative.request import ReplayedToken, Request, Speculation, Structure, TokenDelta, TokenLogprobs
+from speculative.sampling.logprob_checks import LogprobContract
+from speculative.sampling.logprobs import gather_logprobs, mode_matrix
+from speculative.scheduling.draft_length import make_draft_length
+from speculative.scheduling.scheduler import Scheduler
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.sequence import Phase, Sequence
+from speculative.selfcheck.replayed_tokens import replayed_tokens
+from speculative.state.batch import (
+    Batch,
+    Entry,
+    Int64s,
+    Scored,
+    SequenceResult,
+    StepInput,
+    StepOutcome,
+    block_slots,
+    build_step_input,
+)
+from speculative.state.sequence import Phase, Sequence
+from speculative.state.token_constraint import Bools, ConstraintMaker, TokenConstraint
 from speculative.stats import EngineUsage, StepStats
+from speculative.step.runner import ModelRunner
+from speculative.step.sampler import Sampler
+from speculative.vocabulary.kernel_ops import choose_ops
+from speculative.vocabulary.ops import TorchOps
 from speculative.weights import Weights, load_weights, longest_sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A step's drafts, and the tokens that structured entries may emit, by entry."""
+    """A step's drafts, and the tokens that structured entries may emit, by entry.
+
+    without_q: the entries whose drafts came without what they were drawn from. They are not among the drafts.
+    """
 
     draft: DraftOutput
     masks: dict[int, list[Bools]]
+    without_q: frozenset[int]
 
 
 _SCORED_ROWS_AT_ONCE = 64  # bounds the logits of a scored prompt
 
 
 class EngineCore:
-    """Generates for many requests at once, with speculative decoding that leaves the model's law as it is.
+    """Generates for many requests at once, with speculative decoding that leaves the model's distribution as it is.
 
     Not thread-safe: one thread owns it. A request enters by `add` (a prompt) or `insert` (a handoff), moves with every
     `step`, and leaves finished, aborted, or exported.
@@ -77,6 +93,16 @@ class EngineCore:
         self.stats = StepStats()
         self.device = next(decoder.parameters()).device
         self._make_constraint = make_constraint
+        contract = LogprobContract(config.logprobs_mode, model.vocab_size)
+        self.scheduler = Scheduler(
+            config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
+        )
+        self.self_check = SelfCheck(config.self_check_share)
+        self.ops = TorchOps() if self._uses_graphs else choose_ops(self.device)  # graphs hold torch's alone
+        self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
+        cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
+        neural = None if draft_model is None else self._model_drafter(draft_model)
+        self.drafter: Drafter = neural or make_weightless(config.drafter)
         self.manifest = Manifest(
             fingerprint=fingerprint,
             dtype=config.dtype,
@@ -84,26 +110,17 @@ class EngineCore:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             logprobs_mode=config.logprobs_mode,
-            drafter_state=draft_model.name if draft_model is not None else "none",
+            drafter_state=self.drafter.state_name,
         )
-        contract = LogprobContract(config.logprobs_mode, model.vocab_size)
-        self.scheduler = Scheduler(
-            config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
-        )
-        self.self_check = SelfCheck(config.self_check_share)
-        self.drawer = TokenDrawer(config, self.device, model.eos_token_ids, self.self_check)
-        cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
-        self.drafter: Drafter = (
-            _make_drafter(config.drafter) if draft_model is None else self._model_drafter(draft_model)
-        )
-        self._make_runner(decoder, cache)
+        self._make_runner(decoder, cache, neural)
 
-    def _make_runner(self, decoder: Decoder, cache: KVCache) -> None:
+    def _make_runner(self, decoder: Decoder, cache: KVCache, neural: ModelDrafter | None) -> None:
         """What runs the steps; the drafter is there already, and old graphs let their memory go."""
+        self._decoder = decoder
         self.graphs: GraphedStep | None = None
         self.runner = ModelRunner(decoder, cache, self.device)
         if self._uses_graphs:
-            self.graphs = GraphedStep(self.config, decoder, cache, self.drafter, self.max_model_len)
+            self.graphs = GraphedStep(self.config, decoder, cache, self.drafter, self.max_model_len, neural)
             self.runner = self.graphs.runner
             if self.device.type == "cuda":
                 self.graphs.capture_all()
@@ -123,6 +140,7 @@ class EngineCore:
         sampler = DraftSampler(
             model.ids,
             self.model.vocab_size,
+            self.ops,
             sampled=config.drafter.sampled,
             all_coupled=config.verifier == "coupled",
         )
@@ -131,7 +149,7 @@ class EngineCore:
         drafter = ModelDrafter(
             model, cache, self.scheduler.pool, sampler, config.block_size, self.scheduler.draft_length
         )
-        if isinstance(model, Eagle3DraftModel) and model.fused and config.drafter.sampled:
+        if model.fused and config.drafter.sampled:
             drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)
         return drafter
 
@@ -150,13 +168,13 @@ class EngineCore:
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
-    def add(self, request: Request, *, hold_after: int | None = None, emitted: Tokens[int] = ()) -> None:
+    def add(self, request: Request, *, prefill_only_after: int | None = None, emitted: Tokens[int] = ()) -> None:
         """Queue a request.
 
         Args:
             request: what to generate.
-            hold_after: stop and wait for `export` once so many tokens are emitted; 0 holds it with its last prompt
-                token pending.
+            prefill_only_after: stop and wait for `export` once so many tokens are emitted; 0 holds it with its last
+                prompt token pending.
             emitted: tokens that another engine has already emitted for it; they are computed again, and generation
                 goes on after them as if it had never moved.
 
@@ -166,7 +184,7 @@ class EngineCore:
         tokens = (*request.prompt_token_ids, *emitted)
         self._check(request, tokens)
         constraint = self._constraint(request)
-        self._admit(Sequence(request, hold_after=hold_after, tokens=tokens, constraint=constraint))
+        self._admit(Sequence(request, prefill_only_after=prefill_only_after, tokens=tokens, constraint=constraint))
 
     def insert(self, request: Request, blob: Blob) -> None:
         """Go on from a handoff.
@@ -183,12 +201,11 @@ class EngineCore:
         sequence = Sequence(
             request,
             tokens=state.token_ids,
-            saved={"kv": state.kv},
+            imported_kv={"kv": state.kv},
             constraint=self._constraint(request),
             num_cached=state.num_cached,
         )
-        if isinstance(self.drafter, ModelDrafter):
-            sequence.saved = {"kv": state.kv, **self.drafter.checked_sections(sequence, state.extra)}
+        sequence.imported_kv = {"kv": state.kv, **self.drafter.check_state(sequence, state.extra)}
         self._admit(sequence)
 
     def export(self, request_id: str) -> Blob:
@@ -201,13 +218,13 @@ class EngineCore:
         if sequence is None or sequence.phase is not Phase.HELD:
             raise KeyError(f"{request_id} is not held for export.")
         with _timed(self.stats, "export_s"):
-            extra = self.drafter.export_state(sequence) if isinstance(self.drafter, ModelDrafter) else {}
+            extra = self.drafter.export_state(sequence)
             state = ComputedTokenState(
                 tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, torch.empty(0), extra
             )
             blob, kv = allocate_blob(state, self.manifest)
             self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
-            # A position that is no number spoils every later one in the layers above: the last position tells of all
+            # A position that is no number spoils every later one in the layers above: the last position shows all
             # layers but the last one, whose keys and values nothing here has read.
             sound = bool(kv[:, :, -1:].isfinite().all() and kv[-1].isfinite().all())
             if not sound:
@@ -235,12 +252,17 @@ class EngineCore:
         return self._make_constraint(structure)
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Who may draft from the next step on; what is under way goes on, and its law stays as it is."""
+        """Who may draft from the next step on; what is under way goes on, and its distribution stays as it is."""
         self.scheduler.speculation = speculation
 
-    def distrust(self) -> None:
+    def invalidate_cache(self) -> None:
         """Drop everything that was computed, as if it were damaged; running requests are computed again."""
-        self.scheduler.distrust()
+        self.scheduler.invalidate_cache()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """How it computes on this machine."""
+        return arithmetic_of(self._decoder)
 
     @property
     def weight_version(self) -> str:
@@ -251,22 +273,21 @@ class EngineCore:
         """Go on with other weights of the same model.
 
         Nothing is left of what the old ones computed: the prefix cache is empty, running and held requests are computed
-        again from their tokens, handoffs of the old weights are refused from now on, and the self-checks begin anew.
+        again from their tokens, handoffs of the old weights are refused from now on, and the self-checks start again.
 
         The old makes room before the new is complete. An engine whose switch raises is neither; it must not go on.
         """
-        self.scheduler.begin_anew()
-        draft_model = weights.draft_model
-        self.graphs = None
-        if draft_model is not None:
+        self.scheduler.reset()
+        self.graphs, neural = None, None
+        if weights.draft_model is not None:
             self.drafter = NoDrafter()  # lets the old drafter's cache go before the new one is made
-            self.drafter = self._model_drafter(draft_model)
-        self._make_runner(weights.decoder, self.runner.cache)
+            self.drafter = neural = self._model_drafter(weights.draft_model)
+        self._make_runner(weights.decoder, self.runner.cache, neural)
         self.self_check.restart()
         self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is
             self.manifest,
             fingerprint=weights.fingerprint,
-            drafter_state=draft_model.name if draft_model is not None else "none",
+            drafter_state=self.drafter.state_name,
         )
         self.scheduler.weight_version = version
 
@@ -295,7 +316,10 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[TokenDelta]:
-        """Advance every scheduled sequence: draft, verify, commit. One device-to-host copy."""
+        """Advance every scheduled sequence: draft, verify, commit.
+
+        A replayed step copies what was decided to the host once, an eager one in 4 to 11 pieces.
+        """
         batch = self.scheduler.schedule()
         if batch is None:
             return []
@@ -318,28 +342,35 @@ class EngineCore:
         with _timed(self.stats, "draft_s"):
             drafts = graphs.draft(batch)
         with _timed(self.stats, "verify_s"):  # on a GPU the drafter's time too: only here the host waits
-            return graphs.verify(batch, drafts, self.drawer, self.self_check)
+            return graphs.verify(batch, drafts, self.sampler, self.self_check)
 
     def _propose(self, batch: Batch) -> Proposal:
         with _timed(self.stats, "draft_s"):
-            return Proposal(*constrain(batch, self.drafter.propose(batch)))
+            draft, without_q = self.drafter.propose(batch), frozenset[int]()
+            if draft.lacks_q:
+                without_q = frozenset(np.flatnonzero(draft.counts).tolist())
+                draft = DraftOutput.nothing(len(batch.entries))
+            return Proposal(*constrain(batch, draft), without_q)
 
     def _verify(self, batch: Batch, proposal: Proposal) -> StepOutcome:
         with _timed(self.stats, "verify_s"):
             draft = proposal.draft
-            layout = lay_out(batch.entries, draft.counts, draft.token_ids, self.config.block_size)
+            layout = build_step_input(batch.entries, draft.counts, draft.token_ids, self.config.block_size)
             hidden = self._forward(batch, layout)
-            drawn: Iterator[Drawn] = iter(())
+            drawn: Iterator[SequenceResult] = iter(())
             expected, terms = 0.0, None
             if layout.drawing:
                 decoding_only = len(layout.verify_rows) == len(hidden)
                 rows = hidden if decoding_only else hidden[self._on_device(layout.verify_rows)]
                 logits = self.runner.logits(rows)  # [R, V]
-                masks = [proposal.masks.get(index) for index, entry in enumerate(batch.entries) if entry.draws]
-                draws = self.drawer.draw(layout, logits, draft.law, masks)
+                masks = [proposal.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
+                draws = self.sampler.draw(layout, logits, draft.draft_probs, masks)
                 drawn, expected, terms = iter(draws.drawn), draws.expected_accepted, draws.terms
+            per_entry = [next(drawn) if entry.samples else None for entry in batch.entries]
+            for index in proposal.without_q:
+                per_entry[index] = SequenceResult((), 0, 0, fault="q_missing")
             return StepOutcome(
-                drawn=tuple(next(drawn) if entry.draws else None for entry in batch.entries),
+                drawn=tuple(per_entry),
                 scores=tuple(
                     self._score(entry, start, hidden)
                     for entry, start in zip(batch.entries, layout.row_starts[:-1].tolist(), strict=True)
@@ -348,16 +379,16 @@ class EngineCore:
                 terms=terms,
             )
 
-    def _forward(self, batch: Batch, layout: Layout) -> Tensor:
+    def _forward(self, batch: Batch, layout: StepInput) -> Tensor:
         """Hidden states [N, hidden]; a drafter that reads features gets them."""
-        if not isinstance(self.drafter, ModelDrafter) or not self.drafter.capture:
+        if not self.drafter.capture:
             return self.runner.forward(layout)
         hidden, features = self.runner.forward_with_features(layout, self.drafter.capture)
         self.drafter.observe(batch, layout, features)
         return hidden
 
     def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> Scored:
-        """What is to be told of the known tokens that this entry's rows predict."""
+        """What is to be reported of the known tokens that this entry's rows predict."""
         sequence = entry.sequence
         wanted = sequence.scored_positions
         begin = max(wanted.start - 1, sequence.num_computed)
@@ -366,7 +397,7 @@ class EngineCore:
         num_top = sequence.params.prompt_logprobs or 0
         offset = row_start - sequence.num_computed
         logprobs: list[TokenLogprobs] = []
-        law: list[LawRow] = []
+        replayed: list[ReplayedToken] = []
         for start in range(begin, end, _SCORED_ROWS_AT_ONCE):
             stop = min(start + _SCORED_ROWS_AT_ONCE, end)
             token_ids = sequence.tokens[start + 1 : stop + 1]
@@ -376,8 +407,9 @@ class EngineCore:
             logprobs.extend(host.entry(row, token, num_top) for row, token in enumerate(token_ids))
             if sequence.scores_only:
                 constraint = self._constraint(sequence.request)
-                law.extend(law_rows(logits, sequence.request, start + 1, constraint, self.model.eos_token_ids))
-        return Scored(tuple(logprobs), tuple(law))
+                known = (sequence.request, start + 1, constraint, self.model.eos_token_ids)
+                replayed.extend(replayed_tokens(logits, *known, self.ops.process))
+        return Scored(tuple(logprobs), tuple(replayed))
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
@@ -389,15 +421,15 @@ class EngineCore:
     def _restore(self, admitted: Tokens[Sequence]) -> None:
         """Write what was computed elsewhere into the blocks of sequences that came by handoff."""
         for sequence in admitted:
-            if sequence.saved is not None:
+            if sequence.imported_kv is not None:
                 with _timed(self.stats, "insert_s"):
                     start, stop = sequence.num_shared, len(sequence.tokens) - 1
                     self.runner.cache.write_all(
-                        self._slots(sequence, start, stop), sequence.saved["kv"][:, :, start:stop]
+                        self._slots(sequence, start, stop), sequence.imported_kv["kv"][:, :, start:stop]
                     )
-                    if isinstance(self.drafter, ModelDrafter) and len(sequence.saved) > 1:
-                        self.drafter.import_state(sequence, sequence.saved)
-                    sequence.saved = None
+                    if len(sequence.imported_kv) > 1:
+                        self.drafter.import_state(sequence, sequence.imported_kv)
+                    sequence.imported_kv = None
 
     def _record(self, batch: Batch, outcome: StepOutcome) -> None:
         self.stats.num_steps += 1
@@ -410,7 +442,7 @@ class EngineCore:
                 self.stats.num_prompt_tokens += entry.num_known
             if drawn is not None and drawn.fault is None:
                 self.stats.count_round(drawn.num_drafted, drawn.num_accepted)
-                if entry.sequence.params.tells_logprobs:
+                if entry.sequence.params.returns_logprobs:
                     self.stats.num_rounds_with_logprobs += 1
                     self.stats.num_drafted_with_logprobs += drawn.num_drafted
                 drafted += drawn.num_drafted
@@ -442,7 +474,7 @@ class EngineCore:
         if self.scheduler.find(request.request_id) is not None:
             raise InvalidRequest("request_id", f"A request {request.request_id!r} is already running.")
         if len(tokens) + (request.score_from is None) > self.max_model_len:
-            raise InvalidRequest(
+            raise SequenceTooLong(
                 "prompt",
                 f"The prompt has {len(tokens)} tokens; this model takes at most {self.max_model_len} of prompt and "
                 "output together.",
@@ -451,7 +483,7 @@ class EngineCore:
         if num_emitted >= request.params.max_tokens:
             raise InvalidRequest("max_tokens", f"{num_emitted} tokens are there, and max_tokens allows no more.")
         if max(tokens) >= self.model.vocab_size or min(tokens) < 0:
-            raise InvalidRequest("prompt", f"Token ids must lie between 0 and {self.model.vocab_size - 1}.")
+            raise InvalidRequest("prompt", f"Token ids must be between 0 and {self.model.vocab_size - 1}.")
         request.params.check_vocabulary(self.model.vocab_size)
         if request.adapter:
             raise InvalidRequest("model", f"This engine has no adapters; {request.adapter!r} was asked for.")
@@ -472,17 +504,6 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: there is no CUDA device here; use auto or cpu.")
     return device
-
-
-def _make_drafter(config: DrafterConfig) -> Drafter:
-    makers: dict[str, Callable[[], Drafter]] = {
-        "none": NoDrafter,
-        "ngram": lambda: NgramDrafter(config),
-        "suffix": lambda: SuffixDrafter(config),
-    }
-    if config.kind not in makers:
-        raise ConfigError(f"drafter.kind {config.kind} needs its model; make the engine with EngineCore.load.")
-    return makers[config.kind]()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ TruespecError
 ├── ConfigError            a setting is wrong, or two settings contradict each other
 │   └── UnsupportedModel   the checkpoint needs something this engine does not do
 ├── InvalidRequest         a request can never be served as it is
+│   └── SequenceTooLong    it has more tokens than the engine's longest sequence
 ├── EngineOverloaded       the request is fine, there is no room for it now
 ├── RequestTimeout         the request took longer than it may
 ├── HandoffRefused         a computed-token state does not belong to this engine, or is damaged
@@ -16,7 +17,7 @@ class TruespecError(Exception):
 
 
 class ConfigError(TruespecError):
-    """A setting is wrong; the message names the field and the mend."""
+    """A setting is wrong; the message names the field and the fix."""
 
 
 class UnsupportedModel(ConfigError):
@@ -36,6 +37,10 @@ class InvalidRequest(TruespecError):
 
     def __reduce__(self) -> tuple[type["InvalidRequest"], tuple[str, str]]:
         return type(self), (self.field, self.message)
+
+
+class SequenceTooLong(InvalidRequest):
+    """More tokens than the engine that was asked takes in a sequence."""
 
 
 class EngineOverloaded(TruespecError):

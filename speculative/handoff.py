@@ -25,8 +25,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from speculative.cache.kv_cache import KVShape
 from speculative.errors import HandoffRefused
-from speculative.kv_cache import KVShape
 
 Blob = np.ndarray[Any, np.dtype[np.uint8]]
 

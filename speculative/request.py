@@ -33,12 +33,12 @@ class TokenKind(enum.StrEnum):
 
     FIRST = "first"  # the first token after the prompt
     ACCEPTED = "accepted"  # a draft that survived verification
-    RECOVERED = "recovered"  # drawn from the residual law after a rejected draft
+    RECOVERED = "recovered"  # drawn from the residual distribution after a rejected draft
     BONUS = "bonus"  # follows when every draft survived (or when nothing was drafted)
 
 
 class Speculation(enum.StrEnum):
-    """Who may draft at the moment; nobody's law of tokens depends on it."""
+    """Who may draft at the moment; nobody's distribution of tokens depends on it."""
 
     ON = "on"
     CANARY = "canary"  # only requests that are marked as canaries
@@ -58,8 +58,8 @@ class Structure:
 class SamplingParams:
     """How one request is sampled; checked on construction.
 
-    The law of a token is made of the model's logits in this order: allowed ids, bad words, min_tokens, logit_bias and
-    the structure; then repetition, frequency and presence penalty; temperature; min_p; top_k; top_p.
+    The distribution of a token is made of the model's logits in this order: allowed ids, bad words, min_tokens,
+    logit_bias and the structure; then repetition, frequency and presence penalty; temperature; min_p; top_k; top_p.
 
     Raises:
         InvalidRequest: a value is out of range; `field` names it.
@@ -84,39 +84,39 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()  # further tokens whose logprobs are told at every position
     prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens
     speculate: bool = True  # False = plain decoding for this request
-    reproducible: bool = False  # coupled verifier: the text is a function of seed and prompt, whatever is drafted
+    reproducible: bool = False  # coupled verifier: the text follows from seed, prompt and p, whatever is drafted
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens)
         _require(
             math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
             "temperature",
-            "must lie between 0 (greedy) and 100",
+            "must be between 0 (greedy) and 100",
             self.temperature,
         )
         self._check_penalties()
         self._check_tokens()
         _require(self.top_k >= 0, "top_k", "must be 0 (off) or positive", self.top_k)
-        _require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]", self.top_p)
-        _require(0 <= self.min_p <= 1, "min_p", "must lie between 0 and 1", self.min_p)
+        _require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1", self.min_p)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must lie between 0 and {MAX_LOGPROBS}", count)
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}", count)
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, name, "must lie between -2 and 2", getattr(self, name))
+            _require(-2 <= getattr(self, name) <= 2, name, "must be between -2 and 2", getattr(self, name))
         penalty = self.repetition_penalty
         least, most = REPETITION_PENALTIES
-        _require(least <= penalty <= most, "repetition_penalty", f"must lie between {least} and {most}", penalty)
+        _require(least <= penalty <= most, "repetition_penalty", f"must be between {least} and {most}", penalty)
         for _, bias in self.logit_bias:
-            _require(-100 <= bias <= 100, "logit_bias", "must lie between -100 and 100", bias)
+            _require(-100 <= bias <= 100, "logit_bias", "must be between -100 and 100", bias)
 
     def _check_tokens(self) -> None:
         _require(
             0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",
-            f"must lie between 0 and max_tokens ({self.max_tokens})",
+            f"must be between 0 and max_tokens ({self.max_tokens})",
             self.min_tokens,
         )
         _require(self.allowed_token_ids != (), "allowed_token_ids", "must not be empty", [])
@@ -160,7 +160,7 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def tells_logprobs(self) -> bool:
+    def returns_logprobs(self) -> bool:
         """Whether every emitted token comes with a logprobs entry."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
@@ -169,13 +169,14 @@ class SamplingParams:
 class Request:
     """One sequence to generate. A request with n choices becomes n of these.
 
-    `seed` names the request's random streams; without one a fresh seed is drawn, so two unseeded requests
-    never share a stream. With `score_from` the request is teacher-forced: nothing is drawn, and its one delta carries
-    the raw logprobs of prompt_token_ids[score_from:], and where these tokens lie in the law that `params` make of the
+    `seed` names the request's random streams; without one a fresh seed is drawn, so two unseeded requests never share a
+    stream. With `score_from` the request is teacher-forced: nothing is drawn, and its one delta carries the raw
+    logprobs of prompt_token_ids[score_from:], and where these tokens lie in the distribution that `params` make of the
     model's. A `canary` is a request of the server's own: it drafts where speculation is on trial, too. Of two requests
     that wait, the one of lower `priority` comes first; waiting makes up for a higher one. `timeout_s` is the longest
     that the client wants to wait for all of it. What is to `resume` goes on elsewhere when the replica that decodes it
-    is lost; the engine looks at neither. An `adapter` changes the model; engines that have none refuse it.
+    is lost; the engine looks at neither. An `adapter` changes the model; engines that have none refuse it. A `replay`
+    is a finished request that is computed again for the referee: no client waits for it.
     """
 
     request_id: str
@@ -188,10 +189,11 @@ class Request:
     timeout_s: float | None = None  # None = the server's own limit
     resume: bool = False  # where it is decoded behind a stream router
     adapter: str = ""  # its name; "" = the model itself
+    replay: bool = False
 
     def __post_init__(self) -> None:
         _require(bool(self.prompt_token_ids), "prompt", "must hold at least one token", [])
-        _require(0 <= self.seed <= MAX_SEED, "seed", "must lie between 0 and 2**64 - 1", self.seed)
+        _require(0 <= self.seed <= MAX_SEED, "seed", "must be between 0 and 2**64 - 1", self.seed)
         _require(
             self.score_from is None or 1 <= self.score_from < len(self.prompt_token_ids),
             "score_from",
@@ -201,7 +203,7 @@ class Request:
         _require(
             -MAX_PRIORITY <= self.priority <= MAX_PRIORITY,
             "priority",
-            f"must lie between -{MAX_PRIORITY} (first) and {MAX_PRIORITY}",
+            f"must be between -{MAX_PRIORITY} (first) and {MAX_PRIORITY}",
             self.priority,
         )
         _require(self.timeout_s is None or 0 < self.timeout_s < math.inf, "timeout", "must be above 0", self.timeout_s)
@@ -219,8 +221,8 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class LawRow:
-    """What a teacher-forced pass says of one token: its place in the law p that the request's parameters make.
+class ReplayedToken:
+    """What a teacher-forced pass says of one token: its place in the distribution p that the request's parameters make.
 
     Surprisals are nats, clipped at SURPRISAL_CLIP_NATS. Of a greedy request only `gap` tells something.
     """
@@ -253,10 +255,9 @@ class TokenDelta:
     preempted: bool = False  # the request had lost its blocks, and had them computed again
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that stopped it, when one did
-    law: tuple[LawRow, ...] | None = None  # of a teacher-forced request: one a scored token
+    replayed: tuple[ReplayedToken, ...] | None = None  # of a teacher-forced request: one a scored token
     error: str | None = None  # set with FinishReason.ERROR
     broken: str | None = None  # which of `INVARIANTS` ended it, where one did
-    synthetic: bool = False  # made by a benchmark's verifier: the tokens are wrong on purpose
     weight_version: str = DEFAULT_VERSION  # of the weights that made it
     prefilled_by: str = ""  # the prefill replica that made it; "" = the one that answers
 

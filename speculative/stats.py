@@ -8,7 +8,7 @@ LOGPROB_RULES = {
     "token": "an entry is of another token",
     "not_finite": "a value is not finite",
     "positive": "a log-probability is above 0",
-    "duplicate": "a candidate is there twice",
+    "duplicate": "a candidate occurs twice",
     "order": "the candidates are not sorted",
     "disagreement": "two values of one token differ",
     "rank": "a rank contradicts the values",
@@ -23,9 +23,10 @@ CHECKS = {
     "c": "q of what is emitted, against its mean: whether the output follows p where something was drafted",
     "d": "p of what is emitted, against its mean: whether the output follows p",
     "e": "q of what is drafted, against its mean: whether drafts come from q",
-    "f": "q of what replaces a draft, against its mean: the residual law and its noise",
-    "g": "the place of a round's last token in the order of its law, against the middle: the noise it is drawn with",
-    "r": "the residual law of what replaces a draft, against its mean",
+    "f": "q of what replaces a draft, against its mean: the residual distribution and its noise",
+    "g": "the place of a round's last token in the order of its distribution, against the middle: the noise it is "
+    "drawn with",
+    "r": "the residual distribution of what replaces a draft, against its mean",
     "coupled_a_prime": "a_prime of reproducible requests",
     "coupled_c": "c of reproducible requests",
     "coupled_d": "d of reproducible requests",
@@ -36,12 +37,14 @@ CHECKS = {
 INVARIANTS = {
     "not_finite": "the logits were not finite",
     "no_token": "the request's own rules left no token to draw",
-    "law": "the law of a draft was no law: not finite, negative, or not of mass 1",
-    "q_zero": "a draft has probability 0 under the law it is said to come from",
+    "law": "the distribution of a draft was no distribution: not finite, negative, or not of mass 1",
+    "q_missing": "drafts came without the distribution they were drawn from",
+    "q_zero": "a draft has probability 0 under the distribution it is said to come from",
     "p_zero": "a token of probability 0 was to be emitted",
     "support": "a token that the request forbids was to be emitted",
     "positions": "rows of drafts do not stand where they belong",
     "conservation": "tokens, keys and values do not add up",
+    "length": "more tokens were to be emitted than the model's longest sequence holds",
     "stop": "tokens behind the one that ends the answer were to be emitted",
     "metrics": "drafts were counted that there were not, or not counted",
 }
@@ -178,7 +181,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """What an engine holds right now."""
+    """What an engine holds right now. Replays, for which no client waits, are counted by themselves."""
 
     num_running: int
     num_waiting: int
@@ -186,6 +189,7 @@ class EngineUsage:
     num_free_blocks: int  # cached blocks nobody uses count as free
     num_blocks: int
     block_size: int  # tokens a block
+    num_replays: int = 0  # running or waiting
 
     @property
     def kv_usage(self) -> float:

@@ -6,15 +6,14 @@ from pathlib import Path
 import torch
 
 from speculative.config import EngineConfig
-from speculative.drafters.draft_model import DecoderDraftModel
-from speculative.drafters.eagle3 import Eagle3DraftModel
-from speculative.drafters.mtp import MtpDraftModel
+from speculative.drafting.draft_model import DecoderDraftModel
+from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
+from speculative.drafting.neural_drafter import DraftModel
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.loading import choose_weights, load_decoder, resolve_model
-from speculative.model_drafting import DraftModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def check_same_model(folder: Path, served: ModelConfig) -> None:
         if theirs != ours:
             raise ConfigError(
                 f"{folder} is of another model: its {name} is {theirs}, and {ours} is served. Only the weights can "
-                "change while the service runs; deploy another model anew."
+                "change while the service runs; deploy another model as an application of its own."
             )
 
 

@@ -15,7 +15,8 @@ class Capturer:
     """Captures functions that take nothing, read and write static tensors, and return tensors.
 
     On a CUDA device each becomes a CUDA graph; all share one memory pool, so they are to be replayed one after another,
-    on one stream. Elsewhere a replay calls the function: the same code on the same buffers.
+    on one stream. Elsewhere a replay calls the function: the same code on the same buffers. A capture calls it there,
+    too: what a warm-up on a GPU would fail of fails on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +30,10 @@ class Capturer:
         The function is called a few times here, on what its buffers hold: let it be padding.
         """
         self.num_captured += 1
-        return function if self._pool is None else self._as_graph(function)
+        if self._pool is not None:
+            return self._as_graph(function)
+        function()
+        return function
 
     def _as_graph(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
         with torch.cuda.device(self.device):

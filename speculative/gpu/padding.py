@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from speculative.batch import Int64s
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.staging import Array, Field
-from speculative.model.paged_attention import PagedRows
+from speculative.gpu.paged_attention import PagedRows
+from speculative.gpu.staged_inputs import Array, Field
+from speculative.state.batch import Int64s
 
 
 @dataclass(frozen=True, slots=True)

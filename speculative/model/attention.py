@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculative.batch import AttentionRows, Int64s
-from speculative.kv_cache import KVCache
-from speculative.model.kernels import Kernels, ShapeStruct, StepStruct, cpu_kernels
+from speculative.cache.kv_cache import KVCache
+from speculative.kernels.bindings import Kernels, ShapeStruct, StepStruct, cpu_kernels
+from speculative.state.batch import AttentionRows, Int64s
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from speculative.errors import ConfigError, UnsupportedModel
 
-_MEND = "serve this model with `engine: vllm`"
+_FIX = "serve this model with `engine: vllm`"
 
 Json = Mapping[str, Any]
 
@@ -158,27 +158,27 @@ def _architecture(config: Json) -> str:
     if len(architectures) != 1 or architectures[0] not in _FAMILIES:
         found = ", ".join(architectures) or f"none (model_type {config.get('model_type')!r})"
         known = ", ".join(sorted(_FAMILIES))
-        raise UnsupportedModel(f"config.json: `architectures` is {found}; this engine runs {known}. Or {_MEND}.")
+        raise UnsupportedModel(f"config.json: `architectures` is {found}; this engine runs {known}. Or {_FIX}.")
     return str(architectures[0])
 
 
 def _refuse_unknown(config: Json) -> None:
     for name, neutral in _NEUTRAL_VALUES:
         if name in config and config[name] not in neutral:
-            raise UnsupportedModel(f"config.json: `{name}` is {_brief(config[name])}, unknown here; {_MEND}.")
+            raise UnsupportedModel(f"config.json: `{name}` is {_brief(config[name])}, unknown here; {_FIX}.")
 
 
 def _refuse_sliding_window(config: Json, family: _Family) -> None:
     """A window as long as the model's context never hides anything and is let pass."""
     layer_types = set(config.get("layer_types") or ["full_attention"])
     if layer_types != {"full_attention"}:
-        raise UnsupportedModel(f"config.json: `layer_types` has {_brief(sorted(layer_types))}, unknown here; {_MEND}.")
+        raise UnsupportedModel(f"config.json: `layer_types` has {_brief(sorted(layer_types))}, unknown here; {_FIX}.")
     window = config.get("sliding_window", family.sliding_window)
     if not config.get("use_sliding_window", not family.asks_use_sliding_window):
         return
     if window is not None and window < _size(config, "max_position_embeddings"):
         raise UnsupportedModel(
-            f"config.json: `sliding_window` is {window} and in use, unknown here; {_MEND}, "
+            f"config.json: `sliding_window` is {window} and in use, unknown here; {_FIX}, "
             "or set it to null and keep `max_model_len` within the window."
         )
 
@@ -187,10 +187,10 @@ def _rope_parameters(config: Json) -> Json:
     """The rotary settings, from `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4)."""
     rope: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UnsupportedModel(f"config.json: `rope_parameters` differ between layers, unknown here; {_MEND}.")
+        raise UnsupportedModel(f"config.json: `rope_parameters` differ between layers, unknown here; {_FIX}.")
     if rope.get("partial_rotary_factor", 1) != 1:
         raise UnsupportedModel(
-            f"config.json: `partial_rotary_factor` is {rope['partial_rotary_factor']}, unknown here; {_MEND}."
+            f"config.json: `partial_rotary_factor` is {rope['partial_rotary_factor']}, unknown here; {_FIX}."
         )
     return rope
 
@@ -200,7 +200,7 @@ def _rope_scaling(rope: Json) -> Llama3RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise UnsupportedModel(f"config.json: `rope_type` is {kind!r}, this engine knows default and llama3; {_MEND}.")
+        raise UnsupportedModel(f"config.json: `rope_type` is {kind!r}, this engine knows default and llama3; {_FIX}.")
     try:
         return Llama3RopeScaling(
             factor=float(rope["factor"]),
@@ -221,7 +221,7 @@ def _check_shape(model: ModelConfig) -> None:
             f"`num_key_value_heads` ({model.num_kv_heads}); take the file from its source."
         )
     if model.head_dim % 2 != 0:
-        raise UnsupportedModel(f"config.json: `head_dim` is {model.head_dim}, rotary pairs need an even one; {_MEND}.")
+        raise UnsupportedModel(f"config.json: `head_dim` is {model.head_dim}, rotary pairs need an even one; {_FIX}.")
 
 
 def _size(config: Json, name: str, default: int | None = None) -> int:

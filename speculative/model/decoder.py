@@ -8,10 +8,10 @@ from torch.nn import functional
 
 from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig
-from speculative.model.fused import FusedLayers
+from speculative.model.cpu.fused import FusedLayers
+from speculative.model.cpu.native import Kind, pack_natively
 from speculative.model.layers import Attend, Attention, DecoderLayer, Linear, RMSNorm, Rotary, nan_parameter
-from speculative.model.native import Kind, pack_natively
-from speculative.model.quantised import Quantised, quantise
+from speculative.model.quantized import Quantized, quantize
 
 
 class Decoder(nn.Module):
@@ -77,31 +77,31 @@ class Decoder(nn.Module):
         """[R, hidden_size] -> [R, vocab_size] float32."""
         return self.lm_head(hidden).float()  # type: ignore[no-any-return]
 
-    def pack(self, kind: Kind, quantised: Mapping[str, Quantised]) -> None:
+    def pack(self, kind: Kind, quantized: Mapping[str, Quantized]) -> None:
         """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
 
         Args:
             kind: of the weights. Of int4 and w4a8, the LM head has eight bits; what it reads is rounded as little as
                 its weights allow, whatever the kind.
-            quantised: weights that are quantised already, by their names in the checkpoint; the rest is rounded.
+            quantized: weights that are quantized already, by their names in the checkpoint; the rest is rounded.
         """
-        weights: dict[Linear, Quantised | Kind] = {self.lm_head: "bfloat16"} if kind == "w16a16" else {}
+        weights: dict[Linear, Quantized | Kind] = {self.lm_head: "bfloat16"} if kind == "w16a16" else {}
         if kind not in ("float32", "bfloat16", "w16a16"):
-            weights |= self._quantised(kind, quantised)
+            weights |= self._quantized(kind, quantized)
         coarse = kind in ("w8a8", "w4a8")
         pack_natively(self, kind, weights, lambda linear: 8 if coarse and linear is not self.lm_head else 16)
         self.packed = kind
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, self.rotary, self.config)
 
-    def _quantised(self, kind: Kind, given: Mapping[str, Quantised]) -> dict[Linear, Quantised]:
+    def _quantized(self, kind: Kind, given: Mapping[str, Quantized]) -> dict[Linear, Quantized]:
         """The weights of every Linear in integers, of `given` where the bits fit, else of the loaded weights."""
         weights = {}
         for linear, names in self._linear_names().items():
             bits = 8 if kind in ("int8", "w8a8") or linear is self.lm_head else 4
             parts = [given[name] for name in names if name in given and given[name].bits == bits]
             whole = len(parts) == len(names)
-            weights[linear] = Quantised.stack(parts) if whole else quantise(linear.weight, bits)
+            weights[linear] = Quantized.stack(parts) if whole else quantize(linear.weight, bits)
         return weights
 
     def _linear_names(self) -> dict[Linear, list[str]]:

@@ -17,12 +17,12 @@ from torch.nn import functional
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig, read_json
+from speculative.model.cpu.fused import FusedHead, HeadParts
+from speculative.model.cpu.native import Kind
+from speculative.model.cpu.packed import can_pack, pack_weights
 from speculative.model.decoder import Decoder
-from speculative.model.fused import FusedHead, HeadParts
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
 from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm, Rotary, nan_parameter
-from speculative.model.native import Kind
-from speculative.model.packed import can_pack, pack_weights
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _EMBEDDING = "embed_tokens.weight"
@@ -313,7 +313,7 @@ def _draft_ids(folder: Path, config: Eagle3Config, tensors: dict[str, Tensor]) -
     size, vocab_size = config.draft_vocab_size, config.shape.vocab_size
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if d2t is None and size != vocab_size:
-        raise ConfigError(f"{folder} lacks the tensor d2t; its {size} draft ids cannot be told. Download it again.")
+        raise ConfigError(f"{folder} lacks the tensor d2t; its {size} draft ids are unknown. Download it again.")
     draft_ids = torch.arange(size) if d2t is None else torch.arange(len(d2t)) + d2t.long()
     if (
         len(draft_ids) != size

@@ -13,7 +13,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.loading import checkpoint_files
 from speculative.model.mtp import MtpConfig
-from speculative.model.quantised import QUANTISED_FILE
+from speculative.model.quantized import QUANTIZED_FILE
 
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
@@ -36,7 +36,7 @@ def model_fingerprint(
     files = checkpoint_files(folder)
     if weights in ("w16a16", "int8", "int4", "w8a8", "w4a8"):
         canonical += f"\0{weights}"
-        files += [file for file in (folder / QUANTISED_FILE,) if weights in ("int4", "w4a8") and file.is_file()]
+        files += [file for file in (folder / QUANTIZED_FILE,) if weights in ("int4", "w4a8") and file.is_file()]
     key = {"config": canonical, "files": {file.name: _size_and_time(file) for file in files}}
     kept = _read_cache(folder / CACHE_FILE)
     if kept.get("key") == key:

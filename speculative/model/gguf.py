@@ -1,6 +1,6 @@
 """Turns a GGUF file of the Llama architecture into an ordinary Hugging Face folder.
 
-Weights are dequantised to float32 and stored in bfloat16; the four- and eight-bit numbers themselves are kept beside
+Weights are dequantized to float32 and stored in bfloat16; the four- and eight-bit numbers themselves are kept beside
 them, for CPUs. The tokenizer and the chat template come along.
 """
 
@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.model.quantised import GROUP, Quantised, save_quantised
+from speculative.model.quantized import GROUP, Quantized, save_quantized
 
-_MEND = "convert the original checkpoint instead (a folder with config.json and safetensors)"
+_FIX = "convert the original checkpoint instead (a folder with config.json and safetensors)"
 
 _LAYER_TENSORS = {
     "attn_norm.weight": "input_layernorm.weight",
@@ -66,17 +66,17 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     _write_json(folder / "generation_config.json", token_ids)
     _write_json(folder / "tokenizer.json", byte_level_bpe(header))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(header))
-    weights, quantised = dict[str, Tensor](), dict[str, Quantised]()
+    weights, quantized = dict[str, Tensor](), dict[str, Quantized]()
     for tensor in reader.tensors:
         name, num_heads = _checkpoint_name(tensor.name), _num_heads(tensor.name, config)
         array = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         weights[name] = torch.from_numpy(_rotate_half_rows(array, num_heads)).to(torch.bfloat16)
         if tensor.tensor_type in _KEPT_TYPES:
-            quantised[name] = _quantised(tensor, num_heads)
+            quantized[name] = _quantized(tensor, num_heads)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
-    if quantised:
-        save_quantised(folder, quantised)
+    if quantized:
+        save_quantized(folder, quantized)
 
 
 class GGUFHeader:
@@ -99,7 +99,7 @@ class GGUFHeader:
         """
         value = self.get(key)
         if value is None:
-            raise ConfigError(f"{self._file_name} lacks {key}; {_MEND}.")
+            raise ConfigError(f"{self._file_name} lacks {key}; {_FIX}.")
         return value
 
 
@@ -109,7 +109,7 @@ def llama_config(header: GGUFHeader, *, tied: bool) -> dict[str, Any]:
     hidden_size, num_heads = header.require("llama.embedding_length"), header.require("llama.attention.head_count")
     head_dim = header.get("llama.attention.key_length", hidden_size // num_heads)
     if header.get("llama.rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModel(f"llama.rope.dimension_count differs from the head dimension {head_dim}; {_MEND}.")
+        raise UnsupportedModel(f"llama.rope.dimension_count differs from the head dimension {head_dim}; {_FIX}.")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -137,7 +137,7 @@ def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
     """What tokenizer.json (of the `tokenizers` library) says of a byte-level BPE tokenizer in the file."""
     kind, split = header.require("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
     if kind != "gpt2" or split not in _PRE_TOKENIZERS:
-        raise UnsupportedModel(f"The GGUF tokenizer is {kind!r} with pre-tokenizer {split!r}; {_MEND}.")
+        raise UnsupportedModel(f"The GGUF tokenizer is {kind!r} with pre-tokenizer {split!r}; {_FIX}.")
     tokens, types = header.require("tokenizer.ggml.tokens"), header.require("tokenizer.ggml.token_type")
     return {
         "version": "1.0",
@@ -198,7 +198,7 @@ def _refuse_unknown(header: GGUFHeader) -> None:
     ):
         value = header.get(key)
         if value not in known:
-            raise UnsupportedModel(f"The GGUF file says {key} = {value!r}, which is not converted; {_MEND}.")
+            raise UnsupportedModel(f"The GGUF file says {key} = {value!r}, which is not converted; {_FIX}.")
 
 
 def _checkpoint_name(gguf_name: str) -> str:
@@ -206,7 +206,7 @@ def _checkpoint_name(gguf_name: str) -> str:
         return _MODEL_TENSORS[gguf_name]
     block, _, name = gguf_name.removeprefix("blk.").partition(".")
     if name not in _LAYER_TENSORS:
-        raise UnsupportedModel(f"The GGUF tensor {gguf_name} is not one of a plain Llama; {_MEND}.")
+        raise UnsupportedModel(f"The GGUF tensor {gguf_name} is not one of a plain Llama; {_FIX}.")
     return f"model.layers.{block}.{_LAYER_TENSORS[name]}"
 
 
@@ -217,7 +217,7 @@ def _num_heads(gguf_name: str, config: dict[str, Any]) -> int | None:
     return config[field[name]] if name in field else None
 
 
-def _quantised(tensor: ReaderTensor, num_heads: int | None) -> Quantised:
+def _quantized(tensor: ReaderTensor, num_heads: int | None) -> Quantized:
     """The numbers of a Q4_0, Q4_1 or Q8_0 tensor: blocks of 32 inputs, each with its float16 scale (and least) first.
 
     A Q4_0 weight is scale * (n - 8); -8 scales is a float16 too.
@@ -234,7 +234,7 @@ def _quantised(tensor: ReaderTensor, num_heads: int | None) -> Quantised:
         pairs = blocks[:, :, 4 if is_q4_1 else 2 :]
         numbers = np.concatenate((pairs & 15, pairs >> 4), axis=-1)  # byte j holds numbers j and j + 16
     parts = (numbers.reshape(num_outputs, -1), scales, least)
-    return Quantised(*(None if part is None else _to_rows(part, num_heads) for part in parts))  # type: ignore[arg-type]
+    return Quantized(*(None if part is None else _to_rows(part, num_heads) for part in parts))  # type: ignore[arg-type]
 
 
 def _to_rows(array: np.ndarray[Any, Any], num_heads: int | None) -> Tensor:

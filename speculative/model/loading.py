@@ -12,12 +12,12 @@ from torch import Tensor
 
 from speculative.config import WeightsName, models_folder
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.kernels.bindings import cpu_kernels
 from speculative.model.config import ModelConfig
+from speculative.model.cpu.native import Kind
+from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn, prefers_onednn
 from speculative.model.decoder import Decoder
-from speculative.model.kernels import cpu_kernels
-from speculative.model.native import Kind
-from speculative.model.packed import can_pack_for_onednn, pack_for_onednn, prefers_onednn
-from speculative.model.quantised import QUANTISED_FILE, load_quantised
+from speculative.model.quantized import QUANTIZED_FILE, load_quantized
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -83,7 +83,7 @@ def load_decoder(
     _require_all(folder, decoder, loaded)
     del slots  # views that would keep the plain weights alive
     if weights is not None:
-        decoder.pack(weights, load_quantised(folder) if weights in ("int4", "w4a8") else {})
+        decoder.pack(weights, load_quantized(folder) if weights in ("int4", "w4a8") else {})
     elif can_pack_for_onednn(dtype, decoder.device):
         pack_for_onednn(decoder)
     return decoder.eval()
@@ -105,7 +105,7 @@ def choose_weights(wanted: WeightsName, folder: Path, *, dtype: str, device: tor
         return wanted
     if dtype == "float32":
         return "float32"
-    if (folder / QUANTISED_FILE).is_file():
+    if (folder / QUANTIZED_FILE).is_file():
         return "int4"
     return None if prefers_onednn() else "bfloat16"
 
@@ -160,7 +160,7 @@ def _fill(slot: Tensor, name: str, tensor: Tensor) -> None:
             "config.json and the weights do not belong together."
         )
     if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise UnsupportedModel(f"Tensor {name} is {tensor.dtype}: quantised weights are not read; use `engine: vllm`.")
+        raise UnsupportedModel(f"Tensor {name} is {tensor.dtype}: quantized weights are not read; use `engine: vllm`.")
     slot.copy_(tensor)
 
 

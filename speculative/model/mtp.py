@@ -20,10 +20,10 @@ from torch.nn import functional
 
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config import ModelConfig, read_json
+from speculative.model.cpu.packed import can_pack, pack_weights
 from speculative.model.decoder import Decoder, layer_slots
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
 from speculative.model.layers import Attend, DecoderLayer, Linear, RMSNorm, Rotary
-from speculative.model.packed import can_pack, pack_weights
 
 _ARCHITECTURE = "LlamaMTPModel"
 

@@ -49,11 +49,11 @@ class FreshStarts:
         self.restart()
 
     def restart(self) -> None:
-        """Begin all of them anew."""
+        """Begin all of them again."""
         self._begin(np.ones(len(self._periods), bool))
 
     def add(self, log_products: Floats, count: int) -> bool:
-        """Take in `count` numbers at once; whether an e-process crossed its threshold. Then all begin anew.
+        """Take in `count` numbers at once; whether an e-process crossed its threshold. Then all start again.
 
         Args:
             log_products: [num_stakes], their sum of log(1 + lambda Z).

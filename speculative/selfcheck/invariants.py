@@ -1,5 +1,5 @@
-"""What must hold in every step. A breach is told by its kind (`INVARIANTS`) and fails its request; it never becomes a
-token."""
+"""What must hold in every step. A breach is reported by its kind (`INVARIANTS`) and fails its request; it never becomes
+a token."""
 
 from collections.abc import Sequence as Tokens
 
@@ -7,20 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import Entry, Int64s, Layout
-from speculative.constraint import Bools
-from speculative.draft_law import PointMass
-from speculative.sampling import Filters
+from speculative.sampling.probs import Filters
+from speculative.state.batch import Entry, Int64s, StepInput
+from speculative.state.token_constraint import Bools
 from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.draft_probs import PointMass
 
-_MASS_ROUNDING = 1e-3  # of a law's mass; float32 sums of a vocabulary are far closer
+MASS_ROUNDING = 1e-3  # of a distribution's mass; float32 sums of a vocabulary are far closer
 _EDGE_ROUNDING = 1e-5  # of the mass that lies before a nucleus' edge
 
 ROW_KINDS = ("not_finite", "no_token", "law", "q_zero", "p_zero", "support")
-"""What `broken_rows` tells of, in its order."""
-
-NUM_LOGITS_KINDS = 2
-"""The first of them are the logits' fault, whatever the verifier does."""
+"""What `broken_rows` reports, in its order."""
 
 
 def broken_rows(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor) -> Tensor:
@@ -34,16 +31,13 @@ def broken_rows(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, high
         highest: [R] the highest logit after all rules: NaN or +inf wins the maximum, a row of -inf has none.
         outside: [R] bool, whether that token lies outside the filters of its request.
     """
-    if step.native is not None:
-        kernels, struct = step.native
-        return kernels.broken_rows(struct, verified.num_accepted, emitted, highest, outside, _MASS_ROUNDING)
     reached = step.offsets <= verified.num_accepted[step.entries]
     p_emitted = step.probs.gather(1, emitted[:, None])[:, 0]
     broken = torch.where(reached & outside, _code("support"), 0)
     broken = torch.where(reached & ~(p_emitted > 0), _code("p_zero"), broken)  # NaN is not above 0 either
-    if not isinstance(step.law, PointMass) and step.law.probs.shape[0]:
-        q = step.law.probs
-        sane = ((q.sum(-1) - 1).abs() < _MASS_ROUNDING) & (q.amin(-1) >= 0)
+    if not isinstance(step.draft_probs, PointMass) and step.draft_probs.probs.shape[0]:
+        q = step.draft_probs.probs
+        sane = ((q.sum(-1) - 1).abs() < MASS_ROUNDING) & (q.amin(-1) >= 0)
         of_row = sane[step.packed.clamp(max=q.shape[0] - 1)]
         broken = torch.where(step.judged & ~(step.q_of_drafts() > 0), _code("q_zero"), broken)
         broken = torch.where(step.judged & ~of_row, _code("law"), broken)
@@ -60,15 +54,15 @@ def outside_filters(adjusted: Tensor, temperature: Tensor, filters: Filters, emi
         filters: theirs.
         emitted: [F] int64.
     """
-    law = torch.softmax(adjusted / temperature, dim=-1)
-    own = law.gather(1, emitted[:, None])
-    likelier = law > own * (1 + _EDGE_ROUNDING)
+    distribution = torch.softmax(adjusted / temperature, dim=-1)
+    own = distribution.gather(1, emitted[:, None])
+    likelier = distribution > own * (1 + _EDGE_ROUNDING)
     too_far = likelier.sum(dim=-1) >= filters.top_k
     # Of all mass, of what is kept it is more. A float32 softmax of a large vocabulary does not add up to 1 so closely.
-    above, total = ((law * rows).sum(dim=-1, dtype=torch.float64) for rows in (likelier, 1))
+    above, total = ((distribution * rows).sum(dim=-1, dtype=torch.float64) for rows in (likelier, 1))
     too_far |= above > (filters.top_p + _EDGE_ROUNDING) * total
     if filters.min_p is not None:
-        too_far |= own[:, 0] < law.amax(dim=-1) * filters.min_p * (1 - 10 * _EDGE_ROUNDING)
+        too_far |= own[:, 0] < distribution.amax(dim=-1) * filters.min_p * (1 - 10 * _EDGE_ROUNDING)
     return too_far
 
 
@@ -90,7 +84,7 @@ def forbidden_by_rules(
     )
 
 
-def misplaced(layout: Layout) -> Int64s:
+def misplaced(layout: StepInput) -> Int64s:
     """[E] whether rows of a drawing entry stand elsewhere than behind its tokens, or do not begin with its last one."""
     lengths = np.array([len(entry.sequence.tokens) for entry in layout.drawing], np.int64)
     pending = np.array([entry.sequence.tokens[-1] for entry in layout.drawing], np.int64)

@@ -5,10 +5,10 @@ from collections.abc import Sequence as Sequences
 
 import numpy as np
 
-from speculative.batch import HostTerms
-from speculative.constraint import Bools
 from speculative.selfcheck.eprocess import STAKES, FreshStarts
-from speculative.sequence import Sequence
+from speculative.state.batch import HostTerms
+from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import Bools
 from speculative.stats import CHECKS, CheckState, CheckSums, StepStats
 
 DELTA = 1e-6
@@ -68,7 +68,7 @@ class SelfCheck:
                 self._num_alarms[check] += 1
 
     def restart(self) -> None:
-        """Forget what the e-processes have won: after a fault was mended they begin anew."""
+        """Forget what the e-processes have won: after a fault was fixed they start again."""
         for process in self._processes.values():
             process.restart()
 

@@ -1,15 +1,15 @@
-"""What a replay can tell: whether the logprobs that were served drifted, and whether the tokens follow the law.
+"""What a replay can tell: whether the logprobs that were served drifted, and whether the tokens follow the
+distribution.
 
-The law test and the drift are different tests. One engine served the right logprobs of garbage tokens, which no drift
-sees; another drew from a wrong law and served that law's logprobs, which drift sees first.
-"""
+The calibration test and the drift are different tests. One engine served the right logprobs of garbage tokens, which no
+drift sees; another drew from a wrong distribution and served that distribution's logprobs, which drift sees first."""
 
 import math
 from collections.abc import Iterable
 
 import numpy as np
 
-from speculative.request import SURPRISAL_CLIP_NATS, LawRow
+from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken
 from speculative.selfcheck.eprocess import EProcess, FreshStarts
 
 _RATE_STAKES = np.array((0.5, 0.2, 0.05, 0.01))  # shares of the most that may be staked on a rare event
@@ -75,8 +75,8 @@ class DriftTest:
         return self._test.alarm
 
 
-class LawTest:
-    """Whether served tokens follow the law that a replay finds for them.
+class CalibrationTest:
+    """Whether served tokens follow the distribution that a replay finds for them.
 
     Args:
         tolerance: |mean| of p(y) - sum(p^2), and of surprisal minus its mean over 10 nats, that rounding may bring.
@@ -97,7 +97,7 @@ class LawTest:
         self._sums = np.zeros(2)
         self.num = 0  # tokens whose probability and surprisal were looked at
 
-    def add(self, rows: Iterable[LawRow], *, greedy: bool) -> None:
+    def add(self, rows: Iterable[ReplayedToken], *, greedy: bool) -> None:
         """Take in the replayed rows of a request; of a greedy one only whether its tokens are the likeliest."""
         rows = list(rows)
         self._forbidden = self._forbidden or any(row.outside == math.inf for row in rows)

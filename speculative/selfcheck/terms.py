@@ -1,12 +1,12 @@
 """The terms of a step: numbers whose mean is 0 if drafts come from q and what is emitted follows p.
 
-With x ~ q drafted, A whether it was accepted, y emitted, r the residual law, alpha = sum(min(p, q)), S_p = sum(p^2),
-each Z lies within [-1, 1] and has conditional mean 0:
+With x ~ q drafted, A whether it was accepted, y emitted, r the residual distribution, alpha = sum(min(p, q)), S_p =
+sum(p^2), each Z lies within [-1, 1] and has conditional mean 0:
 
     a        A - alpha                                      token-wise, where the round came
     a_prime  min(1, p(x)/q(x)) - alpha                      every draft that was drawn
     b        A - min(1, p(x)/q(x))                          token-wise, where the round came
-             1[tau = i] - h_i, from the last draft down     block: the coins up to the first that succeeded
+             1[tau = i] - h_i, from the last draft down     block: the accept uniforms up to the first that succeeded
     c        min(1, q(y)/p(y)) - alpha                      what is emitted where something was drafted
     d        p(y) - S_p                                     all that is emitted
     e        q(x) - S_q                                     every draft that was drawn
@@ -15,9 +15,13 @@ each Z lies within [-1, 1] and has conditional mean 0:
     r        r(y) - sum(r^2)                                what replaces a draft that was chosen
 
 The coupled verifier chooses x and y with one noise, so it has no a, b, f, g; and since a position that is drafted again
-sees its noise again, its drafts count only where the round came. Chosen drafts (point masses) leave a = b = c and make
-a_prime and e vanish. In block verification the terms of a round are taken together: how far it comes depends on all of
-its coins, and the mean is 0 over the round as a whole.
+sees its noise again, its drafts count only where the round came. Deterministic drafts (point masses) leave a = b = c
+and make a_prime and e vanish. In block verification the terms of a round are taken together: how far it comes depends
+on all of its accept uniforms, and the mean is 0 over the round as a whole.
+
+f, g and r are taken only where it is open what the last token will be. Where one token is left, say of two candidates
+after the other was rejected, they are 0 up to rounding, and so is their spread: many of them would look like a mean
+that is not 0. Whether it is open follows from the distribution alone, before anything is drawn from it.
 
 The chances are computed here from p and q, not taken from the verifier that is to be watched.
 """
@@ -31,17 +35,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculative.draft_law import Dense, DraftLaw, PointMass, SubVocabulary
 from speculative.selfcheck.eprocess import STAKES
+from speculative.state.batch import HostTerms
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
 from speculative.verification.block import running_ratio, survival
+from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the kernel's order
-_OF_CHOSEN = ("d", "a", "r", "g")
 _RUN = 256  # tokens; far fewer than a vocabulary, far more than nothing
-_LEAST_RESIDUAL = 0.05  # where p leaves less beside a chosen draft, rounding in sum(p^2) would bias the residual's
+LEAST_RESIDUAL = 0.05  # where p leaves less beside a chosen draft, rounding in sum(p^2) would bias the residual's
+LEAST_SPREAD = 0.01  # of what an entirely open distribution has; rounding is 1e-6 of a term
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +106,6 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         emitted: [R] int64, the token emitted at each row; anything where none was.
         scope: what counts.
     """
-    native = step.native if scope.verifier == "token_wise" and not scope.any_coupled else None
-    if native is not None:
-        kernels, struct = native
-        checks = _OF_DRAWN if struct.q else _OF_CHOSEN
-        stakes = np.array(STAKES)
-        told = (verified.num_accepted, emitted, scope.counted, stakes, len(checks), _LEAST_RESIDUAL)
-        return Terms(checks, *kernels.terms(struct, *told))
     facts = _gather_facts(step, verified, emitted, scope)
     counts = scope.counted[step.entries] & facts.alive
     coupled = scope.coupled[step.entries]
@@ -117,7 +114,7 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         for name, (values, where) in _of_rejection(step, verified, emitted, facts, scope.verifier).items():
             found[name] = (values, where & counts & ~coupled)
     if scope.any_coupled:
-        for name, (values, where) in _of_laws(step, facts, chosen_twice=False).items():
+        for name, (values, where) in _of_distributions(step, facts, chosen_twice=False).items():
             found[f"coupled_{name}"] = (values, where & counts & coupled & facts.reached)
     reached_drafts = torch.where(facts.reached & step.judged, facts.overlap, 0.0)
     return Terms(tuple(found), _sum_up(list(found.values())), reached_drafts.nan_to_num().sum(dtype=torch.float64))
@@ -133,7 +130,7 @@ def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, sc
         p_draft=p_draft,
         q_draft=q_draft,
         p_emitted=step.probs.gather(1, emitted[:, None])[:, 0],
-        q_emitted=step.law.of_tokens(emitted, step.drafts, step.packed),
+        q_emitted=step.draft_probs.of_tokens(emitted, step.drafts, step.packed),
         square_p=_sum_of_squares(step.probs),
         square_q=square_q,
         accepted=step.offsets < num_accepted,
@@ -144,19 +141,24 @@ def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, sc
 
 def _against_target(step: VerifyInput, p_draft: Tensor, judged_rows: Tensor) -> tuple[Tensor, Tensor]:
     """[R] sum(min(p, q)) and sum(q^2); 0 where nothing is judged."""
-    law: DraftLaw = step.law
+    distribution: DraftProbs = step.draft_probs
     zeros = torch.zeros_like(p_draft)
-    if isinstance(law, PointMass) or judged_rows.shape[0] == 0:
+    if isinstance(distribution, PointMass) or judged_rows.shape[0] == 0:
         return torch.where(step.judged, p_draft, zeros), step.judged.to(p_draft.dtype)
     p = step.probs[judged_rows]
-    overlap = torch.minimum(p[:, law.ids] if isinstance(law, SubVocabulary) else p, law.probs).sum(dim=-1)
-    return zeros.index_put((judged_rows,), overlap), zeros.index_put((judged_rows,), _sum_of_squares(law.probs))
+    overlap = torch.minimum(
+        p[:, distribution.ids] if isinstance(distribution, SubVocabulary) else p, distribution.probs
+    ).sum(dim=-1)
+    return zeros.index_put((judged_rows,), overlap), zeros.index_put(
+        (judged_rows,), _sum_of_squares(distribution.probs)
+    )
 
 
-def _of_laws(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -> dict[str, tuple[Tensor, Tensor]]:
-    """The terms that hold for every verifier, and where. `chosen_twice`: c of chosen drafts is told as a already."""
+def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """The terms that hold for every verifier, and where. `chosen_twice`: c of deterministic drafts is reported as a
+    already."""
     found = {"d": (facts.p_emitted - facts.square_p, facts.reached)}
-    drawn = isinstance(step.law, Dense | SubVocabulary)
+    drawn = isinstance(step.draft_probs, Dense | SubVocabulary)
     if drawn or not chosen_twice:
         ratio = facts.q_emitted / facts.p_emitted.clamp(min=torch.finfo(facts.p_emitted.dtype).tiny)
         found["c"] = (ratio.clamp(max=1.0) - facts.overlap, step.judged & facts.reached & (facts.p_emitted > 0))
@@ -170,12 +172,12 @@ def _of_rejection(
     step: VerifyInput, verified: VerifyOutput, emitted: Tensor, facts: _Facts, verifier: str
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The terms of rejection sampling, and where they hold."""
-    found = _of_laws(step, facts, chosen_twice=verifier == "token_wise")
+    found = _of_distributions(step, facts, chosen_twice=verifier == "token_wise")
     rho = torch.ones_like(facts.overlap)
     if verifier == "token_wise":
         accepted = facts.accepted.to(facts.overlap.dtype)
         found["a"] = (accepted - facts.overlap, step.judged & facts.reached)
-        if not isinstance(step.law, PointMass):
+        if not isinstance(step.draft_probs, PointMass):
             found["b"] = (accepted - facts.chance, step.judged & facts.reached)
     else:
         rho = running_ratio(step)
@@ -183,7 +185,7 @@ def _of_rejection(
         asked = (step.offsets > 0) & (step.offsets >= verified.num_accepted[step.entries])
         found["b"] = (last_coin.to(rho.dtype) - survival(step, rho), asked)
     last = facts.reached & ~facts.accepted
-    if isinstance(step.law, PointMass):
+    if isinstance(step.draft_probs, PointMass):
         return found | _of_chosen(step, verified, emitted, facts, last)
     return found | _of_drawn(step, verified, emitted, rho, last)
 
@@ -195,53 +197,64 @@ def _of_drawn(
     rows = step.first_rows + verified.num_accepted
     q = step.q_at(rows)
     left = residual(rho[rows, None] * step.probs[rows], q)
-    law = left / left.sum(dim=-1, keepdim=True)
+    distribution = left / left.sum(dim=-1, keepdim=True)
     y = emitted[rows, None]
-    r_y, q_y = law.gather(1, y)[:, 0], q.gather(1, y)[:, 0]
+    r_y, q_y = distribution.gather(1, y)[:, 0], q.gather(1, y)[:, 0]
     ratio = (q_y / r_y.clamp(min=torch.finfo(r_y.dtype).tiny)).clamp(max=1.0)
-    place = 2 * _mass_below(law, y) + r_y - 1
+    place = 2 * _mass_below(distribution, y) + r_y - 1
+    is_open = last & _at_rows(rows, 1 - _sum_of_cubes(distribution) > LEAST_SPREAD, last)
     return {
-        "f": (_spread(rows, ratio - torch.minimum(law, q).sum(dim=-1), last), last & step.judged),
-        "g": (_spread(rows, place, last), last),
+        "f": (_at_rows(rows, ratio - torch.minimum(distribution, q).sum(dim=-1), last), is_open & step.judged),
+        "g": (_at_rows(rows, place, last), is_open),
     }
 
 
 def _of_chosen(
     step: VerifyInput, verified: VerifyOutput, emitted: Tensor, facts: _Facts, last: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """r and g. The residual law is p without the draft x, so no matrix is written for it."""
+    """r and g. The residual distribution is p without the draft x, so no matrix is written for it."""
     rows = step.first_rows + verified.num_accepted
     left = 1 - facts.p_draft
     square = (facts.square_p - facts.p_draft**2) / left**2
-    below = _spread(rows, _mass_below(step.probs[rows], emitted[rows, None]), last)
+    cube = (_at_rows(rows, _sum_of_cubes(step.probs[rows]), last) - facts.p_draft**3) / left**3
+    below = _at_rows(rows, _mass_below(step.probs[rows], emitted[rows, None]), last)
     below = below - torch.where(step.drafts < emitted, facts.p_draft, 0.0)
-    enough = last & (left > _LEAST_RESIDUAL) & (emitted != step.drafts)
+    enough = last & (left > LEAST_RESIDUAL) & (emitted != step.drafts)
+    varies = cube - square**2 > LEAST_SPREAD * cube  # the variance of r(y), against the mean of its square
     return {
-        "r": (facts.p_emitted / left - square, enough & step.judged),
-        "g": ((2 * below + facts.p_emitted) / left - 1, enough),
+        "r": (facts.p_emitted / left - square, enough & step.judged & varies),
+        "g": ((2 * below + facts.p_emitted) / left - 1, enough & (1 - cube > LEAST_SPREAD)),
     }
 
 
-def _mass_below(law: Tensor, token_ids: Tensor) -> Tensor:
-    """[E] the mass that laws [E, V] have on the tokens before token_ids [E, 1]: whole runs of them, then the rest."""
-    num_runs = law.shape[1] // _RUN
-    runs = law[:, : num_runs * _RUN].unflatten(1, (num_runs, _RUN)).sum(dim=-1).cumsum(dim=-1)
+def _mass_below(distribution: Tensor, token_ids: Tensor) -> Tensor:
+    """[E] the mass that distributions [E, V] have on the tokens before token_ids [E, 1]: whole runs of them, then the
+    rest."""
+    num_runs = distribution.shape[1] // _RUN
+    runs = distribution[:, : num_runs * _RUN].unflatten(1, (num_runs, _RUN)).sum(dim=-1).cumsum(dim=-1)
     whole = (token_ids // _RUN).clamp(max=num_runs)
-    rest = whole * _RUN + torch.arange(_RUN, device=law.device)  # [E, _RUN]
-    values = law.gather(1, rest.clamp(max=law.shape[1] - 1))
+    rest = whole * _RUN + torch.arange(_RUN, device=distribution.device)  # [E, _RUN]
+    values = distribution.gather(1, rest.clamp(max=distribution.shape[1] - 1))
     before = functional.pad(runs, (1, 0)).gather(1, whole)[:, 0]
     return before + torch.where(rest < token_ids, values, 0.0).sum(dim=-1)
 
 
-def _spread(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
+def _at_rows(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
     """[R] values [E] in their rows, 0 elsewhere."""
     return values.new_zeros(like.shape).index_put((rows,), values)
 
 
-def _sum_of_squares(law: Tensor) -> Tensor:
-    """[N] sum(law^2) of laws [N, V], without writing a second matrix."""
-    norm: Tensor = torch.linalg.vector_norm(law, dim=-1)
+def _sum_of_squares(distribution: Tensor) -> Tensor:
+    """[N] sum(distribution^2) of distributions [N, V], without writing a second matrix."""
+    norm: Tensor = torch.linalg.vector_norm(distribution, dim=-1)
     return norm.square()
+
+
+def _sum_of_cubes(distribution: Tensor) -> Tensor:
+    """[N] sum(distribution^3) of distributions [N, V]: 1 where one token has all mass; the variance of g is a third of
+    what it lacks."""
+    norm: Tensor = torch.linalg.vector_norm(distribution, ord=3, dim=-1)
+    return norm.pow(3)
 
 
 @functools.cache
@@ -261,3 +274,8 @@ def _sum_up(found: list[tuple[Tensor, Tensor]]) -> Tensor:
         values.square().sum(-1),
     )
     return torch.cat([gains, torch.stack(parts, dim=1)], dim=1)
+
+
+def terms_to_host(terms: Terms) -> HostTerms:
+    """Copy the terms of the self-checks."""
+    return HostTerms(terms.checks, terms.sums.cpu().numpy(), float(terms.achievable))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculative.training.loss import TargetLaw, law_slices
+from speculative.training.loss import TargetDistribution, distribution_slices
 from speculative.training.unrolling import TrainingBatch
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -42,13 +42,15 @@ class Judged:
     temperatures: Tensor  # [A]
 
 
-def judge(hidden: Tensor, weight: Tensor, law: TargetLaw, ids: Tensor, batch: TrainingBatch) -> Judged:
-    """Compare a head's drafts with the target's law.
+def judge(
+    hidden: Tensor, weight: Tensor, distribution: TargetDistribution, ids: Tensor, batch: TrainingBatch
+) -> Judged:
+    """Compare a head's drafts with the target's distribution.
 
     Args:
         hidden: [J, A, H] after the final norm.
         weight: [W, H] of the LM head that it drafts through.
-        law: the target's on the same tokens.
+        distribution: the target's on the same tokens.
         ids: [W] int64, these tokens.
         batch: the A targets.
     """
@@ -57,9 +59,9 @@ def judge(hidden: Tensor, weight: Tensor, law: TargetLaw, ids: Tensor, batch: Tr
     draft_of = ids.new_full((int(torch.maximum(ids.max(), batch.next_ids.max())) + 1,), -1)
     draft_of[ids] = torch.arange(len(ids), device=ids.device)
     next_drafts = draft_of[batch.next_ids]  # -1: never drafted
-    logits = functional.linear(hidden.to(law.logits.dtype), weight.to(law.logits.dtype))
-    for run in law_slices(num_targets, hidden.device):
-        log_p, wanted = law.log_probs(run), next_drafts[run, None]
+    logits = functional.linear(hidden.to(distribution.logits.dtype), weight.to(distribution.logits.dtype))
+    for run in distribution_slices(num_targets, hidden.device):
+        log_p, wanted = distribution.log_probs(run), next_drafts[run, None]
         known = wanted >= 0
         for step in range(num_steps):
             log_q = logits[step, run].float().log_softmax(-1)
@@ -78,12 +80,12 @@ def summary(parts: list[Judged]) -> Acceptance:
     )
     depths, temperatures = (torch.cat([getattr(part, name) for part in parts]) for name in ("depths", "temperatures"))
     drafted = depths[None, :] >= torch.arange(num_steps, device=depths.device)[:, None]
-    greedy, own_law = temperatures == 0, temperatures == 1
+    greedy, own_distribution = temperatures == 0, temperatures == 1
     everywhere = torch.ones_like(greedy)
     return Acceptance(
-        acceptance=_means(acceptance, drafted, own_law if own_law.any() else everywhere),
+        acceptance=_means(acceptance, drafted, own_distribution if own_distribution.any() else everywhere),
         top1=_means(hit, drafted, greedy) if greedy.any() else None,
-        length_t1=_length(ratio, depths, own_law) if own_law.any() else None,
+        length_t1=_length(ratio, depths, own_distribution) if own_distribution.any() else None,
         length_t0=_length(hit, depths, greedy) if greedy.any() else None,
         num_targets=len(depths),
     )

@@ -1,4 +1,4 @@
-"""What a drafter learns from: the frozen target's features and laws, computed once and kept on disk."""
+"""What a drafter learns from: the frozen target's features and distributions, computed once and kept on disk."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def compute_features(
         conversations: the tokens; each conversation is a context of its own.
         folder: for the cache; 2 * (len(aux_layers) + 1) * hidden_size + 4 bytes a token.
         aux_layers: ascending; () where nothing but `final` is read.
-        model_key: names the target's weights; a cache of another target is computed anew.
+        model_key: names the target's weights; a cache of another target is computed again.
         progress: told (conversations done, conversations).
     """
     key = _key(conversations, aux_layers, model_key, target.config.hidden_size)

@@ -20,7 +20,7 @@ from speculative.errors import ConfigError
 from speculative.training.acceptance import Acceptance, judge, summary
 from speculative.training.features import Features
 from speculative.training.heads import DraftHead, LossVocabulary, drafted_ids, lm_weight, save_head
-from speculative.training.loss import TargetLaw, draft_loss, step_weights
+from speculative.training.loss import TargetDistribution, draft_loss, step_weights
 from speculative.training.unrolling import TrainingBatch, drafted_hidden, is_trainable, make_batch
 
 STATE, REPORT, HEAD = "state.pt", "report.json", "head"  # what a training leaves in its folder
@@ -48,7 +48,7 @@ class TrainingConfig:
     averaging: float = 0.998  # of the weights that are saved, over the steps
     held_out: int = 48  # conversations
     report_every_s: float = 300.0
-    low_precision: bool = True  # bfloat16 products; weights and laws stay float32
+    low_precision: bool = True  # bfloat16 products; weights and distributions stay float32
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -147,14 +147,17 @@ class Trainer:
             vocabulary.weight[ids].to(self.device, dtype) for ids in (self._loss_ids, self._drafted_ids)
         )
         kept = {} if isinstance(head.embedding, nn.Parameter) else {id(head.embedding): head.embedding}
+        self._kept = kept
         self._average = copy.deepcopy(head, kept).requires_grad_(False)
+        self._best: DraftHead | None = None  # as the best point found it; None = it is in the folder already
         self._optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=config.weight_decay)
         self._train_ids, self._held_out_ids = _split(features, config)
         self._step, self._tokens, self._elapsed_s, self._cpu_s = 0, 0, 0.0, 0.0
         self._loss: float | None = None
 
     def run(self, on_step: OnStep | None = None, on_point: OnPoint | None = None) -> Point:
-        """Train to the end; every `report_every_s` measure, report and save. Returns the last point.
+        """Train to the end; every `report_every_s` measure, report and save. Returns the last point; the head that is
+        saved is that of `best`.
 
         Raises:
             ConfigError: the training diverged; what was saved before it did is left alone.
@@ -169,10 +172,10 @@ class Trainer:
             progress = self.config.progress(step, self._elapsed_s)
             if progress >= 1:
                 break
-            told = self._train(make_batch(self._features, which, self.device), progress)
+            shown = self._train(make_batch(self._features, which, self.device), progress)
             self._elapsed_s, self._cpu_s = time.monotonic() - started, time.process_time() - started_cpu_s
             if on_step is not None:
-                on_step(dataclasses.replace(told, elapsed_s=self._elapsed_s))
+                on_step(dataclasses.replace(shown, elapsed_s=self._elapsed_s))
             if time.monotonic() - reported >= self.config.report_every_s:
                 self._report(on_point)
                 self.save()
@@ -182,17 +185,21 @@ class Trainer:
         self.save()
         return self.curve[-1]
 
+    @property
+    def best(self) -> Point:
+        """The point of the highest held-out acceptance, in the mean over the draft positions; of equals the first.
+
+        The start counts too: where training only makes a head worse, the head stays as it was.
+        """
+        return max(self.curve, key=lambda point: sum(point.held_out.acceptance))
+
     def save(self) -> None:
-        """Write the averaged head in the public format, and beside it what a later run resumes from.
+        """Write the head of the best point in the public format, and beside it what a later run resumes from.
 
         Interrupted at any time it leaves whole files: of this checkpoint, or of the one before.
         """
-        beside, head = self.folder / f".{HEAD}", self.folder / HEAD
-        save_head(self._average, beside)
-        head.mkdir(exist_ok=True)
-        for file in beside.iterdir():
-            os.replace(file, head / file.name)
-        beside.rmdir()
+        if self._best is not None:
+            self._save_head(self._best)
         state = {
             "head": self.head.state_dict(),
             "average": self._average.state_dict(),
@@ -203,6 +210,14 @@ class Trainer:
         temporary = self.folder / f".{STATE}"
         torch.save(state, temporary)
         os.replace(temporary, self.folder / STATE)
+
+    def _save_head(self, best: DraftHead) -> None:
+        beside, head = self.folder / f".{HEAD}", self.folder / HEAD
+        save_head(best, beside)
+        head.mkdir(exist_ok=True)
+        for file in beside.iterdir():
+            os.replace(file, head / file.name)
+        beside.rmdir()
 
     def resume(self) -> bool:
         """Go on from the folder's checkpoint; False when there is none.
@@ -237,8 +252,11 @@ class Trainer:
             for which in _grouped(self._features, self._held_out_ids, self.config.tokens_per_step):
                 batch = make_batch(self._features, which, self.device)
                 hidden = drafted_hidden(self._average, batch, self.config.num_draft_steps)
-                law, weight = TargetLaw.of(batch, self._drafted_rows), lm_weight(self._average, self._drafted_rows)
-                parts.append(judge(hidden, weight, law, self._drafted_ids, batch))
+                distribution, weight = (
+                    TargetDistribution.of(batch, self._drafted_rows),
+                    lm_weight(self._average, self._drafted_rows),
+                )
+                parts.append(judge(hidden, weight, distribution, self._drafted_ids, batch))
         return summary(parts)
 
     def _train(self, batch: TrainingBatch, progress: float) -> StepReport:
@@ -247,8 +265,8 @@ class Trainer:
         with self._autocast():
             hidden = drafted_hidden(self.head, batch, num_steps)
         weights = step_weights(batch.depths, num_steps, config.decay)
-        law, weight = TargetLaw.of(batch, self._loss_rows), lm_weight(self.head, self._loss_rows)
-        loss, acceptance = draft_loss(hidden, weight, law, weights, config.mix(progress))
+        distribution, weight = TargetDistribution.of(batch, self._loss_rows), lm_weight(self.head, self._loss_rows)
+        loss, acceptance = draft_loss(hidden, weight, distribution, weights, config.mix(progress))
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
@@ -258,11 +276,11 @@ class Trainer:
         self._step += 1
         self._tokens += len(batch.token_ids)
         self._average_weights()
-        self._loss = told = float(loss.detach())
-        self._require_finite("loss", told)
+        self._loss = shown = float(loss.detach())
+        self._require_finite("loss", shown)
         counted = weights > 0
         means = (acceptance * counted).sum(1) / counted.sum(1).clamp(min=1)
-        return StepReport(self._step, progress, self._elapsed_s, self._tokens, told, tuple(means.tolist()))
+        return StepReport(self._step, progress, self._elapsed_s, self._tokens, shown, tuple(means.tolist()))
 
     def _average_weights(self) -> None:
         """Exponential moving average over the steps, shorter at the start: saved weights are good at any time."""
@@ -286,6 +304,8 @@ class Trainer:
         self._require_finite("held-out acceptance", *held_out.acceptance)
         point = Point(self._step, self._tokens, self._elapsed_s, self._cpu_s, self._loss, held_out)
         self.curve.append(point)
+        if self.best is point:
+            self._best = copy.deepcopy(self._average, dict(self._kept))
         report = {
             "provenance": self.provenance,
             "config": dataclasses.asdict(self.config),
@@ -295,6 +315,7 @@ class Trainer:
             "num_conversations": len(self._train_ids),
             "curve": [dataclasses.asdict(point) for point in self.curve],
             "final": dataclasses.asdict(point),
+            "best": dataclasses.asdict(self.best),  # whose head is saved
         }
         write_report(self.folder, report)
         if on_point is not None:
@@ -326,7 +347,7 @@ def damaged(path: Path, reason: object) -> ConfigError:
     """The error of a file in a training's folder that cannot be read, and the way out of it."""
     return ConfigError(
         f"{path} cannot be read ({str(reason).partition(chr(10))[0]}), so this training cannot go on. Delete {STATE} "
-        f"and {REPORT} in {path.parent}, and --resume trains anew on the same conversations; or give another folder."
+        f"and {REPORT} in {path.parent}, and --resume trains again on the same conversations; or give another folder."
     )
 
 

@@ -1,4 +1,5 @@
-"""What a head is trained on: KL to the target's law, then its chance of being accepted; in closed form, run by run."""
+"""What a head is trained on: KL to the target's distribution, then its chance of being accepted; in closed form, run by
+run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,19 +11,21 @@ from torch.nn import functional
 
 from speculative.training.unrolling import TrainingBatch
 
-# Of the laws in float32. What a core's cache holds is not read from memory again; a GPU wants fewer, larger kernels.
+# Of the distributions in float32. What a core's cache holds is not read from memory again; a GPU wants fewer, larger
+# kernels.
 _TARGETS_AT_ONCE = {"cpu": 32, "cuda": 1024}
 
 
 @dataclass(frozen=True, slots=True)
-class TargetLaw:
-    """The target's law on the draft vocabulary. logits: [A, draft_vocab] in the products' type; log_z: [A] float32."""
+class TargetDistribution:
+    """The target's distribution on the draft vocabulary. logits: [A, draft_vocab] in the products' type; log_z: [A]
+    float32."""
 
     logits: Tensor
     log_z: Tensor
 
     @classmethod
-    def of(cls, batch: TrainingBatch, weight: Tensor) -> "TargetLaw":
+    def of(cls, batch: TrainingBatch, weight: Tensor) -> "TargetDistribution":
         """At the batch's targets. `weight`: see `law_weight`; products are made in its type."""
         return cls(functional.linear(batch.final.to(weight.dtype), weight), batch.log_z)
 
@@ -31,15 +34,15 @@ class TargetLaw:
         return self.logits[rows].float() - self.log_z[rows, None]
 
 
-def law_slices(num_targets: int, device: torch.device) -> Iterator[slice]:
-    """Runs of targets whose laws are held in float32 at once."""
+def distribution_slices(num_targets: int, device: torch.device) -> Iterator[slice]:
+    """Runs of targets whose distributions are held in float32 at once."""
     size = _TARGETS_AT_ONCE.get(device.type, 32)
     for start in range(0, num_targets, size):
         yield slice(start, min(start + size, num_targets))
 
 
 def draft_loss(
-    hidden: Tensor, weight: Tensor, law: TargetLaw, row_weights: Tensor, mix: float
+    hidden: Tensor, weight: Tensor, distribution: TargetDistribution, row_weights: Tensor, mix: float
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of (1 - mix) KL(p || q) + mix (1 - sum of min(p, q)), [], and the acceptance [J, A] float32.
 
@@ -49,25 +52,25 @@ def draft_loss(
     Args:
         hidden: [J, A, H] after the final norm.
         weight: [draft_vocab, H] of the draft LM head.
-        law: the target's, at the A targets; products are made in the type of its logits.
+        distribution: the target's, at the A targets; products are made in the type of its logits.
         row_weights: [J, A] float32; 0 where there is nothing to learn.
         mix: from 0 (KL) to 1 (acceptance).
     """
-    loss, acceptance = _DraftLoss.apply(hidden, weight, law, row_weights, mix)  # type: ignore[no-untyped-call]
+    loss, acceptance = _DraftLoss.apply(hidden, weight, distribution, row_weights, mix)  # type: ignore[no-untyped-call]
     return loss, acceptance
 
 
 class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, law: TargetLaw, row_weights: Tensor, mix: float
+        ctx: Any, hidden: Tensor, weight: Tensor, distribution: TargetDistribution, row_weights: Tensor, mix: float
     ) -> tuple[Tensor, Tensor]:
-        rows, matrix = hidden.to(law.logits.dtype), weight.to(law.logits.dtype)
+        rows, matrix = hidden.to(distribution.logits.dtype), weight.to(distribution.logits.dtype)
         grads = functional.linear(rows, matrix)  # [J, A, draft_vocab]: the logits, and in their place the gradient
         acceptance = torch.empty_like(row_weights)
         loss = torch.zeros((), device=hidden.device)
-        for run in law_slices(rows.shape[1], rows.device):
-            wanted = _Wanted.of(law.log_probs(run))
+        for run in distribution_slices(rows.shape[1], rows.device):
+            wanted = _Wanted.of(distribution.log_probs(run))
             for step in range(len(rows)):
                 logits, weights = grads[step, run].to(torch.float32, copy=True), row_weights[step, run, None]
                 losses, grad, accepted = _loss_and_gradient(wanted, logits, weights, mix)

@@ -22,7 +22,8 @@ class TrainingBatch:
 
     lengths: rows of each conversation, and answer_starts: the first row that drafts, both on the host.
     token_ids: [S] int64. inputs: [S, F], what the head reads of the target.
-    final: [A, target_hidden], log_z: [A], next_ids: [A] int64: the target's law at each target and what came of it.
+    final: [A, target_hidden], log_z: [A], next_ids: [A] int64: the target's distribution at each target and what came
+    of it.
     depths: [A] int64, place of each target within its answer: how many rows can draft it.
     temperatures: [A] float32, of the answer.
     """
@@ -47,7 +48,7 @@ def make_batch(features: Features, which: Sequence[int], device: torch.device) -
     ]
     targets = [range(start + prompt, stop - 1) for start, stop, prompt in spans]
     rows = torch.cat([torch.arange(start, stop) for start, stop, _ in spans])
-    law_rows = torch.cat([torch.arange(one.start, one.stop) for one in targets])
+    replayed_tokens = torch.cat([torch.arange(one.start, one.stop) for one in targets])
     tokens = torch.from_numpy(conversations.token_ids)
     temperatures = [
         torch.full((len(one),), conversations.temperatures[i]) for i, one in zip(which, targets, strict=True)
@@ -57,9 +58,9 @@ def make_batch(features: Features, which: Sequence[int], device: torch.device) -
         answer_starts=tuple(prompt - 1 for _, _, prompt in spans),
         token_ids=tokens[rows].long().to(device),
         inputs=features.inputs[rows].to(device),
-        final=features.final[law_rows].to(device),
-        log_z=features.log_z[law_rows].to(device),
-        next_ids=tokens[law_rows + 1].long().to(device),
+        final=features.final[replayed_tokens].to(device),
+        log_z=features.log_z[replayed_tokens].to(device),
+        next_ids=tokens[replayed_tokens + 1].long().to(device),
         depths=torch.cat([torch.arange(len(one)) for one in targets]).to(device),
         temperatures=torch.cat(temperatures).to(device),
     )

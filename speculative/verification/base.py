@@ -1,48 +1,61 @@
 """What verifiers take and give."""
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from speculative.draft_law import DraftLaw, PointMass, SubVocabulary
-from speculative.model.kernels import Kernels, VerifyStruct
-from speculative.rng import gumbel
-from speculative.sampling import draw, kernels_for
+from speculative.errors import EngineFault
+from speculative.sampling.probs import draw
+from speculative.sampling.rng import gumbel
+from speculative.verification.draft_probs import DraftProbs, num_rows
 
 
 @dataclass(frozen=True)
 class VerifyInput:
     """One step's verify rows, packed. Row j of an entry judges its draft j; its last row draws the bonus token.
 
-    probs: [R, V] the target's law p at each row.
-    law: the draft's law q.
+    probs: [R, V] the target's distribution p at each row.
+    distribution: the draft's distribution q.
     drafts: [R] int64, the draft judged there; -1 in each entry's last row.
     packed: [R] int64, which of the step's packed drafts that is; meaningless in last rows.
     entries: [R] int64, which drawing entry a row belongs to.
     offsets: [R] int64, its position in the round.
     first_rows: [E] int64, each entry's first row.
     counts: [E] int64, its drafts.
-    coins: [R] float64 in (0, 1), purpose coin.
+    accept uniforms: [R] float64 in (0, 1), purpose coin.
     finals: [R] float64 in (0, 1), for the token drawn at this row if it is the last one: purpose residual where a draft
         was rejected, purpose bonus in the last row.
     seeds, positions: [R] int64, the request's seed (as two's complement) and the position of the token drawn there.
+    prepared: what an implementation keeps of this step between its calls; a copy of the step starts without it.
+
+    Raises:
+        EngineFault: the distribution has fewer rows than there are drafts.
     """
 
     probs: Tensor
-    law: DraftLaw
+    draft_probs: DraftProbs
     drafts: Tensor
     packed: Tensor
     entries: Tensor
     offsets: Tensor
     first_rows: Tensor
     counts: Tensor
-    coins: Tensor
-    finals: Tensor
+    accept_uniforms: Tensor
+    sample_uniforms: Tensor
     seeds: Tensor
     positions: Tensor
+    prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rows, num_drafts = num_rows(self.draft_probs), self.drafts.shape[0] - self.first_rows.shape[0]
+        if rows is not None and rows < num_drafts:
+            raise EngineFault(
+                f"q is missing: {num_drafts} drafts are to be verified, and {max(rows, 0)} of them came with what they "
+                "were drawn from. A deterministic drafter must say so (PointMass)."
+            )
 
     @property
     def judged(self) -> Tensor:
@@ -55,40 +68,11 @@ class VerifyInput:
 
     def q_of_drafts(self) -> Tensor:
         """[R] q of each row's draft; 0 in last rows."""
-        return self.law.of_drafts(self.drafts, self.packed).to(self.probs.dtype)
+        return self.draft_probs.of_drafts(self.drafts, self.packed).to(self.probs.dtype)
 
     def q_at(self, rows: Tensor) -> Tensor:
         """[len(rows), V] q over the vocabulary; a zero row in last rows, so that the residual there is p itself."""
-        return self.law.at(self.drafts[rows], self.packed[rows], self.probs.shape[1]).to(self.probs.dtype)
-
-    @functools.cached_property
-    def native(self) -> tuple[Kernels, VerifyStruct] | None:
-        """The step as our CPU kernels read it, where they can."""
-        kernels = kernels_for(self.probs)
-        law = None if isinstance(self.law, PointMass) or not len(self.law.probs) else self.law
-        if kernels is None or (law is not None and law.probs.dtype != torch.float32):
-            return None
-        part = law if isinstance(law, SubVocabulary) else None
-        tensors = {
-            "p": self.probs,
-            "q": None if law is None else law.probs,
-            "ids": None if part is None else part.ids,
-            "columns": None if part is None else part.columns,
-            "drafts": self.drafts,
-            "packed": self.packed,
-            "entries": self.entries,
-            "first_rows": self.first_rows,
-        }
-        kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-        struct = VerifyStruct(
-            num_rows=len(self.drafts),
-            num_entries=len(self.first_rows),
-            size=self.probs.shape[1],
-            width=0 if law is None else law.probs.shape[1],
-            **{name: tensor.data_ptr() for name, tensor in kept.items()},
-        )
-        struct.kept = kept  # as long as it points there
-        return kernels, struct
+        return self.draft_probs.at(self.drafts[rows], self.packed[rows], self.probs.shape[1]).to(self.probs.dtype)
 
     def noise(self) -> Tensor:
         """[R, V] float64 Gumbel noise of the coupled verifier, a function of (seed, position) alone."""
@@ -112,15 +96,15 @@ class VerifyInput:
         counts = self.counts[chosen]
         return VerifyInput(
             probs=self.probs[rows],
-            law=self.law,
+            draft_probs=self.draft_probs,
             drafts=self.drafts[rows],
             packed=self.packed[rows],
             entries=renumbered[self.entries[rows]],
             offsets=self.offsets[rows],
             first_rows=(counts + 1).cumsum(0) - counts - 1,
             counts=counts,
-            coins=self.coins[rows],
-            finals=self.finals[rows],
+            accept_uniforms=self.accept_uniforms[rows],
+            sample_uniforms=self.sample_uniforms[rows],
             seeds=self.seeds[rows],
             positions=self.positions[rows],
         )
@@ -141,11 +125,14 @@ class VerifyOutput:
 
 
 Verifier = Callable[[VerifyInput], VerifyOutput]
-"""Decides which drafts survive, so that what is emitted follows the target's law."""
+"""Decides which drafts survive, so that what is emitted follows the target's distribution."""
+
+DrawLast = Callable[[VerifyInput, Tensor, Tensor | None], Tensor]
+"""As `draw_last`."""
 
 
 def residual(probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """The law after a rejection, up to a factor: (p - q)+, [E, V]; p where nothing is left of it but rounding.
+    """The distribution after a rejection, up to a factor: (p - q)+, [E, V]; p where nothing is left of it but rounding.
 
     The difference of two floats is rounded once, so this is as exact as p and q are; a zero row of q gives p.
     """
@@ -154,22 +141,18 @@ def residual(probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 def draw_last(step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
-    """[E] the token after the accepted drafts, from the residual law of each entry's row.
+    """[E] the token after the accepted drafts, from the residual distribution of each entry's row.
 
     Args:
         step: what is verified.
         rows: [E] int64, the row that each entry came to.
         shares: [E] what p counts there; None = 1.
     """
-    kernels, law, drafts = kernels_for(step.probs), step.law, step.drafts[rows]
-    if kernels is None:
-        probs = step.probs[rows] if shares is None else shares[:, None] * step.probs[rows]
-        return draw(residual(probs, step.q_at(rows)), step.finals[rows])
-    shares = torch.ones(len(rows)) if shares is None else shares
-    if isinstance(law, PointMass):
-        places = torch.where(drafts >= 0, 0, -1)
-        draft: tuple[Tensor, Tensor | None, Tensor] = (torch.ones((1, 1)), drafts[:, None], places)
-    else:
-        places = torch.where(drafts >= 0, step.packed[rows], -1)
-        draft = (law.probs, law.ids[None] if isinstance(law, SubVocabulary) else None, places)
-    return kernels.draw_residual((step.probs, rows, shares), draft, step.finals[rows])
+    probs = step.probs[rows] if shares is None else shares[:, None] * step.probs[rows]
+    return draw(residual(probs, step.q_at(rows)), step.sample_uniforms[rows])
+
+
+def emitted_at_rows(verified: VerifyOutput, step: VerifyInput) -> Tensor:
+    """[R] int64: the token emitted at each verify row; rows past the last emitted one repeat it."""
+    accepted = step.offsets < verified.num_accepted[step.entries]
+    return torch.where(accepted, step.drafts, verified.token_ids[step.entries])

@@ -14,21 +14,21 @@ failure, so every coin of the round counts: they are keyed by the round, and nev
 import torch
 from torch import Tensor
 
-from speculative.draft_law import PointMass
-from speculative.verification.base import VerifyInput, VerifyOutput, draw_last
+from speculative.verification.base import DrawLast, VerifyInput, VerifyOutput, draw_last
+from speculative.verification.draft_probs import PointMass
 
 
-def verify_block(step: VerifyInput) -> VerifyOutput:
-    """Accept as many drafts as the largest successful coin says."""
+def verify_block(step: VerifyInput, last_token: DrawLast = draw_last) -> VerifyOutput:
+    """Accept as many drafts as the largest successful coin says; `last_token` draws what follows them."""
     rho = running_ratio(step)  # [R]; row i of an entry holds rho_i
-    passes = (step.coins < survival(step, rho)) | (step.offsets == 0)  # tau = 0 needs no coin
+    passes = (step.accept_uniforms < survival(step, rho)) | (step.offsets == 0)  # tau = 0 needs no coin
     reached = torch.where(passes, step.offsets, 0)
     num_accepted = torch.zeros_like(step.counts).scatter_reduce(0, step.entries, reached, "amax")
     final_rows = step.first_rows + num_accepted
     after_first = torch.where(step.offsets > 0, rho, 0.0)
     return VerifyOutput(
         num_accepted=num_accepted,
-        token_ids=draw_last(step, final_rows, rho[final_rows]),
+        token_ids=last_token(step, final_rows, rho[final_rows]),
         expected_accepted=torch.zeros_like(step.counts, dtype=rho.dtype).scatter_add(0, step.entries, after_first),
     )
 
@@ -46,7 +46,7 @@ def running_ratio(step: VerifyInput) -> Tensor:
 
 def survival(step: VerifyInput, rho: Tensor) -> Tensor:
     """[R] h_i in row i, given rho [R]."""
-    if isinstance(step.law, PointMass):
+    if isinstance(step.draft_probs, PointMass):
         mass = rho * (1 - step.p_of_drafts())  # no matrix needs to be written
     else:
         rows = torch.arange(step.probs.shape[0], device=rho.device)

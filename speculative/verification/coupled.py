@@ -12,7 +12,7 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 def verify_coupled(step: VerifyInput) -> VerifyOutput:
     """Accept the drafts that equal the target's own choice.
 
-    The rule has no coin of its own, so what was expected is told as what was observed.
+    The rule has no coin of its own, so what was expected is reported as what was observed.
     """
     choice = (step.probs.log() + step.noise()).argmax(dim=-1)  # [R]
     num_accepted = step.leading(step.drafts == choice)

@@ -10,18 +10,15 @@ one-hot.
 import torch
 from torch import Tensor
 
-from speculative.draft_law import PointMass, SubVocabulary
 from speculative.verification.base import VerifyInput, VerifyOutput, draw_last
+from speculative.verification.draft_probs import PointMass, SubVocabulary
 
 
 def verify_token_wise(step: VerifyInput) -> VerifyOutput:
     """Accept each draft by its own coin, up to the first that is rejected."""
-    if step.native is not None:
-        kernels, struct = step.native
-        return VerifyOutput(*kernels.verify(struct, step.coins, step.finals))
     p, q = step.p_of_drafts(), step.q_of_drafts()
     # In float64 neither product underflows. A token of p = 0 or q = 0 never survives, whatever the coin.
-    survives = (step.coins * q.double() < p.double()) & (p > 0) & (q > 0)
+    survives = (step.accept_uniforms * q.double() < p.double()) & (p > 0) & (q > 0)
     num_accepted = step.leading(survives)
     final_rows = step.first_rows + num_accepted
     return VerifyOutput(
@@ -33,10 +30,10 @@ def verify_token_wise(step: VerifyInput) -> VerifyOutput:
 
 def _overlap(step: VerifyInput, p: Tensor) -> Tensor:
     """[R] the chance that a draft survives, before it is drawn: sum of min(p, q) over the vocabulary."""
-    if isinstance(step.law, PointMass):
+    if isinstance(step.draft_probs, PointMass):
         return p
-    if step.law.probs.shape[0] == 0:
+    if step.draft_probs.probs.shape[0] == 0:
         return torch.zeros_like(p)
-    law = step.law.probs[step.packed.clamp(max=step.law.probs.shape[0] - 1)].to(p.dtype)
-    probs = step.probs[:, step.law.ids] if isinstance(step.law, SubVocabulary) else step.probs
-    return torch.where(step.judged, torch.minimum(probs, law).sum(dim=-1), 0.0)
+    draft_probs = step.draft_probs.probs[step.packed.clamp(max=step.draft_probs.probs.shape[0] - 1)].to(p.dtype)
+    probs = step.probs[:, step.draft_probs.ids] if isinstance(step.draft_probs, SubVocabulary) else step.probs
+    return torch.where(step.judged, torch.minimum(probs, draft_probs).sum(dim=-1), 0.0)

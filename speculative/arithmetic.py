@@ -1,0 +1,47 @@
+"""How an engine computes on its machine: with which kernels, and whether its rounding depends on the batch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from speculative.gpu.attention_choice import why_no_triton
+from speculative.kernels.bindings import find_kernels
+from speculative.model.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How one engine computes.
+
+    kernels: those made for its device: our own on a CPU, Triton's paged attention on a GPU.
+    kernels_off: why they are not used, and what to do about it; "" = they are used.
+    rounding: why a request may round otherwise beside other requests than alone; "" = it does not.
+    name: two engines of one name and the same weights round alike.
+    """
+
+    kernels: Literal["cpu", "triton"]
+    kernels_off: str
+    rounding: str
+    name: str
+
+
+def arithmetic_of(decoder: Decoder) -> Arithmetic:
+    """How an engine with this model computes, on the device that the model lies on."""
+    device, torch_name = decoder.device, f"torch {torch.__version__}"
+    if device.type != "cpu":
+        rounding = "on a GPU, products round by the size of the batch"
+        name = f"{torch_name} {torch.cuda.get_device_name(device)} {decoder.dtype}"
+        return Arithmetic("triton", why_no_triton(), rounding, name)
+    found = find_kernels()
+    if isinstance(found, str):
+        rounding = "without the CPU kernels, products round by the size of the batch"
+        name = f"{torch_name} {torch.backends.cpu.get_cpu_capability()} {decoder.dtype}"
+        return Arithmetic("cpu", found, rounding, name)
+    rounding = ""
+    if decoder.packed is None:
+        rounding = "oneDNN's products round by the size of the batch; engine.weights: bfloat16 does without them"
+    elif decoder.config.head_dim % 16 != 0:
+        rounding = "torch's attention rounds by the size of the batch, and heads of this size need it"
+    return Arithmetic("cpu", "", rounding, f"{Path(found.file).stem} {torch_name} {decoder.packed}")

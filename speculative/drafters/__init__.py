@@ -1,1 +1,0 @@
-"""Drafters: cheap guesses of the next tokens. None imports another."""

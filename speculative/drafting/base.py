@@ -1,0 +1,148 @@
+"""The drafter's contract: drafts are values of the step that made them."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Entries
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from speculative.state.batch import Batch, StepInput
+from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import Bools
+from speculative.verification.draft_probs import DraftProbs, PointMass, num_rows
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """One step's drafts, packed: entry i of the batch has `counts[i]` of them, in order.
+
+    counts: [B] int64; an entry with nothing drafted takes no row.
+    token_ids: [sum(counts)] int64.
+    distribution: what the drafts were drawn from, row by row.
+    """
+
+    counts: Int64s
+    token_ids: Int64s
+    draft_probs: DraftProbs
+
+    @classmethod
+    def pack(cls, drafts: Entries[Entries[int]], draft_probs: DraftProbs) -> "DraftOutput":
+        """Pack one list of token ids per entry of the batch; `distribution` is `PointMass()` where they were chosen."""
+        counts = np.fromiter((len(draft) for draft in drafts), np.int64, len(drafts))
+        flat = np.fromiter((token for draft in drafts for token in draft), np.int64, int(counts.sum()))
+        return cls(counts, flat, draft_probs)
+
+    @classmethod
+    def nothing(cls, num_entries: int) -> "DraftOutput":
+        """No drafts for any entry."""
+        return cls(np.zeros(num_entries, np.int64), np.empty(0, np.int64), PointMass())
+
+    @property
+    def lacks_q(self) -> bool:
+        """Whether there is not one row of q for each draft: what they were drawn from is lost."""
+        rows = num_rows(self.draft_probs)
+        return rows is not None and rows != len(self.token_ids)
+
+    def per_entry(self) -> list[list[int]]:
+        """The drafts of each entry."""
+        return [part.tolist() for part in np.split(self.token_ids, np.cumsum(self.counts)[:-1])]
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of every sequence of a batch.
+
+    capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
+        reads none, and `observe` is not called.
+    state_name: what its state in a handoff must have been made with; "none" where it has no state.
+    """
+
+    capture: tuple[int, ...]
+    state_name: str
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        """At most `max_drafts` tokens per entry.
+
+        Deterministic drafts and the number of any are a function of the prefix, of q, and of what the drafter has seen
+        before, never of a token or a random number that was drawn at the position."""
+        ...
+
+    def observe(self, batch: Batch, layout: StepInput, features: Tensor) -> None:
+        """Take in the features [N, F] of a step's rows, before anybody knows which of them will stand."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left."""
+        ...
+
+    def export_state(self, sequence: Sequence) -> dict[str, Tensor]:
+        """The sections of a handoff that drafting on needs."""
+        ...
+
+    def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The sections of a handoff that `import_state` will read; none where it need not be called.
+
+        Raises:
+            HandoffRefused: a section is missing or has another shape.
+        """
+        ...
+
+    def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
+        """Take in the sections of a handoff; the sequence has its blocks."""
+        ...
+
+
+class WeightlessDrafter:
+    """The part of the contract that a drafter without weights has no use for; it rebuilds its state from the tokens."""
+
+    capture: tuple[int, ...] = ()
+    state_name = "none"
+
+    def observe(self, batch: Batch, layout: StepInput, features: Tensor) -> None:
+        """Nothing is read."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+    def export_state(self, sequence: Sequence) -> dict[str, Tensor]:
+        """No sections."""
+        return {}
+
+    def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """None is needed."""
+        return {}
+
+    def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
+        """Nothing is read."""
+
+
+class NoDrafter(WeightlessDrafter):
+    """Plain decoding: nothing is ever drafted."""
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        """No drafts for any entry."""
+        return DraftOutput.nothing(len(batch.entries))
+
+
+def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, list[Bools]]]:
+    """Masks of the entries that must keep to a form, by entry, and the drafts without what the masks forbid.
+
+    Only deterministic drafts (point masses) are cut short: they are a function of the prefix. To cut a draft that was
+    drawn, because of the token that was drawn, would change the distribution; there the mask makes p(x) = 0, and the
+    draft is rejected."""
+    masks: dict[int, list[Bools]] = {}
+    if all(entry.sequence.constraint is None for entry in batch.entries):
+        return draft, masks
+    drafts = draft.per_entry()
+    chosen = isinstance(draft.draft_probs, PointMass)
+    for index, entry in enumerate(batch.entries):
+        sequence = entry.sequence
+        if sequence.constraint is None or not entry.samples:
+            continue
+        masks[index] = sequence.constraint.allowed(sequence.tokens[sequence.num_prompt :], drafts[index])
+        if chosen:
+            drafts[index] = drafts[index][: len(masks[index]) - 1]
+    return (DraftOutput.pack(drafts, draft.draft_probs) if masks and chosen else draft), masks

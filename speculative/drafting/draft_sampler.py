@@ -1,0 +1,117 @@
+"""SampleOutput drafts from a drafter's logits, with the request's own temperature and filters, on its own random
+stream.
+
+What is drawn from travels on as q. A greedy request's draft is the likeliest token, and its q has all mass there. A
+reproducible request's draft is chosen with the noise that its target token will be chosen with, so that the two agree
+as often as can be.
+"""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.sampling.probs import LastRows, SamplingRows
+from speculative.sampling.rng import Purpose, gumbel, uniforms
+from speculative.state.sequence import Sequence
+from speculative.vocabulary.ops import VocabularyOps
+
+
+@dataclass(frozen=True, slots=True)
+class SampledDrafts:
+    """One draft for each of some sequences. columns: [E] int64 into the drafter's vocabulary. probs: [E, W] float32."""
+
+    columns: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRound:
+    """What the drafts of a round are drawn with: made once for all of them.
+
+    uniforms: [K, E] float64, one row for each draft of the round. coupled: [E] bool; None where no request is.
+    """
+
+    sequences: tuple[Sequence, ...]
+    rows: SamplingRows
+    uniforms: Tensor
+    coupled: Tensor | None
+
+
+class DraftSampler:
+    """SampleOutput from a drafter's vocabulary.
+
+    Args:
+        ids: [W] int64, the target's token of each column; None = the drafter has the target's vocabulary.
+        vocab_size: of the target.
+        ops: of the engine.
+        sampled: False = always the likeliest token, whatever the request's temperature.
+        all_coupled: the engine's verifier is the coupled one for every request.
+    """
+
+    def __init__(
+        self, ids: Tensor | None, vocab_size: int, ops: VocabularyOps, *, sampled: bool, all_coupled: bool
+    ) -> None:
+        self._ids = ids
+        self.width = vocab_size if ids is None else len(ids)
+        self._vocab_size = vocab_size
+        self._ops = ops
+        self._sampled = sampled
+        self._all_coupled = all_coupled
+        self._rows = LastRows()
+
+    def start_round(self, sequences: Sequences[Sequence], num_drafts: int, device: torch.device) -> DraftRound:
+        """What up to `num_drafts` drafts of each sequence are drawn with."""
+        coupled = [self.is_coupled(sequence) for sequence in sequences]
+        return DraftRound(
+            sequences=tuple(sequences),
+            rows=self.rows_of(sequences, device),
+            uniforms=_uniforms(sequences, num_drafts).to(device),
+            coupled=torch.tensor(coupled, device=device) if any(coupled) else None,
+        )
+
+    def is_coupled(self, sequence: Sequence) -> bool:
+        """Whether its drafts are chosen with the noise of their target tokens."""
+        return self._all_coupled or sequence.params.reproducible
+
+    def rows_of(self, sequences: Sequences[Sequence], device: torch.device) -> SamplingRows:
+        """Temperature and filters of each sequence, for the drafter's vocabulary."""
+        return self._rows.of([sequence.params for sequence in sequences], self.width, device)
+
+    def draw(self, logits: Tensor, draft_round: DraftRound, offset: int) -> SampledDrafts:
+        """Draft number `offset` of the round of each sequence; logits is [E, W] float32."""
+        probs = self._ops.target_probs(self._ops.process(logits, draft_round.rows), draft_round.rows)
+        if not self._sampled:
+            columns = probs.argmax(dim=-1)
+            return SampledDrafts(columns, torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0))
+        columns = self._ops.draw(probs, draft_round.uniforms[offset])
+        if draft_round.coupled is not None:
+            choice = self._coupled_choice(probs, draft_round.sequences, offset)
+            columns = torch.where(draft_round.coupled, choice, columns)
+        return SampledDrafts(columns, probs)
+
+    def probabilities(self, logits: Tensor, draft_round: DraftRound, columns: Tensor) -> Tensor:
+        """[E] what the drafter's own distribution gives its drafts, also where all of q is on them; logits as for
+        `draw`."""
+        draft_probs = self._ops.process(logits, draft_round.rows).softmax(dim=-1)
+        return draft_probs.gather(1, columns[:, None]).squeeze(1)
+
+    def _coupled_choice(self, probs: Tensor, sequences: Sequences[Sequence], offset: int) -> Tensor:
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)
+        positions = np.array([len(sequence.tokens) + offset for sequence in sequences], np.int64)
+        noise = gumbel(
+            torch.from_numpy(seeds).to(probs.device), torch.from_numpy(positions).to(probs.device), self._vocab_size
+        )
+        return (probs.log() + (noise if self._ids is None else noise[:, self._ids])).argmax(dim=-1)
+
+
+def _uniforms(sequences: Sequences[Sequence], num_drafts: int) -> Tensor:
+    """[num_drafts, E] float64 in (0, 1)."""
+    key = np.empty((4, num_drafts, len(sequences)), np.uint64)
+    key[0] = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+    key[1] = [len(sequence.tokens) for sequence in sequences]
+    key[2] = np.arange(num_drafts)[:, None]
+    key[3] = Purpose.DRAFT
+    return torch.from_numpy(uniforms(*key.reshape(4, -1))).view(num_drafts, len(sequences))

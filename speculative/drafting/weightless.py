@@ -1,0 +1,38 @@
+"""Drafters without weights as the engine runs them."""
+
+from speculative.config import DrafterConfig
+from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, WeightlessDrafter
+from speculative.errors import ConfigError
+from speculative.lookup.registry import Lookup, registered
+from speculative.state.batch import Batch
+from speculative.verification.draft_probs import PointMass
+
+
+class LookupDrafter(WeightlessDrafter):
+    """Drafts what a lookup chooses, sequence by sequence."""
+
+    def __init__(self, lookup: Lookup) -> None:
+        self.lookup = lookup
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        """Up to `max_drafts` tokens per entry, all of them chosen."""
+        drafts = [self.lookup.draft(entry.sequence, entry.max_drafts) for entry in batch.entries]
+        return DraftOutput.pack(drafts, PointMass())
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left."""
+        self.lookup.forget(request_id)
+
+
+def make_weightless(config: DrafterConfig) -> Drafter:
+    """The drafter that is set, where it has no weights.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if config.kind == "none":
+        return NoDrafter()
+    kind = registered().get(config.kind)
+    if kind is None:
+        raise ConfigError(f"drafter.kind {config.kind} needs its model; make the engine with EngineCore.load.")
+    return LookupDrafter(kind.build(config.options_of(kind.options), config.num_draft_tokens))

@@ -1,0 +1,29 @@
+"""Which paged attention there is for a device."""
+
+import functools
+import importlib.util
+import shutil
+
+import torch
+
+from speculative.config import c_compiler
+from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
+
+
+@functools.cache
+def why_no_triton() -> str:
+    """Why Triton's kernels cannot be used here, and what to do about it; "" = they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed; install it (pip install triton)"
+    if not (c_compiler() or shutil.which("gcc") or shutil.which("clang")):  # as Triton looks for it
+        return "Triton finds no C compiler to compile its launchers with; install gcc, or set CC"
+    return ""
+
+
+def make_attend(sizes: AttentionSizes, device: torch.device) -> AttendPaged:
+    """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
+    if device.type == "cuda" and not why_no_triton():
+        from speculative.gpu.triton_attention import TritonAttend
+
+        return TritonAttend(sizes)
+    return TorchAttend(sizes.block_size)

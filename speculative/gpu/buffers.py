@@ -1,0 +1,50 @@
+"""What captured functions hand to one another: tensors that never move."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from speculative.drafting.neural_drafter import DraftModel
+from speculative.gpu.buckets import Buckets
+from speculative.model.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBuffers:
+    """Results that a later graph of the same step reads; each step overwrites them.
+
+    hidden: [N, hidden] of the target's padded rows. features: [N, F] what a hidden-state drafter reads of them.
+    draft_tokens, draft_columns: [D] int64. draft_probs: [D, W] float32: the step's drafts, the column of the drafter's
+    vocabulary that each is, and the distribution it was drawn from; draft j of the i-th drafting sequence of a batch
+    padded to B lies in row j * B + i. Without a drafting model they have one row."""
+
+    hidden: Tensor
+    features: Tensor
+    draft_tokens: Tensor
+    draft_columns: Tensor
+    draft_probs: Tensor
+
+    @classmethod
+    def make(cls, decoder: Decoder, buckets: Buckets, draft_model: DraftModel | None) -> "GraphBuffers":
+        """Room for the largest bucket."""
+        device, num_rows = decoder.device, buckets.largest.num_rows
+        num_drafts = buckets.largest.num_seqs * (buckets.largest.num_queries - 1) if draft_model is not None else 1
+        num_features, width = 0, 1
+        if draft_model is not None:
+            num_features = draft_model.num_features
+            width = decoder.config.vocab_size if draft_model.ids is None else len(draft_model.ids)
+        hidden = torch.zeros((num_rows, decoder.config.hidden_size), dtype=decoder.dtype, device=device)
+        tokens = torch.zeros(num_drafts, dtype=torch.int64, device=device)
+        return cls(
+            hidden=hidden,
+            features=hidden.new_zeros((num_rows, num_features)),
+            draft_tokens=tokens,
+            draft_columns=tokens.clone(),
+            draft_probs=torch.zeros((num_drafts, width), dtype=torch.float32, device=device),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))

@@ -1,0 +1,121 @@
+"""All drafts of a round as one captured function: draw, run, draw, without the host in between."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache
+from speculative.drafting.draft_sampler import DraftRound, DraftSampler
+from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
+from speculative.gpu.buckets import Bucket
+from speculative.gpu.buffers import GraphBuffers
+from speculative.gpu.capture import Capturer
+from speculative.gpu.padding import CacheRoom, fill_rows, row_fields
+from speculative.gpu.paged_attention import AttendPaged, PagedAttention, PagedRows
+from speculative.gpu.staged_inputs import Field, StagedInputs
+from speculative.sampling.probs import SamplingRows
+from speculative.sampling.rng import Purpose, uniforms
+from speculative.state.batch import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """A captured loop and its inputs. hidden: [B, hidden] what the first drafts are drawn from."""
+
+    inputs: StagedInputs
+    hidden: Tensor
+    replay: Callable[[], object]
+
+
+class DraftLoop:
+    """Drafts with a model for requests without filters; drafts and their distributions lie in the statics."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        sampler: DraftSampler,
+        cache: KVCache,
+        room: CacheRoom,
+        buffers: GraphBuffers,
+        attend: AttendPaged,
+    ) -> None:
+        self._model, self._sampler, self._cache = model, sampler, cache
+        self._room, self._statics, self._attend = room, buffers, attend
+        self._first = 1 if model.capture else 0
+        self._loops: dict[Bucket, _Loop] = {}
+
+    def prepare(self, bucket: Bucket, hidden: Tensor, capturer: Capturer) -> "_Loop":
+        """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new.
+
+        `hidden` is [any, hidden], as the model's `run` gives it.
+        """
+        if bucket not in self._loops:
+            shape = (bucket.num_seqs, bucket.num_queries)
+            fields = row_fields(bucket, self._room) | {
+                "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
+                "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
+                "greedy": Field((bucket.num_seqs,), torch.bool, 1),
+            }
+            inputs = StagedInputs(fields, capturer.device)
+            first = hidden.new_zeros((shape[0], hidden.shape[1]))
+            replay = capturer.capture(lambda: self._compute(bucket, inputs.on_device, first))
+            self._loops[bucket] = _Loop(inputs, first, replay)
+        return self._loops[bucket]
+
+    def run(self, bucket: Bucket, entries: Sequences[Entry], hidden: Tensor, capturer: Capturer) -> None:
+        """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from."""
+        loop = self.prepare(bucket, hidden, capturer)
+        host, sequences = loop.inputs.next_host(), [entry.sequence for entry in entries]
+        lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+        drafts = np.array([entry.max_drafts for entry in entries], np.int64)
+        blocks = [np.array(sequence.blocks, np.int64) for sequence in sequences]
+        fill_rows(host, blocks, lengths, drafts - 1, self._room)  # the last draft is not run
+        num_seqs, num_drafts = len(entries), bucket.num_queries
+        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+        offsets = np.repeat(np.arange(num_drafts, dtype=np.uint64), num_seqs)
+        key = (np.tile(seeds, num_drafts), np.tile(lengths.astype(np.uint64), num_drafts), offsets)
+        drawn = uniforms(*key, np.full_like(offsets, Purpose.DRAFT))
+        host["uniforms"][:, :num_seqs] = drawn.reshape(num_drafts, num_seqs)
+        params = SamplingRows.build(
+            [sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu")
+        )
+        host["temperature"][:num_seqs] = params.temperature.numpy()
+        host["greedy"][:num_seqs] = params.greedy.numpy()
+        loop.inputs.send()
+        loop.hidden[:num_seqs].copy_(hidden)
+        loop.replay()
+
+    def make(self, bucket: Bucket, entries: Sequences[Entry], hidden: Tensor, capturer: Capturer) -> MadeDrafts:
+        """As `run`, for a step that is not replayed whole: the drafts on the host, and their distributions."""
+        self.run(bucket, entries, hidden, capturer)
+        used = bucket.num_rows
+        tokens = self._statics.draft_tokens[:used].view(bucket.num_queries, bucket.num_seqs).T.tolist()
+        distributions = self._statics.draft_probs[:used].view(bucket.num_queries, bucket.num_seqs, -1)
+        drafts = [own[: entry.max_drafts] for entry, own in zip(entries, tokens, strict=False)]
+        places = [(offset, row) for row, own in enumerate(drafts) for offset in range(len(own))]
+        offsets, rows = torch.tensor(places, device=distributions.device).T
+        columns = self._statics.draft_columns[:used].view(bucket.num_queries, bucket.num_seqs)
+        return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
+
+    def _compute(self, bucket: Bucket, inputs: dict[str, Tensor], hidden: Tensor) -> None:
+        num_seqs, num_drafts = bucket
+        buffers, model = self._statics, self._model
+        sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"])
+        drafting = DraftRound((), sampling, inputs["uniforms"], coupled=None)
+        for offset in range(num_drafts):
+            drawn = self._sampler.draw(model.logits(hidden), drafting, offset)
+            tokens = drawn.columns if model.ids is None else model.ids[drawn.columns]
+            rows = slice(offset * num_seqs, (offset + 1) * num_seqs)
+            buffers.draft_tokens[rows].copy_(tokens)
+            buffers.draft_columns[rows].copy_(drawn.columns)
+            buffers.draft_probs[rows].copy_(drawn.probs)
+            if offset + 1 < num_drafts:
+                own = {name: inputs[name][:, offset].contiguous() for name in ("slots", "visible", "positions")}
+                attended = PagedRows(own["slots"], own["visible"], inputs["blocks"], self._first)
+                positions = (own["positions"] - self._first).clamp(min=0)
+                attention = PagedAttention(self._cache, attended, self._attend)
+                hidden = model.run(tokens, hidden, positions, attention)

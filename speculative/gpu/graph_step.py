@@ -1,0 +1,263 @@
+"""A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
+
+What a graph cannot hold runs eagerly, with the same distribution: prefills, filters, rules, structures, reproducible
+requests, the most likely tokens' logprobs, and verifiers other than the token-wise one. Their forward pass is replayed
+still where it is a decoding step's (`GraphRunner`)."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache
+from speculative.config import EngineConfig
+from speculative.drafting.base import Drafter
+from speculative.drafting.neural_drafter import MadeDrafts, ModelDrafter
+from speculative.errors import ConfigError, EngineFault
+from speculative.gpu.attention_choice import make_attend
+from speculative.gpu.buckets import Bucket, Buckets
+from speculative.gpu.buffers import GraphBuffers
+from speculative.gpu.capture import Capturer
+from speculative.gpu.catch_up_graph import CatchUpPass
+from speculative.gpu.draft_graph import DraftLoop
+from speculative.gpu.padding import CacheRoom
+from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.target_graph import GraphRunner, TargetPass
+from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
+from speculative.model.decoder import Decoder
+from speculative.request import SamplingParams
+from speculative.scheduling.early_exit import EarlyExit
+from speculative.selfcheck.monitor import SelfCheck
+from speculative.state.batch import Batch, Entry, Int64s, Scored, StepInput, StepOutcome, build_step_input
+from speculative.state.sequence import Sequence
+from speculative.step.host_copy import results_per_entry
+from speculative.step.sampler import Sampler
+from speculative.verification.draft_probs import PointMass
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """What was drafted, before the host has seen it.
+
+    counts: [B] per entry. token_ids: [sum(counts)], zeros where only the device knows them. rows: [sum(counts)] where
+    each lies in the statics; None where the host knows them.
+    """
+
+    counts: Int64s
+    token_ids: Int64s
+    rows: Int64s | None
+
+
+class GraphedStep:
+    """Runs the steps of plain decoding batches, and lends the engine its runner.
+
+    Args:
+        config: of the engine.
+        decoder: the target.
+        cache: the target's keys and values, with a block more than the pool owns: the trash block.
+        drafter: of the engine.
+        max_model_len: tokens of the longest sequence.
+        neural: that drafter where it has a model, whose passes are captured, too.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        cache: KVCache,
+        drafter: Drafter,
+        max_model_len: int,
+        neural: ModelDrafter | None = None,
+    ) -> None:
+        self.buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts)
+        self.capturer = Capturer(decoder.device)
+        self._config = config
+        self._drafter = drafter
+        self._neural = neural
+        self._draft_model = None if neural is None else neural.model
+        self._room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
+        sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, self._room.max_blocks)
+        self._check_memory(decoder, sizes)
+        self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
+        attend = make_attend(sizes, decoder.device)
+        target = TargetPass(decoder, cache, self._room, self.buffers, attend, drafter.capture)
+        self.runner = GraphRunner(decoder, cache, target, self.buckets, self.capturer)
+        ids = None if self._draft_model is None else self._draft_model.ids
+        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode)
+        self.loop: DraftLoop | None = None
+        self._catch_up: CatchUpPass | None = None
+        if neural is not None:
+            self._draft_buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts - 1)
+            self.loop = DraftLoop(neural.model, neural.sampler, neural.cache, self._room, self.buffers, attend)
+            catch_up = CatchUpPass(neural.model, neural.cache, self._room, attend, self.buckets, decoder.dtype)
+            neural.catch_up = lambda rows, features: catch_up.run(rows, features, self.capturer)
+            neural.draft_loop = self._make_drafts
+            self._catch_up = catch_up
+
+    # -- which steps --------------------------------------------------------------------------------------------
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether the whole step can be replayed."""
+        if self._config.verifier != "token_wise" or len(batch.entries) > self.buckets.batch_sizes[-1]:
+            return False
+        return all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def draft(self, batch: Batch) -> StepDrafts:
+        """Draft for every entry; a model's drafts stay on the device.
+
+        Raises:
+            EngineFault: a drafter without a model gives another distribution than a point mass.
+        """
+        if self.loop is None or self._neural is None:
+            drafts = self._drafter.propose(batch)
+            if not isinstance(drafts.draft_probs, PointMass):
+                raise EngineFault(
+                    f"{type(self._drafter).__name__} has no model, and did not say that it chose its drafts "
+                    f"(PointMass): its q is {type(drafts.draft_probs).__name__}, which a captured step cannot take. "
+                    f"Set "
+                    "cuda_graphs to false."
+                )
+            return StepDrafts(drafts.counts, drafts.token_ids, None)
+        counts = np.array([entry.max_drafts for entry in batch.entries], np.int64)
+        drafting, hidden = self._neural.begin_round(batch)
+        if not drafting:
+            return StepDrafts(counts, np.empty(0, np.int64), None)
+        bucket = self._draft_buckets.fit(len(drafting), int(counts.max()))
+        assert bucket is not None, "every batch that is taken fits"
+        self.loop.run(bucket, drafting, hidden, self.capturer)
+        own = counts[counts > 0]
+        entries = np.repeat(np.arange(len(own)), own)
+        offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
+        return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries)
+
+    def _make_drafts(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
+        """All drafts of a round in a step that is not replayed whole; none of them ends early."""
+        del rule
+        drawn_plainly = self._config.verifier != "coupled" and not any(
+            _is_filtered(entry.sequence.params) or entry.sequence.params.reproducible for entry in entries
+        )
+        bucket = self._draft_buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
+        if self.loop is None or bucket is None or not drawn_plainly:
+            return None
+        return self.loop.make(bucket, entries, hidden, self.capturer)
+
+    def verify(self, batch: Batch, drafts: StepDrafts, sampler: Sampler, self_check: SelfCheck) -> StepOutcome:
+        """Run the target on the step's rows, judge, and copy what was decided to the host."""
+        layout = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
+        bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
+        rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
+        assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
+        places = self.runner.target.run(bucket, layout, _sources(layout, drafts), self.capturer)
+        self._observe(batch, layout, places)
+        sequences = [entry.sequence for entry in batch.entries]
+        kind = Kind(
+            drawn=drafts.rows is not None,
+            checked=self_check.due(),
+            logprobs=any(sequence.params.returns_logprobs for sequence in sequences),
+        )
+        rows = JudgedRows(layout, places[layout.verify_rows], drafts.rows, self_check.counted(sequences))
+        judged = self.judge.run(rows_bucket, kind, rows, self.capturer)
+        known = _with_drafts(layout, judged.draft_ids)
+        drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
+        self._note_drafts(batch, known)
+        return StepOutcome(
+            drawn=tuple(sampler.check_on_host(known, drawn, [None] * len(drawn))),
+            scores=(Scored(),) * len(drawn),
+            expected_accepted=judged.verdicts.expected_accepted,
+            terms=judged.terms,
+        )
+
+    def _observe(self, batch: Batch, layout: StepInput, places: Int64s) -> None:
+        if self._drafter.capture:
+            # A copy: the drafter keeps features for longer than the static ones stand.
+            features = self.buffers.features[torch.from_numpy(places).to(self.capturer.device)]
+            self._drafter.observe(batch, layout, features)
+
+    def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
+        if self._neural is not None:
+            ends = np.cumsum(layout.draft_counts)[:-1]
+            drafts = [own.tolist() for own in np.split(layout.drafts[layout.drafts >= 0], ends)]
+            drafting = [index for index, own in enumerate(drafts) if own]
+            self._neural.end_round([batch.entries[index] for index in drafting], [drafts[index] for index in drafting])
+
+    # -- before the first step ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture_all(self) -> int:
+        """Capture what plain decoding will ask for, so that no request waits for it; how many graphs there are.
+
+        Query lengths are 1 and the longest; others, which a drafter of varying length asks for, are captured when they
+        first come. A drafting model catches up on any number of rows.
+        """
+        longest = self.buckets.query_lengths[-1]
+        for bucket in self.buckets:
+            if bucket.num_queries in (1, longest):
+                self.runner.target.prepare(bucket, self.capturer)
+                for checked, logprobs in itertools.product((False, True), repeat=2):
+                    drawn = self.loop is not None and bucket.num_queries > 1
+                    self.judge.prepare(bucket, Kind(drawn, checked, logprobs), self.capturer)
+            if self.loop is not None and self._catch_up is not None:
+                hidden = self._catch_up.prepare(bucket, self.capturer).replay()
+                if bucket.num_queries == longest:
+                    drafts = Bucket(bucket.num_seqs, self._config.drafter.max_drafts)
+                    self.loop.prepare(drafts, hidden, self.capturer)
+        return self.capturer.num_captured
+
+    def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:
+        if self.capturer.device.type != "cuda":
+            return
+        free, _ = torch.cuda.mem_get_info(self.capturer.device)
+        needed = graph_bytes(decoder, self.buckets, sizes, self._draft_model)
+        if needed > free:
+            raise ConfigError(
+                f"cuda_graphs need up to {needed / 2**30:.1f} GiB of GPU memory for batches of "
+                f"{self.buckets.largest.num_seqs}, and {free / 2**30:.1f} are free; lower max_num_seqs or "
+                "kv_cache_tokens, or set cuda_graphs to false."
+            )
+
+
+def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: object) -> int:
+    """An upper estimate of the device memory that captured steps hold, for the largest bucket.
+
+    The graphs share one pool, so the largest counts: logits, processed logits, p and what verification makes of them
+    (six matrices [R, V] float32; three more for a model's drafts), the activations of a layer, attention's workspace.
+    """
+    model, num_rows = decoder.config, buckets.largest.num_rows
+    matrices = 6 + (3 if draft_model is not None else 0)
+    widest = max(model.intermediate_size * 3, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 3)
+    vocabulary = matrices * num_rows * model.vocab_size * 4
+    activations = num_rows * (widest + 8 * model.hidden_size) * 4
+    return vocabulary + activations + sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    params = sequence.params
+    reported = params.prompt_logprobs is not None or params.logprobs or params.logprob_token_ids or sequence.scores_only
+    ruled = sequence.rules is not None or sequence.constraint is not None
+    return not (_is_filtered(params) or reported or ruled or params.reproducible)
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:
+    """[N] per packed row, where its token lies in the statics; -1 where the layout has it."""
+    if drafts.rows is None:
+        return None
+    sources = np.full(len(layout.input_ids), -1, np.int64)
+    sources[layout.verify_rows[layout.offsets > 0]] = drafts.rows
+    return sources
+
+
+def _with_drafts(layout: StepInput, draft_ids: Int64s) -> StepInput:
+    """The layout with the drafts that were on the device only."""
+    input_ids = layout.input_ids.copy()
+    input_ids[layout.verify_rows[layout.offsets > 0]] = draft_ids[draft_ids >= 0]
+    return dataclasses.replace(layout, drafts=draft_ids, input_ids=input_ids)

@@ -1,0 +1,103 @@
+"""Causal attention of a few new positions of each sequence over the paged KV cache: fixed shapes, no host in between.
+
+Every sequence has the same number of rows, Q; rows that stand for nothing see nothing and give zeros. A row's result
+depends on its own query and on what it sees, never on its neighbours, on B, or on Q.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache
+
+SPLIT_TOKENS = 256
+"""Positions that one program of the kernel reads: a constant, so that no result depends on the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where the rows of B sequences with Q rows each are stored, and what they see. All int64 on the cache's device.
+
+    slots: [B * Q] where each row's key and value go; rows that stand for nothing go to the trash block.
+    visible: [B * Q] a row sees the positions below this of its sequence; 0 = it stands for nothing.
+    blocks: [B, M] the blocks of each sequence; anything valid behind the last one.
+    first: positions below it do not exist.
+    """
+
+    slots: Tensor
+    visible: Tensor
+    blocks: Tensor
+    first: int = 0
+
+    @property
+    def num_queries(self) -> int:
+        """Q."""
+        return self.visible.shape[0] // self.blocks.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """What a kernel is compiled for, the same for all batches of an engine.
+
+    block_size: tokens a block. max_queries: the largest Q. max_blocks: M.
+    """
+
+    block_size: int
+    max_queries: int
+    max_blocks: int
+
+    @property
+    def num_splits(self) -> int:
+        """Programs that share the longest sequence."""
+        return -(-self.max_blocks * self.block_size // SPLIT_TOKENS)
+
+    def workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
+        """Bytes of the partial results of `num_rows` rows, float32."""
+        return num_rows * num_heads * self.num_splits * (head_dim + 1) * 4
+
+
+AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows], Tensor]
+"""query [B * Q, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
+
+
+class PagedAttention:
+    """Attention of one padded step: stores its keys and values, then attends, layer by layer."""
+
+    def __init__(self, cache: KVCache, rows: PagedRows, attend: AttendPaged) -> None:
+        self._cache, self._rows, self._attend = cache, rows, attend
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `Attend`; B * Q rows."""
+        dtype = self._cache.data.dtype
+        self._cache.write(layer, self._rows.slots, key.to(dtype), value.to(dtype))
+        keys, values = self._cache.data[layer].unbind(0)
+        return self._attend(query, keys, values, self._rows)
+
+
+class TorchAttend:
+    """The same in plain torch: every sequence's whole block table is gathered."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+        """As `AttendPaged`; computed in float32 whatever the types."""
+        num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
+        offsets = torch.arange(self._block_size, device=query.device)
+        slots = (rows.blocks[:, :, None] * self._block_size + offsets).flatten()  # [B * L]
+        own_keys, own_values = (
+            part.index_select(0, slots).float().unflatten(0, (num_seqs, -1)) for part in (keys, values)
+        )  # [B, L, num_kv_heads, head_dim]
+        queries = query.float().view(num_seqs, rows.num_queries, num_kv_heads, -1, query.shape[-1])
+        positions = torch.arange(own_keys.shape[1], device=query.device)
+        visible = rows.visible.view(num_seqs, -1)
+        seen = (positions >= rows.first) & (positions < visible[..., None])  # [B, Q, L]
+        # What nobody sees may be anything, and 0 x NaN is NaN.
+        own_values = own_values.masked_fill(~seen.any(dim=1)[:, :, None, None], 0.0)
+        scores = torch.einsum("bqhgd,blhd->bqhgl", queries, own_keys) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(~seen[:, :, None, None], -torch.inf)
+        weights = torch.softmax(scores, dim=-1).masked_fill(~seen.any(dim=-1)[:, :, None, None, None], 0.0)
+        attended = torch.einsum("bqhgl,blhd->bqhgd", weights, own_values)
+        return attended.reshape(query.shape).to(query.dtype)

@@ -1,0 +1,150 @@
+"""The target's forward pass over padded rows, captured; and the runner that uses it wherever a step fits."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache
+from speculative.gpu.buckets import Bucket, Buckets
+from speculative.gpu.buffers import GraphBuffers
+from speculative.gpu.capture import Capturer
+from speculative.gpu.padding import CacheRoom, fill_rows, padded_places, paged_rows, row_fields
+from speculative.gpu.paged_attention import AttendPaged, PagedAttention
+from speculative.gpu.staged_inputs import Field, StagedInputs
+from speculative.model.decoder import Decoder
+from speculative.state.batch import Int64s, StepInput
+from speculative.state.token_constraint import Bools
+from speculative.step.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPass:
+    """A captured function and its inputs."""
+
+    inputs: StagedInputs
+    replay: Callable[[], object]
+
+
+class TargetPass:
+    """Runs the target on a step's rows as one launch; what it computes lies in the statics.
+
+    capture: the layers whose inputs are features, as `Decoder.run` takes them.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        room: CacheRoom,
+        buffers: GraphBuffers,
+        attend: AttendPaged,
+        capture: tuple[int, ...],
+    ) -> None:
+        self.capture = capture
+        self.buffers = buffers
+        self._decoder, self._cache, self._room, self._attend = decoder, cache, room, attend
+        self._passes: dict[Bucket, CapturedPass] = {}
+
+    def prepare(self, bucket: Bucket, capturer: Capturer) -> CapturedPass:
+        """The captured pass of a bucket; captured now if it is new."""
+        if bucket not in self._passes:
+            shape = (bucket.num_seqs, bucket.num_queries)
+            fields = row_fields(bucket, self._room)
+            fields |= {"input_ids": Field(shape), "sources": Field(shape, padding=-1)}
+            inputs = StagedInputs(fields, capturer.device)
+            self._passes[bucket] = CapturedPass(inputs, capturer.capture(lambda: self._compute(inputs.on_device)))
+        return self._passes[bucket]
+
+    def run(self, bucket: Bucket, layout: StepInput, sources: Int64s | None, capturer: Capturer) -> Int64s:
+        """Compute a step's rows.
+
+        Args:
+            bucket: holds them.
+            layout: the step's rows.
+            sources: [N] per packed row, the row of `GraphBuffers.draft_tokens` that holds its token; -1 = the layout
+            has it.
+            capturer: for a bucket that is new.
+
+        Returns:
+            [N] where each packed row lies in `GraphBuffers.hidden`.
+        """
+        captured = self.prepare(bucket, capturer)
+        counts = np.diff(layout.row_starts)
+        places = padded_places(counts, bucket.num_queries)
+        host = captured.inputs.next_host()
+        size = self._room.block_size
+        blocks = [slots[::size] // size for slots in layout.context_slots]
+        fill_rows(host, blocks, layout.positions[layout.row_starts[:-1]], counts, self._room)
+        host["input_ids"].reshape(-1)[places] = layout.input_ids
+        if sources is not None:
+            host["sources"].reshape(-1)[places] = sources
+        captured.inputs.send()
+        captured.replay()
+        return places
+
+    def _compute(self, inputs: dict[str, Tensor]) -> None:
+        sources = inputs["sources"].view(-1)
+        drafted = self.buffers.draft_tokens[sources.clamp(min=0)]
+        input_ids = torch.where(sources >= 0, drafted, inputs["input_ids"].view(-1))
+        attention = PagedAttention(self._cache, paged_rows(inputs), self._attend)
+        hidden, features = self._decoder.run(input_ids, inputs["positions"].view(-1), attention, self.capture)
+        num_rows = len(input_ids)
+        self.buffers.hidden[:num_rows].copy_(hidden)
+        if self.capture:
+            self.buffers.features[:num_rows].copy_(features)
+
+
+class GraphRunner(ModelRunner):
+    """As ModelRunner; the rows of sequences that have a few each are replayed, those of prompts run eagerly."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, target: TargetPass, buckets: Buckets, capturer: Capturer
+    ) -> None:
+        super().__init__(decoder, cache, capturer.device)
+        self.target = target
+        self._buckets, self._capturer = buckets, capturer
+
+    def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As ModelRunner's."""
+        counts = np.diff(layout.row_starts)
+        few = counts <= self._buckets.query_lengths[-1]
+        if not few.any() or few.sum() > self._buckets.batch_sizes[-1] or capture not in ((), self.target.capture):
+            return super().forward_with_features(layout, capture)
+        if few.all():
+            return self._replay(layout, capture)
+        hidden: list[Tensor] = []
+        features: list[Tensor] = []
+        for chosen, run in ((few, self._replay), (~few, super().forward_with_features)):
+            found = run(_select(layout, chosen), capture)
+            hidden.append(found[0])
+            features.append(found[1])
+        is_few = np.repeat(few, counts)
+        order = torch.from_numpy(np.argsort(np.argsort(~is_few, kind="stable"))).to(self.device)
+        return torch.cat(hidden)[order], torch.cat(features)[order]
+
+    def _replay(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        counts = np.diff(layout.row_starts)
+        bucket = self._buckets.fit(len(counts), int(counts.max()))
+        assert bucket is not None, "the rows were chosen to fit"
+        places = torch.from_numpy(self.target.run(bucket, layout, None, self._capturer)).to(self.device)
+        buffers = self.target.buffers
+        hidden = buffers.hidden[places]  # a copy: the next step overwrites what it was gathered from
+        return hidden, buffers.features[places] if capture else hidden[:, :0]
+
+
+def _select(layout: StepInput, chosen: Bools) -> StepInput:
+    """The rows of some sequences, as far as a forward pass reads them."""
+    counts = np.diff(layout.row_starts)
+    rows = np.repeat(chosen, counts)
+    return dataclasses.replace(
+        layout,
+        input_ids=layout.input_ids[rows],
+        positions=layout.positions[rows],
+        slots=layout.slots[rows],
+        row_starts=np.concatenate([[0], np.cumsum(counts[chosen])]),
+        context_slots=tuple(own for own, is_chosen in zip(layout.context_slots, chosen, strict=True) if is_chosen),
+    )

@@ -1,0 +1,193 @@
+"""`PagedAttention` as two Triton kernels; imported only where Triton is installed.
+
+The context of a sequence is cut into splits of SPLIT_TOKENS positions, each one program's for the rows of one KV head
+(Dao et al., "Flash-Decoding for long-context inference", 2023), with a running softmax (Milakov and Gimelshein, 2018)
+in float32. A second kernel merges a row's splits, first to last. Splits and tiles have the same sizes for every batch
+and every Q, and what a row does not see leaves its sums as they are, so its result is a function of its own inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
+
+_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number: what fits beside the rows
+_LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into registers
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend_split(  # noqa: PLR0913
+    query,  # [B * Q, KV * GROUP, D]
+    keys,  # [num_slots, KV, D]
+    values,
+    blocks,  # [B, num_blocks] int64
+    visible,  # [B * Q] int64
+    partial,  # [B * Q, KV * GROUP, NUM_SPLITS, D] float32: softmax-weighted values of one split
+    weight,  # [B * Q, KV * GROUP, NUM_SPLITS] float32: log2 of the sum of the split's exponentials
+    scale,  # of the scores, in units of log2
+    num_queries,  # Q
+    num_parts,  # programs that share the rows of a sequence and a KV head
+    num_blocks,
+    query_row_stride,
+    query_head_stride,
+    cache_slot_stride,
+    cache_head_stride,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    sequence, kv_head, split = tl.program_id(0) // num_parts, tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) % num_parts * ROWS + tl.arange(0, ROWS)
+    exists = row < num_queries * GROUP
+    token = sequence * num_queries + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    seen = tl.load(visible + token, mask=exists, other=0)  # [ROWS]
+    longest = tl.max(seen, axis=0)
+    begin = split * SPLIT
+    if begin < longest:
+        dim = tl.arange(0, DIM)
+        in_head = dim < HEAD_DIM
+        q = tl.load(
+            query + token[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
+            mask=exists[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        highest = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        summed = tl.zeros([ROWS, DIM], tl.float32)
+        for offset in range(0, SPLIT, TILE):
+            position = begin + offset + tl.arange(0, TILE)
+            there = (position >= FIRST) & (position < longest)
+            block = tl.load(blocks + sequence * num_blocks + position // BLOCK_SIZE, mask=there, other=0)
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+            place = slot[:, None] * cache_slot_stride + kv_head * cache_head_stride + dim[None, :]
+            inside = there[:, None] & in_head[None, :]
+            k = tl.load(keys + place, mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            sees = there[None, :] & (position[None, :] < seen[:, None])
+            scores = tl.where(sees, scores, -float("inf"))
+            new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+            base = tl.where(new_highest == -float("inf"), 0.0, new_highest)  # -inf - -inf is NaN
+            exponentials = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(highest - base)
+            v = tl.load(values + place, mask=inside, other=0.0)
+            total = total * shrink + tl.sum(exponentials, axis=1)
+            summed = summed * shrink[:, None] + tl.dot(exponentials.to(v.dtype), v, input_precision="ieee")
+            highest = new_highest
+        some = total > 0
+        safe = tl.where(some, total, 1.0)
+        cell = (token * (tl.num_programs(1) * GROUP) + head) * NUM_SPLITS + split
+        tl.store(
+            partial + cell[:, None] * HEAD_DIM + dim[None, :],
+            summed / safe[:, None],
+            mask=exists[:, None] & in_head[None, :],
+        )
+        tl.store(weight + cell, tl.where(some, highest + tl.log2(safe), -float("inf")), mask=exists)
+
+
+@triton.jit
+def _merge_splits(  # noqa: PLR0913
+    partial,
+    weight,
+    visible,
+    out,  # [B * Q, num_heads, D], contiguous
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    dim = tl.arange(0, DIM)
+    in_head = dim < HEAD_DIM
+    seen = tl.load(visible + row)
+    place = row * tl.num_programs(1) + head
+    highest = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    summed = tl.zeros([DIM], tl.float32)
+    for split in range(NUM_SPLITS):
+        used = split * SPLIT < seen  # what lies behind was written by nobody
+        cell = place * NUM_SPLITS + split + tl.zeros([1], tl.int32)
+        lse = tl.load(weight + cell, mask=used, other=-float("inf"))
+        part = tl.load(partial + (place * NUM_SPLITS + split) * HEAD_DIM + dim, mask=in_head & used, other=0.0)
+        new_highest = tl.maximum(highest, lse)
+        base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        share, shrink = tl.exp2(lse - base), tl.exp2(highest - base)
+        total = total * shrink + share
+        summed = summed * shrink + part * share
+        highest = new_highest
+    merged = summed / tl.where(total > 0, total, 1.0)
+    tl.store(out + place * HEAD_DIM + dim, merged.to(out.dtype.element_ty), mask=in_head)
+
+
+class TritonAttend:
+    """Launches both kernels."""
+
+    def __init__(self, sizes: AttentionSizes) -> None:
+        self._sizes = sizes
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+        """As `AttendPaged`."""
+        num_rows, num_heads, head_dim = query.shape
+        num_seqs, num_kv_heads = rows.blocks.shape[0], keys.shape[1]
+        group = num_heads // num_kv_heads
+        out = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+        partial, weight = workspace(self._sizes, query)
+        query = query.to(keys.dtype)
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        num_splits, dim = self._sizes.num_splits, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
+        tile_rows = min(_MOST_ROWS, max(_LEAST_ROWS, triton.next_power_of_2(self._sizes.max_queries * group)))
+        num_parts = triton.cdiv(rows.num_queries * group, tile_rows)
+        _attend_split[(num_seqs * num_parts, num_kv_heads, num_splits)](
+            query,
+            keys,
+            values,
+            rows.blocks,
+            rows.visible,
+            partial,
+            weight,
+            head_dim**-0.5 * _LOG2_E,
+            rows.num_queries,
+            num_parts,
+            rows.blocks.shape[1],
+            query.stride(0),
+            query.stride(1),
+            keys.stride(0),
+            keys.stride(1),
+            FIRST=rows.first,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=self._sizes.block_size,
+            NUM_SPLITS=num_splits,
+            SPLIT=SPLIT_TOKENS,
+            TILE=_TILE_TOKENS[keys.element_size()],
+            ROWS=tile_rows,
+            DIM=dim,
+        )
+        _merge_splits[(num_rows, num_heads)](
+            partial,
+            weight,
+            rows.visible,
+            out,
+            HEAD_DIM=head_dim,
+            NUM_SPLITS=num_splits,
+            SPLIT=SPLIT_TOKENS,
+            DIM=dim,
+        )
+        return out
+
+
+def workspace(sizes: AttentionSizes, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the partial results of the splits: values, and their weights. Within a graph all layers share it."""
+    cells = (*query.shape[:2], sizes.num_splits)
+    partial = torch.empty((*cells, query.shape[2]), dtype=torch.float32, device=query.device)
+    return partial, torch.empty(cells, dtype=torch.float32, device=query.device)

@@ -1,0 +1,236 @@
+"""From hidden states to what is emitted, captured: LM head, distribution, verification, invariants, self-checks,
+logprobs.
+
+Only plain requests are judged here: a temperature, no filters, no rules, token-wise verification. The arithmetic is the
+eager step's own; what differs is that rows are padded, and that everything the host wants leaves in one vector.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.config import LogprobsMode
+from speculative.gpu.buckets import Bucket
+from speculative.gpu.buffers import GraphBuffers
+from speculative.gpu.capture import Capturer, copy_once
+from speculative.gpu.staged_inputs import Array, Field, StagedInputs
+from speculative.model.decoder import Decoder
+from speculative.sampling.logprobs import HostLogprobs, gather_logprobs, mode_matrix
+from speculative.sampling.probs import SamplingRows, process, target_probs
+from speculative.sampling.rng import Purpose, uniforms
+from speculative.selfcheck.invariants import broken_rows
+from speculative.selfcheck.terms import Scope, take_terms
+from speculative.state.batch import HostTerms, StepInput
+from speculative.state.token_constraint import Bools
+from speculative.step.host_copy import Verdicts
+from speculative.verification.base import VerifyInput, emitted_at_rows
+from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
+from speculative.verification.token_wise import verify_token_wise
+
+_NEVER = 1 << 20  # offset of a row that stands for nothing: behind every draft
+
+
+class Kind(NamedTuple):
+    """What is captured beside a bucket.
+
+    drawn: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
+    self-checks are taken. logprobs: of the emitted tokens are told.
+    """
+
+    drawn: bool
+    checked: bool
+    logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRows:
+    """A step's verify rows as the host knows them.
+
+    places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows: [sum(counts)] where each packed draft lies in
+    the statics; None where the host chose them. counted: [E] whose terms count."""
+
+    layout: StepInput
+    places: Array
+    draft_rows: Array | None
+    counted: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What came back in the one copy. draft_ids: [R] the draft judged at each row, -1 in last rows."""
+
+    verdicts: Verdicts
+    draft_ids: Array
+    logprobs: HostLogprobs | None
+    terms: HostTerms | None
+
+
+class _Captured(NamedTuple):
+    inputs: StagedInputs
+    replay: Callable[[], tuple[Tensor, tuple[str, ...]]]
+
+
+class VerifyGraph:
+    """Judges a step's drafts as one launch."""
+
+    def __init__(self, decoder: Decoder, buffers: GraphBuffers, draft_ids: Tensor | None, mode: LogprobsMode) -> None:
+        """`draft_ids` is `DraftModel.ids` of the drafter: the tokens its columns stand for."""
+        self._decoder, self._statics, self._draft_ids, self._mode = decoder, buffers, draft_ids, mode
+        self._captured: dict[tuple[Bucket, Kind], _Captured] = {}
+
+    def prepare(self, bucket: Bucket, kind: Kind, capturer: Capturer) -> _Captured:
+        """The captured function of a bucket of packed rows; captured now if it is new."""
+        if (bucket, kind) not in self._captured:
+            inputs = StagedInputs(_fields(bucket), capturer.device)
+            _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
+            inputs.send()
+            replay = capturer.capture(lambda: self._compute(bucket, kind, inputs.on_device))
+            self._captured[bucket, kind] = _Captured(inputs, replay)
+        return self._captured[bucket, kind]
+
+    def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows, capturer: Capturer) -> Judged:
+        """Judge, and copy what came of it to the host."""
+        captured = self.prepare(bucket, kind, capturer)
+        _fill(captured.inputs.next_host(), rows)
+        captured.inputs.send()
+        vector, checks = captured.replay()
+        return _unpack(vector.cpu().numpy(), bucket, kind, checks, rows.layout)
+
+    def _compute(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
+        logits = self._decoder.logits(self._statics.hidden[inputs["places"]])  # [R, V]
+        sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"])
+        processed = process(logits, sampling)
+        step = self._verify_input(bucket, kind, inputs, target_probs(processed, sampling))
+        verified = verify_token_wise(step)
+        emitted = emitted_at_rows(verified, step)
+        broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), torch.zeros_like(inputs["greedy"]))
+        expected = verified.expected_accepted.nan_to_num().sum()
+        parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, expected]
+        checks: tuple[str, ...] = ()
+        if kind.logprobs:
+            reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
+            parts += [reported.values, reported.ranks]
+        if kind.checked:
+            nobody = torch.zeros_like(inputs["counted"])
+            scope = Scope("token_wise", inputs["judged_rows"], inputs["counted"], nobody, False, False)
+            terms = take_terms(step, verified, emitted, scope)
+            parts += [terms.achievable, terms.sums]
+            checks = terms.checks
+        return copy_once(parts), checks
+
+    def _verify_input(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor], probs: Tensor) -> VerifyInput:
+        drafts, draft_probs = inputs["drafts"], self._distribution(kind, inputs)
+        if kind.drawn and bucket.num_queries > 1:
+            own = self._statics.draft_tokens[inputs["draft_rows"]]  # [D]
+            drafts = torch.where(drafts >= 0, own[inputs["packed"].clamp(max=len(own) - 1)], -1)
+        names = ("packed", "entries", "offsets", "first_rows", "counts", "accept_uniforms", "sample_uniforms")
+        unused = inputs["entries"]  # of the coupled verifier
+        named = {name: inputs[name] for name in names}
+        return VerifyInput(probs=probs, draft_probs=draft_probs, drafts=drafts, seeds=unused, positions=unused, **named)
+
+    def _distribution(self, kind: Kind, inputs: Mapping[str, Tensor]) -> DraftProbs:
+        if not kind.drawn:
+            return PointMass()
+        probs = self._statics.draft_probs[inputs["draft_rows"]]
+        if self._draft_ids is None:
+            return Dense(probs)
+        return SubVocabulary(probs, self._draft_ids, self._statics.draft_columns[inputs["draft_rows"]])
+
+
+def _fields(bucket: Bucket) -> dict[str, Field]:
+    """Rows that stand for nothing come behind every draft of the last entry.
+
+    Every entry needs a row of its own beside these, the ones that are none as well (`_give_rows_to_nobodies`).
+    """
+    rows, entries = (bucket.num_rows,), (bucket.num_seqs,)
+    drafts = (bucket.num_rows - bucket.num_seqs,)
+    return {
+        "places": Field(rows),
+        "drafts": Field(rows, padding=-1),
+        "packed": Field(rows),
+        "entries": Field(rows, padding=bucket.num_seqs - 1),
+        "offsets": Field(rows, padding=_NEVER),
+        "first_rows": Field(entries),
+        "counts": Field(entries),
+        "accept_uniforms": Field(rows, torch.float64, 0.5),
+        "sample_uniforms": Field(rows, torch.float64, 0.5),
+        "temperature": Field((*rows, 1), torch.float32, 1.0),
+        "greedy": Field(rows, torch.bool, 1),
+        "counted": Field(entries, torch.bool, 0),
+        "draft_rows": Field(drafts),
+        "judged_rows": Field(drafts),
+    }
+
+
+def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
+    layout = rows.layout
+    num_rows, num_entries = len(layout.drafts), len(layout.drawing)
+    sequences = [entry.sequence for entry in layout.drawing]
+    params = [sequence.params for sequence in sequences]
+    per_entry = SamplingRows.build(params, 1, torch.device("cpu"))
+    entries = layout.verify_entries
+    host["places"][:num_rows] = rows.places
+    host["drafts"][:num_rows] = layout.drafts
+    # Every drawing entry before a row took one row that judges no draft.
+    host["packed"][:num_rows] = np.arange(num_rows) - entries
+    host["entries"][:num_rows] = entries
+    host["offsets"][:num_rows] = layout.offsets
+    ends = np.cumsum(layout.draft_counts + 1)
+    host["first_rows"][:num_entries] = ends - layout.draft_counts - 1
+    host["counts"][:num_entries] = layout.draft_counts
+    host["accept_uniforms"][:num_rows], host["sample_uniforms"][:num_rows] = _random_numbers(layout)
+    host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
+    host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
+    host["counted"][:num_entries] = rows.counted
+    judged = np.flatnonzero(layout.drafts >= 0)
+    host["judged_rows"][:] = ends[0] - 1  # a row that judges nothing, for the drafts that are none
+    host["judged_rows"][: len(judged)] = judged
+    if rows.draft_rows is not None:
+        host["draft_rows"][: len(judged)] = rows.draft_rows
+    _give_rows_to_nobodies(host, num_rows, num_entries)
+
+
+def _give_rows_to_nobodies(host: dict[str, Array], num_rows: int, num_entries: int) -> None:
+    """Behind `num_rows` rows of `num_entries` entries, one row without a draft for every entry that is none."""
+    nobodies = np.arange(num_entries, len(host["counts"]))
+    own = num_rows + np.arange(len(nobodies))
+    host["first_rows"][nobodies] = own
+    host["entries"][own] = nobodies
+    host["offsets"][own] = 0
+
+
+def _random_numbers(layout: StepInput) -> tuple[Array, Array]:
+    """Coins and final draws of the rows, [R] each."""
+    sequences = [entry.sequence for entry in layout.drawing]
+    seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)[layout.verify_entries]
+    rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)[layout.verify_entries]
+    key = (seeds, rounds, layout.offsets.astype(np.uint64))
+    final = np.where(layout.drafts < 0, np.uint64(Purpose.BONUS), np.uint64(Purpose.RESIDUAL))
+    return uniforms(*key, np.full_like(seeds, Purpose.COIN)), uniforms(*key, final)
+
+
+def _unpack(vector: Array, bucket: Bucket, kind: Kind, checks: tuple[str, ...], layout: StepInput) -> Judged:
+    rest = vector
+
+    def take(count: int) -> Array:
+        nonlocal rest
+        taken, rest = rest[:count], rest[count:]
+        return taken
+
+    num_rows, num_entries = len(layout.drafts), len(layout.drawing)
+    accepted, token_ids = (take(bucket.num_seqs)[:num_entries].astype(np.int64) for _ in range(2))
+    drafts, broken = (take(bucket.num_rows)[:num_rows].astype(np.int64) for _ in range(2))
+    verdicts = Verdicts(accepted, token_ids, broken, float(take(1)[0]))
+    logprobs = terms = None
+    if kind.logprobs:
+        values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
+        nothing = np.empty((num_rows, 0))
+        logprobs = HostLogprobs(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
+    if kind.checked:
+        achievable = float(take(1)[0])
+        terms = HostTerms(checks, rest.reshape(len(checks), -1), achievable)
+    return Judged(verdicts, drafts, logprobs, terms)

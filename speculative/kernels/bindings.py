@@ -1,0 +1,591 @@
+"""The CPU kernels of `kernels.cpp`: compiled once for this machine's processor, kept, and called without copies.
+
+Where there is no compiler, or a processor without AVX-512, there are none, and torch's own operators do the work.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.config import kernels_folder
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-strict-aliasing", "-fopenmp", "-fPIC", "-shared")
+_COMPILE_LIMIT_S = 120
+
+Uint64s = np.ndarray[Any, np.dtype[np.uint64]]
+Float64s = np.ndarray[Any, np.dtype[np.float64]]
+
+_log = logging.getLogger(__name__)
+
+
+class LinearStruct(ctypes.Structure):
+    """`Linear` of kernels.cpp."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("num_inputs", c_int64),
+        ("num_outputs", c_int64),
+        ("kind", c_int64),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """`Layer` of kernels.cpp."""
+
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("head_norm", c_void_p),
+        ("qkv", LinearStruct),
+        ("output", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+    ]
+
+
+class DraftHeadStruct(ctypes.Structure):
+    """`DraftHead` of kernels.cpp."""
+
+    _fields_ = [
+        ("embedding", c_void_p),
+        ("embedding_is_bfloat16", c_int64),
+        ("residual_is_normed", c_int64),
+        ("token_norm", c_void_p),
+        ("hidden_norm", c_void_p),
+        ("layer", LayerStruct),
+        ("norm", c_void_p),
+        ("lm_head", LinearStruct),
+        ("ids", c_void_p),
+    ]
+
+
+class ShapeStruct(ctypes.Structure):
+    """`Shape` of kernels.cpp."""
+
+    _fields_ = [
+        ("hidden_size", c_int64),
+        ("intermediate_size", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("num_slots", c_int64),
+        ("cache_is_bfloat16", c_int64),
+        ("rotary", c_void_p),
+        ("eps", c_double),
+    ]
+
+
+class StepStruct(ctypes.Structure):
+    """`Step` of kernels.cpp."""
+
+    _fields_ = [
+        ("num_rows", c_int64),
+        ("num_spans", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("row_starts", c_void_p),
+        ("context", c_void_p),
+        ("context_starts", c_void_p),
+    ]
+
+
+class DraftRoundStruct(ctypes.Structure):
+    """`DraftRound` of kernels.cpp."""
+
+    _fields_ = [
+        ("num_entries", c_int64),
+        ("counts", c_void_p),
+        ("context", c_void_p),
+        ("context_starts", c_void_p),
+        ("seeds", c_void_p),
+        ("lengths", c_void_p),
+        ("purpose", c_int64),
+        ("temperature", c_void_p),
+        ("greedy", c_void_p),
+        ("num_filters", c_int64),
+        ("filtered", c_void_p),
+        ("log_min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("survival", c_void_p),
+        ("following", c_void_p),
+        ("edges", c_void_p),
+        ("num_edges", c_int64),
+        ("least", c_double),
+        ("probabilities", c_void_p),
+    ]
+
+
+class VerifyStruct(ctypes.Structure):
+    """`VerifyStep` of kernels.cpp."""
+
+    _fields_ = [
+        ("num_rows", c_int64),
+        ("num_entries", c_int64),
+        ("size", c_int64),
+        ("p", c_void_p),
+        ("q", c_void_p),
+        ("width", c_int64),
+        ("ids", c_void_p),
+        ("columns", c_void_p),
+        ("drafts", c_void_p),
+        ("packed", c_void_p),
+        ("entries", c_void_p),
+        ("first_rows", c_void_p),
+    ]
+
+
+_MIRRORED: dict[str, type[ctypes.Structure]] = {
+    "Linear": LinearStruct,
+    "Layer": LayerStruct,
+    "DraftHead": DraftHeadStruct,
+    "Shape": ShapeStruct,
+    "Step": StepStruct,
+    "DraftRound": DraftRoundStruct,
+    "VerifyStep": VerifyStruct,
+}
+
+
+class _Place(ctypes.Structure):
+    """`Place` of kernels.cpp."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("bytes", c_int64)]
+
+
+def misplaced_fields(library: ctypes.CDLL) -> list[str]:
+    """What the structs of a compiled library and their mirrors here disagree about; empty where they are the same."""
+    library.truespec_places.restype = ctypes.POINTER(_Place)
+    places, compiled = library.truespec_places(), dict[str, int]()
+    for index in itertools.count():
+        if places[index].name is None:
+            break
+        compiled[places[index].name.decode()] = places[index].bytes
+    mirrored = {name: ctypes.sizeof(struct) for name, struct in _MIRRORED.items()}
+    for name, struct in _MIRRORED.items():
+        mirrored |= {f"{name}.{field[0]}": getattr(struct, field[0]).offset for field in struct._fields_}
+    return [
+        f"{name}: {compiled.get(name)} in kernels.cpp, {mirrored.get(name)} in bindings.py"
+        for name in sorted(compiled.keys() | mirrored.keys())
+        if compiled.get(name) != mirrored.get(name)
+    ]
+
+
+class Kernels:
+    """The functions of the compiled library. Tensors are float32 on the CPU unless said otherwise."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        if misplaced := misplaced_fields(library):
+            raise RuntimeError(f"Structs of kernels.cpp differ from their mirrors: {'; '.join(misplaced)}.")
+        self.file: str = library._name  # whose name is a hash of source, compiler and processor
+        self._linear = library.truespec_linear
+        self._linear.argtypes = [
+            *(c_void_p, c_int64, c_void_p, c_int64),
+            *(c_void_p, c_double, c_void_p, c_int64),
+        ]
+        self._attend = library.truespec_attend
+        self._attend.argtypes = [
+            *(c_void_p, c_void_p, c_void_p, c_int64),
+            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
+            *(c_void_p, c_int64),
+        ]
+        self._layers = library.truespec_layers
+        self._layers.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
+        self._norm = library.truespec_norm
+        self._norm.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_double, c_void_p]
+        self._attention = library.truespec_attention
+        self._attention.argtypes = [
+            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        ]
+        self._mlp = library.truespec_mlp
+        self._mlp.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
+        self._draft_layer = library.truespec_draft_layer
+        self._draft_layer.argtypes = [
+            *(c_void_p, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+        ]
+        self._draft_round = library.truespec_draft_round
+        self._draft_round.argtypes = [*(c_void_p,) * 5, c_int64, *(c_void_p,) * 3, c_int64]
+        self._distributions = library.truespec_distributions
+        self._distributions.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
+        self._filter = library.truespec_filter
+        self._filter.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
+        self._verify = library.truespec_verify
+        self._verify.argtypes = [c_void_p] * 6
+        self._emitted = library.truespec_emitted
+        self._emitted.argtypes = [c_void_p] * 4
+        self._broken_rows = library.truespec_broken_rows
+        self._broken_rows.argtypes = [*(c_void_p,) * 5, c_double, c_void_p]
+        self._terms = library.truespec_terms
+        self._terms.argtypes = [*(c_void_p,) * 5, c_int64, c_double, c_double, c_void_p, c_void_p]
+        self._draw = library.truespec_draw
+        self._draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
+        self._draw_residual = library.truespec_draw_residual
+        self._draw_residual.argtypes = [
+            *(c_int64, c_int64, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+            *(c_void_p, c_void_p),
+        ]
+        self._uniforms = library.truespec_uniforms
+        self._uniforms.argtypes = [c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
+        for function in (self._linear, self._attend, self._layers, self._norm, self._attention, self._mlp):
+            function.restype = None
+        self._noise = library.truespec_noise
+        self._noise.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
+        self._noise.restype = None
+        for function in (self._draft_layer, self._draft_round, self._distributions, self._draw, self._draw_residual):
+            function.restype = None
+        self._uniforms.restype = None
+        self._filter.restype = None
+
+    def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]; normed first if told by what."""
+        out = rows.new_empty((rows.shape[0], linear.num_outputs))
+        weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+        self._linear(
+            *(ctypes.addressof(linear), rows.shape[0], rows.data_ptr(), rows.stride(0)),
+            *(weight, eps, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The root-mean-square norm of rows [N, size], each of them contiguous."""
+        out = rows.new_empty(rows.shape)
+        self._norm(*rows.shape, rows.data_ptr(), rows.stride(0), weight.data_ptr(), eps, out.data_ptr())
+        return out
+
+    def attend(
+        self, shape: ShapeStruct, step: StepStruct, cache: Tensor, layer: int, heads: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """Store key and value of one layer, then attend.
+
+        Args:
+            shape: of the model and its cache.
+            step: where its rows lie.
+            cache: [num_layers, 2, num_slots, num_kv_heads, head_dim], float32 or bfloat16.
+            layer: which one.
+            heads: query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim]; rows may be apart.
+
+        Returns:
+            [N, num_heads, head_dim].
+        """
+        attended = torch.empty(heads[0].shape)
+        places = [place for part in heads for place in (part.data_ptr(), part.stride(0))]
+        self._attend(
+            *(ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr(), layer),
+            *places,
+            *(attended.data_ptr(), torch.get_num_threads()),
+        )
+        return attended
+
+    def attention(
+        self,
+        layer: LayerStruct,
+        index: int,
+        rows: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        place: tuple[ShapeStruct, StepStruct, Tensor],
+    ) -> Tensor:
+        """Attention of one layer with its projections: rows [N, num_inputs] -> [N, hidden_size].
+
+        Args:
+            layer: its weights.
+            index: its place in the cache.
+            rows: what the projections read.
+            rotary: two of [N, 1, head_dim], as `rotate` takes them.
+            place: shape, step and cache of `attend`.
+        """
+        shape, step, cache = place
+        out = rows.new_empty((rows.shape[0], shape.hidden_size))
+        self._attention(
+            *(ctypes.addressof(layer), index, ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr()),
+            *(rows.data_ptr(), rows.stride(0), rotary[0].data_ptr(), rotary[1].data_ptr(), out.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def mlp(self, layer: LayerStruct, rows: Tensor) -> Tensor:
+        """SwiGLU of one layer: rows [N, hidden_size], each of them contiguous -> [N, hidden_size]."""
+        out = rows.new_empty((rows.shape[0], layer.down.num_outputs))
+        self._mlp(
+            *(ctypes.addressof(layer), rows.shape[0], rows.data_ptr(), rows.stride(0), out.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def draft_layer(
+        self,
+        head: DraftHeadStruct,
+        token_ids: Tensor,
+        hidden: Tensor,
+        place: tuple[ShapeStruct, StepStruct, Tensor],
+    ) -> Tensor:
+        """One layer of a draft head: token_ids [N] and hidden [N, hidden_size], each row contiguous -> the same size.
+
+        Args:
+            head: its weights.
+            token_ids: int64.
+            hidden: what stands beside the tokens.
+            place: shape, step (with positions) and cache of `attend`.
+        """
+        shape, step, cache = place
+        out = hidden.new_empty(hidden.shape)
+        self._draft_layer(
+            *(ctypes.addressof(head), ctypes.addressof(shape), ctypes.addressof(step), cache.data_ptr()),
+            *(token_ids.data_ptr(), hidden.data_ptr(), hidden.stride(0), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def draft_round(
+        self,
+        head: DraftHeadStruct,
+        draft_round: DraftRoundStruct,
+        num_drafts: int,
+        hidden: Tensor,
+        place: tuple[ShapeStruct, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All drafts of a round, entry after entry: tokens and columns [D] int64, and the distributions [D, W] of their
+        draws.
+
+        Those that ended early leave what is behind them of each tensor as it was.
+
+        Args:
+            head: its weights.
+            draft_round: what is drafted for whom.
+            num_drafts: D, of all entries.
+            hidden: [E, hidden_size], each row contiguous; the first drafts are drawn from it.
+            place: shape and cache of `attend`.
+        """
+        shape, cache = place
+        tokens, columns = (torch.empty(num_drafts, dtype=torch.int64) for _ in range(2))
+        distributions = torch.empty((num_drafts, head.lm_head.num_outputs))
+        self._draft_round(
+            *(ctypes.addressof(head), ctypes.addressof(shape), cache.data_ptr(), ctypes.addressof(draft_round)),
+            *(hidden.data_ptr(), hidden.stride(0), tokens.data_ptr(), columns.data_ptr(), distributions.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return tokens, columns, distributions
+
+    def distributions(self, logits: Tensor, greedy: Tensor) -> Tensor:
+        """Logits [R, V] -> softmax of each row; where greedy [R] bool, all mass on the likeliest token."""
+        logits = logits.contiguous()
+        out = torch.empty_like(logits)
+        self._distributions(*logits.shape, logits.data_ptr(), greedy.data_ptr(), out.data_ptr())
+        return out
+
+    def filter(self, logits: Tensor, rows: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+        """Write -inf into logits [R, V], contiguous, where a filter drops a token.
+
+        rows [F] int64; of each of them the filters, log_min_p and top_p [F] float32 and top_k [F] int64, which hold
+        one after another. -inf, V and 1 drop nothing. A row with a NaN stays as it is.
+        """
+        self._filter(
+            *(rows.shape[0], logits.shape[1], logits.data_ptr(), rows.data_ptr()),
+            *(log_min_p.data_ptr(), top_k.data_ptr(), top_p.data_ptr()),
+        )
+
+    def draw(self, distributions: Tensor, uniforms: Tensor) -> Tensor:
+        """One token [R] int64 of each distribution [R, V], which need not be normalised; uniforms are [R] float64."""
+        distributions, uniforms = distributions.contiguous(), uniforms.contiguous()
+        tokens = torch.empty(distributions.shape[0], dtype=torch.int64)
+        self._draw(*distributions.shape, distributions.data_ptr(), uniforms.data_ptr(), tokens.data_ptr())
+        return tokens
+
+    def draw_residual(
+        self,
+        target: tuple[Tensor, Tensor, Tensor],
+        draft: tuple[Tensor, Tensor | None, Tensor],
+        uniforms: Tensor,
+    ) -> Tensor:
+        """One token [E] int64 of each distribution (share p - q)+, or of p where nothing is left of it.
+
+        Args:
+            target: p [R, V]; which of its rows [E] int64; their shares [E] float32.
+            draft: q [D, W]; the tokens of its columns, [1, W] or [E, W] int64, None = all; which of its rows [E] int64,
+                -1 = none.
+            uniforms: [E] float64.
+        """
+        (p, rows, shares), (q, ids, q_rows) = target, draft
+        p, q, ids = p.contiguous(), q.contiguous(), None if ids is None else ids.contiguous()
+        stride = 0 if ids is None or len(ids) == 1 else ids.shape[1]
+        kept = [part.contiguous() for part in (rows, shares, q_rows, uniforms)]
+        tokens = torch.empty(rows.shape[0], dtype=torch.int64)
+        self._draw_residual(
+            *(rows.shape[0], p.shape[1], p.data_ptr(), kept[0].data_ptr(), kept[1].data_ptr()),
+            *(q.data_ptr(), q.shape[1], None if ids is None else ids.data_ptr(), stride, kept[2].data_ptr()),
+            *(kept[3].data_ptr(), tokens.data_ptr()),
+        )
+        return tokens
+
+    def verify(
+        self, step: VerifyStruct, accept_uniforms: Tensor, sample_uniforms: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Token-wise verification: accepted drafts [E] int64, the token behind them [E] int64, their chances [E].
+
+        Args:
+            step: what is verified.
+            accept uniforms, finals: [R] float64.
+        """
+        counts, tokens = (torch.empty(step.num_entries, dtype=torch.int64) for _ in range(2))
+        expected = torch.empty(step.num_entries)
+        accept_uniforms, sample_uniforms = accept_uniforms.contiguous(), sample_uniforms.contiguous()
+        self._verify(
+            *(ctypes.addressof(step), accept_uniforms.data_ptr(), sample_uniforms.data_ptr()),
+            *(counts.data_ptr(), tokens.data_ptr(), expected.data_ptr()),
+        )
+        return counts, tokens, expected
+
+    def emitted(self, step: VerifyStruct, num_accepted: Tensor, token_ids: Tensor) -> Tensor:
+        """As `emitted_at_rows` of verification/base.py: [R] int64."""
+        out = torch.empty(step.num_rows, dtype=torch.int64)
+        kept = [part.contiguous() for part in (num_accepted, token_ids)]
+        self._emitted(ctypes.addressof(step), *(part.data_ptr() for part in kept), out.data_ptr())
+        return out
+
+    def broken_rows(
+        self,
+        step: VerifyStruct,
+        num_accepted: Tensor,
+        emitted: Tensor,
+        highest: Tensor,
+        outside: Tensor,
+        mass_rounding: float,
+    ) -> Tensor:
+        """As `broken_rows` of selfcheck/invariants.py: [R] int64. mass_rounding: of the mass of a draft's
+        distribution."""
+        out = torch.empty(step.num_rows, dtype=torch.int64)
+        kept = [part.contiguous() for part in (num_accepted, emitted, highest, outside)]
+        self._broken_rows(ctypes.addressof(step), *(part.data_ptr() for part in kept), mass_rounding, out.data_ptr())
+        return out
+
+    def terms(
+        self,
+        step: VerifyStruct,
+        num_accepted: Tensor,
+        emitted: Tensor,
+        counted: Tensor,
+        stakes: Float64s,
+        num_checks: int,
+        least: tuple[float, float],
+    ) -> tuple[Tensor, Tensor]:
+        """The terms of the self-checks of token-wise verification: sums [C, len(stakes) + 4], and what was achievable.
+
+        Args:
+            step: what was verified.
+            num_accepted: [E] int64. emitted: [R] int64. counted: [E] bool.
+            stakes: what is bet with.
+            num_checks: C; 8 for sampled drafts, 4 for chosen ones.
+            least: beside a chosen draft p has to leave more than the first for its last token to count; and the
+                distribution of a last token has to spread more than the second."""
+        sums = torch.zeros((num_checks, len(stakes) + 4), dtype=torch.float64)
+        achievable = torch.empty((), dtype=torch.float64)
+        kept = [part.contiguous() for part in (num_accepted, emitted, counted)]
+        self._terms(
+            *(ctypes.addressof(step), *(part.data_ptr() for part in kept), stakes.ctypes.data, len(stakes)),
+            *(*least, sums.data_ptr(), achievable.data_ptr()),
+        )
+        return sums, achievable
+
+    def noise(self, seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+        """The uniforms [R, vocab_size] float64 behind `gumbel` of rng.py; seeds and positions are [R] int64."""
+        seeds, positions = seeds.contiguous(), positions.contiguous()
+        out = torch.empty((len(seeds), vocab_size), dtype=torch.float64)
+        self._noise(*out.shape, seeds.data_ptr(), positions.data_ptr(), out.data_ptr())
+        return out
+
+    def uniforms(self, seeds: Uint64s, rounds: Uint64s, offsets: Uint64s, purposes: Uint64s) -> Float64s:
+        """As `uniforms` of rng.py: contiguous arrays [R]."""
+        out = np.empty(len(seeds), np.float64)
+        self._uniforms(
+            *(len(seeds), seeds.ctypes.data, rounds.ctypes.data, offsets.ctypes.data, purposes.ctypes.data),
+            out.ctypes.data,
+        )
+        return out
+
+    def layers(
+        self,
+        layers: "ctypes.Array[LayerStruct]",
+        which: range,
+        shape: ShapeStruct,
+        step: StepStruct,
+        cache: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        """Run consecutive layers, in place on hidden [N, hidden_size]."""
+        self._layers(
+            *(ctypes.addressof(layers), which.start, which.stop, ctypes.addressof(shape), ctypes.addressof(step)),
+            *(cache.data_ptr(), hidden.data_ptr(), torch.get_num_threads()),
+        )
+
+
+@functools.cache
+def find_kernels() -> Kernels | str:
+    """The kernels for this machine, compiled at the first call of the first process; or why there are none, and what
+    to do about it.
+
+    Whoever has been built once is found in the cache folder; a change of source, flags, compiler or processor builds
+    again.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability != "AVX512":
+        return f"torch sees {capability} on this processor, and they need AVX-512; take a machine that has it"
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        return f"none of {', '.join(_COMPILERS)} is on PATH to compile them; install g++"
+    try:
+        return Kernels(ctypes.CDLL(str(_built(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = str(getattr(error, "stderr", None) or error).strip()
+        _log.warning("%s does not compile the CPU kernels: %s", compiler, detail)
+        return f"{compiler} does not compile them ({detail.splitlines()[0]}); install a current g++"
+
+
+@functools.cache
+def cpu_kernels() -> Kernels | None:
+    """The kernels for this machine; None where there are none."""
+    found = find_kernels()
+    return found if isinstance(found, Kernels) else None
+
+
+def _built(compiler: str) -> Path:
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
+    key = hashlib.blake2b(_SOURCE.read_bytes(), digest_size=12)
+    for part in (" ".join((compiler, *_FLAGS)).encode(), version, _processor().encode()):
+        key.update(part)
+    library = kernels_folder() / f"kernels-{key.hexdigest()}.so"
+    if library.is_file():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads half a library
+        made = Path(scratch) / library.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
+        os.replace(made, library)
+    return library
+
+
+def _processor() -> str:
+    """What the compiler's `native` depends on."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("flags"):
+                return line
+    return platform.processor()

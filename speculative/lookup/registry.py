@@ -1,0 +1,138 @@
+"""The drafters without weights, and what can be set of each.
+
+A module of this package adds one: `drafter` registers a class under its kind, with its options. Nothing else has to
+know of it: its kind and its options are then settings of the engine, and fields of the configuration file and its
+reference.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from speculative.state.sequence import Sequence
+
+OptionValue = bool | int | float | str
+
+
+class OptionError(ValueError):
+    """An option's value is wrong, by itself or beside another's. name: of the option. rule: what it must be."""
+
+    def __init__(self, name: str, rule: str) -> None:
+        super().__init__(f"{name} {rule}")
+        self.name = name
+        self.rule = rule
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What can be set of a drafter, nothing: the base of frozen dataclasses, each of whose fields is an `option`.
+
+    All drafters' options are one namespace, so their names begin with their drafter's.
+
+    Raises:
+        OptionError: a value is outside its range, or `check` refuses it.
+    """
+
+    def __post_init__(self) -> None:
+        for name, option in options_of(type(self)).items():
+            value = getattr(self, name)
+            if option.most is not None and not option.least <= value <= option.most:
+                raise OptionError(name, f"must be between {option.least} and {option.most}, got {value}.")
+            if not option.least <= value:
+                raise OptionError(name, f"must be at least {option.least}, got {value}.")
+        self.check()
+
+    def check(self) -> None:
+        """Refuse values that contradict each other, by `OptionError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A number that can be set. meaning: for the reference. least, most: its range; most None = no bound."""
+
+    type: Any
+    default: Any
+    meaning: str
+    least: float
+    most: float | None
+
+
+def option(default: float, meaning: str, *, least: float, most: float | None = None) -> Any:
+    """A field of `Options`, as `dataclasses.field`."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "most": most})
+
+
+def options_of(options: type[Options]) -> dict[str, Option]:
+    """The options that a class has, by name."""
+    return {own.name: Option(own.type, own.default, **own.metadata) for own in dataclasses.fields(options)}
+
+
+class Lookup(Protocol):
+    """Chooses drafts for one sequence at a time.
+
+    They are a function of the sequence's tokens and of what was seen before, never of a random number that was drawn at
+    the position.
+    """
+
+    def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
+        """At most `max_drafts` token ids to follow the sequence's; also called with 0."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A kind of drafter. build: makes one of its options and the most tokens it will draft a round."""
+
+    options: type[Options]
+    build: Callable[[Any, int], Lookup]
+
+
+SomeLookup = TypeVar("SomeLookup", bound=Callable[[Any, int], Lookup])
+SomeOptions = TypeVar("SomeOptions", bound=Options)
+_REGISTERED: dict[str, Registered] = {}
+
+
+def drafter(kind: str, options: type[Options]) -> Callable[[SomeLookup], SomeLookup]:
+    """Register a class, or a function that builds a drafter of its options and the most tokens to draft a round.
+
+    Raises:
+        ValueError: the kind, or one of the options, is another drafter's already.
+    """
+    taken = {name for other in _REGISTERED.values() for name in options_of(other.options)} & options_of(options).keys()
+    if kind in _REGISTERED or taken:
+        raise ValueError(f"drafter.kind {kind} is registered twice, or its options {sorted(taken)} are another's.")
+
+    def register(build: SomeLookup) -> SomeLookup:
+        _REGISTERED[kind] = Registered(options, build)
+        return build
+
+    return register
+
+
+def registered() -> dict[str, Registered]:
+    """All drafters of this package by kind, in the order of their names."""
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+    return dict(sorted(_REGISTERED.items()))
+
+
+def read_options(values: Mapping[str, OptionValue]) -> tuple[Options, ...]:
+    """The options of all drafters; those that `values` does not name have their defaults.
+
+    Raises:
+        OptionError: a name is no drafter's, or a value is wrong.
+    """
+    left, found = dict(values), []
+    for kind in registered().values():
+        found.append(kind.options(**{name: left.pop(name) for name in options_of(kind.options) if name in left}))
+    for name in left:
+        raise OptionError(name, "is not an option of any drafter.")
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Layers as the CPU kernels run them."""

@@ -1,0 +1,198 @@
+"""A loaded model's modules on our own CPU kernels: float32 rows, weights of any form, each row computed on its own."""
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct, cpu_kernels
+from speculative.kernels.huge_pages import HugePages
+from speculative.model.attention import StepAttention
+from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinear, RMSNorm
+from speculative.model.quantized import GROUP, Quantized
+
+_FLOAT_PANEL, _INT_PANEL = 32, 16  # outputs a panel
+_KINDS = {"float32": 0, "bfloat16": 1, "w16a16": 2, "int8": 3, "int4": 4, "w8a8": 5, "w4a8": 6}
+
+Kind = Literal["float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8"]
+"""As `kernels.cpp` multiplies them. Of the last two, activations have 8 bits; of w16a16, those of a bfloat16."""
+ActivationBits = Literal[8, 16]
+
+_QUANTIZED_KINDS: dict[tuple[int, ActivationBits], Kind] = {
+    (8, 16): "int8",
+    (4, 16): "int4",
+    (8, 8): "w8a8",
+    (4, 8): "w4a8",
+}
+
+
+def pack_natively(
+    module: nn.Module,
+    kind: Kind,
+    given: Mapping[Linear, Quantized | Kind] | None = None,
+    activation_bits: Callable[[Linear], ActivationBits] = lambda linear: 16,
+) -> None:
+    """Replace the layers of a model by those of our kernels, with weights of `kind`, or as `given` for some.
+
+    Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
+    stays). `activation_bits` says to how many bits the products with quantized weights round what they read.
+    """
+    given, pages = given or {}, HugePages()
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear):
+                setattr(parent, name, NativeLinear(child, given.get(child, kind), activation_bits(child), pages))
+            elif isinstance(child, RMSNorm):
+                setattr(parent, name, NativeNorm(child))
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Attention):
+                setattr(parent, name, NativeAttention(child))
+            elif isinstance(child, MLP):
+                setattr(parent, name, NativeMLP(child))
+
+
+class NativeLinear(PackedLinear):
+    """A Linear of our own kernels: float32 rows, weights of any kind, each row computed on its own."""
+
+    def __init__(
+        self,
+        linear: Linear,
+        weight: Kind | Quantized,
+        activation_bits: ActivationBits = 16,
+        pages: HugePages | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_outputs, self.num_inputs = linear.weight.shape
+        if isinstance(weight, Quantized):
+            self.kind: Kind = _QUANTIZED_KINDS[weight.bits, activation_bits]
+            panels = _int_panels(weight)
+        else:
+            self.kind = weight
+            panels = _float_panels(linear.weight.detach(), weight)
+        self.panels = (pages or HugePages()).keep(panels)
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+        self._kernels: Kernels = _required_kernels()
+        self.struct = LinearStruct(
+            weight=self.panels.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            num_inputs=self.num_inputs,
+            num_outputs=self.num_outputs,
+            kind=_KINDS[self.kind],
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, num_inputs] -> [N, num_outputs] float32."""
+        rows = rows.float()
+        return self._kernels.linear(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
+
+    def after_norm(self, rows: Tensor, norm: "NativeNorm") -> Tensor:
+        """Rows [N, num_inputs] float32, each of them contiguous and first normed -> [N, num_outputs] float32."""
+        return self._kernels.linear(self.struct, rows, (norm.weight, norm.eps))
+
+
+class NativeNorm(nn.Module):
+    """An RMSNorm of our own kernels."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight = norm.weight.detach().float().contiguous()
+        self.eps = norm.eps
+        self._kernels = _required_kernels()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, size] -> [N, size] float32."""
+        rows = rows.float()
+        return self._kernels.norm(rows if rows.stride(-1) == 1 else rows.contiguous(), self.weight, self.eps)
+
+
+class NativeAttention(Attention):
+    """Projections, rotation and attention in one call, over the paged cache; over anything else as torch does it."""
+
+    def __init__(self, attention: Attention) -> None:
+        nn.Module.__init__(self)
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+        )
+        self.sizes, self.qkv_proj, self.o_proj = attention.sizes, attention.qkv_proj, attention.o_proj
+        self.qk_norm = attention.qk_norm
+        self.head_norm = None
+        if self.qk_norm is not None:
+            self.qk_norm.weight = nn.Parameter(self.qk_norm.weight.detach().float(), requires_grad=False)
+            self.head_norm = self.qk_norm.weight.detach().contiguous()
+        self.struct = LayerStruct(
+            head_norm=None if self.head_norm is None else self.head_norm.data_ptr(),
+            qkv=self.qkv_proj.struct,
+            output=self.o_proj.struct,
+        )
+
+    def forward(self, rows: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+        """[N, input_size] -> [N, hidden_size] float32."""
+        step = attend.native if isinstance(attend, StepAttention) else None
+        if step is None:
+            return super().forward(rows, rotary, attend, layer)
+        shape = step.shape
+        shape.num_heads, shape.hidden_size = self.num_heads, self.o_proj.num_outputs
+        shape.eps = 0.0 if self.qk_norm is None else self.qk_norm.eps
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        return step.kernels.attention(self.struct, layer, rows, rotary, (shape, step.struct, step.cache))
+
+
+class NativeMLP(nn.Module):
+    """SwiGLU in one call."""
+
+    def __init__(self, mlp: MLP) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = mlp.gate_up_proj, mlp.down_proj
+        self.struct = LayerStruct(gate_up=self.gate_up_proj.struct, down=self.down_proj.struct)
+        self._kernels = _required_kernels()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, hidden_size] -> [N, hidden_size] float32."""
+        return self._kernels.mlp(self.struct, rows if rows.stride(-1) == 1 else rows.contiguous())
+
+
+def _required_kernels() -> Kernels:
+    kernels = cpu_kernels()
+    if kernels is None:
+        raise RuntimeError("There are no CPU kernels here; ask `cpu_kernels` before packing for them.")
+    return kernels
+
+
+def _padded(rows: Tensor, panel: int) -> Tensor:
+    """Rows up to whole panels, in panels [P, panel, ...]."""
+    missing = -len(rows) % panel
+    whole = torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows
+    panels: Tensor = whole.view(-1, panel, *rows.shape[1:])
+    return panels
+
+
+def _float_panels(weight: Tensor, kind: Kind) -> Tensor:
+    """[P, I, 32], outputs side by side; of bfloat16 [P, I / 2, 32, 2], pairs of inputs, the last with 0 if I is odd."""
+    if kind == "float32":
+        return _padded(weight.float(), _FLOAT_PANEL).transpose(1, 2).contiguous()
+    paired = functional.pad(weight.bfloat16(), (0, weight.shape[1] % 2))
+    pairs: Tensor = _padded(paired.view(torch.int32), _FLOAT_PANEL)  # [P, 32, I / 2]
+    return pairs.transpose(1, 2).contiguous()
+
+
+def _int_panels(weight: Quantized) -> Tensor:
+    """[P, I / 32, bytes] uint8: the numbers of 16 outputs and 32 inputs, their scales, and their least weights."""
+    is_int4 = weight.least is not None
+    numbers = _padded(weight.numbers, _INT_PANEL)  # [P, 16, I]
+    num_panels, num_groups = len(numbers), numbers.shape[2] // GROUP
+    if is_int4:  # 64 bytes hold 8 inputs of every output: four in the low halves, four in the high ones
+        halves = numbers.reshape(num_panels, 16, num_groups, 4, 2, 4).permute(0, 2, 3, 4, 1, 5)
+        ordered = (halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)).contiguous()
+    else:  # 4 inputs of every output, off by 128 so that none is below 0
+        above = (numbers.short() + 128).to(torch.uint8)
+        ordered = above.reshape(num_panels, 16, num_groups, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
+    parts = [ordered.reshape(num_panels, num_groups, -1)]
+    for factors in (weight.scales, weight.least):
+        if factors is not None:
+            parts.append(_padded(factors, _INT_PANEL).transpose(1, 2).contiguous().view(torch.uint8))
+    return torch.cat(parts, dim=-1)

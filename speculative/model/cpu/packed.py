@@ -1,0 +1,83 @@
+"""Weights laid out once the way a CPU's kernels want them, instead of again at every product.
+
+Which kernels: oneDNN's where the processor multiplies bfloat16 matrices (AMX), which no other code comes near at many
+rows; else those of `kernels.cpp`, which read each weight once for all rows of a step. The first keep activations in
+bfloat16, the second in float32, which a product reads as the sum of two bfloat16s where the processor multiplies those.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from speculative.kernels.bindings import cpu_kernels
+from speculative.model.cpu.native import Kind, pack_natively
+from speculative.model.layers import Linear, PackedLinear
+from speculative.model.quantized import GROUP, quantize
+
+_ROWS_HINT = 32  # rows a product the layout is chosen for: as fast as any at 1 to 16 rows, and the fastest at 512
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packing is possible here and pays: bfloat16 on a CPU with kernels for it."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    return can_pack_for_onednn(dtype, device) or cpu_kernels() is not None
+
+
+def can_pack_for_onednn(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN has kernels for it: bfloat16 on most CPUs, emulated or not."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def prefers_onednn() -> bool:
+    """Whether oneDNN's bfloat16 kernels are the fastest here."""
+    return torch.cpu._is_amx_tile_supported() and can_pack_for_onednn(torch.bfloat16, torch.device("cpu"))
+
+
+def pack_weights(head: nn.Module, target: Kind | None) -> None:
+    """Replace every Linear of a loaded bfloat16 draft head by a packed twin. The plain weights go.
+
+    Our kernels take them in eight bits, in four where the target's have four; and what they multiply in eight: rounding
+    a drafter changes what is proposed, never the distribution of what is emitted.
+    """
+    if prefers_onednn() or cpu_kernels() is None:
+        pack_for_onednn(head)
+        return
+    fits = {linear: linear.weight.shape[1] % GROUP == 0 for _, _, linear in _linears(head)}
+    bits: Literal[4, 8] = 4 if target in ("int4", "w4a8") else 8
+    quantized = {linear: quantize(linear.weight, bits) for linear in fits if fits[linear]}
+    pack_natively(head, "bfloat16", quantized, lambda linear: 8)
+
+
+def pack_for_onednn(module: nn.Module) -> None:
+    """Replace every Linear by one that oneDNN multiplies."""
+    for parent, name, linear in _linears(module):
+        setattr(parent, name, OneDnnLinear(linear))
+
+
+def _linears(module: nn.Module) -> list[tuple[nn.Module, str, Linear]]:
+    return [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, Linear)
+    ]
+
+
+class OneDnnLinear(PackedLinear):
+    """A bfloat16 Linear that oneDNN multiplies; the results are the same bits as torch's."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
+        self.bias = linear.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[N, num_inputs] -> [N, num_outputs]."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows.to(self.weight.dtype), self.weight, self.bias, "none", [], ""
+        )
+        return product.to(rows.dtype)

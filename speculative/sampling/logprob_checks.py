@@ -1,0 +1,127 @@
+"""The contract of logprobs, checked on everything an engine says before it leaves.
+
+One entry a token, and no two reports about one row that disagree. A breach is the engine's own fault, never the
+request's: what would have been told is thrown away.
+"""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from speculative.config import LogprobsMode
+from speculative.request import Request, SamplingParams, TokenDelta, TokenLogprobs
+
+_ROUNDING = 1e-6  # nats by which a float32 log-softmax may come out above 0
+_MASS_ROUNDING = 1e-4
+
+
+def violation(
+    entry: TokenLogprobs, mode: LogprobsMode, *, asked: SamplingParams, vocab_size: int | None = None
+) -> str | None:
+    """Which rule of the contract one entry breaks, one of `LOGPROB_RULES`; None when it keeps them all.
+
+    Args:
+        entry: what is to be reported of one emitted token.
+        mode: what its values mean.
+        asked: how many of the most likely tokens, and which further ones, were asked for.
+        vocab_size: tokens there are; None = more than were asked for.
+    """
+    num_top = min(asked.logprobs or 0, vocab_size or math.inf)
+    checks: Tokens[tuple[str, Callable[[], bool]]] = (
+        ("not_finite", lambda: _not_finite(entry, masked=mode.startswith("processed"))),
+        ("positive", lambda: mode.endswith("logprobs") and max(_values(entry)) > _ROUNDING),
+        ("duplicate", lambda: len(dict(entry.top)) < len(entry.top)),
+        ("order", lambda: any(left < right for (_, left), (_, right) in zip(entry.top, entry.top[1:], strict=False))),
+        ("disagreement", lambda: _disagree(entry)),
+        ("rank", lambda: _misranked(entry)),
+        ("count", lambda: _miscounted(entry, num_top, asked.logprob_token_ids, mode)),
+        ("mass", lambda: mode.endswith("logprobs") and _mass(entry) > 1 + _MASS_ROUNDING),
+    )
+    return next((kind for kind, broken in checks if broken()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobContract:
+    """What every delta of one engine must keep."""
+
+    mode: LogprobsMode
+    vocab_size: int
+
+    def first_violation(self, delta: TokenDelta, request: Request) -> str | None:
+        """Which of `LOGPROB_RULES` a delta breaks; None when it keeps them all, or has no logprobs to tell."""
+        if delta.error is not None:
+            return None
+        params, prompt = request.params, request.prompt_token_ids
+        if request.score_from is not None:
+            return self._first(delta.logprobs, prompt[request.score_from :], _of_prompt(params), "raw_logprobs")
+        kind = None
+        if params.returns_logprobs and (delta.token_ids or delta.logprobs):
+            kind = self._first(delta.logprobs, delta.token_ids, params, self.mode)
+        if kind is None and delta.prompt_logprobs is not None:
+            kind = self._first(delta.prompt_logprobs, prompt[1:], _of_prompt(params), self.mode)
+        return kind
+
+    def _first(
+        self, entries: Tokens[TokenLogprobs] | None, token_ids: Tokens[int], asked: SamplingParams, mode: LogprobsMode
+    ) -> str | None:
+        if entries is None or len(entries) != len(token_ids):
+            return "count"
+        if any(entry.token_id != token for entry, token in zip(entries, token_ids, strict=True)):
+            return "token"
+        kinds = (violation(entry, mode, asked=asked, vocab_size=self.vocab_size) for entry in entries)
+        return next((kind for kind in kinds if kind is not None), None)
+
+
+def _of_prompt(params: SamplingParams) -> SamplingParams:
+    """What is asked of the prompt's tokens, said as if it were asked of emitted ones."""
+    return SamplingParams(logprobs=params.prompt_logprobs)
+
+
+def _values(entry: TokenLogprobs) -> list[float]:
+    return [entry.logprob, *(value for _, value in entry.top), *(value for _, value in entry.scored)]
+
+
+def _not_finite(entry: TokenLogprobs, *, masked: bool) -> bool:
+    """Only a scored token may be -inf, and only where a request's own parameters may have masked it."""
+    reported = [entry.logprob, *(value for _, value in entry.top)]
+    scored = [value for _, value in entry.scored if not (masked and value == -math.inf)]
+    return not all(map(math.isfinite, (*reported, *scored)))
+
+
+def _disagree(entry: TokenLogprobs) -> bool:
+    """Two values of one token differ, or a token that is not among the most likely is likelier than the last of them.
+
+    All were read out of one matrix, so that equal means equal to the bit.
+    """
+    known = dict(entry.top)
+    least = entry.top[-1][1] if entry.top else math.inf
+    others = ((entry.token_id, entry.logprob), *entry.scored)
+    if any(known.get(token, value) != value or (token not in known and value > least) for token, value in others):
+        return True
+    return any(value != entry.logprob for token, value in entry.scored if token == entry.token_id)
+
+
+def _misranked(entry: TokenLogprobs) -> bool:
+    """A rank is 1 + the tokens that are strictly likelier."""
+    likelier = sum(value > entry.logprob for _, value in entry.top)
+    scored_likelier = sum(value > entry.logprob for value in dict(entry.scored).values())
+    if likelier != min(entry.rank - 1, len(entry.top)) or scored_likelier > entry.rank - 1:
+        return True
+    return entry.rank <= len(entry.top) and entry.top[entry.rank - 1][1] != entry.logprob
+
+
+def _miscounted(entry: TokenLogprobs, num_top: float, scored_ids: Tokens[int], mode: LogprobsMode) -> bool:
+    """Fewer candidates than were asked for may be only where the others are masked; then all that may occur are."""
+    if [token for token, _ in entry.scored] != list(scored_ids) or len(entry.top) > num_top:
+        return True
+    if len(entry.top) == num_top:
+        return False
+    if mode.startswith("raw") or entry.token_id not in dict(entry.top):
+        return True
+    return mode.endswith("logprobs") and _mass(entry) < 1 - _MASS_ROUNDING
+
+
+def _mass(entry: TokenLogprobs) -> float:
+    distinct = dict((*entry.top, *entry.scored, (entry.token_id, entry.logprob)))
+    return sum(map(math.exp, distinct.values()))

@@ -1,0 +1,1 @@
+"""Which sequences enter a step, how much is drafted for each, and what is committed."""

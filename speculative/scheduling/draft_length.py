@@ -1,0 +1,278 @@
+"""How many tokens to draft: always as many as the settings say, or as many as pay.
+
+Source of the rule: Liu et al., "Optimizing Speculative Decoding for Serving LLMs Using Goodput" (arXiv 2406.14066): of
+all draft lengths of a batch, choose those with the most expected tokens a second. Expected tokens come from the shares
+of drafts that were accepted, seconds from the steps that were timed. Within those lengths a model's drafts end where
+one more would cost more than it is likely to gain (`early_exit.py`).
+
+What is planned for a round depends on earlier rounds and on the clock, never on the random numbers of the round itself,
+and an early end on nothing but the drafts before it and their q, so neither changes a distribution. They do change
+where rounds begin, and so which text a seed gives unless the request is reproducible. (Requests that are given one seed
+share random numbers, as they do without any drafts.)"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul, truediv
+from typing import Protocol
+
+from speculative.config import DrafterConfig
+from speculative.scheduling.acceptance_rates import AcceptanceRates
+from speculative.scheduling.early_exit import Confidence, EarlyExit
+from speculative.scheduling.step_cost import StepCost, Work
+from speculative.state.batch import Entry, SequenceResult
+from speculative.state.sequence import Sequence
+
+_CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
+_PROBE_EVERY = 100  # steps
+_MOST_PATIENCE = 2  # by which probes become rarer while they say that drafting does not pay
+_SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
+_HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
+
+
+class DraftLength(Protocol):
+    """Decides how many tokens may be drafted for each sequence."""
+
+    def plan(self, decoding: Sequences[Sequence]) -> None:
+        """Look at all sequences of the next step together."""
+        ...
+
+    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """How many drafts this one gets, at most `wanted`; 0 leaves the drafter alone."""
+        ...
+
+    def early_exit(self) -> EarlyExit | None:
+        """Where the drafts of this step may end early; None = none of them does."""
+        ...
+
+    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
+        """Hear what the drafter's own distribution gave each of a sequence's drafts; told under a stop rule only."""
+        ...
+
+    def observe(self, entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
+        """Learn from what a step decided, and the seconds that drafting and verifying took."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left."""
+        ...
+
+
+class StaticLength:
+    """As many drafts as the settings say."""
+
+    def plan(self, decoding: Sequences[Sequence]) -> None:
+        """Nothing to weigh."""
+
+    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """All that is wanted."""
+        del sequence
+        return wanted
+
+    def early_exit(self) -> EarlyExit | None:
+        """All that are wanted are made."""
+        return None
+
+    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
+        """Nothing to learn."""
+
+    def observe(self, entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
+        """Nothing to learn."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+
+class DynamicLength:
+    """As many drafts as give the most tokens a second, for each sequence of a batch.
+
+    Where drafting does not pay it stops. One step in a hundred or two then drafts a little for a few sequences all the
+    same, to see whether that is still so; where drafting pays, one in a hundred tries none at all, or all for a few.
+    Which steps is a matter of counting them.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
+        # Of sampled drafts and of greedy requests' ones, which differ. Made: whether what might end early was drafted.
+        self._rates = [AcceptanceRates(most, keep=0.998) for _ in range(2)]
+        self._made = [AcceptanceRates(most, keep=0.99) for _ in range(2)]
+        self._confidence = Confidence()
+        self._rule = self._confidence.rule(least=0.0)
+        self._rule_is_used = False
+        self._requests: dict[str, _RequestHistory] = {}
+        self._lengths: dict[str, int] = {}
+        self._num_decoding = 0
+        self._context = 0
+        self._num_steps = 0
+        self._drafting = True
+        self._probed_at, self._num_probes, self._patience = 0, 0, 1
+
+    def plan(self, decoding: Sequences[Sequence]) -> None:
+        """Choose the lengths of the next step for all decoding sequences."""
+        self._num_decoding = len(decoding)
+        self._context = sum(len(sequence.tokens) for sequence in decoding)
+        speculating = [sequence for sequence in decoding if sequence.params.speculate]
+        for sequence in speculating:
+            history = self._requests.get(sequence.request.request_id)
+            if history is None:
+                history = _RequestHistory(AcceptanceRates(self._most, keep=0.97))
+                self._requests[sequence.request.request_id] = history
+            history.round_start = len(sequence.tokens)
+        if not speculating:
+            return
+        self._num_steps += 1
+        cost = self._cost(self._num_decoding)
+        if not cost.is_known and (not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0):
+            lengths = [self._num_steps % (self._most + 1)] * len(speculating)
+            self._rule = self._confidence.rule(least=0.0)
+        else:
+            lengths = self._best_lengths(speculating, cost)
+            self._probe(speculating, lengths)
+        self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
+
+    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """The planned length, at most `wanted`."""
+        return min(wanted, self._lengths.get(sequence.request.request_id, wanted))
+
+    def early_exit(self) -> EarlyExit:
+        """That of the step that was planned; in a probe no draft ends early."""
+        return self._rule
+
+    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
+        """Keep them until it is known what was accepted."""
+        self._rule_is_used = True
+        history = self._requests.get(sequence.request.request_id)
+        if history is not None:
+            history.probabilities = probabilities
+
+    def observe(self, entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
+        """Count what was accepted, and time the step if it only decoded."""
+        missed, comparable = 0, True
+        counts = []
+        for entry, result in zip(entries, drawn, strict=True):
+            comparable &= entry.samples and entry.num_known == 1
+            history = self._requests.get(entry.sequence.request.request_id)
+            if history is None or result is None or result.fault is not None or result.num_drafted == 0:
+                continue
+            counts.append(result.num_drafted)
+            wanted = self._note_probabilities(entry, history, result)
+            for rates in (history.rates, self._rates[entry.sequence.params.greedy]):
+                rates.observe(wanted, result.num_accepted)
+            comparable &= history.drafted_at is not None  # nobody knows what a drafter does about a prompt, and when
+            missed += history.missed(self._most)
+            history.drafted_at = history.round_start
+        if comparable and entries:
+            work = Work(len(entries), sum(counts), max(counts, default=0), self._context, missed)
+            self._cost(len(entries)).observe(work, step_s)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left."""
+        self._requests.pop(request_id, None)
+        self._lengths.pop(request_id, None)
+
+    def _note_probabilities(self, entry: Entry, history: "_RequestHistory", result: SequenceResult) -> int:
+        """How many drafts it was to get: a position behind an early end counts as one that was not accepted."""
+        probabilities, history.probabilities = history.probabilities, ()
+        if not probabilities:
+            return result.num_drafted
+        verified = probabilities[: result.num_drafted]
+        self._confidence.observe(entry.sequence.params.greedy, verified, result.num_accepted)
+        if self._rule.least == 0:
+            return result.num_drafted
+        self._made[entry.sequence.params.greedy].observe(entry.max_drafts, result.num_drafted)
+        return entry.max_drafts
+
+    def _cost(self, num_sequences: int) -> "StepCost":
+        """What steps of about so many sequences cost: a straight line through all loads fits none of them."""
+        load = num_sequences.bit_length()
+        own = self._costs.setdefault(load, StepCost())
+        if not own.is_known and not own.is_borrowed:
+            near = [self._costs[other] for other in (load + 1, load - 1) if other in self._costs]
+            known = next((cost for cost in near if cost.is_known), None)
+            own = self._costs[load] = own if known is None else known.lend()
+        return own
+
+    def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
+        """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
+        priors = [rates.hoped_for() for rates in self._rates]
+        drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
+        for owner, sequence in enumerate(sequences):
+            rates = self._requests[sequence.request.request_id].rates
+            survival = accumulate(rates.blended(priors[sequence.params.greedy]), mul)
+            drafts += [(1 - chance, position, owner) for position, chance in enumerate(survival)]
+        drafts.sort()
+        tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(self._num_decoding))
+        made, longest = self._expected((position, sequences[owner].params.greedy) for _, position, owner in drafts)
+        seconds = cost.seconds(self._num_decoding, made, longest, self._context)
+        speeds = list(map(truediv, tokens, seconds))  # [n * most + 1]
+        best = max(range(1, len(speeds)), key=speeds.__getitem__)
+        needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
+        self._drafting = speeds[best] > needed * speeds[0]
+        self._rule = self._confidence.rule(speeds[best] * cost.of_one_more(made[best], longest[best]))
+        lengths = [0] * len(sequences)
+        for _, _, owner in drafts[: best if self._drafting else 0]:
+            lengths[owner] += 1
+        return lengths
+
+    def _expected(self, drafts: Iterator[tuple[int, bool]]) -> tuple[list[float], list[float]]:
+        """Drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some end early.
+
+        drafts: position, and whether the request is greedy.
+        """
+        all_made = [1.0] * self._most
+        chances = [list(accumulate(made.blended(), mul)) if self._rule_is_used else all_made for made in self._made]
+        none_there = [1.0] * self._most  # the chance that nobody's draft reaches a position
+        made, longest = [0.0], [0.0]
+        for position, greedy in drafts:
+            chance = chances[greedy][position]
+            made.append(made[-1] + chance)
+            longest.append(longest[-1] + chance * none_there[position])
+            none_there[position] *= 1 - chance
+        return made, longest
+
+    def _probe(self, sequences: Sequences[Sequence], lengths: list[int]) -> None:
+        """Now and then, change the lengths: a few sequences try one draft more than pays, or all of them nothing."""
+        if self._num_steps < self._probed_at + _PROBE_EVERY * self._patience:
+            return
+        self._patience = 1 if self._drafting else min(2 * self._patience, _MOST_PATIENCE)
+        self._probed_at = self._num_steps
+        self._num_probes += 1
+        one_more = min(max(lengths) + 1, self._most)
+        length = ((one_more, 0) if self._drafting else (min(2, self._most), 1))[self._num_probes % 2]
+        lengths[:] = [min(own, length, 1) for own in lengths]  # no draft of this step ends early
+        if length == 0:
+            return
+        behind = [self._requests[sequence.request.request_id].num_behind for sequence in sequences]
+        for index in sorted(range(len(sequences)), key=behind.__getitem__)[:_SEQUENCES_A_PROBE]:
+            lengths[index] = length
+        self._rule = self._confidence.rule(least=0.0)
+
+
+@dataclass(slots=True)
+class _RequestHistory:
+    """What is known of one request.
+
+    round_start: tokens at the start of its round. drafted_at: the same of the last round with drafts. probabilities: of
+        the drafts of this round in the drafter's distribution, where they are known.
+    """
+
+    rates: AcceptanceRates
+    round_start: int = 0
+    drafted_at: int | None = None
+    probabilities: Sequences[float] = ()
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens since its last round with drafts; all of them where it had none."""
+        return self.round_start - (self.drafted_at or 0)
+
+    def missed(self, most: int) -> int:
+        """Tokens that its drafter has to catch up with beyond those of an ordinary round."""
+        return 0 if self.drafted_at is None else max(0, self.round_start - self.drafted_at - most - 1)
+
+
+def make_draft_length(config: DrafterConfig) -> DraftLength:
+    """The policy that the settings name."""
+    return DynamicLength(config.num_draft_tokens) if config.length == "dynamic" else StaticLength()

@@ -1,0 +1,397 @@
+"""Which sequences run in a step, and what becomes of what the step decided.
+
+Synchronous: nothing is scheduled on tokens that the host has not seen. Every running sequence that decodes gets its one
+pending token into each step; what is left of the token budget goes to drafts, then to chunks of prefills, in the order
+in which they would wait (by priority and age), and to scoring last.
+When blocks run out, drafts are cut first, then the youngest sequence is preempted: its blocks are freed and its tokens
+are computed again later.
+"""
+
+import itertools
+import time
+from collections.abc import Iterable
+
+from speculative.cache.kv_cache import BlockPool
+from speculative.config import EngineConfig
+from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta, TokenKind
+from speculative.sampling.logprob_checks import LogprobContract
+from speculative.scheduling.draft_length import DraftLength, StaticLength
+from speculative.scheduling.request_queue import RequestQueue
+from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
+from speculative.state.sequence import Phase, Sequence
+from speculative.stats import CLIENTS_FAULT, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
+
+
+class Scheduler:
+    """Owns the queue, the running sequences and their blocks.
+
+    Args:
+        config: sizes.
+        max_model_len: the longest sequence, prompt and output together.
+        eos_token_ids: tokens that end a request unless it ignores them.
+        stats: counts preemptions, prefix-cache hits and broken contracts.
+        contract: what every delta's logprobs must keep; None = they are not looked at.
+        draft_length: how many drafts a sequence is to get; None = as many as the settings say.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        stats: StepStats,
+        contract: LogprobContract | None = None,
+        draft_length: DraftLength | None = None,
+    ) -> None:
+        self.pool = BlockPool(config.num_blocks, caching=config.prefix_caching)
+        self.stats = stats
+        self._config = config
+        self._max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._contract = contract
+        self.draft_length = draft_length or StaticLength()
+        self.drafter_reads_features = False
+        self.speculation = Speculation.ON
+        self.weight_version = DEFAULT_VERSION
+        self._canaries_turn = False
+        self._live: dict[str, Sequence] = {}  # everything below, by request id
+        self._waiting = RequestQueue(config.priority_ageing_s)
+        self._running: list[Sequence] = []  # oldest first
+        self._held: dict[str, Sequence] = {}
+
+    # -- what comes and goes ------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self._live[sequence.request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The live sequence of a request."""
+        return self._live.get(request_id)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let a sequence go, wherever it stands; its blocks become free."""
+        if sequence.phase is Phase.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.phase is Phase.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.phase is Phase.HELD:
+            del self._held[sequence.request.request_id]
+        del self._live[sequence.request.request_id]
+        sequence.phase = Phase.FINISHED
+        self.draft_length.forget(sequence.request.request_id)
+        self._free(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._running or len(self._waiting))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether anything has room and is computed."""
+        return bool(self._running)
+
+    @property
+    def held(self) -> tuple[Sequence, ...]:
+        """Sequences that wait to be exported."""
+        return tuple(self._held.values())
+
+    def usage(self) -> EngineUsage:
+        """What is held right now. Any thread may ask."""
+        running, replays_waiting = tuple(self._running), self._waiting.num_replays
+        replays_running = sum(sequence.request.replay for sequence in running)
+        return EngineUsage(
+            num_running=len(running) - replays_running,
+            num_waiting=len(self._waiting) - replays_waiting,
+            num_replays=replays_running + replays_waiting,
+            num_held=len(self._held),
+            num_free_blocks=self.pool.num_free,
+            num_blocks=self.pool.num_blocks,
+            block_size=self._config.block_size,
+        )
+
+    # -- before the step ----------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """Choose this step's work and give it its blocks. None when there is nothing to compute."""
+        self._make_room()
+        admitted = self._admit()
+        running = self._turn()
+        decoding = [seq for seq in running if seq.decoding]
+        self.draft_length.plan(decoding)
+        budget = self._config.max_batched_tokens - len(decoding)
+        entries = []
+        for sequence in decoding:
+            max_drafts = self._fit_drafts(sequence, budget)
+            budget -= max_drafts
+            entries.append(Entry(sequence, num_known=1, max_drafts=max_drafts, samples=True))
+        for sequence in sorted(running, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
+            if not sequence.decoding and budget > 0:
+                chunk = min(sequence.num_to_compute, budget)
+                budget -= chunk
+                draws = sequence.num_computed + chunk == len(sequence.tokens)
+                entries.append(Entry(sequence, num_known=chunk, max_drafts=0, samples=draws))
+        return Batch(tuple(entries), admitted) if entries or admitted else None
+
+    def _turn(self) -> list[Sequence]:
+        """Who is computed in this step. Canaries and the others take turns: where speculation is wrong, a step that
+        they shared could be wrong for all of them."""
+        canaries = [sequence for sequence in self._running if sequence.request.canary]
+        if not canaries or len(canaries) == len(self._running):
+            return self._running
+        self._canaries_turn = not self._canaries_turn
+        return canaries if self._canaries_turn else [seq for seq in self._running if not seq.request.canary]
+
+    def _admit(self) -> tuple[Sequence, ...]:
+        admitted: list[Sequence] = []
+        while (sequence := self._waiting.first) is not None and len(self._running) < self._config.max_num_seqs:
+            if not self._take_first_blocks(sequence):
+                break
+            self._waiting.remove(sequence)
+            sequence.phase = Phase.RUNNING
+            self._running.append(sequence)
+            admitted.append(sequence)
+            if sequence.ready_to_hold:  # the prefix cache had it wholly computed
+                self._hold(sequence)
+        return tuple(admitted)
+
+    def _take_first_blocks(self, sequence: Sequence) -> bool:
+        """Blocks for all known tokens at once, so that a prefill under way never waits for one."""
+        cached = self._find_prefix(sequence)
+        needed = -(-len(sequence.tokens) // self._config.block_size) - len(cached)
+        if needed + self.pool.num_free_of(cached) > self.pool.num_free:
+            return False
+        self.pool.hold(cached)
+        sequence.blocks = cached + (self.pool.take(needed) or [])
+        sequence.num_published = len(cached)
+        sequence.num_shared = sequence.num_computed = len(cached) * self._config.block_size
+        sequence.admission += 1
+        if sequence.imported_kv is not None:  # written before this step's forward pass, so it may be shared at once
+            sequence.num_computed = len(sequence.tokens) - 1
+            self.publish(sequence)
+        elif sequence.queue_s is None and sequence.reads_cache:
+            sequence.num_cached = min(sequence.num_shared, sequence.num_prompt)  # what was emitted may be cached too
+            self.stats.prefix_cache_queries += sequence.num_prompt
+            self.stats.prefix_cache_hits += sequence.num_cached
+        if sequence.queue_s is None:
+            sequence.queue_s = time.monotonic() - sequence.arrived_at
+        return True
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks to share. At least the pending token is left to compute; what is scored is computed afresh."""
+        if not sequence.reads_cache or not self._config.prefix_caching:
+            return []
+        found = self.pool.find(sequence.block_hashes(len(sequence.tokens) - 1, self._config.block_size))
+        if self.drafter_reads_features and sequence.params.speculate and sequence.imported_kv is None:
+            # A hidden-state drafter cannot make up for rows it has not got: the features behind them are not computed.
+            return list(itertools.takewhile(self.pool.is_marked, found))
+        return found
+
+    def _make_room(self) -> None:
+        """A block for the pending token of every decoding sequence; the youngest make way, newest first."""
+        for sequence in tuple(self._running):
+            while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
+                self._preempt(self._running[-1])
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` more positions; False, and nothing taken, when there are not enough."""
+        needed = -(-(sequence.num_computed + num_tokens) // self._config.block_size) - len(sequence.blocks)
+        blocks = self.pool.take(needed) if needed > 0 else []
+        sequence.blocks.extend(blocks or ())
+        return blocks is not None
+
+    def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
+        """How many drafts fit: the one place where the drafter's setting, the request's own choice, what pays, the
+        length limits, the token budget and the free blocks meet, for each sequence on its own."""
+        most = self._config.drafter.max_drafts if self._may_draft(sequence) else 0
+        wanted = self.draft_length.max_drafts(sequence, most)
+        fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
+        while fits > 0 and not self._grow(sequence, 1 + fits):
+            fits -= 1
+        return max(fits, 0)
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        on_trial = self.speculation is Speculation.CANARY and sequence.request.canary
+        return sequence.params.speculate and (self.speculation is Speculation.ON or on_trial)
+
+    def invalidate_cache(self) -> None:
+        """Drop what was computed: all running sequences begin again from their tokens, and the prefix cache is empty.
+
+        Held ones stay: they wait for nothing but their export.
+        """
+        for sequence in reversed(tuple(self._running)):
+            self._preempt(sequence)
+        self.pool.drop_prefixes()
+
+    def reset(self) -> None:
+        """Drop all that was computed, for other weights: as `distrust`, and what is held or came by handoff is computed
+        again as well."""
+        for sequence in self.held:
+            del self._held[sequence.request.request_id]
+            self._running.append(sequence)
+            sequence.phase = Phase.RUNNING
+        self.invalidate_cache()
+        for sequence in self._waiting:
+            sequence.imported_kv = None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._free(sequence)
+        sequence.prompt_logprobs.clear()  # they are computed again
+        sequence.replayed.clear()
+        sequence.phase = Phase.WAITING
+        self._waiting.push_in(sequence)
+        self.stats.num_preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0
+        sequence.num_published = 0
+        sequence.imported_kv = None
+
+    def _hold(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        sequence.phase = Phase.HELD
+        self._held[sequence.request.request_id] = sequence
+
+    # -- after the step -----------------------------------------------------------------------------------------
+
+    def commit(self, batch: Batch, outcome: StepOutcome) -> list[TokenDelta]:
+        """Write what the step decided into its sequences; the deltas go to whoever asked."""
+        deltas = []
+        for entry, drawn, scores in zip(batch.entries, outcome.drawn, outcome.scores, strict=True):
+            entry.sequence.prompt_logprobs.extend(scores.logprobs)
+            entry.sequence.replayed.extend(scores.replayed)
+            delta = self._advance(entry, drawn)
+            if delta is not None:
+                delta = self._checked(delta, entry.sequence.request)
+                deltas.append(delta)
+            self._settle(entry.sequence, delta)
+        return deltas
+
+    def _advance(self, entry: Entry, drawn: SequenceResult | None) -> TokenDelta | None:
+        sequence = entry.sequence
+        num_computed = sequence.num_computed + entry.num_known
+        if drawn is None:
+            sequence.advance(num_computed)
+            return self._finish_scoring(sequence) if sequence.scores_only else self._report_held(sequence)
+        if drawn.fault is not None:
+            return self._broken(sequence, drawn.fault)
+        kept, reason = self._until_stop(sequence, drawn.token_ids)
+        delta = TokenDelta(
+            request_id=sequence.request.request_id,
+            token_ids=drawn.token_ids[:kept],
+            kinds=_kinds(drawn, first=sequence.num_output == 0)[:kept],
+            logprobs=None if drawn.logprobs is None else drawn.logprobs[:kept],
+            prompt_logprobs=sequence.take_prompt_logprobs(),
+            num_drafted=drawn.num_drafted,
+            num_accepted=min(drawn.num_accepted, kept),
+            num_cached_tokens=sequence.num_cached,
+            queue_s=sequence.queue_s or 0.0,
+            preempted=sequence.admission > 1,
+            weight_version=self.weight_version,
+            finish_reason=reason,
+            stop_token_id=drawn.token_ids[kept - 1] if reason is FinishReason.STOP else None,
+        )
+        length = len(sequence.tokens)
+        sequence.advance(num_computed + drawn.num_accepted, delta.token_ids)
+        kind = self._breach(sequence, delta, length)
+        return delta if kind is None else self._broken(sequence, kind)
+
+    def _breach(self, sequence: Sequence, delta: TokenDelta, length: int) -> str | None:
+        """Which invariant a sequence breaks that had `length` tokens before this delta; None when it keeps them."""
+        if any(self._ends(sequence, token) for token in delta.token_ids[:-1]):
+            return "stop"
+        if len(sequence.tokens) > self._max_model_len:
+            return "length"
+        adds_up = (
+            len(sequence.tokens) == length + len(delta.token_ids)
+            and sequence.num_computed == len(sequence.tokens) - 1
+            and sequence.num_computed <= len(sequence.blocks) * self._config.block_size
+            and sequence.num_output <= sequence.params.max_tokens
+        )
+        return None if adds_up else "conservation"
+
+    def _broken(self, sequence: Sequence, kind: str) -> TokenDelta:
+        """The end of a request in which an invariant broke; nothing of the round is told."""
+        self.stats.count_violation(kind)
+        error = f"The engine broke one of its invariants ({INVARIANTS[kind]}); the request ends here."
+        if kind == CLIENTS_FAULT:
+            error = "The request's constraints left no token to generate; the request ends here."
+        return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=error, broken=kind)
+
+    def _until_stop(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
+        """How many of the emitted tokens count, and why the request ends there if it does.
+
+        Raises no error when a limit lies inside an accepted run: what follows it was never emitted.
+        """
+        room = min(sequence.params.max_tokens - sequence.num_output, self._max_model_len - len(sequence.tokens))
+        for count, token in enumerate(token_ids[:room], start=1):
+            if self._ends(sequence, token):
+                return count, FinishReason.STOP
+        return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        """Whether a token ends the answer."""
+        return token in sequence.params.stop_token_ids or (token in self._eos and not sequence.params.ignore_eos)
+
+    def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
+        if sequence.num_to_compute > 0:
+            return None
+        return TokenDelta(
+            sequence.request.request_id,
+            logprobs=tuple(sequence.prompt_logprobs),
+            replayed=tuple(sequence.replayed),
+            finish_reason=FinishReason.STOP,
+            weight_version=self.weight_version,
+        )
+
+    def _report_held(self, sequence: Sequence) -> TokenDelta | None:
+        """The prompt's logprobs of a request that is held before its first token: who goes on from it tells none."""
+        reported = sequence.take_prompt_logprobs() if sequence.ready_to_hold else None
+        if reported is None:
+            return None
+        return TokenDelta(sequence.request.request_id, prompt_logprobs=reported, weight_version=self.weight_version)
+
+    def _checked(self, delta: TokenDelta, request: Request) -> TokenDelta:
+        """The delta, or its request's end where its logprobs break their contract."""
+        kind = None if self._contract is None else self._contract.first_violation(delta, request)
+        if kind is None:
+            return delta
+        violations = self.stats.logprob_violations
+        violations[kind] = violations.get(kind, 0) + 1
+        error = (
+            f"Logprobs broke their contract ({LOGPROB_RULES[kind]}); the request ends here, and none of them is "
+            f"returned."
+        )
+        return TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error=error)
+
+    def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
+        """Publish what is newly computed, then let the sequence go, hold it, or run on."""
+        if delta is None or delta.finish_reason is not FinishReason.ERROR:
+            self.publish(sequence)
+        elif delta.broken != CLIENTS_FAULT:  # what it computed may be at fault, or what it found in the cache
+            self.pool.withdraw(sequence.blocks)
+        if delta is not None and delta.finished:
+            self.release(sequence)
+        elif sequence.ready_to_hold:
+            self._hold(sequence)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offer the sequence's full blocks of verified tokens to the prefix cache; a canary's are for nobody else."""
+        if sequence.scores_only or sequence.request.canary or not self._config.prefix_caching:
+            return
+        hashes = sequence.block_hashes(sequence.num_computed, self._config.block_size)
+        for index in range(sequence.num_published, len(hashes)):
+            self.pool.publish(sequence.blocks[index], hashes[index])
+        sequence.num_published = len(hashes)
+
+
+def _kinds(drawn: SequenceResult, *, first: bool) -> tuple[TokenKind, ...]:
+    if first:
+        return (TokenKind.FIRST,)
+    last = TokenKind.BONUS if drawn.num_accepted == drawn.num_drafted else TokenKind.RECOVERED
+    return (TokenKind.ACCEPTED,) * drawn.num_accepted + (last,)

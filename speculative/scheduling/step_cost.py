@@ -1,0 +1,120 @@
+"""What a step costs, in seconds, learned from the steps that were timed."""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+from operator import mul
+
+import numpy as np
+
+_WARM_UP_STEPS = 2
+_CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
+_BORROWED = 0.1  # weight of what was seen there
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step did.
+
+    context: tokens of all its sequences. num_missed: tokens that the drafter had to catch up with.
+    """
+
+    num_sequences: int
+    num_drafts: int
+    longest: int
+    context: int
+    num_missed: int = 0
+
+
+_SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 16.0)  # that make the features of a step about 1
+_SOLVE_EVERY = 4  # steps, once they are known
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a step: a regression on its work, corrected for each number of rows that was seen lately.
+
+    Old steps count less (about the last two hundred count), and more work never costs less. A step that took far longer
+    than expected counts as a slow one, no more: something else had the machine. The very first are not looked at.
+    """
+
+    num_observed: int = 0
+    is_borrowed: bool = False  # begun with what is known of another load
+    _fastest: float = float("inf")
+    _squares: list[float] = field(default_factory=lambda: [0.0] * 49)  # row after row
+    _products: list[float] = field(default_factory=lambda: [0.0] * 7)
+    _weights: list[float] = field(default_factory=lambda: [0.0] * 7)  # of the last solution
+    _residuals: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, relative mean
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were seen."""
+        return self.num_observed >= _CALIBRATION_STEPS
+
+    def lend(self) -> "StepCost":
+        """To begin with at another load."""
+        lent = StepCost(is_borrowed=True)
+        lent._squares, lent._products = ([_BORROWED * one for one in sums] for sums in (self._squares, self._products))
+        lent._weights = list(self._weights)
+        return lent
+
+    def observe(self, work: Work, seconds: float) -> None:
+        """Count a step."""
+        self.num_observed += 1
+        if self.num_observed <= _WARM_UP_STEPS:
+            return
+        features = self._features(work)
+        if self.num_observed <= _CALIBRATION_STEPS:
+            self._fastest = min(self._fastest, seconds)
+            seconds = min(seconds, 4 * self._fastest)
+        else:
+            expected = sum(map(mul, self._weights, features))
+            seconds = min(seconds, 2 * expected)
+            rows = work.num_sequences + work.num_drafts
+            weight, mean = self._residuals.get(rows, (0.0, 0.0))
+            weight, total = 0.95 * weight + 1, 0.95 * weight * mean + seconds / expected - 1
+            self._residuals[rows] = (weight, total / weight)
+        products = [one * other for one in features for other in features]
+        self._squares = [0.995 * old + new for old, new in zip(self._squares, products, strict=True)]
+        self._products = [0.995 * old + one * seconds for old, one in zip(self._products, features, strict=True)]
+        if self.num_observed <= _CALIBRATION_STEPS or self.num_observed % _SOLVE_EVERY == 0:
+            self._solve()
+
+    def seconds(
+        self, num_sequences: int, drafts: Sequences[float], longest: Sequences[float], context: int
+    ) -> list[float]:
+        """Expected seconds of steps with so many drafts, of which the longest have so many tokens."""
+        weights = [weight / scale for weight, scale in zip(self._weights, _SCALES, strict=True)]
+        plain = weights[0] + weights[1] * num_sequences + weights[5] * context
+        per_draft, per_position, drafting = weights[2:5]
+        return [
+            (plain + per_draft * count + per_position * most + drafting * (count > 0))
+            * self._correction(num_sequences + round(count))
+            for count, most in zip(drafts, longest, strict=True)
+        ]
+
+    def of_one_more(self, num_drafts: float, longest: float) -> float:
+        """Expected seconds of one more draft, in the mean over those of a step: they share the drafter's runs."""
+        per_draft, per_position = (self._weights[i] / _SCALES[i] for i in (2, 3))
+        return per_draft + per_position * longest / max(num_drafts, 1e-9)
+
+    def _correction(self, rows: int) -> float:
+        weight, mean = self._residuals.get(rows, (0.0, 0.0))
+        return 1 + mean * weight / (weight + 40)
+
+    def _features(self, work: Work) -> list[float]:
+        drafts = work.num_drafts > 0  # a drafter has to catch up before its first draft
+        values = (1, work.num_sequences, work.num_drafts, work.longest, drafts, work.context, work.num_missed)
+        return [value / scale for value, scale in zip(values, _SCALES, strict=True)]
+
+    def _solve(self) -> None:
+        """A regression that leaves its last solution only as far as recent steps tell; no slope is negative."""
+        squares, ridge = np.array(self._squares).reshape(7, 7), np.diag([0.0] + [1.0] * 6)
+        products = self._products + ridge @ np.array(self._weights)
+        slopes = np.maximum(np.linalg.solve(squares + ridge, products)[1:], 0.0)
+        count, sums = squares[0, 0], squares[0, 1:]
+        mean = self._products[0] / count
+        explained = float(slopes @ sums) / count
+        if explained > 0.9 * mean:  # it cannot be that a step costs nothing before there is work
+            slopes *= 0.9 * mean / explained
+            explained = 0.9 * mean
+        self._weights = [float(mean - explained), *slopes.tolist()]

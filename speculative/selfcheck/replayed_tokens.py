@@ -1,0 +1,68 @@
+"""The distribution that a teacher-forced pass finds for tokens that were served: what the calibration test works on."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken, Request
+from speculative.sampling.logits_processors import adjust
+from speculative.sampling.probs import SamplingRows
+from speculative.state.batch import RowContext
+from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import TokenConstraint
+
+
+def replayed_tokens(
+    logits: Tensor,
+    request: Request,
+    start: int,
+    constraint: TokenConstraint | None,
+    eos_token_ids: Tokens[int],
+    process: Callable[[Tensor, SamplingRows], Tensor],
+) -> tuple[ReplayedToken, ...]:
+    """One row for each token that the logits [n, V] float32 predict.
+
+    Args:
+        logits: of the model, at n positions one after another.
+        request: a scoring request; its parameters are those the tokens were sampled with.
+        start: the first token predicted; what lies between `score_from` and it is output already.
+        constraint: a fresh one, of the request's structure.
+        eos_token_ids: tokens that end an answer.
+        process: of the engine's `VocabularyOps`.
+    """
+    tokens, num_prompt = request.prompt_token_ids, request.score_from or 0
+    served = tokens[start : start + len(logits)]
+    # The request as it was when these tokens were about to be emitted: they are its drafts.
+    before = Sequence(
+        Request(request.request_id, tokens[:num_prompt], request.params, request.seed), tokens=tokens[:start]
+    )
+    contexts = [RowContext(before, served[:offset]) for offset in range(len(served))]
+    masks = [None] * len(served) if constraint is None else constraint.allowed(tokens[num_prompt:start], served[:-1])
+    allowed = [masks[min(offset, len(masks) - 1)] for offset in range(len(served))]
+    rows = SamplingRows.build([request.params] * len(served), logits.shape[1], logits.device)
+    adjusted = adjust(logits, contexts, allowed, eos_token_ids)
+    return _rows(adjusted / rows.temperature, process(adjusted, rows), torch.from_numpy(np.array(served)))
+
+
+def _rows(scaled: Tensor, kept: Tensor, token_ids: Tensor) -> tuple[ReplayedToken, ...]:
+    """Rows of logits [n, V] before and after the filters, and of the tokens [n] that were served."""
+    token_ids = token_ids.to(kept.device)[:, None]
+    logprobs = kept.log_softmax(dim=-1)
+    probs = logprobs.exp()
+    own = scaled.gather(1, token_ids)[:, 0]
+    inside = kept.gather(1, token_ids)[:, 0] > -torch.inf
+    edge = torch.where(kept > -torch.inf, kept, torch.inf).amin(dim=-1)
+    logprob = own - kept.logsumexp(dim=-1)  # just outside of an edge: as if it were inside
+    surprisals = (-logprobs).clamp(max=SURPRISAL_CLIP_NATS)
+    columns = (
+        logprob.exp(),
+        probs.square().sum(dim=-1),
+        (-logprob).clamp(max=SURPRISAL_CLIP_NATS),
+        (probs * surprisals).sum(dim=-1),
+        kept.amax(dim=-1) - own,
+        torch.where(inside, 0.0, edge - own),
+    )
+    return tuple(ReplayedToken(*row) for row in torch.stack(columns, dim=1).double().cpu().tolist())

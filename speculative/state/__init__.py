@@ -1,0 +1,1 @@
+"""Sequences between steps, a step's batch, and what limits which tokens may come next."""

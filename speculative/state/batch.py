@@ -1,0 +1,207 @@
+"""One step's work: what the scheduler chose, how it lies in memory, and what came of it.
+
+Rows are packed: an entry that computes c known tokens and n drafts has c + n rows. The last 1 + n rows of an entry that
+draws a token are its verify rows; row j of them holds the target's distribution after j accepted drafts.
+"""
+
+from collections.abc import Sequence as Entries
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from speculative.request import ReplayedToken, TokenLogprobs
+from speculative.state.sequence import Sequence
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One sequence's share of a step.
+
+    num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
+    max_drafts: how many drafts fit; 0 while prefilling.
+    draws: whether the known tokens reach the pending one, so that a token is drawn after it.
+    """
+
+    sequence: Sequence
+    num_known: int
+    max_drafts: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes. `admitted` are the sequences that got their blocks in this step."""
+
+    entries: tuple[Entry, ...]
+    admitted: tuple[Sequence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """Where packed rows are stored and what they attend to. int64 on the host.
+
+    slots: [N] where each row's key and value go.
+    row_starts: [B + 1] first row of each sequence, and N.
+    context_slots: per sequence, slots of all positions its last row attends to, its own included.
+    """
+
+    slots: Int64s
+    row_starts: Int64s
+    context_slots: tuple[Int64s, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Where every token of a step lies. All arrays are int64 on the host.
+
+    input_ids, positions, slots: [N] per row: the token, its position in its sequence, its slot in the KV cache.
+    row_starts: [B + 1] first row of each entry, and N.
+    context_slots: per entry, slots of all positions it attends to, its own rows included.
+    verify_rows: [R] rows whose logits are needed to draw tokens, entry by entry.
+    verify_entries: [R] the entry of each verify row, counted over the entries that draw.
+    offsets: [R] its offset in its round.
+    drafts: [R] the draft that the row judges; -1 in each entry's last row.
+    drawing: the entries that draw. draft_counts: [E] their drafts.
+    """
+
+    input_ids: Int64s
+    positions: Int64s
+    slots: Int64s
+    row_starts: Int64s
+    context_slots: tuple[Int64s, ...]
+    verify_rows: Int64s
+    verify_entries: Int64s
+    offsets: Int64s
+    drafts: Int64s
+    drawing: tuple[Entry, ...]
+    draft_counts: Int64s
+
+    @property
+    def attention_rows(self) -> AttentionRows:
+        """The part of it that attention reads."""
+        return AttentionRows(self.slots, self.row_starts, self.context_slots)
+
+
+def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
+    """Lay out a step: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds them packed."""
+    drafts = draft_ids.tolist()  # a step has few rows: lists are faster here than many small arrays
+    input_ids, row_starts, contexts = list[int](), [0], list[Int64s]()
+    verify_rows, verify_entries, offsets, judged = list[int](), list[int](), list[int](), list[int]()
+    positions, slots, drawing, draft_counts = list[range](), list[Int64s](), list[Entry](), list[int]()
+    num_drafts = 0
+    for entry, count in zip(entries, counts.tolist(), strict=True):
+        sequence, begin, own = entry.sequence, entry.sequence.num_computed, drafts[num_drafts : num_drafts + count]
+        num_drafts += count
+        end = begin + entry.num_known + count
+        context = block_slots(sequence.blocks, end, block_size)
+        contexts.append(context)
+        slots.append(context[begin:])
+        positions.append(range(begin, end))
+        input_ids += sequence.tokens[begin : begin + entry.num_known]
+        if entry.samples:
+            verify_rows += range(len(input_ids) - 1, len(input_ids) + count)
+            verify_entries += [len(drawing)] * (count + 1)
+            offsets += range(count + 1)
+            judged += [*own, -1]
+            drawing.append(entry)
+            draft_counts.append(count)
+        input_ids += own
+        row_starts.append(len(input_ids))
+    return StepInput(
+        input_ids=np.array(input_ids, np.int64),
+        positions=np.fromiter(chain.from_iterable(positions), np.int64, len(input_ids)),
+        slots=np.concatenate(slots),
+        row_starts=np.array(row_starts, np.int64),
+        context_slots=tuple(contexts),
+        verify_rows=np.array(verify_rows, np.int64),
+        verify_entries=np.array(verify_entries, np.int64),
+        offsets=np.array(offsets, np.int64),
+        drafts=np.array(judged, np.int64),
+        drawing=tuple(drawing),
+        draft_counts=np.array(draft_counts, np.int64),
+    )
+
+
+def block_slots(blocks: Entries[int], length: int, block_size: int) -> Int64s:
+    """Slots of the first `length` positions of a sequence with these blocks."""
+    starts = np.array(blocks[: -(-length // block_size)], np.int64) * block_size
+    return (starts[:, None] + np.arange(block_size)).reshape(-1)[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What one verify row draws after: its sequence's tokens, then these drafts of the round."""
+
+    sequence: Sequence
+    drafts: tuple[int, ...]
+
+
+def row_contexts(layout: StepInput) -> list[RowContext]:
+    """One context per verify row, in order."""
+    contexts, first_row = [], 0
+    for entry, count in zip(layout.drawing, layout.draft_counts.tolist(), strict=True):
+        drafts = tuple(layout.drafts[first_row : first_row + count].tolist())
+        contexts += [RowContext(entry.sequence, drafts[:offset]) for offset in range(count + 1)]
+        first_row += count + 1
+    return contexts
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """What a step decided for one sequence, on the host.
+
+    token_ids: the accepted drafts and the token drawn after them.
+    num_drafted, num_accepted: of this round.
+    logprobs: one per token, when asked for.
+    fault: which of `INVARIANTS` is broken, so that nothing may be emitted; then the rest is meaningless.
+    """
+
+    token_ids: tuple[int, ...]
+    num_drafted: int
+    num_accepted: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a step says of known tokens: their logprobs; and of a scoring request's, where they lie in its
+    distribution."""
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    replayed: tuple[ReplayedToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostTerms:
+    """The terms of a step's self-checks, summed up.
+
+    checks: the C self-checks that had any.
+    sums: [C, S + 4]: sums of log(1 + stake Z) for S stakes; then number, positive and negative parts, squares.
+    achievable: sum of sum(min(p, q)) over the draft positions that were reached.
+    """
+
+    checks: tuple[str, ...]
+    sums: Floats
+    achievable: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The host copy of what a step decided.
+
+    drawn: per entry; None where nothing was drawn (a prefill that goes on).
+    scores: per entry; of known tokens that a scoring request, or one for its prompt's logprobs, asked for.
+    expected_accepted: sum of the verifier's acceptance probability over the draft positions it reached.
+    terms: of the self-checks; None where nothing counted.
+    """
+
+    drawn: tuple[SequenceResult | None, ...]
+    scores: tuple[Scored, ...]
+    expected_accepted: float
+    terms: HostTerms | None = None

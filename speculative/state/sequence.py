@@ -1,0 +1,165 @@
+"""A request on its way through the engine: its tokens, and how many of them are computed.
+
+The pending-token invariant: between steps a sequence that can be decoded obeys len(tokens) == num_computed + 1: all
+tokens but the last have their keys and values in the cache, the last one is pending. While tokens are still being
+prefilled (a new prompt, or everything again after a preemption) num_computed is smaller, and nothing is emitted.
+"""
+
+import enum
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Tokens
+from typing import Any
+
+from speculative.cache.prefix import hash_block
+from speculative.request import ReplayedToken, Request, TokenLogprobs
+from speculative.state.logit_constraints import rules_of
+from speculative.state.token_constraint import TokenConstraint
+
+
+class Phase(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"
+    HELD = "held"  # computed, keeps its blocks until exported or aborted
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One request's state inside the engine.
+
+    Args:
+        request: what to generate.
+        prefill_only_after: stop and hold for export once this many tokens are emitted (0: when only the last prompt
+            token is pending); None: run to the end.
+        tokens: prompt and output so far, when it goes on from a handoff.
+        saved: tensors that were computed elsewhere for those tokens, by name: "kv" [num_layers, 2, len(tokens) - 1,
+            num_kv_heads, head_dim], and the drafter's sections.
+        constraint: which tokens may come next, where the request asks for a form.
+        num_cached: prompt tokens that were found in a prefix cache where they were computed.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        prefill_only_after: int | None = None,
+        tokens: Tokens[int] | None = None,
+        imported_kv: Mapping[str, Any] | None = None,
+        constraint: TokenConstraint | None = None,
+        num_cached: int = 0,
+    ) -> None:
+        self.request = request
+        self.params = request.params
+        self.prefill_only_after = prefill_only_after
+        self.imported_kv = imported_kv  # None once it is written into the cache
+        self.tokens = list(request.prompt_token_ids if tokens is None else tokens)
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_computed = 0
+        self.phase = Phase.WAITING
+        self.blocks: list[int] = []
+        self.constraint = constraint
+        self.rules = rules_of(self.params, request.prompt_token_ids)  # None where the request has none
+        self.num_cached = num_cached
+        self.admission = 0  # how often it got its first blocks; what is kept about them is good for one admission
+        self.num_shared = 0  # leading positions whose blocks were found in this engine's prefix cache
+        self.arrived_at = time.monotonic()
+        self.queue_s: float | None = None  # from arrival to the first blocks
+        self.num_published = 0  # leading blocks already offered to the prefix cache
+        self.repeats_seed = False  # an earlier request had the same random numbers
+        self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are asked for
+        self.replayed: list[ReplayedToken] = []  # so far, of a scoring request
+        # Told once, by the engine that computes the prompt; after a one-token prompt there is nothing to compute.
+        computes_prompt = self.num_output == 0 and (imported_kv is None or self.num_prompt == 1)
+        self.returns_prompt = self.params.prompt_logprobs is not None and computes_prompt
+        self._hashes: list[bytes] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id!r}, {self.phase.value}, tokens={len(self.tokens)}, "
+            f"computed={self.num_computed}, blocks={len(self.blocks)})"
+        )
+
+    @property
+    def num_output(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the request is teacher-forced: its tokens are scored, and none is drawn."""
+        return self.request.score_from is not None
+
+    @property
+    def scored_positions(self) -> range:
+        """Known tokens whose logprobs are to be told: of a scoring request, or of a prompt that is computed again."""
+        if self.request.score_from is not None:
+            return range(self.request.score_from, len(self.tokens))
+        return range(1, self.num_prompt if self.returns_prompt else 1)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it may find part of itself in the prefix cache: rows that are not computed cannot be scored."""
+        return not (self.scores_only or self.returns_prompt)
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """The prompt's logprobs, to be told once; None where nobody asked, or they are told."""
+        if not self.returns_prompt:
+            return None
+        self.returns_prompt = False
+        reported, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return reported
+
+    @property
+    def num_to_compute(self) -> int:
+        """Known tokens to run through the model before the sequence is drawn from, decoded on, or held.
+
+        A prompt is computed whole, and the first token drawn at its end with nothing drafted. What is computed again
+        after a preemption or a move leaves the last token pending, so that the next round is the round it would have
+        been: the same drafts, the same random numbers.
+        """
+        leave_pending = self.scores_only or self.num_output > 0 or self.prefill_only_after == 0
+        return len(self.tokens) - self.num_computed - leave_pending
+
+    @property
+    def ready_to_hold(self) -> bool:
+        """Whether it has come to where it is to be held for export."""
+        return (
+            self.prefill_only_after is not None
+            and self.prefill_only_after <= self.num_output
+            and self.num_to_compute == 0
+        )
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the pending token is left to compute."""
+        return len(self.tokens) == self.num_computed + 1 and not self.scores_only
+
+    def num_drafts_that_fit(self, wanted: int, max_model_len: int) -> int:
+        """How many drafts the length limits leave room for: after all of them one more token must fit.
+
+        None before the first token, wherever it is drawn: prefill and decode replicas then draw the same one.
+        """
+        if self.num_output == 0:
+            return 0
+        last = (
+            self.params.max_tokens
+            if self.prefill_only_after is None
+            else min(self.prefill_only_after, self.params.max_tokens)
+        )
+        room = min(max_model_len - len(self.tokens), last - self.num_output)
+        return max(0, min(wanted, room - 1))
+
+    def advance(self, num_computed: int, emitted: Tokens[int] = ()) -> None:
+        """Take in what a step decided. The only place where tokens and num_computed move forward."""
+        self.tokens.extend(emitted)
+        self.num_computed = min(num_computed, len(self.tokens) - 1)
+
+    def block_hashes(self, num_tokens: int, block_size: int) -> list[bytes]:
+        """Names of the blocks that the first `num_tokens` tokens fill."""
+        count = num_tokens // block_size
+        for index in range(len(self._hashes), count):
+            parent = self._hashes[-1] if self._hashes else b""
+            self._hashes.append(hash_block(parent, self.tokens[index * block_size : (index + 1) * block_size]))
+        return self._hashes[:count]

@@ -1,0 +1,80 @@
+"""From what a step computed on the device to what the host may act on, copied piece by piece."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.sampling.logprobs import HostLogprobs, gather_logprobs
+from speculative.selfcheck.invariants import ROW_KINDS
+from speculative.state.batch import SequenceResult, StepInput
+from speculative.verification.base import VerifyOutput
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """The host copy of a verification: per drawing entry."""
+
+    num_accepted: Array
+    token_ids: Array
+    broken: Array  # per verify row: 1 + the index into ROW_KINDS of the invariant it breaks, or 0
+    expected_accepted: float
+
+
+def copy_to_host(verified: VerifyOutput, broken: Tensor) -> Verdicts:
+    """Copy what was decided."""
+    expected = verified.expected_accepted.cpu().numpy()
+    return Verdicts(
+        num_accepted=verified.num_accepted.cpu().numpy(),
+        token_ids=verified.token_ids.cpu().numpy(),
+        broken=broken.cpu().numpy(),
+        expected_accepted=float(expected[np.isfinite(expected)].sum()),  # a faulty row counts nothing
+    )
+
+
+def logprobs_to_host(layout: StepInput, matrix: Callable[[], Tensor], emitted: Tensor) -> HostLogprobs | None:
+    """Gather the logprobs of every verify row, as many as the most demanding entry asks for; None if nobody asks.
+
+    `matrix` makes the mode's matrix [R, V]: nobody pays for it unless somebody asks.
+    """
+    asking = [entry.sequence.params for entry in layout.drawing if entry.sequence.params.returns_logprobs]
+    if not asking:
+        return None
+    num_top = max(params.logprobs or 0 for params in asking)
+    return gather_logprobs(matrix(), emitted, num_top, _scored_ids(layout, emitted.device)).to_host()
+
+
+def _scored_ids(layout: StepInput, device: torch.device) -> Tensor:
+    """[R, S] int64: each row's logprob_token_ids, padded to the longest set with token 0, which nobody reads."""
+    sets = [entry.sequence.params.logprob_token_ids for entry in layout.drawing]
+    padded = np.zeros((len(sets), max(len(ids) for ids in sets)), np.int64)
+    for index, ids in enumerate(sets):
+        padded[index, : len(ids)] = ids
+    return torch.from_numpy(padded).to(device)[torch.from_numpy(layout.verify_entries).to(device)]
+
+
+def results_per_entry(layout: StepInput, verdicts: Verdicts, logprobs: HostLogprobs | None) -> list[SequenceResult]:
+    """What was drawn, one value per drawing entry, in order."""
+    first_row = 0
+    drawn = []
+    for index, entry in enumerate(layout.drawing):
+        count, accepted = int(layout.draft_counts[index]), int(verdicts.num_accepted[index])
+        rows = range(first_row, first_row + accepted + 1)
+        broken = verdicts.broken[first_row : first_row + count + 1]
+        token_ids = (*layout.drafts[first_row : first_row + accepted].tolist(), int(verdicts.token_ids[index]))
+        params = entry.sequence.params
+        entries = None
+        if logprobs is not None and params.returns_logprobs:
+            num_top, scored_ids = params.logprobs or 0, params.logprob_token_ids
+            entries = tuple(
+                logprobs.entry(row, token, num_top, scored_ids) for row, token in zip(rows, token_ids, strict=True)
+            )
+        fault = ROW_KINDS[broken[broken > 0].min() - 1] if broken.any() else None
+        drawn.append(SequenceResult(token_ids, count, accepted, entries, fault))
+        first_row += count + 1
+    return drawn

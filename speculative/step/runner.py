@@ -1,0 +1,33 @@
+"""Runs the model on one step's rows."""
+
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache
+from speculative.model.attention import StepAttention
+from speculative.model.decoder import Decoder
+from speculative.state.batch import StepInput
+
+
+class ModelRunner:
+    """The target model and its KV cache, eagerly."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, device: torch.device) -> None:
+        self.cache = cache
+        self.device = device
+        self._decoder = decoder
+
+    def forward(self, layout: StepInput) -> Tensor:
+        """Hidden states [N, hidden] of the step's rows; their keys and values are in the cache afterwards."""
+        return self.forward_with_features(layout, ())[0]
+
+    def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As forward, and the features [N, len(capture) * hidden] that enter the layers of `capture`."""
+        input_ids = torch.from_numpy(layout.input_ids).to(self.device)
+        positions = torch.from_numpy(layout.positions).to(self.device)
+        attention = StepAttention(self.cache, layout.attention_rows, self.device)
+        return self._decoder.run(input_ids, positions, attention, capture)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] float32 of chosen rows [R, hidden]."""
+        return self._decoder.logits(hidden)

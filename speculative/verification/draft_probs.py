@@ -1,0 +1,118 @@
+"""The distribution a draft was drawn from, as the verifiers read it: q, in float32, row by row.
+
+It travels with the drafts it belongs to, and a drafter that chooses its drafts says so. A q that is missing is never
+read as a point mass: that would be lossless, and slow for no visible reason.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PointMass:
+    """Drafts that were chosen, not drawn: all mass lies on the token."""
+
+    def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of each row's draft, [R] float32; 0 in bonus rows (draft -1)."""
+        del packed
+        return (drafts >= 0).float()
+
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of any tokens [R], as many float32; 0 in bonus rows."""
+        del packed
+        return ((drafts >= 0) & (tokens == drafts)).float()
+
+    def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
+        """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
+        del packed
+        mass = (drafts >= 0).float()[:, None]
+        rows = torch.zeros((drafts.shape[0], vocab_size), device=drafts.device)
+        return rows.scatter_(1, drafts.clamp(min=0)[:, None], mass)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Drafts that were drawn. probs: [D, V] float32, row d is what packed draft d was drawn from."""
+
+    probs: Tensor
+
+    def __post_init__(self) -> None:
+        _require_float32(self.probs)
+
+    def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
+        if self.probs.shape[0] == 0:  # nobody drafted in this step
+            return torch.zeros_like(drafts, dtype=self.probs.dtype)
+        return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), drafts.clamp(min=0)], 0.0)
+
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of any tokens [R], as many float32; 0 in bonus rows."""
+        if self.probs.shape[0] == 0:
+            return torch.zeros_like(tokens, dtype=self.probs.dtype)
+        return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), tokens], 0.0)
+
+    def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
+        """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
+        if self.probs.shape[0] == 0:
+            return self.probs.new_zeros((drafts.shape[0], vocab_size))
+        return torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SubVocabulary:
+    """Drafts that were drawn from a part of the vocabulary: q is 0 everywhere else.
+
+    probs: [D, W] float32, row d is what packed draft d was drawn from. ids: [W] int64, the tokens its columns stand
+    for. columns: [D] int64, the column of each draft.
+    """
+
+    probs: Tensor
+    ids: Tensor
+    columns: Tensor
+
+    def __post_init__(self) -> None:
+        _require_float32(self.probs)
+
+    def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
+        if self.probs.shape[0] == 0:
+            return torch.zeros_like(drafts, dtype=self.probs.dtype)
+        own = self.probs.gather(1, self.columns[:, None])[:, 0]
+        return torch.where(drafts >= 0, own[_within(packed, self.probs)], 0.0)
+
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+        """q of any tokens [R], as many float32; 0 in bonus rows and outside the part."""
+        if self.probs.shape[0] == 0:
+            return torch.zeros_like(tokens, dtype=self.probs.dtype)
+        matches = torch.where(self.ids == tokens[:, None], self.probs[_within(packed, self.probs)], 0.0)
+        return torch.where(drafts >= 0, matches.sum(dim=-1), 0.0)
+
+    def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
+        """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
+        rows = self.probs.new_zeros((drafts.shape[0], vocab_size))
+        if self.probs.shape[0]:
+            rows[:, self.ids] = torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
+        return rows
+
+
+DraftProbs = PointMass | Dense | SubVocabulary
+
+
+def num_rows(draft_probs: object) -> int | None:
+    """The drafts that a distribution holds q of; None where they were chosen, so that it holds for any; -1 of what is
+    no distribution."""
+    if isinstance(draft_probs, PointMass):
+        return None
+    return draft_probs.probs.shape[0] if isinstance(draft_probs, Dense | SubVocabulary) else -1
+
+
+def _require_float32(probs: Tensor) -> None:
+    if torch.finfo(probs.dtype).bits < 32:
+        raise TypeError(f"q must be float32, the precision it is drawn and compared in; got {probs.dtype}.")
+
+
+def _within(packed: Tensor, probs: Tensor) -> Tensor:
+    """Bonus rows judge no draft; wherever they point, it must be a row."""
+    return packed.clamp(max=probs.shape[0] - 1)

@@ -1,0 +1,119 @@
+"""The arithmetic over the vocabulary by our CPU kernels, which read a step where it lies."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.kernels.bindings import Kernels, VerifyStruct, cpu_kernels
+from speculative.sampling import probs
+from speculative.sampling.probs import SamplingRows
+from speculative.selfcheck import terms
+from speculative.selfcheck.eprocess import STAKES
+from speculative.selfcheck.invariants import MASS_ROUNDING
+from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, Scope, Terms
+from speculative.verification import block
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.draft_probs import PointMass, SubVocabulary
+from speculative.vocabulary.ops import TorchOps, VocabularyOps
+
+_CHECKS_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the kernel's order
+_CHECKS_OF_CHOSEN = ("d", "a", "r", "g")
+
+
+class KernelOps:
+    """`VocabularyOps` for float32 on a CPU."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        if rows.filters is None:
+            return probs.process(logits, rows)
+        processed, filters = logits / rows.temperature, rows.filters
+        self._kernels.filter(processed, filters.rows, filters.log_min_p, filters.top_k, filters.top_p)
+        return processed
+
+    def target_probs(self, processed: Tensor, rows: SamplingRows) -> Tensor:
+        return self._kernels.distributions(processed, rows.greedy)
+
+    def draw(self, distribution: Tensor, uniform: Tensor) -> Tensor:
+        return self._kernels.draw(distribution, uniform)
+
+    def draw_last(self, step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
+        draft_probs, drafts = step.draft_probs, step.drafts[rows]
+        shares = torch.ones(len(rows)) if shares is None else shares
+        if isinstance(draft_probs, PointMass):
+            places = torch.where(drafts >= 0, 0, -1)
+            draft: tuple[Tensor, Tensor | None, Tensor] = (torch.ones((1, 1)), drafts[:, None], places)
+        else:
+            places = torch.where(drafts >= 0, step.packed[rows], -1)
+            draft = (
+                draft_probs.probs.float(),
+                draft_probs.ids[None] if isinstance(draft_probs, SubVocabulary) else None,
+                places,
+            )
+        return self._kernels.draw_residual((step.probs, rows, shares), draft, step.sample_uniforms[rows])
+
+    def verify_token_wise(self, step: VerifyInput) -> VerifyOutput:
+        return VerifyOutput(*self._kernels.verify(_struct(step), step.accept_uniforms, step.sample_uniforms))
+
+    def verify_block(self, step: VerifyInput) -> VerifyOutput:
+        return block.verify_block(step, self.draw_last)
+
+    def emitted_at_rows(self, verified: VerifyOutput, step: VerifyInput) -> Tensor:
+        return self._kernels.emitted(_struct(step), verified.num_accepted, verified.token_ids)
+
+    def broken_rows(
+        self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor
+    ) -> Tensor:
+        found = (verified.num_accepted, emitted, highest, outside)
+        return self._kernels.broken_rows(_struct(step), *found, MASS_ROUNDING)
+
+    def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: Scope) -> Terms:
+        if scope.verifier != "token_wise" or scope.any_coupled:
+            return terms.take_terms(step, verified, emitted, scope)
+        struct = _struct(step)
+        checks = _CHECKS_OF_DRAWN if struct.q else _CHECKS_OF_CHOSEN
+        reported = (verified.num_accepted, emitted, scope.counted, np.array(STAKES), len(checks))
+        return Terms(checks, *self._kernels.terms(struct, *reported, least=(LEAST_RESIDUAL, LEAST_SPREAD)))
+
+
+def choose_ops(device: torch.device) -> VocabularyOps:
+    """Our kernels on a CPU that has them, else torch's operators."""
+    kernels = cpu_kernels() if device.type == "cpu" else None
+    return TorchOps() if kernels is None else KernelOps(kernels)
+
+
+def _struct(step: VerifyInput) -> VerifyStruct:
+    """The step as the kernels read it, made once."""
+    if VerifyStruct not in step.prepared:
+        step.prepared[VerifyStruct] = _make_struct(step)
+    struct: VerifyStruct = step.prepared[VerifyStruct]
+    return struct
+
+
+def _make_struct(step: VerifyInput) -> VerifyStruct:
+    draft_probs = (
+        None if isinstance(step.draft_probs, PointMass) or not len(step.draft_probs.probs) else step.draft_probs
+    )
+    part = draft_probs if isinstance(draft_probs, SubVocabulary) else None
+    tensors = {
+        "p": step.probs,
+        "q": None if draft_probs is None else draft_probs.probs.float(),
+        "ids": None if part is None else part.ids,
+        "columns": None if part is None else part.columns,
+        "drafts": step.drafts,
+        "packed": step.packed,
+        "entries": step.entries,
+        "first_rows": step.first_rows,
+    }
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    struct = VerifyStruct(
+        num_rows=len(step.drafts),
+        num_entries=len(step.first_rows),
+        size=step.probs.shape[1],
+        width=0 if draft_probs is None else draft_probs.probs.shape[1],
+        **{name: tensor.data_ptr() for name, tensor in kept.items()},
+    )
+    struct.kept = kept  # as long as it points there
+    return struct

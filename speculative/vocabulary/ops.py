@@ -1,0 +1,63 @@
+"""The arithmetic over the vocabulary that has a second implementation, and the one by torch's operators.
+
+The mathematics stands in `sampling`, `verification` and `selfcheck`, for any device. `kernel_ops` has the same over our
+CPU kernels. An engine takes one of the two when it is built; tests run both on the same input.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from speculative.sampling import probs
+from speculative.sampling.probs import SamplingRows
+from speculative.selfcheck import invariants, terms
+from speculative.selfcheck.terms import Scope, Terms
+from speculative.verification import base, block, token_wise
+from speculative.verification.base import VerifyInput, VerifyOutput
+
+
+class VocabularyOps(Protocol):
+    """R verify rows, E drawing entries, V tokens; logits and probabilities are float32."""
+
+    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Logits [R, V] after temperature and filters; given back as they are where neither changes anything."""
+
+    def target_probs(self, processed: Tensor, rows: SamplingRows) -> Tensor:
+        """The distribution [R, V] of processed logits; greedy rows have all mass on the most likely token."""
+
+    def draw(self, distribution: Tensor, uniform: Tensor) -> Tensor:
+        """[E] int64, one token of each distribution [E, V] by inverse CDF; uniform: [E] float64."""
+
+    def draw_last(self, step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
+        """[E] int64, the token after the accepted drafts; rows: [E], which each entry came to. shares: [E] of p."""
+
+    def verify_token_wise(self, step: VerifyInput) -> VerifyOutput:
+        """Accept each draft by its own coin, up to the first that is rejected."""
+
+    def verify_block(self, step: VerifyInput) -> VerifyOutput:
+        """Accept as many drafts as the largest successful coin says."""
+
+    def emitted_at_rows(self, verified: VerifyOutput, step: VerifyInput) -> Tensor:
+        """[R] int64, the token emitted at each row; rows past the last emitted one repeat it."""
+
+    def broken_rows(
+        self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor
+    ) -> Tensor:
+        """[R] int64: 1 + the index into ROW_KINDS of the invariant that is broken at a row, or 0."""
+
+    def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: Scope) -> Terms:
+        """The terms of the self-checks."""
+
+
+class TorchOps:
+    """By torch's operators, on any device."""
+
+    process = staticmethod(probs.process)
+    target_probs = staticmethod(probs.target_probs)
+    draw = staticmethod(probs.draw)
+    draw_last = staticmethod(base.draw_last)
+    verify_token_wise = staticmethod(token_wise.verify_token_wise)
+    verify_block = staticmethod(block.verify_block)
+    emitted_at_rows = staticmethod(base.emitted_at_rows)
+    broken_rows = staticmethod(invariants.broken_rows)
+    take_terms = staticmethod(terms.take_terms)
