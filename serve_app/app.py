@@ -8,15 +8,12 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.config import AppConfig, PoolName, RouterSection, parse_args
-from serve_app.deployments import (
-    DecodeServer,
-    DecodeWorker,
-    MonolithServer,
-    PrefillServer,
-    RefereeServer,
-    StreamRouter,
-)
+from serve_app.config.app_config import AppConfig, RouterSection
+from serve_app.config.base import PoolName
+from serve_app.config.files import parse_args
+from serve_app.deployments.controller import RefereeServer
+from serve_app.deployments.pools import DecodeServer, MonolithServer, PrefillServer
+from serve_app.deployments.stream_router import DecodeWorker, StreamRouter
 
 _PROXY_RETRY_AFTER_S = 2
 # Answers that wait for their verdict wait inside the referee, and must not keep reports out.
@@ -31,7 +28,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
     """The application that `import_path: serve_app.app:build_app` names.
 
     Raises:
-        ConfigError: a field of `args` is wrong; the message names it and the mend.
+        ConfigError: a field of `args` is wrong; the message names it and the fix.
     """
     config = parse_args(args)
     referee = serve.deployment(**_REFEREE_OPTIONS, logging_config=_logging(config))(RefereeServer).bind(config)
@@ -93,7 +90,7 @@ def _routing(config: AppConfig, name: PoolName) -> dict[str, Any]:
         else ("DecodeRouter", {"max_num_seqs": engine.max_num_seqs})
     )
     router = RequestRouterConfig(
-        request_router_class=f"serve_app.routing:{chosen}",
+        request_router_class=f"serve_app.routing.replica_router:{chosen}",
         request_router_kwargs=needs,
         request_routing_stats_period_s=routing.period_s,
     )

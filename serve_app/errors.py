@@ -121,7 +121,7 @@ class _Rule:
     status: int
     kind: str
     code: str
-    told_instead: str | None = None  # what the client reads where the exception's own words are internal
+    reported_instead: str | None = None  # what the client reads where the exception's own words are internal
 
 
 _INTERNAL = "The server failed while it worked on this request; nothing of it was made up. Send it again."
@@ -154,11 +154,11 @@ _RULES: dict[type[BaseException], _Rule] = {
 def reply_for(error: BaseException) -> ErrorReply:
     """The HTTP error for an exception: the rule of its nearest listed ancestor.
 
-    Exceptions that are the server's fault are told in general words; their own words belong in the log.
+    Exceptions that are the server's fault are reported in general words; their own words belong in the log.
     """
     rule = next(_RULES[ancestor] for ancestor in type(error).__mro__ if ancestor in _RULES)
     param = (error.field or None) if isinstance(error, InvalidRequest) else None
-    message = rule.told_instead or (error.message if isinstance(error, InvalidRequest) else str(error))
+    message = rule.reported_instead or (error.message if isinstance(error, InvalidRequest) else str(error))
     return ErrorReply(rule.status, rule.kind, rule.code, message, param, _headers(error))
 
 

@@ -1,13 +1,14 @@
 """What the server asks of an engine. It sees requests, deltas and sealed handoffs, never a tensor."""
 
 import enum
+import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from speculative.request import DEFAULT_VERSION, LawRow, Request, Speculation, TokenDelta
+from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
 
 Handoff = np.ndarray[Any, np.dtype[np.uint8]]
@@ -28,10 +29,11 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a teacher-forced request gave: of each scored token its raw logprob (nats), and the law it was to follow."""
+    """What a teacher-forced request gave: of each scored token its raw logprob (nats), and the distribution it was to
+    follow."""
 
     logprobs: tuple[float, ...]
-    law: tuple[LawRow, ...] | None = None
+    replayed: tuple[ReplayedToken, ...] | None = None
     replica: str = ""  # that computed it
     weight_version: str = DEFAULT_VERSION  # it was computed with
 
@@ -42,6 +44,26 @@ class Adapter:
 
     name: str
     root: str
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How a replica's engine computes.
+
+    kernels: those made for its device, as the metrics name them; "" = it has none of ours.
+    kernels_off: why they are not used, and what to do about it; "" = they are used.
+    unrepeatable: why a request may get another text when it is asked again, whatever it says; "" = it does not.
+    drafts_shift_draws: whether drafts change which text a seed gives a sampled request that is not reproducible.
+    couples_seeds: whether a sampled request that names a seed is reproducible unless it says otherwise.
+    name: two replicas of one name and the same weights round alike.
+    """
+
+    kernels: str = ""
+    kernels_off: str = ""
+    unrepeatable: str = ""
+    drafts_shift_draws: bool = False
+    couples_seeds: bool = True
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +78,16 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     drafter_folder: str = ""  # where the drafter's weights lie, "" = it has none
     adapters: tuple[Adapter, ...] = ()
+    computing: Computing = Computing()
+    quantization: str | None = None  # of the weights, whoever rounded them: "int4" or another name; None = not rounded
+
+    @property
+    def system_fingerprint(self) -> str:
+        """OpenAI's: the beginning of `fingerprint`, then a hash of how the weights are computed with."""
+        weights = f"fp_{self.fingerprint[:12]}"
+        if not self.computing.name:
+            return weights
+        return f"{weights}_{hashlib.blake2b(self.computing.name.encode(), digest_size=3).hexdigest()}"
 
     def adapter_of(self, name: str) -> str:
         """The adapter that requests for a model of this name use; "" = none, the model itself."""
@@ -71,7 +103,7 @@ class PauseMode(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class ChatPrompt:
     """One chat request as the model sees it: the conversation, and what may be answered.
 
     `use` is what is to become of the tools: `none`, `auto` (as the model likes), `required` (one call or more), or
@@ -97,7 +129,7 @@ class CallPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedDelta:
     """What a part of an answer's text says, field by field."""
 
     content: str = ""
@@ -109,11 +141,11 @@ class ReplyParser(Protocol):
     """Tells in which field the text of one answer belongs. Each answer has one of its own, which it asks in one way:
     `push` as the text grows, or `whole` once."""
 
-    def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> Said:
+    def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
         """What the next part of the text says; `last` = it ends here."""
         ...
 
-    def whole(self, text: str, token_ids: Sequence[int]) -> Said:
+    def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
         """What the whole text says; each call is one part."""
         ...
 
@@ -137,7 +169,7 @@ class Parsers(Protocol):
     reads_tools: bool
     reads_reasoning: bool
 
-    def reading(self, talk: Talk, prompt: Sequence[int]) -> Reading:
+    def reading(self, talk: ChatPrompt, prompt: Sequence[int]) -> Reading:
         """How answers to a conversation are to be read, whose prompt has these tokens.
 
         Raises:
@@ -190,12 +222,12 @@ class Backend(Protocol):
         ...
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Who may draft from now on. Requests under way go on, and nothing of their law changes."""
+        """Who may draft from now on. Requests under way go on, and nothing of their distribution changes."""
         ...
 
-    def distrust(self) -> None:
+    def invalidate_cache(self) -> None:
         """Drop what was computed, as if it were damaged: running requests are computed again, the prefix cache is
-        empty, and the self-checks begin anew."""
+        empty, and the self-checks start again."""
         ...
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
@@ -238,7 +270,7 @@ class Backend(Protocol):
         ...
 
     def cached_blocks(self, most: int) -> list[bytes]:
-        """Names of the blocks in the prefix cache (`speculative.prefix`), the newest last, at most so many."""
+        """Names of the blocks in the prefix cache (`speculative.cache.prefix`), the newest last, at most so many."""
         ...
 
     def take_stats(self) -> StepStats:
@@ -253,4 +285,22 @@ class Backend(Protocol):
         """Raises:
         EngineFault: the engine thread died or stands still.
         """
+        ...
+
+
+class TokenSource(Protocol):
+    """Where tokens come from: a local engine, or replicas behind handles."""
+
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        """Generate for requests that share one prompt and its parameters, each with a seed of its own.
+
+        Only the first may ask for prompt_logprobs, which then come with its first delta.
+
+        The deltas of all requests come interleaved, each request's in order. Closing the generator (`aclose`, or
+        cancelling the task that waits in it) aborts every request that still runs.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one of the requests; the others go on. What it still emits is ignored. It may have ended already."""
         ...

@@ -145,7 +145,7 @@ class FakeBackend:
         """Rounds of what must not draft emit one token."""
         self.speculation = speculation
 
-    def distrust(self) -> None:
+    def invalidate_cache(self) -> None:
         """Nothing is computed that could be wrong; counts the calls."""
         self.num_distrusted += 1
 
@@ -256,7 +256,7 @@ class FakeBackend:
             request_id=request.request_id,
             token_ids=emitted,
             kinds=(TokenKind.ACCEPTED,) * (len(emitted) - 1) + (last,),
-            logprobs=tuple(self._logprobs(token, params) for token in emitted) if params.tells_logprobs else None,
+            logprobs=tuple(self._logprobs(token, params) for token in emitted) if params.returns_logprobs else None,
             prompt_logprobs=self._prompt_logprobs(request) if is_first else None,
             num_drafted=num_drafted,
             num_accepted=num_accepted,

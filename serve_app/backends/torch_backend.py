@@ -13,13 +13,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from serve_app.backends.base import Handoff, ModelInfo, PauseMode, Prefilled, Replayed
-from serve_app.structured import StructureCompiler
+from serve_app.backends.base import Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.text.grammar import StructureCompiler
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
-from speculative.model.loading import resolve_model
+from speculative.model.loading import choose_weights, resolve_model
+from speculative.model.quantized import QUANTIZED_FILE
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
 from speculative.weights import Weights, check_same_model, load_weights
@@ -29,6 +30,7 @@ _logger = logging.getLogger("truespec.engine")
 _IDLE_S = 0.02  # how long to wait for a command when work is there but nothing can run (all blocks are held)
 _LOOK_EVERY_S = 1.0  # whether an engine that is waited for still lives
 _STALLED_AFTER_S = 120.0  # one step that takes longer is taken for dead
+_ROUNDED = ("int8", "int4", "w8a8", "w4a8")  # forms of `engine.weights` that round them
 _WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
 
 Command = Callable[[EngineCore], None]
@@ -75,7 +77,8 @@ class TorchBackend:
         self._fault: Exception | None = None
         self._step_began: float | None = None
         self._folder = Path()
-        self._loaded: Weights | None = None
+        self._loaded: tuple[Weights, str | None] | None = None  # and their quantization
+        self._quantization: str | None = None
         self._begun: set[str] = set()  # requests the engine may know
         self._open = asyncio.Event()  # new requests may begin
         self._open.set()
@@ -109,7 +112,7 @@ class TorchBackend:
         """Compute the prompt and hand it off."""
 
         def begin(engine: EngineCore) -> None:
-            engine.add(request, hold_after=1 if first_token else 0)
+            engine.add(request, prefill_only_after=1 if first_token else 0)
             self._to_export.add(request.request_id)
 
         deltas: list[TokenDelta] = []
@@ -139,7 +142,7 @@ class TorchBackend:
                 if delta.logprobs is not None:
                     return Replayed(
                         tuple(entry.logprob for entry in delta.logprobs),
-                        delta.law,
+                        delta.replayed,
                         weight_version=delta.weight_version,
                     )
         raise EngineFault("The replay ended without a result.")
@@ -148,27 +151,28 @@ class TorchBackend:
         """Who may draft from the next step on."""
         self._commands.put(lambda engine: engine.set_speculation(speculation))
 
-    def distrust(self) -> None:
-        """Have everything computed again, and the self-checks begin anew."""
+    def invalidate_cache(self) -> None:
+        """Have everything computed again, and the self-checks start again."""
 
-        def begin_anew(engine: EngineCore) -> None:
-            engine.distrust()
+        def reset(engine: EngineCore) -> None:
+            engine.invalidate_cache()
             engine.self_check.restart()
 
-        self._commands.put(begin_anew)
+        self._commands.put(reset)
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
         """Load other weights beside those that are served, on a thread of their own."""
         engine = self._live_engine()
 
-        def load() -> Weights:
+        def load() -> tuple[Weights, str | None]:
             folder = resolve_model(source)
             check_same_model(folder, engine.model)
-            return load_weights(folder, engine.config, engine.device, drafter)
+            weights = load_weights(folder, engine.config, engine.device, drafter)
+            return weights, _quantization(folder, engine)
 
         self._loaded = None  # what was loaded before makes room
         loaded = self._loaded = await asyncio.to_thread(load)
-        return loaded.fingerprint
+        return loaded[0].fingerprint
 
     async def switch_weights(self, version: str) -> ModelInfo:
         """Go on with the weights loaded last, from the next step on. If they cannot be taken, the engine stops."""
@@ -176,10 +180,13 @@ class TorchBackend:
         if loaded is None:
             raise EngineFault("There are no weights to switch to; load them first.")
 
+        weights, quantization = loaded
+
         def switch(engine: EngineCore) -> None:
-            engine.switch(loaded, version)
+            engine.switch(weights, version)
 
         await self._run_between_steps(switch)
+        self._quantization = quantization
         return self._info(self._live_engine())
 
     def drop_weights(self) -> None:
@@ -318,6 +325,7 @@ class TorchBackend:
             return
         self._engine = engine
         self._folder = folder
+        self._quantization = _quantization(folder, engine)
         self._call(self._settle_start, self._info(engine))
         self._serve(engine)
 
@@ -331,6 +339,19 @@ class TorchBackend:
             folder=str(self._folder),
             eos_token_ids=engine.model.eos_token_ids,
             drafter_folder="" if drafter is None else str(resolve_model(drafter)),
+            quantization=self._quantization,
+            computing=self._computing(engine),
+        )
+
+    def _computing(self, engine: EngineCore) -> Computing:
+        arithmetic, config = engine.arithmetic, self._config
+        return Computing(
+            kernels=arithmetic.kernels,
+            kernels_off=arithmetic.kernels_off,
+            unrepeatable=arithmetic.rounding,
+            drafts_shift_draws=config.drafter.kind != "none" and config.verifier != "coupled",
+            couples_seeds=engine.device.type == "cpu",  # on a GPU they would leave the captured steps
+            name=arithmetic.name,
         )
 
     def _settle_start(self, result: ModelInfo | Exception) -> None:
@@ -357,7 +378,7 @@ class TorchBackend:
                 for request_id in self._to_export.intersection(engine.held_ids):
                     self._to_export.discard(request_id)
                     events.append((request_id, _export(engine, request_id)))
-                stalled = not events and engine.usage().num_running == 0
+                stalled = not events and not engine.scheduler.is_running
                 if events:
                     self._call(self._publish, events)
         except Exception as error:
@@ -402,6 +423,15 @@ class TorchBackend:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _quantization(folder: Path, engine: EngineCore) -> str | None:
+    """How the weights of a folder are rounded where this engine serves them; None = as `dtype` has them."""
+    config = engine.config
+    kept = choose_weights(config.weights, folder, dtype=config.dtype, device=engine.device)
+    if kept in _ROUNDED:
+        return kept
+    return "int4" if (folder / QUANTIZED_FILE).is_file() else None  # the plain weights are those numbers, spelt out
 
 
 def _export(engine: EngineCore, request_id: str) -> Handoff | EngineFault:

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from serve_app.backends.base import Backend, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.base import Backend, Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
 from serve_app.backends.vllm_parts.checkpoint import (
+    came_quantized,
     check_same_model,
     eos_token_ids,
     folder_fingerprint,
@@ -30,7 +31,6 @@ from serve_app.backends.vllm_parts.checkpoint import (
     plain_view,
 )
 from serve_app.backends.vllm_parts.deltas import GAVE_UP, DeltaReader, prompt_logprobs, queue_s, scored
-from serve_app.backends.vllm_parts.handoff import Manifest, Readings, pack, source_of, unpack
 from serve_app.backends.vllm_parts.scratch import Scratch
 from serve_app.backends.vllm_parts.settings import (
     LEASE_S,
@@ -38,16 +38,18 @@ from serve_app.backends.vllm_parts.settings import (
     VllmSettings,
     check_build,
     check_known,
+    draws_drafts,
     engine_arguments,
     faults_of,
     installed_version,
 )
-from speculative.batch import HostTerms
-from speculative.contract import LogprobContract
+from serve_app.backends.vllm_parts.vllm_handoff import Manifest, Readings, pack, source_of, unpack
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
 from speculative.model.loading import resolve_model
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta
+from speculative.sampling.logprob_checks import LogprobContract
 from speculative.selfcheck.monitor import SelfCheck
+from speculative.state.batch import HostTerms
 from speculative.stats import LOGPROB_RULES, CheckState, EngineUsage, StepStats
 
 _logger = logging.getLogger("truespec.vllm")
@@ -82,6 +84,7 @@ class VllmBackend:
         self._replayer = replayer
         self._llm: Any = None
         self._live = 0  # requests under way
+        self._live_replays = 0  # those of them that are replays
         self._tasks: set[asyncio.Task[None]] = set()
         self._orders: asyncio.Task[None] | None = None  # the last thing asked of the engine as a whole
         self._fault: Exception | None = None
@@ -109,14 +112,15 @@ class VllmBackend:
             if isinstance(error, ConfigError):
                 raise
             raise EngineFault(f"vLLM {version} could not start: {error}") from error
-        await self._mend_workers()
+        await self._fix_workers()
         try:
             await self._load_adapters()
         except ConfigError:
             await self._end_engine()
             raise
         if self._watches:
-            await self._llm.collective_rpc("watch_sampler", args=(self._settings.self_check_share,))
+            watched = (self._settings.self_check_share, draws_drafts(drafter))
+            await self._llm.collective_rpc("watch_sampler", args=watched)
             self._spawn(self._take_terms_forever())
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
         await asyncio.to_thread(self._identify)
@@ -136,15 +140,15 @@ class VllmBackend:
             await self._replayer.start()
         return self._info()
 
-    async def _mend_workers(self) -> None:
+    async def _fix_workers(self) -> None:
         """Keep vLLM's workers from their known faults."""
-        for fault, mend in (
+        for fault, fix in (
             (self._faults.chunked_seeds, "keep_draws_of_chunks"),
             (self._settings.engine.logprobs_mode.startswith("raw"), "keep_raw_logprobs"),
             (self._faults.mixed_adapters and self._adapters, "keep_adapters_apart"),
         ):
             if fault:
-                await self._llm.collective_rpc(mend)
+                await self._llm.collective_rpc(fix)
 
     async def stop(self) -> None:
         """End vLLM's process; what still runs ends with an error."""
@@ -179,10 +183,10 @@ class VllmBackend:
                 if self._pulls:
                     source = source_of(output)
             manifest = self._manifest_for(request)  # of what computed it, whatever comes while it is packed
-            breach = self._contract.breach(delta, request)
-            if breach is not None:
-                self._counts.add_breach(breach)
-                raise EngineFault(_broken(breach))
+            first_violation = self._contract.first_violation(delta, request)
+            if first_violation is not None:
+                self._counts.add_breach(first_violation)
+                raise EngineFault(_broken(first_violation))
             handoff = await asyncio.to_thread(_packed, manifest, request, parts, source)
             handed_off = True
             return Prefilled((delta,), handoff)
@@ -227,23 +231,30 @@ class VllmBackend:
             structure = request.params.structure
             if structure is None or self._params.allows_what_ours_allows(structure):
                 return replayed
-            return dataclasses.replace(replayed, law=None)  # the law was another one
+            return dataclasses.replace(replayed, replayed=None)  # the distribution was another one
+        self._live_replays += 1
+        try:
+            return await self._replay(request)
+        finally:
+            self._live_replays -= 1
+
+    async def _replay(self, request: Request) -> Replayed:
         async with contextlib.aclosing(self.generate(request)) as deltas:
             async for delta in deltas:
                 if delta.error is not None:
                     raise EngineFault(delta.error)
                 if delta.logprobs is not None:
                     logprobs = tuple(entry.logprob for entry in delta.logprobs)
-                    return Replayed(logprobs, delta.law, weight_version=delta.weight_version)
+                    return Replayed(logprobs, delta.replayed, weight_version=delta.weight_version)
         raise EngineFault("The replay ended without a result.")
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Who may draft from the next step on; vLLM goes on running."""
         if self._speculates:
-            self._order(self._tell(self._params.order(speculation=speculation.value)))
+            self._order(self._report(self._params.order(speculation=speculation.value)))
 
-    def distrust(self) -> None:
-        """Have running requests computed again, from an empty prefix cache, and the self-checks begin anew."""
+    def invalidate_cache(self) -> None:
+        """Have running requests computed again, from an empty prefix cache, and the self-checks start again."""
         self._self_check.restart()
         self._order(self._forget())
 
@@ -274,6 +285,7 @@ class VllmBackend:
             await self._forget()
             self._self_check.restart()
             self._fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
+            self._came_quantized = came_quantized(folder)
             self._manifest = dataclasses.replace(self._manifest, fingerprint=self._fingerprint)
             self._version = version
             if self._replayer is not None:
@@ -297,7 +309,7 @@ class VllmBackend:
         self._paused = True
         try:
             if self._pulls and mode is not PauseMode.WAIT:  # it pauses when nothing waits to be read any more
-                await self._tell(self._params.order(transfer={"recall": True}))
+                await self._report(self._params.order(transfer={"recall": True}))
             await self._engine().pause_generation(mode=mode.value, clear_cache=False)
         except asyncio.CancelledError:
             await self._llm.resume_generation()
@@ -311,7 +323,7 @@ class VllmBackend:
 
     def usage(self) -> EngineUsage:
         """What the engine holds, as of its last step."""
-        return self._counts.usage(self._live)
+        return self._counts.usage(self._live, self._live_replays)
 
     def cached_blocks(self, most: int) -> list[bytes]:
         """None: vLLM's blocks have names of its own."""
@@ -354,10 +366,10 @@ class VllmBackend:
                         delta, rounds = reader.read(output, self._version)
                     else:
                         delta, rounds = scored(request, output, self._version)
-                    breach = self._contract.breach(delta, request)
-                    if breach is not None:
-                        self._counts.add_breach(breach)
-                        delta = _failed(request, _broken(breach))
+                    first_violation = self._contract.first_violation(delta, request)
+                    if first_violation is not None:
+                        self._counts.add_breach(first_violation)
+                        delta = _failed(request, _broken(first_violation))
                     self._counts.add_rounds(request, delta, rounds)
                     yield delta
                     if delta.finished:
@@ -461,7 +473,7 @@ class VllmBackend:
                     f"vllm.lora_modules.{one.adapter.name} is {one.adapter.root}, which vLLM does not take: {error}"
                 ) from error
 
-    async def _tell(self, order: Any) -> None:
+    async def _report(self, order: Any) -> None:
         """Tell the scheduler; it obeys when the request reaches it, whatever becomes of the request."""
         name = f"truespec-order-{uuid.uuid4().hex}"
         await self._llm.add_request(name, {"prompt_token_ids": [0]}, order)
@@ -471,20 +483,29 @@ class VllmBackend:
         """Let a handoff go that nobody will read."""
         if self._llm is None or self._llm.errored:
             return
-        self._order(self._tell(self._params.order(transfer=transfer)))
+        self._order(self._report(self._params.order(transfer=transfer)))
 
     async def _take_terms_forever(self) -> None:
         """Fetch what the self-checks saw; every worker sees the same, so one of them is heard."""
         while self._llm is not None:
             await asyncio.sleep(_TERMS_EVERY_S)
             try:
-                told = await self._llm.collective_rpc("take_terms")
+                reported = await self._llm.collective_rpc("take_terms")
             except Exception as error:
                 if self._llm is not None:
                     self._fault = error
                 return
-            for checks, sums, achievable in told[0]:
+            terms, num_without_q = reported[0]
+            for checks, sums, achievable in terms:
                 self._self_check.take(HostTerms(tuple(checks), np.array(sums), achievable), self._counts.stats)
+            for _ in range(num_without_q):
+                self._counts.stats.count_violation("q_missing")
+            if num_without_q:
+                _logger.error(
+                    "vLLM verified the drafts of %d steps without the distribution they were drawn from. Its log says "
+                    "for which requests; set drafter.sampled to false until vLLM keeps them.",
+                    num_without_q,
+                )
 
     async def _forget(self) -> None:
         """Empty the prefix cache. What is being read at the moment is waited for."""
@@ -510,7 +531,7 @@ class VllmBackend:
             try:
                 await work
             except Exception as error:
-                _logger.exception("vLLM did not do what it was told.")
+                _logger.exception("vLLM did not do what was asked of it.")
                 self._fault = error
 
         self._orders = self._spawn(run())
@@ -549,7 +570,17 @@ class VllmBackend:
             eos_token_ids=eos_token_ids(self._folder),
             drafter_folder="" if self._drafter_folder is None else str(self._drafter_folder),
             adapters=tuple(one.adapter for one in self._adapters),
+            computing=self._computing,
+            quantization=model.quantization or ("int4" if self._came_quantized else None),
         )
+
+    @property
+    def _computing(self) -> Computing:
+        why = "vLLM rounds by the size of the batch"
+        if self._speculates:
+            why += ", and what a seed gives depends on where its drafts end"
+        name = f"vllm {installed_version()} {self._settings.engine.dtype}"
+        return Computing(unrepeatable=why, couples_seeds=False, name=name)
 
     @property
     def _max_model_len(self) -> int:
@@ -558,6 +589,7 @@ class VllmBackend:
 
     def _identify(self) -> None:
         self._fingerprint = folder_fingerprint(self._folder)
+        self._came_quantized = came_quantized(self._folder)
         self._drafter_fingerprint = "" if self._drafter_folder is None else folder_fingerprint(self._drafter_folder)
 
     def _start_engine(self) -> Any:
@@ -567,7 +599,7 @@ class VllmBackend:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from serve_app.backends.vllm_parts import params, stats
+        from serve_app.backends.vllm_parts import params, vllm_stats
 
         self._params = params
         self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
@@ -585,8 +617,8 @@ class VllmBackend:
         arguments["additional_config"] = {TERMS: {"sampled_drafts_fail": self._faults.sampled_drafts}}
         if self._pulls:
             _open_side_channel()
-        self._counts = stats.Counts()
-        logger = stats.logger_for(self._counts.add_step)
+        self._counts = vllm_stats.Counts()
+        logger = vllm_stats.logger_for(self._counts.add_step)
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])
         cache = llm.vllm_config.cache_config
         self._counts.set_sizes(cache.num_gpu_blocks, cache.block_size)
@@ -624,5 +656,8 @@ def _failed(request: Request, why: str) -> TokenDelta:
     return TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error=why)
 
 
-def _broken(breach: str) -> str:
-    return f"Logprobs broke their contract ({LOGPROB_RULES[breach]}); the request ends here, and none of them is told."
+def _broken(first_violation: str) -> str:
+    return (
+        f"Logprobs broke their contract ({LOGPROB_RULES[first_violation]}); the request ends here, and none of "
+        f"them is returned."
+    )

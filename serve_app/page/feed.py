@@ -10,7 +10,7 @@ from typing import Any
 Status = dict[str, Any]
 
 _EVERY_S = 1.0
-_STREAM_S = 30.0  # then the browser asks anew: a replica that is to stop need not wait for open pages
+_STREAM_S = 30.0  # then the browser asks again: a replica that is to stop need not wait for open pages
 _MAX_STREAMS = 32  # each holds one of the requests that a replica may have under way
 
 
@@ -47,9 +47,9 @@ class StatusFeed:
         Args:
             last_event_id: as a browser sends it that comes back.
         """
-        told_until = 0.0
+        reported_until = 0.0
         with suppress(ValueError):
-            told_until = float(last_event_id)
+            reported_until = float(last_event_id)
         self._num_streams += 1
         try:
             yield b"retry: 1000\n\n"
@@ -60,9 +60,9 @@ class StatusFeed:
                 except Exception as error:  # whatever it was, it may be over in a second
                     yield _event("trouble", {"message": f"The referee does not answer ({type(error).__name__})."})
                 else:
-                    fresh = [point for point in status["history"] if point["at"] > told_until]
-                    told_until = max((point["at"] for point in fresh), default=told_until)
-                    yield _event("status", status | {"history": fresh}, f"{told_until:.6f}")
+                    fresh = [point for point in status["history"] if point["at"] > reported_until]
+                    reported_until = max((point["at"] for point in fresh), default=reported_until)
+                    yield _event("status", status | {"history": fresh}, f"{reported_until:.6f}")
                 await asyncio.sleep(_EVERY_S)
         finally:
             self._num_streams -= 1

@@ -4,9 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from serve_app.metric_names import REPLICA_LABEL
-from serve_app.metrics import Sample
-from serve_app.replays import STRATA
+from serve_app.telemetry.metric_names import REPLICA_LABEL, STRATA
+from serve_app.telemetry.metrics import Sample
 from speculative.stats import CHECKS
 
 _HISTORY_S = 300  # one point a second
@@ -27,6 +26,7 @@ _COURSE = {
 _GAUGES = {
     "running": "truespec_requests_running",
     "waiting": "truespec_requests_waiting",
+    "replaying": "truespec_replays_running",
     "kv_usage": "truespec_kv_cache_usage_ratio",
     "speculating": "truespec_speculation_enabled",
 }
@@ -34,6 +34,7 @@ _GROUPS = {  # field -> metric, label
     "requests": ("truespec_requests_total", "outcome"),
     "replays": ("truespec_replays_total", "result"),
     "verdicts": ("truespec_verdicts_total", "verdict"),
+    "distributions": ("truespec_replay_distributions_total", "distribution"),
     "handoffs": ("truespec_handoffs_total", "result"),
     "trips": ("truespec_breaker_trips_total", "reason"),
     "canaries": ("truespec_canaries_total", "result"),
@@ -72,11 +73,13 @@ class StatusBook:
         """
         samples = list(samples)
         gauges = _by_replica(samples)
+        replicas = [one | gauges.get(str(one[REPLICA_LABEL]), {}) for one in overview["replicas"]]
         return {
             "about": self._about,
             "started_at": self._started_at,  # the sums count from here
             "at": self._clock(),
-            "replicas": [one | gauges.get(str(one[REPLICA_LABEL]), {}) for one in overview["replicas"]],
+            "replicas": replicas,
+            **{field: sum(one.get(field, 0.0) for one in replicas) for field in ("running", "waiting", "replaying")},
             "latest": overview["latest"],
             "positions": _positions(samples),
             "strata": _strata(samples),
@@ -127,11 +130,11 @@ def _strata(samples: list[Sample]) -> list[dict[str, Any]]:
         if (stratum := labels.get("stratum")) in sums:
             own, key = sums[stratum], name + labels.get("nats", "")
             own[key] = own.get(key, 0.0) + value
-    told = []
+    reported = []
     for stratum, own in sums.items():
         tokens = own.get("truespec_replay_tokens_total", 0.0)
         if tokens > 0:
-            told.append(
+            reported.append(
                 {
                     "stratum": stratum,
                     "meaning": STRATA[stratum],
@@ -140,4 +143,4 @@ def _strata(samples: list[Sample]) -> list[dict[str, Any]]:
                     "alarms": own.get("truespec_replay_alarms_total", 0.0),
                 }
             )
-    return told
+    return reported

@@ -7,7 +7,7 @@ from serve_app.backends.base import Handoff
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class TransferPayload:
     """A handoff on its way, as part of a prefill replica's reply."""
 
     content: Any  # what only its transport understands
@@ -17,11 +17,11 @@ class Parcel:
 class HandoffTransport(Protocol):
     """One side packs, the other unpacks; both run in replicas of one application, with the same transport."""
 
-    def pack(self, handoff: Handoff) -> Parcel:
+    def pack(self, handoff: Handoff) -> TransferPayload:
         """Make a handoff ready to travel."""
         ...
 
-    async def unpack(self, parcel: Parcel) -> Handoff:
+    async def unpack(self, parcel: TransferPayload) -> Handoff:
         """The handoff, byte for byte.
 
         Raises:

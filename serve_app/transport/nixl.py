@@ -8,7 +8,7 @@ import torch
 from ray.exceptions import RayError
 
 from serve_app.backends.base import Handoff
-from serve_app.transport.base import Parcel
+from serve_app.transport.base import TransferPayload
 from speculative.errors import ConfigError
 
 
@@ -27,12 +27,12 @@ class NixlTransport:
                 "handoff.transport nixl needs NIXL: pip install --no-deps nixl nixl-cu12, or set it to plasma."
             )
 
-    def pack(self, handoff: Handoff) -> Parcel:
+    def pack(self, handoff: Handoff) -> TransferPayload:
         """Register the bytes with NIXL."""
         tensor = torch.from_numpy(handoff)
-        return Parcel([ray.put(tensor, _tensor_transport="nixl")], handoff.nbytes)
+        return TransferPayload([ray.put(tensor, _tensor_transport="nixl")], handoff.nbytes)
 
-    async def unpack(self, parcel: Parcel) -> Handoff:
+    async def unpack(self, parcel: TransferPayload) -> Handoff:
         """Read them.
 
         Raises:

@@ -1,7 +1,7 @@
 """Through Ray's object store."""
 
 from serve_app.backends.base import Handoff
-from serve_app.transport.base import Parcel
+from serve_app.transport.base import TransferPayload
 
 
 class PlasmaTransport:
@@ -10,11 +10,11 @@ class PlasmaTransport:
     The caller owns the reply, so a handoff outlives the replica that made it; what comes out is read-only.
     """
 
-    def pack(self, handoff: Handoff) -> Parcel:
+    def pack(self, handoff: Handoff) -> TransferPayload:
         """As it is: Ray takes an array's bytes without a copy of ours."""
-        return Parcel(handoff, handoff.nbytes)
+        return TransferPayload(handoff, handoff.nbytes)
 
-    async def unpack(self, parcel: Parcel) -> Handoff:
+    async def unpack(self, parcel: TransferPayload) -> Handoff:
         """The array, over the store's own memory."""
         content: Handoff = parcel.content
         return content

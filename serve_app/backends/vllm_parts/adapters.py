@@ -83,8 +83,8 @@ class Adapters:
         """The fingerprint of a model with these adapters; of the model alone where there are none."""
         if not self._loaded:
             return fingerprint
-        told = json.dumps([fingerprint, *sorted(self.identity(name) for name in self._loaded)])
-        return blake2b(told.encode(), digest_size=16).hexdigest()
+        reported = json.dumps([fingerprint, *sorted(self.identity(name) for name in self._loaded)])
+        return blake2b(reported.encode(), digest_size=16).hexdigest()
 
     def check_unchanged(self) -> None:
         """Check that the files still are what was served all the time, before vLLM reads them again.
@@ -113,8 +113,8 @@ class Adapters:
         most = given.get("max_lora_rank", RANKS[-1])
         for one in self:
             if one.rank > most:
-                mend = "raise vllm.engine_args.max_lora_rank" if most < RANKS[-1] else "vLLM takes none of more"
-                raise ConfigError(f"{_field(one.adapter.name)} has rank {one.rank}, and {most} is the most: {mend}.")
+                fix = "raise vllm.engine_args.max_lora_rank" if most < RANKS[-1] else "vLLM takes none of more"
+                raise ConfigError(f"{_field(one.adapter.name)} has rank {one.rank}, and {most} is the most: {fix}.")
         largest = max(one.rank for one in self)
         num_slots = given.get("max_loras", len(self))
         return {
@@ -134,7 +134,7 @@ def read_adapters(folders: Mapping[str, str], model: Path) -> Adapters:
         model: the model's folder.
 
     Raises:
-        ConfigError: one cannot be read, or is of another model; the message names the field and the mend.
+        ConfigError: one cannot be read, or is of another model; the message names the field and the fix.
     """
     if not folders:
         return Adapters({})

@@ -9,7 +9,7 @@ from typing import Any
 
 from speculative.errors import ConfigError
 
-_OURS_ALONE = "quantised.safetensors"  # weights packed for our own engine, beside the plain ones
+_OURS_ALONE = "quantized.safetensors"  # weights packed for our own engine, beside the plain ones
 _LEAVES_MODEL_ALONE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
@@ -27,6 +27,11 @@ def plain_view(folder: Path, scratch: Path) -> Path:
         if path.name != _OURS_ALONE:
             (view / path.name).symlink_to(path.resolve())
     return view
+
+
+def came_quantized(folder: Path) -> bool:
+    """Whether the plain weights of a folder are those of a quantized checkpoint, written out."""
+    return (folder / _OURS_ALONE).is_file()
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.backends.vllm_parts.settings import TERMS
-from speculative.request import FinishReason, LawRow, Request, TokenDelta, TokenKind, TokenLogprobs
+from speculative.request import FinishReason, ReplayedToken, Request, TokenDelta, TokenKind, TokenLogprobs
 
 GAVE_UP = "vLLM gave up the request."
 """The error of a request that vLLM ends by itself, without a word why."""
@@ -51,11 +51,11 @@ class DeltaReader:
         request, completion = self._request, output.outputs[0]
         params = request.params
         token_ids = tuple(completion.token_ids)
-        told = (output.kv_transfer_params or {}).get(TERMS) or {}
-        rounds = self._rounds(told.get("rounds") or (), len(token_ids))
+        reported = (output.kv_transfer_params or {}).get(TERMS) or {}
+        rounds = self._rounds(reported.get("rounds") or (), len(token_ids))
         reason = _REASONS.get(completion.finish_reason) if completion.finish_reason else None
         logprobs = None
-        if params.tells_logprobs and completion.logprobs is not None:
+        if params.returns_logprobs and completion.logprobs is not None:
             logprobs = _entries(token_ids, completion.logprobs, params.logprobs or 0, params.logprob_token_ids)
         delta = TokenDelta(
             request.request_id,
@@ -67,7 +67,7 @@ class DeltaReader:
             num_accepted=sum(one.num_accepted for one in rounds),
             num_cached_tokens=0 if self._begun or self._handed_off else output.num_cached_tokens or 0,
             queue_s=0.0 if self._begun else queue_s(output),
-            preempted=bool(told.get("preempted")),
+            preempted=bool(reported.get("preempted")),
             finish_reason=reason,
             stop_token_id=token_ids[-1] if reason is FinishReason.STOP and token_ids else None,
             error=GAVE_UP if reason is FinishReason.ERROR else None,
@@ -76,11 +76,11 @@ class DeltaReader:
         self._begun = True
         return delta, rounds
 
-    def _rounds(self, told: Sequence[Sequence[int]], num_new: int) -> list[Round]:
-        """The rounds that emitted the newest tokens. What is not told of was not drafted for."""
+    def _rounds(self, reported: Sequence[Sequence[int]], num_new: int) -> list[Round]:
+        """The rounds that emitted the newest tokens. What is not reported was not drafted for."""
         rounds, begin = [], self._num_read
         self._num_read += num_new
-        for end, num_drafted in told:
+        for end, num_drafted in reported:
             if begin < end <= self._num_read:
                 rounds.append(Round(end - begin, num_drafted))
                 begin = end
@@ -104,9 +104,8 @@ class DeltaReader:
 def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDelta, list[Round]]:
     """What a teacher-forced request comes to; no rounds.
 
-    Of a greedy one whose logits nothing changes, the law is in its logprobs: how much less likely each token is than
-    the likeliest. Of any other it would need the whole distribution, which vLLM does not give.
-    """
+    Of a greedy one whose logits nothing changes, the distribution is in its logprobs: how much less likely each token
+    is than the likeliest. Of any other it would need the whole distribution, which vLLM does not give."""
     assert request.score_from is not None
     entries = _prompt_entries(request, output, 1)[request.score_from - 1 :]
     params = request.params
@@ -122,7 +121,7 @@ def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDel
         logprobs=tuple(TokenLogprobs(entry.token_id, entry.logprob, entry.rank) for entry in entries),
         num_cached_tokens=output.num_cached_tokens or 0,
         queue_s=queue_s(output),
-        law=tuple(_greedy_row(entry) for entry in entries) if untouched else None,
+        replayed=tuple(_greedy_row(entry) for entry in entries) if untouched else None,
         finish_reason=FinishReason.STOP,
         weight_version=weight_version,
     )
@@ -130,7 +129,7 @@ def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDel
 
 
 def prompt_logprobs(request: Request, output: Any) -> tuple[TokenLogprobs, ...] | None:
-    """Entries of prompt tokens 1.., where they were asked for and are told with this output."""
+    """Entries of prompt tokens 1.., where they were asked for and are reported with this output."""
     num_top = request.params.prompt_logprobs
     if num_top is None or not output.prompt_logprobs:
         return None
@@ -148,7 +147,7 @@ def _prompt_entries(request: Request, output: Any, num_top: int) -> tuple[TokenL
 
 
 def _entries(
-    token_ids: Sequence[int], told: Sequence[Mapping[int, Any]], num_top: int, scored_ids: Sequence[int]
+    token_ids: Sequence[int], reported: Sequence[Mapping[int, Any]], num_top: int, scored_ids: Sequence[int]
 ) -> tuple[TokenLogprobs, ...]:
     return tuple(
         TokenLogprobs(
@@ -158,7 +157,7 @@ def _entries(
             top=_top(row, num_top),
             scored=tuple((other, row[other].logprob) for other in scored_ids),
         )
-        for token, row in zip(token_ids, told, strict=True)
+        for token, row in zip(token_ids, reported, strict=True)
     )
 
 
@@ -167,7 +166,7 @@ def _top(row: Mapping[int, Any], num_top: int) -> tuple[tuple[int, float], ...]:
     return tuple((token, one.logprob) for token, one in best)
 
 
-def _greedy_row(entry: TokenLogprobs) -> LawRow:
+def _greedy_row(entry: TokenLogprobs) -> ReplayedToken:
     likeliest = entry.top[0][1]
     greedy = float(entry.logprob == likeliest)
-    return LawRow(greedy, 1.0, 0.0, 0.0, likeliest - entry.logprob, 0.0)
+    return ReplayedToken(greedy, 1.0, 0.0, 0.0, likeliest - entry.logprob, 0.0)

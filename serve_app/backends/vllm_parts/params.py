@@ -1,7 +1,7 @@
 """Requests in vLLM's words, and what cannot be said in them.
 
-A request whose law vLLM does not keep is refused by the field that breaks it, never served otherwise than it asks.
-"""
+A request whose distribution vLLM does not keep is refused by the field that breaks it, never served otherwise than it
+asks."""
 
 import json
 import math
@@ -15,17 +15,18 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from serve_app.backends.vllm_parts.adapters import LoadedAdapter
 from serve_app.backends.vllm_parts.settings import TERMS
-from speculative.errors import EngineFault, InvalidRequest
+from speculative.errors import EngineFault, InvalidRequest, SequenceTooLong
 from speculative.request import Request, SamplingParams, Structure
 
 # With `top_k` alone an engine that speculates dies where nothing is drafted: it asks for the largest of no rows. With a
-# `top_p` beside it, it takes another way. This one is 1 once vLLM has made a float32 of it: the law is the same.
+# `top_p` beside it, it takes another way. This one is 1 once vLLM has made a float32 of it: the distribution is the
+# same.
 _ALL = math.nextafter(1.0, 0.0)
 _SEED_BITS = 63  # torch's generators take no more
 
 
 def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size: int) -> None:
-    """Check that this engine keeps the law that a request asks for.
+    """Check that this engine keeps the distribution that a request asks for.
 
     Args:
         request: as it came.
@@ -39,7 +40,7 @@ def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size:
     params = request.params
     longest = max_model_len if request.score_from is not None else max_model_len - 1
     if len(request.prompt_token_ids) > longest:
-        raise InvalidRequest(
+        raise SequenceTooLong(
             "prompt", f"prompt has {len(request.prompt_token_ids)} tokens; this server takes at most {longest}."
         )
     wrong = next((token for token in request.prompt_token_ids if not 0 <= token < vocab_size), None)
@@ -70,7 +71,7 @@ def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfe
         transfer: what the connector is asked for.
 
     Raises:
-        EngineFault: its law depends on what was emitted in ways that vLLM cannot be told.
+        EngineFault: its distribution depends on what was emitted in ways that vLLM cannot be told.
     """
     params = request.params
     if emitted:
@@ -156,7 +157,8 @@ def _check_forgetful(params: SamplingParams) -> None:
     ):
         if depends:
             raise EngineFault(
-                f"A request with {name} cannot go on elsewhere on the vllm engine: it does not know which tokens were "
+                f"A request with {name} cannot be resumed on another replica on the vllm engine: it does not know "
+                f"which tokens were "
                 "emitted before. Send it again."
             )
 

@@ -2,7 +2,7 @@
 
 vLLM composes the two of a model in one `Parser`, with one way for whole answers and one for streams; we ask it as its
 own server does. Calls that have to be made are none of its business here: they come in a form of our own
-(`serve_app.tools`), and only the reasoning before them is parsed.
+(`serve_app.openai.tools`), and only the reasoning before them is parsed.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serve_app.backends.base import CallPart, Said, Talk
+from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -71,7 +71,7 @@ class VllmParsers:
                 f"{error.__cause__ or error}"
             ) from error
 
-    def reading(self, talk: Talk, prompt: Sequence[int]) -> "VllmReading":
+    def reading(self, talk: ChatPrompt, prompt: Sequence[int]) -> "VllmReading":
         """How answers to a conversation are to be read, whose prompt has these tokens.
 
         Raises:
@@ -132,10 +132,10 @@ class VllmReplyParser:
         self._request = request
         self._prompt = prompt
 
-    def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> Said:
+    def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
         """What the next part of the text says."""
         if self._parser is None:
-            return Said(text)
+            return ParsedDelta(text)
         with _failing():
             delta = self._parser.parse_delta(
                 delta_text=text,
@@ -145,13 +145,13 @@ class VllmReplyParser:
                 finished=last,
             )
         if delta is None:
-            return Said()
-        return Said(delta.content or "", delta.reasoning or "", tuple(map(_part, delta.tool_calls)))
+            return ParsedDelta()
+        return ParsedDelta(delta.content or "", delta.reasoning or "", tuple(map(_part, delta.tool_calls)))
 
-    def whole(self, text: str, token_ids: Sequence[int]) -> Said:
+    def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
         """What the whole text says."""
         if self._parser is None:
-            return Said(text)
+            return ParsedDelta(text)
         with _failing():
             self._parser.set_prompt_token_ids(self._prompt)
             reasoning, content, calls = self._parser.parse(
@@ -161,7 +161,7 @@ class VllmReplyParser:
             CallPart(index, call.arguments, call.name, call.id or make_tool_call_id())
             for index, call in enumerate(calls or ())
         )
-        return Said(content or "", reasoning or "", parts)
+        return ParsedDelta(content or "", reasoning or "", parts)
 
 
 def _part(call: Any) -> CallPart:
@@ -171,7 +171,7 @@ def _part(call: Any) -> CallPart:
     return CallPart(call.index, arguments, name, call.id or (make_tool_call_id() if name else None))
 
 
-def _request(talk: Talk) -> Any:
+def _request(talk: ChatPrompt) -> Any:
     """The request in vLLM's words, as far as parsers look at it; what has to be called is not theirs to find."""
     auto = talk.use == "auto"
     with _refusing():

@@ -74,7 +74,7 @@ class NixlConnector(NixlPullConnector):
         self._wanted.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """What vLLM's own tells its workers, which prompts are to be summed up, and where the sums of others lie."""
+        """What vLLM's own tells its workers: which prompts are to be summed up, and where the sums of others lie."""
         reading = {
             request_id: request.kv_transfer_params["load"]
             for request_id, (request, *_, waits) in self.connector_scheduler._reqs_need_recv.items()
@@ -88,10 +88,10 @@ class NixlConnector(NixlPullConnector):
         """A request is over; the blocks of a prompt that is to be read are kept."""
         self._saves.forget(request.request_id)
         self._wanted.pop(request.request_id, None)
-        keeps, told = super().request_finished_all_groups(request, block_ids)
+        keeps, reported = super().request_finished_all_groups(request, block_ids)
         if keeps:
             self._held.add(request.request_id)
-        return keeps, told
+        return keeps, reported
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What was read, or has waited too long, may go."""
@@ -151,10 +151,10 @@ class NixlConnector(NixlPullConnector):
     def _is_whole(self, blocks: Blocks, path: str | None) -> bool:
         """Whether blocks that were read are the last ones of those that were summed up."""
         try:
-            told = np.frombuffer(Path(f"{path}.{self._rank}").read_bytes(), np.int64).reshape(len(blocks), -1)
+            reported = np.frombuffer(Path(f"{path}.{self._rank}").read_bytes(), np.int64).reshape(len(blocks), -1)
         except (OSError, ValueError):  # the request is over, and its file with it
             return False
-        ours = zip(told, self._sums(blocks), strict=True)
+        ours = zip(reported, self._sums(blocks), strict=True)
         same = all(np.array_equal(group[len(group) - len(sums) :], sums) for group, sums in ours)
         if not same:
             _logger.warning("what was read for a handoff is not what was computed for it: %s", path)

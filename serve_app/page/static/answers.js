@@ -43,7 +43,7 @@ class Answer {
     this.checked = body.verify;
     try {
       for await (const event of chunks(body, signal)) this.take(event);
-      this.say(this.verdict ?? "done", { verified: "good", suspect: "bad" }[this.verdict] ?? "");
+      this.say(this.verdict ? [this.verdict, this.checks].filter(Boolean).join(": ") : "done", { verified: "good", suspect: "bad" }[this.verdict] ?? "");
     } catch (error) {
       const stopped = error.name === "AbortError";
       this.say(stopped ? "stopped" : "failed", stopped ? "" : "bad");
@@ -60,6 +60,7 @@ class Answer {
     if (event.error) throw new Error(event.error.message);
     if (event.usage) this.usage = event.usage;
     if (event.verdict) this.verdict = event.verdict;
+    if (event.checked) this.checks = event.checked.join(", ");
     const choice = event.choices[0];
     if (!choice) return this.show();
     this.content += choice.delta.content ?? "";

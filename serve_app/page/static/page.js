@@ -56,12 +56,13 @@ function drawTiles() {
   const limit = status.about.max_tme;
   byId("tiles").replaceChildren(
     tile("Tokens a second", speed ? (speed.difference / speed.seconds).toFixed(1) : "–",
-      `${now.running} running, ${now.waiting} waiting`),
+      `${status.running} running, ${status.waiting} waiting${status.replaying ? `, ${status.replaying} replayed` : ""}`),
     tile(near === null ? "Acceptance since the start" : "Acceptance, last minute", percent(accepted), mean),
     tile("Logprob drift (TME)", tme === null ? "–" : tme.toFixed(4),
       now.replayed ? `${whole(now.replayed)} tokens replayed; limit ${limit}` : "nothing replayed yet", tme > limit),
     tile("Alarms", whole(alarms()), "self-checks, replays, broken contracts", alarms() > 0),
-    tile("Verified answers", whole(verified), `${whole(suspect)} suspect, ${whole(unverified)} not checked`, suspect > 0),
+    tile("Verified answers", whole(verified),
+      `${whole(suspect)} suspect, ${whole(unverified)} not checked; distribution tested of ${whole(status.distributions.tested ?? 0)}`, suspect > 0),
   );
 }
 
@@ -154,13 +155,20 @@ const ago = (at) => {
 
 function drawReplicas() {
   const rows = status.replicas.map((replica) => [
-    replica.pool, shortName(replica.replica), pill(replica.breaker, replica.breaker === "closed" ? "good" : "bad"),
+    replica.pool, shortName(replica.replica), replica.kernels_off ? pill("off", "bad") : replica.kernels || "–", pill(replica.breaker, replica.breaker === "closed" ? "good" : "bad"),
     replica.speculating === undefined ? "–" : replica.speculating ? "on" : "off", replica.mode, `${replica.running ?? "–"}`,
-    `${replica.waiting ?? "–"}`, replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), ago(replica.since), replica.reason || "–",
+    `${replica.waiting ?? "–"}`, `${replica.replaying ?? "–"}`, replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), ago(replica.since), replica.reason || "–",
   ]);
-  const columns = [["pool"], ["replica"], ["breaker"], ["speculation"], ["decided by"], ["running", true], ["waiting", true],
-    ["KV in use", true], ["so since", true], ["last trip"]];
+  const columns = [["pool"], ["replica"], ["kernels"], ["breaker"], ["speculation"], ["decided by"], ["running", true], ["waiting", true],
+    ["replays", true], ["KV in use", true], ["so since", true], ["last trip"]];
   table(byId("replicas"), columns, rows, "No replica has reported yet. They do so each second once their model is loaded.");
+}
+
+/** What makes a replica slow, said once for all that have it. */
+function drawSlow() {
+  const why = [...new Set(status.replicas.map((replica) => replica.kernels_off).filter(Boolean))];
+  byId("slow").textContent = `Replicas compute without their kernels, which is slow: ${why.join("; ")}.`;
+  byId("slow").hidden = !why.length;
 }
 
 function drawStrata() {
@@ -176,10 +184,10 @@ function drawStrata() {
 function drawLatest() {
   const tones = { verified: "good", suspect: "bad" };
   const rows = status.latest.map((one) => [
-    ago(one.at), verdict(one, tones[one.verdict] ?? ""), whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
+    ago(one.at), verdict(one, tones[one.verdict] ?? ""), one.checked.join(", ") || "–", whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
     one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0", `${shortName(one.replica)} → ${shortName(one.replayed_by) || "–"}`,
   ]);
-  const columns = [["ago"], ["verdict"], ["tokens", true], ["TME", true], ["most, nats", true], ["replicas"]];
+  const columns = [["ago"], ["verdict"], ["checked"], ["tokens", true], ["TME", true], ["most, nats", true], ["replicas"]];
   table(byId("latest"), columns, rows, "No answer was replayed yet.");
 }
 
@@ -189,7 +197,7 @@ function drawCounts() {
   const told = {
     "Tokens emitted": whole(now.emitted), "Tokens drafted": whole(now.drafted), "Drafts accepted": whole(now.accepted),
     "Expected by the verifier": whole(now.expected), "Achievable with these drafts": whole(now.achievable),
-    Requests: list(status.requests), Replays: list(status.replays), Handoffs: list(status.handoffs),
+    Requests: list(status.requests), Replays: list(status.replays), "Distribution of replayed answers": list(status.distributions), Handoffs: list(status.handoffs),
     "Breaker trips": list(status.trips), "Trials of speculation": list(status.canaries),
     "Self-check alarms": list(status.check_alarms), "Replay alarms": list(status.replay_alarms),
     "Logprob contract broken": list(status.logprob_violations), "Invariants broken": list(status.invariant_violations),
@@ -199,12 +207,12 @@ function drawCounts() {
 
 function draw() {
   if (!status || !history.length) return;
-  const { model, topology, drafter, verifies } = status.about;
-  byId("about").textContent = `${model} · ${topology} · drafter ${drafter}`;
+  const { model, quantization, topology, drafter, verifies } = status.about;
+  byId("about").textContent = `${model}${quantization ? ` (${quantization})` : ""} · ${topology} · drafter ${drafter}`;
   byId("verify-label").hidden = !verifies;
   byId("verify").disabled = !verifies;
   byId("heard").textContent = `counting for ${ago(status.started_at)}`;
-  for (const part of [drawTiles, drawHealth, drawSpeed, drawCourse, drawPositions, drawChecks, drawReplicas, drawStrata, drawLatest, drawCounts]) part();
+  for (const part of [drawSlow, drawTiles, drawHealth, drawSpeed, drawCourse, drawPositions, drawChecks, drawReplicas, drawStrata, drawLatest, drawCounts]) part();
 }
 
 // ---- the stream

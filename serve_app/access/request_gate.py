@@ -1,0 +1,88 @@
+"""The gate before the routes: which of them need a key, whether this one opens them, and how much it may use."""
+
+import logging
+import time
+
+from serve_app.access.access import ANYBODY, Access, Caller, Scope
+from serve_app.access.limiter import KeyLimiter, Lease
+from serve_app.errors import AccessDenied, Forbidden, NoRoom
+from serve_app.streams.backlog import Clock
+from serve_app.telemetry.metrics import Metrics
+
+_logger = logging.getLogger("truespec.access")
+
+# Files of the status page and the API's description hold nothing of anybody; the page asks for a key itself.
+_OPEN = ("/", "/page/{name}", "/openapi.json")
+
+
+class Gate:
+    """Lets in who may come in. What is not known to be open needs a key of the scope `user`, `/admin` one of `admin`.
+
+    Args:
+        access: who may.
+        metrics: counts who was refused, and what keys use.
+        open_metrics: `/metrics` needs no key; any key opens it otherwise.
+        open_health: `/healthz` likewise.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        metrics: Metrics | None = None,
+        *,
+        open_metrics: bool = True,
+        open_health: bool = True,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._access = access
+        self._metrics = metrics
+        self._limiter = KeyLimiter(metrics, clock)
+        self._open = {
+            *_OPEN,
+            *(["/metrics"] if open_metrics else []),
+            *(["/healthz"] if open_health else []),
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether users need no key."""
+        return self._access.is_open
+
+    def admit(self, route: str, authorization: str | None) -> Caller:
+        """Let a request pass to a route.
+
+        Args:
+            route: its path as it was registered: what the router chose, not what the client wrote.
+            authorization: the header.
+
+        Raises:
+            AccessDenied: nothing was sent that opens anything.
+            Forbidden: what was sent does not open this.
+        """
+        if route in self._open:
+            return ANYBODY
+        scope = Scope.ADMIN if route.startswith("/admin") else None if route in ("/metrics", "/healthz") else Scope.USER
+        try:
+            return self._access.require(scope, authorization)
+        except (AccessDenied, Forbidden) as error:
+            reason = "forbidden" if isinstance(error, Forbidden) else "unauthenticated"
+            self._count_refusal(reason)
+            _logger.info("%s: %s", route, reason)
+            raise
+
+    def enter(self, caller: Caller) -> Lease:
+        """Let in one request that computes something; the lease is to be left when it ends.
+
+        Raises:
+            RateLimited: the key has used up what it may.
+        """
+        try:
+            return self._limiter.enter(caller)
+        except NoRoom as error:
+            self._count_refusal(error.reason)
+            raise
+
+    def _count_refusal(self, reason: str) -> None:
+        if self._metrics is not None:
+            self._metrics.count("truespec_refusals_total", reason=reason)

@@ -1,0 +1,525 @@
+"""The application's settings: one YAML, which is also a Ray Serve config.
+
+`load_config` reads the file and checks all of it before anything starts. Every error names the file, the field and the
+fix. The engine's own settings, `speculative.config.EngineConfig`, are made from it once per pool.
+"""
+
+import re
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, create_model, field_validator, model_validator
+
+from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings
+from serve_app.config.base import POOLS_OF_TOPOLOGY, AtLeastOne, FieldError, PoolName, Section, Target, ray_share
+from serve_app.config.scaling import AutoscalingSection
+from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig, LogprobsMode, drafter_kinds
+from speculative.errors import ConfigError
+from speculative.lookup.registry import OptionError, options_of, read_options, registered
+
+_EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
+
+
+class ModelSection(Section):
+    """Which model: a folder, a name of the catalogue, or a hub id; `name` is what clients ask for."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """A folder, a name of `truespec model list`, or a hub id (`org/name[@revision]`)."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """What clients ask for; the last part of `source` when not set."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """A Jinja file in place of the model's own chat template, at this path on every node that answers HTTP."""
+
+    @model_validator(mode="after")
+    def _is_called_something(self) -> Self:
+        if not self.served_name:
+            raise FieldError("name", f"is missing: source {self.source!r} ends in no name to ask for, so set one.")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """The name that clients use: `name`, or the last part of `source`."""
+        return self.name or self.source.rstrip("/").rsplit("/", 1)[-1]
+
+
+class EngineSection(Section):
+    """Sizes and choices of each replica's engine; units as in `speculative.config.EngineConfig`."""
+
+    kind: Literal["torch", "vllm"] = "torch"
+    """Our own engine; or vLLM where it is installed, for what ours does not do (docs/vllm.md)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the KV cache, and of weights and activations where `weights` does not say otherwise."""
+    weights: Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
+    """How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8, w16a16 activations."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    """`auto` takes the GPU that Ray gave the replica, else the CPU."""
+    cuda_graphs: bool | None = None
+    """Replay captured decoding steps of up to 256 sequences; not set: on a GPU. docs/gpu.md describes its memory."""
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of a request, prompt and answer; the model's own limit when not set."""
+    max_num_seqs: AtLeastOne = 16
+    """Most sequences of a step."""
+    max_batched_tokens: AtLeastOne = 512
+    """Most tokens of a step; longer prompts are computed in chunks."""
+    kv_cache_tokens: AtLeastOne = 16384
+    """Tokens that the KV cache holds."""
+    block_size: AtLeastOne = 16
+    """Tokens of a KV block."""
+    prefix_caching: bool = True
+    """Keep the KV of prompts for later requests that begin alike."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """What `logprobs` returns: before or after the sampling parameters, logits or logprobs."""
+    verifier: Literal["token_wise", "block", "coupled"] = "token_wise"
+    """How drafts are verified; reproducible requests (docs/concepts.md, Seeds) get `coupled` in any case."""
+    self_check_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them."""
+    priority_ageing_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Seconds of waiting that make up for one class of `priority`: nobody waits for ever."""
+
+
+class VllmSection(Section):
+    """What only the vLLM engine has (`engine.kind: vllm`)."""
+
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as `tensor_parallel_size`; not those that this file sets."""
+    lora_modules: dict[str, Annotated[str, Field(min_length=1)]] = {}
+    """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
+    replays: Literal["vllm", "torch"] = "vllm"
+    """Who computes finished requests again; `torch`: our own engine beside vLLM, but for requests of an adapter."""
+    self_check_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the steps of which self-checks see what vLLM's rejection sampler draws from; 0 = none."""
+    tool_parser: Annotated[str, Field(min_length=1)] | None = None
+    """vLLM's parser of the tool calls that the model makes, such as `hermes` (`--tool-call-parser`)."""
+    reasoning_parser: Annotated[str, Field(min_length=1)] | None = None
+    """vLLM's parser that tells the model's reasoning from its answer, such as `deepseek_r1` (`--reasoning-parser`)."""
+
+    @property
+    def has_parsers(self) -> bool:
+        """Whether the text of answers is parsed."""
+        return self.tool_parser is not None or self.reasoning_parser is not None
+
+
+class _DrafterFields(Section):
+    kind: str = "ngram"
+    """What drafts; `none` turns speculation off."""
+    model: Annotated[str, Field(min_length=1)] | None = None
+    """Weights of the drafter (`draft_model`, `eagle3`, `mtp`): a folder, a catalogue name, or a hub id."""
+    sampled: bool = True
+    """Drafters with weights: draw the draft from its distribution; false takes the likeliest token."""
+    num_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
+    """Draft tokens a round; the most when `length` is `dynamic`."""
+
+
+def _own_fields() -> dict[str, Any]:
+    """The fields of a drafter section that the drafters declare: their kinds, and the options of each."""
+    fields: dict[str, Any] = {
+        name: (own.type, Field(own.default, description=own.meaning, ge=own.least, le=own.most))
+        for drafter in registered().values()
+        for name, own in options_of(drafter.options).items()
+    }
+    kind = _DrafterFields.model_fields["kind"]
+    return fields | {"kind": (Literal[drafter_kinds()], Field(kind.default, description=kind.description))}
+
+
+_OwnFields: Any = create_model("_OwnFields", __base__=_DrafterFields, **_own_fields())
+
+
+class DrafterSection(_OwnFields):  # type: ignore[misc]
+    """Which drafter, and how many tokens it drafts a round."""
+
+    length: Literal["static", "dynamic"] = "static"
+    """`dynamic` drafts as many tokens as pay, 0 included; a model's drafts end where it is unsure."""
+
+    @model_validator(mode="after")
+    def _ranges_are_not_empty(self) -> Self:
+        try:
+            read_options(self.model_dump(exclude={*_DrafterFields.model_fields, "length"}))
+        except OptionError as error:
+            raise FieldError(error.name, error.rule) from error
+        has_weights = self.kind in KINDS_WITH_WEIGHTS
+        if has_weights and self.model is None:
+            raise FieldError("model", f"is missing: kind {self.kind} needs a folder, a catalogue name, or a hub id.")
+        if self.model is not None and not has_weights:
+            raise FieldError("model", "belongs to the kinds draft_model, eagle3 and mtp; remove it or change kind.")
+        return self
+
+
+class PoolSection(Section):
+    """How many replicas a pool has, and what Ray sets aside for each."""
+
+    replicas: AtLeastOne = 1
+    """Replicas of the pool, without autoscaling."""
+    autoscaling: AutoscalingSection | None = None
+    """Let Serve choose the number of replicas, by load or by the requests in flight."""
+    num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """CPUs that Ray sets aside for a replica, and threads of its engine."""
+    num_gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """GPUs that Ray sets aside for a replica."""
+    label_selector: dict[str, str] = {}
+    """Ray node labels that a replica's node must carry."""
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> Self:
+        if self.autoscaling is not None and "replicas" in self.model_fields_set:
+            raise FieldError("replicas", "is set beside autoscaling; remove one of them.")
+        return self
+
+    @field_validator("num_cpus", "num_gpus")
+    @classmethod
+    def _is_a_share_that_ray_knows(cls, number: float) -> float:
+        return ray_share(number)
+
+    @property
+    def most_replicas(self) -> int:
+        """The number of replicas, or with autoscaling the largest."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def least_replicas(self) -> int:
+        """The number of replicas, or with autoscaling the smallest."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of one replica's engine: its share of the cores."""
+        return max(1, int(self.num_cpus))
+
+
+class RouterSection(Section):
+    """The stream router: it answers HTTP before the replicas that decode, and keeps their streams when they die."""
+
+    replicas: AtLeastOne = 1
+    """Replicas of the router."""
+    num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """CPUs that Ray sets aside for each; 0 finds room on any node. It holds no model."""
+    label_selector: dict[str, str] = {}
+    """Ray node labels that its node must carry."""
+
+    @field_validator("num_cpus")
+    @classmethod
+    def _is_a_share_that_ray_knows(cls, number: float) -> float:
+        return ray_share(number)
+
+
+class PoolsSection(Section):
+    """The pools that are set; a pool of the topology that is not gets `PoolSection`'s defaults."""
+
+    prefill: PoolSection | None = None
+    """Computes prompts and replays (topology `disaggregated`)."""
+    decode: PoolSection | None = None
+    """Answers HTTP and decodes (topology `disaggregated`)."""
+    monolith: PoolSection | None = None
+    """Does all of it (topology `monolith`)."""
+    router: RouterSection | None = None
+    """Answers HTTP in front of the decoding pool, so that requests with `resume` outlive a replica (any topology)."""
+
+
+class RecoverySection(Section):
+    """What is done when a replica dies, or does not answer."""
+
+    prefill_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """Longest wait for one prefill and its handoff; then it is asked for again."""
+    prefill_retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Further attempts at a prefill that failed; after them the decode replica computes the prompt itself."""
+    resume: bool = False
+    """Resume requests that do not say, when their decode replica dies; true puts a stream router in front."""
+    decode_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """With a stream router: a decode replica that gives no sign of life for so long counts as lost."""
+    max_resumes: Annotated[int, Field(ge=0, le=100)] = 5
+    """How often a request may be resumed; then it fails."""
+
+
+class ReplaySection(Section):
+    """The check of finished requests: how many are computed again, and what is put up with."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the finished requests that are computed again without speculation and compared."""
+    max_queue: AtLeastOne = 64
+    """Requests that may wait for their replay; more are counted as skipped."""
+    max_running: AtLeastOne = 2
+    """Replays at once; on a replica they come after everything else."""
+    max_tme: Annotated[float, Field(gt=1, le=10)] = 1.05
+    """TME above which something is wrong, on top of the noise floor that plain requests show."""
+    law_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """By how much rounding may move the means of the calibration test."""
+    edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Nats by which rounding may move a filter's edge, or the likeliest token; by dtype when not set."""
+    verify_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """How long an answer with `verify` waits for its replay; then it says `unverified`."""
+    keep_verdicts: AtLeastOne = 10000
+    """Replies whose verdicts `GET /v1/verdicts/{id}` remembers."""
+
+    def edge_of(self, dtype: str) -> float:
+        """`edge_nats`, or what rounding does in this type."""
+        return self.edge_nats if self.edge_nats is not None else _EDGE_NATS[dtype]
+
+
+class BreakerSection(Section):
+    """When a replica stops speculating, when it tries again, and when it is replaced."""
+
+    mode: Literal["auto", "on", "off"] = "auto"
+    """Who decides: `auto` the breaker; `on` and `off` are fixed, alarms only count."""
+    cooldown_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """From a trip to the first canary; doubled with each that fails, at most sixteenfold."""
+    window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    """A second trip within it takes the replica out of service, so that Serve replaces it."""
+    suspect_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    """What ended so long before a trip is suspect."""
+    canary_requests: Annotated[int, Field(ge=1, le=64)] = 4
+    """Requests of a replica's own on which speculation is tried out."""
+
+
+class DumpsSection(Section):
+    """Files for a post-mortem: token ids (prompts included), seeds and logprobs of requests that were found wrong."""
+
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """Where they are written, on the referee's node; nothing is when not set."""
+    max_files: AtLeastOne = 50
+    """Files kept; the oldest go first."""
+    max_mib: AtLeastOne = 64
+    """Size of all files together, in MiB."""
+
+
+class AdminSection(Section):
+    """The endpoints that change how the service runs."""
+
+    token_file: Annotated[str, Field(min_length=1)] | None = None
+    """A file that holds the bearer token of `/admin`; there is no `/admin` when not set."""
+
+
+class AccessSection(Section):
+    """Who may use what. Limits of a key stand with it in the file, and hold on each replica by itself."""
+
+    keys_file: Annotated[str, Field(min_length=1)] | None = None
+    """A file made by `truespec keys`; it is read again when it changes. Without it everybody may use `/v1`."""
+    open_metrics: bool = True
+    """Let who has no key read `/metrics`; it holds neither prompts nor keys."""
+    open_health: bool = True
+    """Let who has no key ask `/healthz`."""
+
+    @model_validator(mode="after")
+    def _what_is_closed_has_a_key(self) -> Self:
+        for name in ("open_metrics", "open_health"):
+            if self.keys_file is None and not getattr(self, name):
+                raise FieldError(name, "is false, but there are no keys to open it; set keys_file, or leave it true.")
+        return self
+
+
+class ObservabilitySection(Section):
+    """What is reported of single requests: log lines and traces."""
+
+    log_format: Literal["text", "json"] = "text"
+    """Of every replica's log lines, Ray Serve's own included: for a reader, or one JSON object a line."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of the lines that are written."""
+    traces_endpoint: str | None = None
+    """OTLP/HTTP URL of an OpenTelemetry collector, as `http://collector:4318/v1/traces`; no spans when not set."""
+    traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the traces that are recorded, of those that begin here; a client's own trace keeps its flag."""
+
+    @field_validator("traces_endpoint")
+    @classmethod
+    def _is_a_url_with_its_path(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.match(r"https?://[^/\s]+/\S", endpoint):
+            raise ValueError("must be a URL with its path, such as http://collector:4318/v1/traces.")
+        return endpoint
+
+
+class HandoffSection(Section):
+    """How computed prompts get from the prefill pool to the decode pool (topology `disaggregated`)."""
+
+    transport: Literal["plasma", "inline", "nixl"] = "plasma"
+    """`plasma`: Ray's object store; `inline`: up to 3 MiB in the message itself; `nixl`: RDMA, if it is installed; with
+    `engine.kind: vllm` by vLLM's own `NixlConnector`, from cache to cache."""
+
+
+class RoutingSection(Section):
+    """Which replica of a pool a request goes to."""
+
+    prefill: Literal["prefix", "serve"] = "prefix"
+    """`prefix`: where most of the prompt is cached and least is waiting; `serve`: as Ray Serve does without us."""
+    decode: Literal["load", "serve"] = "load"
+    """`load`: the replica of the header `x-session-id`, else the one with most room; HAProxy has rules of its own."""
+    period_s: Target = 1.0
+    """How often replicas tell what they have cached, and how full they are."""
+
+
+class LimitsSection(Section):
+    """What is refused instead of queued without end. The first two are per replica and per router, as in Ray Serve."""
+
+    max_ongoing_requests: AtLeastOne = 128
+    """Requests that a replica takes on; more are answered 429."""
+    max_load: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    """Requests let in per request computed at once (`max_num_seqs` of each decoding replica); then 429."""
+    max_queued_requests: AtLeastOne = 256
+    """Requests that a router queues before it refuses."""
+    max_queued_tokens: AtLeastOne | None = None
+    """Prompt tokens that may wait for their first token on a replica; more are answered 429."""
+    max_time_to_first_token_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Answer 429 at once where those ahead would keep a request from its first token for longer (estimated)."""
+    max_body_bytes: AtLeastOne = 4 * 1024 * 1024
+    """Longest body of a request."""
+    max_prompt_tokens: AtLeastOne | None = None
+    """Most tokens of a prompt; the model's own limit when not set."""
+    max_choices: AtLeastOne = 64
+    """Most `n` of a request."""
+    request_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    """Longest time a request may take, and time that a stopping replica gets to finish; a request may ask for less."""
+    stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """A stream's next message goes out so long after the last, with all events of the meantime; 0: one each."""
+
+
+class AppConfig(Section):
+    """Everything `serve_app.app:build_app` needs: the `args` of the application in the YAML."""
+
+    version: Literal[1] = 1
+    """Of this format."""
+    model: ModelSection
+    """The model."""
+    engine: EngineSection = EngineSection()
+    """Each replica's engine."""
+    vllm: VllmSection = VllmSection()
+    """What only the vLLM engine has."""
+    drafter: DrafterSection = DrafterSection()
+    """The drafter."""
+    topology: Literal["disaggregated", "monolith"] = "disaggregated"
+    """`disaggregated`: prompts are computed by a pool of their own; `monolith`: one pool does all."""
+    pools: PoolsSection = PoolsSection()
+    """Size of each pool."""
+    replay: ReplaySection = ReplaySection()
+    """The check of finished requests."""
+    breaker: BreakerSection = BreakerSection()
+    """When a replica stops speculating."""
+    dumps: DumpsSection = DumpsSection()
+    """Files for a post-mortem."""
+    access: AccessSection = AccessSection()
+    """Who may use what."""
+    admin: AdminSection = AdminSection()
+    """The admin endpoints."""
+    observability: ObservabilitySection = ObservabilitySection()
+    """Log lines and traces."""
+    recovery: RecoverySection = RecoverySection()
+    """What is done when a replica dies."""
+    handoff: HandoffSection = HandoffSection()
+    """How computed prompts get from pool to pool."""
+    routing: RoutingSection = RoutingSection()
+    """How replicas are chosen."""
+    limits: LimitsSection = LimitsSection()
+    """What is refused instead of queued."""
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        for name in self.pools.model_fields_set - {*self.pool_names, "router"}:
+            raise FieldError(
+                f"pools.{name}",
+                f"is set, but topology {self.topology} has only {' and '.join(self.pool_names)}; "
+                f"remove it or change topology.",
+            )
+        for pool_name in self.pool_names:
+            self._check_device(pool_name)
+        max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens
+        vllm_chooses = self.engine.kind == "vllm" and "kv_cache_tokens" not in self.engine.model_fields_set
+        if max_len is not None and max_len > room and not vllm_chooses:
+            raise FieldError(
+                "engine.kv_cache_tokens",
+                f"must hold at least one sequence of engine.max_model_len ({max_len}) tokens, got {room}; "
+                "raise it or lower max_model_len.",
+            )
+        self._check_engine()
+        if self.replay.share > 0 and self.engine.logprobs_mode != "raw_logprobs":
+            raise FieldError(
+                "replay.share",
+                f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
+                f"{self.engine.logprobs_mode}; set replay.share to 0 or the mode to raw_logprobs.",
+            )
+        return self
+
+    def _check_device(self, pool_name: PoolName) -> None:
+        device, field = self.engine.device, f"pools.{pool_name}.num_gpus"
+        if device == "cpu" and self.pool(pool_name).num_gpus > 0:
+            raise FieldError(field, "is above 0, but engine.device is cpu; set it to 0 or device to auto.")
+        if device.startswith("cuda") and self.pool(pool_name).num_gpus == 0:
+            raise FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
+
+    def _check_engine(self) -> None:
+        if self.engine.kind != "vllm" and self.vllm.lora_modules:
+            raise FieldError(
+                "vllm.lora_modules",
+                f"names adapters, which engine.kind {self.engine.kind} has not: set it to vllm, or merge one into the "
+                "model.",
+            )
+        if self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
+            raise FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
+        try:
+            config = self.engine_config(self.pool_names[0])
+            if self.engine.kind == "vllm":
+                check_settings(config, self.vllm.engine_args)
+                check_lora(self.vllm_settings(self.pool_names[0]), self.model.served_name)
+        except ConfigError as error:
+            name, _, rule = str(error).partition(" ")  # "<field> <rule>"; the drafter's come with its section
+            raise FieldError(name if "." in name else f"engine.{name}", rule) from error
+
+    @property
+    def pool_names(self) -> tuple[PoolName, ...]:
+        """The pools of this topology."""
+        return POOLS_OF_TOPOLOGY[self.topology]
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether replicas compute on GPUs."""
+        return any(self.pool(name).num_gpus > 0 for name in self.pool_names)
+
+    @property
+    def decoding_pool(self) -> PoolName:
+        """The pool whose replicas decode."""
+        return self.pool_names[-1]
+
+    @property
+    def router(self) -> RouterSection | None:
+        """The stream router's settings; None where there is none."""
+        return self.pools.router or (RouterSection() if self.recovery.resume else None)
+
+    def pool(self, name: PoolName) -> PoolSection:
+        """A pool's settings, with defaults when the file does not set it.
+
+        Raises:
+            ConfigError: the topology has no such pool.
+        """
+        if name not in self.pool_names:
+            raise ConfigError(f"topology {self.topology} has no pool {name}, only {' and '.join(self.pool_names)}.")
+        return getattr(self.pools, name) or PoolSection()
+
+    def engine_config(self, pool: PoolName) -> EngineConfig:
+        """The engine's settings on a replica of `pool`; its threads are the replica's share of the cores."""
+        sizes = self.engine.model_dump(exclude={"kind"})
+        drafter = DrafterConfig(**self.drafter.model_dump())
+        return EngineConfig(**sizes, drafter=drafter, num_threads=self.pool(pool).num_threads)
+
+    def replay_config(self, pool: PoolName) -> EngineConfig:
+        """The torch engine's settings where it replays beside vLLM: the same weights, not those that are packed."""
+        drafter = DrafterConfig(kind="none")
+        return replace(self.engine_config(pool), weights=self.engine.dtype, drafter=drafter)
+
+    @property
+    def parcels(self) -> Literal["plasma", "inline", "nixl"]:
+        """How what replicas tell each other of handoffs travels; vLLM's engines copy by NIXL without our doing."""
+        by_vllm = self.engine.kind == "vllm" and self.handoff.transport == "nixl"
+        return "inline" if by_vllm else self.handoff.transport
+
+    def vllm_settings(self, pool: PoolName) -> VllmSettings:
+        """How vLLM is set up on a replica of `pool`."""
+        given = SIZES & self.engine.model_fields_set
+        if "kv_cache_tokens" in given:  # they are so many blocks
+            given |= {"block_size"}
+        apart: Literal["kv_producer", "kv_consumer"] | None = None
+        if self.topology == "disaggregated":
+            apart = "kv_producer" if pool == "prefill" else "kv_consumer"
+        return VllmSettings(
+            self.engine_config(pool),
+            given,
+            self.vllm.engine_args,
+            handoff="none" if apart is None else "nixl" if self.handoff.transport == "nixl" else "copy",
+            role=apart or "kv_both",
+            self_check_share=self.vllm.self_check_share,
+            lora_modules=self.vllm.lora_modules,
+        )

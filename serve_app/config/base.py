@@ -1,0 +1,62 @@
+"""What all sections of the configuration share."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PoolName = Literal["prefill", "decode", "monolith"]
+AtLeastOne = Annotated[int, Field(ge=1)]
+SomeModel = TypeVar("SomeModel", bound=BaseModel)
+
+
+POOLS_OF_TOPOLOGY: dict[str, tuple[PoolName, ...]] = {
+    "disaggregated": ("prefill", "decode"),
+    "monolith": ("monolith",),
+}
+
+
+POOL_OF_DEPLOYMENT: dict[str, PoolName] = {
+    "PrefillServer": "prefill",
+    "DecodeServer": "decode",
+    "MonolithServer": "monolith",
+}
+
+
+_RAY_PRECISION = 0.0001  # of numbers of CPUs and GPUs
+
+
+class FieldError(ValueError):
+    """A fault found between fields, told at the one where the fix is easiest (dots lead into sections)."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Section(BaseModel):
+    """A part of the file: frozen, no unknown fields, no guessing of types (`yes` is no number, "4" neither)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_only(cls, data: Any) -> Any:
+        for name in data if isinstance(data, Mapping) else ():
+            if name not in cls.model_fields:
+                close = difflib.get_close_matches(str(name), cls.model_fields, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(cls.model_fields)}."
+                raise FieldError(str(name), f"is not a field; {hint}")
+        return data
+
+
+Target = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LOAD_POLICY = "serve_app.routing.autoscaling:LoadPolicy"
+
+
+def ray_share(number: float) -> float:
+    if 0 < number < _RAY_PRECISION:
+        raise ValueError(f"must be 0 or at least {_RAY_PRECISION}, the least that Ray sets aside; got {number!r}.")
+    return number

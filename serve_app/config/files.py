@@ -1,0 +1,102 @@
+"""Reads configuration files and arguments, and names what is wrong in them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from serve_app.config.app_config import AppConfig
+from serve_app.config.base import FieldError, SomeModel
+from serve_app.config.serve_file import ServeFile
+from speculative.errors import ConfigError
+
+
+def load_config(path: Path | str) -> ServeFile:
+    """Read and check the application's YAML file.
+
+    Raises:
+        ConfigError: as of `read_file`.
+    """
+    return read_file(path, ServeFile)
+
+
+def read_file(path: Path | str, kind: type[SomeModel]) -> SomeModel:
+    """Read and check a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line `file: field: message` a fault.
+    """
+    data = _read_yaml(path)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in _faults(error))) from error
+
+
+def _read_yaml(path: Path | str) -> Any:
+    try:
+        return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
+    except _NOT_YAML as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+
+
+def parse_args(args: Mapping[str, Any]) -> AppConfig:
+    """Check the `args` that Ray Serve hands to the application builder.
+
+    Raises:
+        ConfigError: a field is wrong; one line `args.field: message` a fault.
+    """
+    try:
+        return AppConfig.model_validate(args)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_faults(error, "args"))) from error
+
+
+# PyYAML lets through what its constructors run into, and what a deep file does to it.
+_NOT_YAML = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where PyYAML would silently keep the last, and says which value is wrong."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            made = super().construct_object(node, deep)
+            if isinstance(made, int):
+                str(made)  # Python writes no number of thousands of digits, so nothing could tell or show it
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            kind, value = node.tag.rpartition(":")[2], str(node.value)[:40]
+            raise yaml.constructor.ConstructorError(None, None, f"{value!r} is no {kind}", node.start_mark) from error
+        return made
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _faults(error: ValidationError, root: str = "") -> list[str]:
+    lines = []
+    for fault in error.errors(include_url=False):
+        cause = fault.get("ctx", {}).get("error")
+        path, message = fault["loc"], fault["msg"].removeprefix("Value error, ")
+        if isinstance(cause, FieldError):
+            path += (cause.field,)
+        elif cause is None:
+            message = f"{message}, got {fault['input']!r}." if fault["type"] != "missing" else "is missing."
+        lines.append(f"{_dotted(root, path)}: {message}")
+    return lines
+
+
+def _dotted(root: str, path: tuple[int | str, ...]) -> str:
+    text = root
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".") or "the file"

@@ -1,0 +1,125 @@
+"""A Ray Serve config file: its applications and HTTP options."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from serve_app.config.app_config import AppConfig, PoolSection
+from serve_app.config.base import POOL_OF_DEPLOYMENT, AtLeastOne, FieldError, PoolName, Section
+from serve_app.config.scaling import ServeAutoscalingSection
+
+
+class HttpOptions(Section):
+    """Where Ray Serve's proxy listens."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Port to listen on."""
+
+
+class DeploymentOverride(Section):
+    """The number of replicas of one deployment, where Ray Serve changes it without a restart."""
+
+    name: Literal["PrefillServer", "DecodeServer", "MonolithServer"]
+    """The deployment: `PrefillServer`, `DecodeServer` or `MonolithServer`."""
+    num_replicas: AtLeastOne | None = None
+    """Replicas, in place of the pool's `replicas`."""
+    autoscaling_config: ServeAutoscalingSection | None = None
+    """In place of the pool's `autoscaling`."""
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> Self:
+        if (self.num_replicas is None) == (self.autoscaling_config is None):
+            raise FieldError("num_replicas", "or autoscaling_config must be set, and not both.")
+        return self
+
+    @property
+    def pool_name(self) -> PoolName:
+        """The pool whose replicas the deployment's are."""
+        return POOL_OF_DEPLOYMENT[self.name]
+
+    def place_of(self, field: str) -> str:
+        """Where this override sets what a pool's `autoscaling` has under `field`."""
+        target = field.removeprefix("target_")
+        policy = self.autoscaling_config and self.autoscaling_config.policy
+        if policy and target in policy.policy_kwargs["targets"]:
+            return f"autoscaling_config.policy.policy_kwargs.targets.{target}"
+        return f"autoscaling_config.{field}"
+
+
+class Application(Section):
+    """One Ray Serve application."""
+
+    name: Annotated[str, Field(min_length=1)] = "truespec"
+    """Of the application in Ray Serve."""
+    route_prefix: Annotated[str, Field(pattern=r"^/")] = "/"
+    """Path under which it is served."""
+    import_path: Literal["serve_app.app:build_app"] = "serve_app.app:build_app"
+    """The application's builder."""
+    args: AppConfig
+    """The application's own settings."""
+    deployments: list[DeploymentOverride] = []
+    """Numbers of replicas; unlike a change of `args`, a change here restarts no replica."""
+
+    @field_validator("route_prefix")
+    @classmethod
+    def _is_a_prefix_to_ray(cls, prefix: str) -> str:
+        if prefix != "/" and prefix.endswith("/"):
+            raise ValueError(f"must not end with /; got {prefix!r}, so remove it.")
+        if "{" in prefix or "}" in prefix:
+            raise ValueError(f"must be a path as it is, without {{ and }}; got {prefix!r}.")
+        return prefix
+
+    @model_validator(mode="after")
+    def _overrides_have_their_pools(self) -> Self:
+        names = [override.name for override in self.deployments]
+        for number, override in enumerate(self.deployments):
+            if override.pool_name not in self.args.pool_names:
+                raise FieldError(
+                    f"deployments[{number}].name",
+                    f"is {override.name}, but topology {self.args.topology} has no such pool; remove it.",
+                )
+            if names.count(override.name) > 1:
+                raise FieldError(f"deployments[{number}].name", f"is {override.name} twice; merge them.")
+            try:
+                self._overridden(override)
+            except ValidationError as error:
+                fault = error.errors(include_url=False)[0]
+                field = f"deployments[{number}].{override.place_of(str(fault['loc'][-1]))}"
+                raise FieldError(field, f"{fault['msg']}, got {fault['input']!r}.") from error
+        return self
+
+    @property
+    def effective_args(self) -> AppConfig:
+        """`args`, with the numbers of replicas that `deployments` overrides."""
+        pools: dict[str, PoolSection] = {
+            override.pool_name: self._overridden(override) for override in self.deployments
+        }
+        return self.args.model_copy(update={"pools": self.args.pools.model_copy(update=pools)})
+
+    def _overridden(self, override: DeploymentOverride) -> PoolSection:
+        pool = self.args.pool(override.pool_name)
+        kept = {name: getattr(pool, name) for name in pool.model_fields_set - {"replicas", "autoscaling"}}
+        scale = (
+            {"autoscaling": override.autoscaling_config.as_ours()}
+            if override.autoscaling_config is not None
+            else {"replicas": override.num_replicas}
+        )
+        return PoolSection.model_validate(kept | scale)
+
+
+class ServeFile(Section):
+    """The whole file: the part of Ray Serve's config schema that `truespec serve` honours."""
+
+    proxy_location: Literal["Disabled", "HeadOnly", "EveryNode"] = "HeadOnly"
+    """Nodes with an HTTP proxy."""
+    http_options: HttpOptions = HttpOptions()
+    """Where the proxies listen."""
+    applications: Annotated[list[Application], Field(min_length=1, max_length=1)]
+    """The application; one."""
+
+    @property
+    def application(self) -> Application:
+        """The one application of the file."""
+        return self.applications[0]

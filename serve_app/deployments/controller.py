@@ -1,0 +1,182 @@
+"""The controller: one actor that replays answers, collects reports and coordinates weights."""
+
+import asyncio
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.backends.base import PauseMode, Replayed
+from serve_app.config.app_config import AppConfig
+from serve_app.deployments.replica import REPORT_EVERY_S, observe, own_error
+from serve_app.http.admin import Statuses
+from serve_app.integrity.breaker import Mode
+from serve_app.integrity.detectors import Rounding
+from serve_app.integrity.dumps import DumpFolder
+from serve_app.integrity.heartbeat import Orders, Report
+from serve_app.integrity.referee import Referee, RefereeSettings
+from serve_app.integrity.replays import ReplayJob
+from serve_app.integrity.verdicts import Checked
+from serve_app.page.status import StatusBook
+from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, RaySink
+from serve_app.telemetry.tracing import Carried, adopt, carried
+from serve_app.weights.coordinator import WeightsDesk
+from serve_app.weights.desired_state import DesiredState, Outcome, WeightsRef
+from serve_app.weights.transfer import Transfers
+from speculative.errors import EngineFault
+from speculative.request import Request
+
+
+class RefereeServer:
+    """One actor for the whole app: it has finished requests replayed, keeps the verdicts, and everybody's counts."""
+
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
+        context = serve.get_replica_context()
+        pool = config.pool_names[0]
+        replayer = "PrefillServer" if pool == "prefill" else "MonolithServer"
+        tracing = observe(config, "referee", context.replica_tag)
+
+        handles: list[DeploymentHandle[Any]] = []  # one, made when first needed: by then the replayer is there
+
+        async def replay(request: Request) -> Replayed:
+            if not handles:
+                handles.append(serve.get_deployment_handle(replayer, context.app_name))
+            with tracing.call("replay.call", {"truespec.choice": request.request_id}):
+                try:
+                    return await handles[0].replay.remote(request, carried())  # type: ignore[no-any-return]
+                except RayTaskError as error:
+                    raise own_error(error) from error
+
+        self._sums = PrometheusSink(source=context.replica_tag)
+        metrics = Metrics([RaySink(), self._sums], model_name=config.model.served_name, pool=pool)
+        self._referee = Referee(replay, metrics, _referee_settings(config), _dump_folder(config))
+        self._status = StatusBook(_about(config), time.time)
+        self._desk = WeightsDesk()
+        self._transfers = Transfers(ray.put)
+        self._work = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._referee.run())
+            tasks.create_task(self._note_forever())
+
+    async def _note_forever(self) -> None:
+        while True:
+            self._status.note(self._sums.samples())
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    async def submit(self, job: ReplayJob, reported: Carried) -> None:
+        """Queue a finished request for replay."""
+        adopt(reported)
+        self._referee.submit(job)
+
+    async def check(self, job: ReplayJob, reported: Carried) -> Checked:
+        """Have a finished request replayed, and wait for it."""
+        adopt(reported)
+        return await self._referee.check(job)
+
+    async def report(self, report: Report) -> Orders:
+        """Take in what a replica counted and did, and tell it what was found out about it."""
+        self._sums.apply(report.batch)
+        orders = self._referee.hear(report)
+        if report.weights is None:
+            return orders
+        return dataclasses.replace(orders, weights=self._desk.hear(report.status.replica, report.weights))
+
+    async def wanted_weights(self) -> DesiredState:
+        """What a replica that starts is to serve."""
+        return self._desk.wanted
+
+    async def weights(self) -> Statuses:
+        """Which weights each replica serves."""
+        return self._desk.statuses()
+
+    async def update_weights(self, ref: WeightsRef, mode: PauseMode, timeout_s: float) -> Outcome:
+        """Bring new weights to every replica, or to none."""
+        return await self._desk.update(ref, mode=mode, timeout_s=timeout_s)
+
+    async def begin_transfer(self) -> int:
+        """Weights are to come over the wire; the number of their transfer."""
+        return self._transfers.begin()
+
+    async def put_shard(self, transfer: int, index: int, content: Any, digest: str, drafter: bool) -> None:
+        """Take in a part of them."""
+        self._transfers.put(transfer, index, content, digest, drafter=drafter)
+
+    async def end_transfer(
+        self, transfer: int, num_shards: tuple[int, int], version: str, mode: PauseMode, timeout_s: float
+    ) -> Outcome:
+        """All of them came, so many shards of the target and of the drafter: bring them to every replica."""
+        ref = self._transfers.end(transfer, version, *num_shards)
+        return await self._desk.update(ref, mode=mode, timeout_s=timeout_s)
+
+    async def pause(self, mode: PauseMode, timeout_s: float) -> Outcome:
+        """Have every replica begin nothing new."""
+        return await self._desk.pause(mode, timeout_s)
+
+    async def resume(self) -> Outcome:
+        """Have every replica go on."""
+        return await self._desk.resume()
+
+    async def count(self, batch: MetricBatch) -> None:
+        """Take in what a replica without an engine counted."""
+        self._sums.apply(batch)
+
+    async def verdict(self, reply_id: str) -> dict[str, Any] | None:
+        """What is known of a reply."""
+        return self._referee.verdict(reply_id)
+
+    async def statuses(self) -> Statuses:
+        """Where every replica stands."""
+        return self._referee.statuses()
+
+    async def order(self, mode: Mode, replica: str | None) -> Statuses | None:
+        """Pass on what an operator wants; None where there is no such replica."""
+        return self._referee.order(mode, replica)
+
+    async def status(self) -> dict[str, Any]:
+        """What the status page shows."""
+        return self._status.render(self._sums.samples(), self._referee.overview())
+
+    async def exposition(self) -> tuple[bytes, str]:
+        """The app's metrics in Prometheus' text format, and the content type."""
+        return self._sums.exposition()
+
+    async def check_health(self) -> None:
+        """Called by Serve; a referee whose work has ended is replaced."""
+        if self._work.done():
+            raise EngineFault("The referee's work has ended.")
+
+
+def _referee_settings(config: AppConfig) -> RefereeSettings:
+    replay, drafter = config.replay, config.drafter
+    return RefereeSettings(
+        max_queue=replay.max_queue,
+        max_running=replay.max_running,
+        max_tme=replay.max_tme,
+        rounding=Rounding(replay.law_tolerance, replay.edge_of(config.engine.dtype)),
+        num_draft_tokens=0 if drafter.kind == "none" else drafter.num_draft_tokens,
+        keep_verdicts=replay.keep_verdicts,
+    )
+
+
+def _about(config: AppConfig) -> dict[str, Any]:
+    return {
+        "model": config.model.served_name,
+        "topology": config.topology,
+        "drafter": config.drafter.kind,
+        "replay_share": config.replay.share,
+        "max_tme": config.replay.max_tme,
+        "verifies": config.engine.logprobs_mode == "raw_logprobs",
+    }
+
+
+def _dump_folder(config: AppConfig) -> DumpFolder:
+    dumps = config.dumps
+    folder = None if dumps.folder is None else Path(dumps.folder)
+    return DumpFolder(folder, dumps.max_files, dumps.max_mib * 2**20)

@@ -1,0 +1,222 @@
+"""A deployment that answers HTTP."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.access.access import Access, read_token
+from serve_app.access.keys import KeyStore
+from serve_app.access.request_gate import Gate
+from serve_app.backends.base import ModelInfo, Parsers, PauseMode, TokenSource
+from serve_app.config.app_config import AppConfig
+from serve_app.deployments.replica import Replica, own_error
+from serve_app.errors import UnknownReplica
+from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
+from serve_app.http.routes import Operations, build_ingress
+from serve_app.integrity.breaker import Mode
+from serve_app.integrity.referee import chosen
+from serve_app.integrity.replay_selection import Checks
+from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.prepared_request import Limits
+from serve_app.openai.scoring import ScoreLimits, Scorer
+from serve_app.page.feed import StatusFeed
+from serve_app.page.page_routes import add_page
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.telemetry.tracing import carried
+from serve_app.text.tokenizer import Tokenizer
+from serve_app.weights.desired_state import Outcome, WeightsRef
+from speculative.errors import EngineFault
+
+_logger = logging.getLogger("truespec.serve")
+
+
+class HttpFront(Replica):
+    """A replica that answers HTTP: the front end over a source of tokens."""
+
+    def __init__(self, config: AppConfig, *rest: Any) -> None:
+        super().__init__(config, *rest)
+        self._front_end: FrontEnd | None = None
+        self._scorer: Scorer | None = None
+        self._check_parsers()
+        self._access = self._make_access()
+        self._admin = self._make_admin()
+
+    def open_front(self, tokens: TokenSource, records: Records, info: ModelInfo, *, num_engines: int = 1) -> None:
+        """Build the front end over a source, which has so many engines behind it."""
+        limits, replay = self._config.limits, self._config.replay
+        comparable = self._config.engine.logprobs_mode == "raw_logprobs"
+        self._checks = Checks(
+            lambda request_id: chosen(request_id, replay.share), self._submit, self.check, replay.verify_timeout_s
+        )
+        slots = self._config.engine.max_num_seqs * num_engines
+        most = limits.max_ongoing_requests * num_engines
+        source = ObservedSource(
+            tokens,
+            self.metrics,
+            records,
+            choose=self._checks.chooses,
+            ended=self.ended,
+            limits=SourceLimits(
+                most,
+                limits.request_timeout_s,
+                max_others=int(limits.max_load * slots),
+                max_queued_tokens=limits.max_queued_tokens,
+                max_first_token_s=limits.max_time_to_first_token_s,
+            ),
+        )
+        tokenizer = Tokenizer.from_folder(info.folder, self._config.model.chat_template)
+        self._front_end = FrontEnd(
+            source,
+            tokenizer,
+            info,
+            Limits(
+                max_body_bytes=limits.max_body_bytes,
+                max_choices=limits.max_choices,
+                max_sequences=most,
+                max_prompt_tokens=limits.max_prompt_tokens,
+                resumes=None if self._config.router is None else self._config.recovery.resume,
+                stream_interval_s=limits.stream_interval_s,
+            ),
+            checks=self._checks if comparable else None,
+            parsers=self._make_parsers(info.folder),
+        )
+        self._scorer = Scorer(
+            source,
+            tokenizer,
+            info,
+            logprobs_mode=self._config.engine.logprobs_mode,
+            limits=ScoreLimits(
+                max_concurrent=min(slots, most),
+                timeout_s=limits.request_timeout_s,
+                max_prompt_tokens=limits.max_prompt_tokens,
+            ),
+        )
+
+    def asgi_app(self) -> Any:
+        """The HTTP application of this replica."""
+        if self._front_end is None:
+            raise EngineFault("The replica is not started.")
+        app = build_ingress(
+            self._front_end,
+            scorer=self._scorer,
+            operations=Operations(self.exposition, self.check_health),
+            verdicts=self.verdict,
+            admin=self._admin,
+            gate=Gate(
+                self._access,
+                self.metrics,
+                open_metrics=self._config.access.open_metrics,
+                open_health=self._config.access.open_health,
+            ),
+            tracing=self.tracing,
+        )
+        add_page(app, StatusFeed(self.status))
+        return app
+
+    async def status(self) -> dict[str, Any]:
+        """What the status page shows of the whole app; the quantization is that of the model as it is served here."""
+        reported: dict[str, Any] = await self.referee().status.remote()
+        quantization = None
+        if self._front_end is not None:
+            quantization = self._front_end.model(self._config.model.served_name)["quantization"]
+        return reported | {"about": reported["about"] | {"quantization": quantization}}
+
+    async def exposition(self) -> tuple[bytes, str]:
+        """The whole app's metrics, this replica's newest counts included."""
+        await self.report()
+        return await self.referee().exposition.remote()  # type: ignore[no-any-return]
+
+    async def verdict(self, reply_id: str) -> dict[str, Any] | None:
+        """What is known of a reply, this replica's newest ones included."""
+        await self.report()
+        return await self.referee().verdict.remote(reply_id)  # type: ignore[no-any-return]
+
+    def _check_parsers(self) -> None:
+        """Before an engine is loaded for minutes."""
+        if self._config.vllm.has_parsers:
+            from serve_app.backends.vllm_parts.parsers import check_names
+
+            check_names(self._config.vllm.tool_parser, self._config.vllm.reasoning_parser)
+
+    def _make_parsers(self, folder: str) -> Parsers | None:
+        """vLLM is imported for them only where they are set: a front end needs it for nothing else."""
+        vllm = self._config.vllm
+        if not vllm.has_parsers:
+            return None
+        from serve_app.backends.vllm_parts.parsers import VllmParsers
+
+        return VllmParsers(vllm.tool_parser, vllm.reasoning_parser, folder)
+
+    def _make_access(self) -> Access:
+        keys_file, token_file = self._config.access.keys_file, self._config.admin.token_file
+        keys = None
+        if keys_file is None:
+            _logger.info("no access.keys_file is set: who can reach this service may use it")
+        else:
+            keys = KeyStore(Path(keys_file), self._count_reload)
+            for result in ("ok", "failed"):
+                self.metrics.count("truespec_key_file_reloads_total", 0, result=result)
+            _logger.info("%s: %d keys", keys_file, len(keys))
+        return Access(keys, None if token_file is None else read_token(Path(token_file)))
+
+    def _count_reload(self, went_well: bool) -> None:
+        self.metrics.count("truespec_key_file_reloads_total", result="ok" if went_well else "failed")
+
+    def _make_admin(self) -> Admin | None:
+        if not self._access.has_admin:
+            return None
+
+        async def statuses() -> Statuses:
+            return await self.referee().statuses.remote()  # type: ignore[no-any-return]
+
+        async def order(wanted: SpeculationOrder) -> Statuses:
+            reported: Statuses | None = await self.referee().order.remote(Mode(wanted.mode), wanted.replica)
+            if reported is None:
+                raise UnknownReplica(f"There is no replica {wanted.replica!r}; GET /admin/speculation lists them.")
+            return reported
+
+        return Admin(self._access, statuses, order, _weights_admin(self.referee))
+
+    def ended(self, record: Record, job: ReplayJob | None) -> None:
+        """A request came to its end; what is to be checked of it goes to the referee."""
+        if job is not None:
+            self._checks.ended(job)
+
+    def _submit(self, job: ReplayJob) -> None:
+        self.spawn(self._submit_soon(job))
+
+    async def _submit_soon(self, job: ReplayJob) -> None:
+        try:
+            await self.referee().submit.remote(job, carried())
+        except (RayError, RayServeException) as error:
+            self.metrics.count("truespec_replays_total", result="failed")
+            _logger.warning("%s could not be submitted for replay: %s", job.request.request_id, error)
+
+
+def _weights_admin(referee: Callable[[], "DeploymentHandle[Any]"]) -> WeightsAdmin:
+    async def outcome(call: Any) -> Outcome:
+        try:
+            return await call  # type: ignore[no-any-return]
+        except RayTaskError as error:
+            raise own_error(error) from error
+
+    async def update(order: WeightsOrder) -> Outcome:
+        ref = WeightsRef(0, order.weight_version, order.path, order.drafter_path)
+        return await outcome(referee().update_weights.remote(ref, PauseMode(order.mode), order.timeout_s))
+
+    async def pause(order: PauseOrder) -> Outcome:
+        return await outcome(referee().pause.remote(PauseMode(order.mode), order.timeout_s))
+
+    async def resume() -> Outcome:
+        return await outcome(referee().resume.remote())
+
+    async def statuses() -> Statuses:
+        return await referee().weights.remote()  # type: ignore[no-any-return]
+
+    return WeightsAdmin(statuses, update, pause, resume)

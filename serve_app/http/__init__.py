@@ -1,0 +1,1 @@
+"""HTTP: routes, events, request ids, and the OpenAPI description."""

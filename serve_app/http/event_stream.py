@@ -1,0 +1,131 @@
+"""Server-sent events that end when their client leaves."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class EventStream(Response):
+    """A stream of server-sent events that ends at once when the client leaves.
+
+    Starlette's own streaming response notices a client's leaving only at the next event, and leaves the generator to
+    the garbage collector; here the generator is cancelled and closed, so that the engine frees what the request held.
+    A client that takes nothing for `patience_s` has left, too.
+
+    A message costs much the same whatever it holds (Ray and its proxy pass on each), so events that come soon after one
+    another may go together; the first goes at once, and nothing waits that the last ones are there for.
+
+    Args:
+        first: the first event.
+        rest: the others.
+        closed: called at the end, whatever it was.
+        patience_s: for the client to take a message.
+        interval_s: from one message to the next; 0 = a message for each event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes, None],
+        closed: Callable[[], object] = lambda: None,
+        patience_s: float = 60.0,
+        interval_s: float = 0.0,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._closed = closed
+        self._patience_s = patience_s
+        self._interval_s = interval_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events (ASGI)."""
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        except (Disconnected, OSError):  # OSError: the server noticed while sending, or patience ended
+            logger.info("%s: the client left", scope.get("path"))
+        finally:
+            try:
+                await self._rest.aclose()
+            finally:
+                self._closed()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._send(send, self._first)
+        async with contextlib.aclosing(self._joined() if self._interval_s else self._rest) as messages:
+            async for message in messages:
+                await self._send(send, message)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: bytes) -> None:
+        async with asyncio.timeout(self._patience_s):
+            await send({"type": "http.response.body", "body": message, "more_body": True})
+
+    async def _joined(self) -> AsyncGenerator[bytes, None]:
+        """The other events, those together that came within one interval."""
+        events: list[bytes] = []
+        news = asyncio.Event()
+
+        async def collect() -> None:
+            try:
+                async for event in self._rest:
+                    events.append(event)
+                    news.set()
+            finally:
+                news.set()
+
+        collecting = asyncio.create_task(collect())
+        try:
+            while not collecting.done() or events:
+                await asyncio.wait((collecting,), timeout=self._interval_s)  # or its end
+                await news.wait()
+                news.clear()
+                if events:
+                    message = b"".join(events)
+                    events.clear()
+                    yield message
+            collecting.result()
+        finally:
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
+
+
+class Disconnected(Exception):
+    """The client went away; there is nobody to answer."""
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, but stop it when the client leaves. The body must have been read.
+
+    Raises:
+        Disconnected: the client left; the work was cancelled and has ended.
+    """
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise Disconnected
+        return doing.result()
+    finally:
+        doing.cancel()
+        leaving.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

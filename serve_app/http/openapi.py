@@ -1,0 +1,217 @@
+"""GET /openapi.json: the API as an OpenAPI 3.1 document, made from the models that read the requests."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from serve_app.http.admin import PauseOrder, SpeculationOrder, WeightsOrder
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.openai.scoring import ScoreRequest
+
+Schema = dict[str, Any]
+
+
+def _object(required: Schema, **more: Schema) -> Schema:
+    return {"type": "object", "required": [*required], "properties": required | more}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_TEXT: Schema = {"type": "string"}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_MAYBE_TEXT: Schema = {"type": ["string", "null"]}
+
+
+def _reply(kind: str, *choice_fields: str) -> Schema:
+    choice = _object(
+        {"index": _COUNT, "finish_reason": _MAYBE_TEXT} | {name: {} for name in choice_fields},
+        reproducible={"type": "boolean"},  # where a seed was sent
+        reproducible_reason=_TEXT,
+    )
+    about = {"id": _TEXT, "object": {"const": kind}, "created": _COUNT, "model": _TEXT, "choices": _list(choice)}
+    return _object(about, usage=_ref("Usage"), verdict=_TEXT, verdicts=_list(_TEXT), checked=_list(_TEXT))
+
+
+_REPLIES: dict[str, Schema] = {
+    "Error": _object(
+        {"error": _object({"message": _TEXT, "type": _TEXT, "param": _MAYBE_TEXT, "code": _TEXT})},
+    ),
+    "Usage": _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT}),
+    "Completion": _reply("text_completion", "text", "logprobs"),
+    "ChatCompletion": _reply("chat.completion", "message", "logprobs"),
+    "Model": _object(
+        {
+            "id": _TEXT,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "root": _TEXT,
+            "parent": _MAYBE_TEXT,
+            "max_model_len": _COUNT,
+            "quantization": _MAYBE_TEXT,
+        }
+    ),
+    "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}),
+    "Scores": _object(
+        {
+            "id": _TEXT,
+            "object": {"const": "score"},
+            "data": _list(_object({"index": _COUNT, "labels": _list({"type": "object"})})),
+            "usage": _ref("Usage"),
+        }
+    ),
+    "Verdict": _object(
+        {
+            "id": _TEXT,
+            "verdict": _TEXT,
+            "checked": _list(_TEXT),
+            "choices": _list(
+                _object(
+                    {
+                        "index": _COUNT,
+                        "verdict": _TEXT,
+                        "reason": _TEXT,
+                        "checked": _list(_TEXT),
+                        "distribution": _TEXT,
+                    }
+                )
+            ),
+        }
+    ),
+    "Replicas": _object({"replicas": _list({"type": "object"})}),
+    "Health": _object({"status": _TEXT}),
+    "Status": {"type": "object"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    reply: str  # a schema's name, or a content type that has none
+    body: type[BaseModel] | None = None
+    streams: bool = False  # the reply may be server-sent events
+    scope: str | None = "user"  # of the key that opens it; None = it is open
+    body_required: bool = True
+
+
+OPERATIONS = (
+    Operation("GET", "/v1/models", "List the models.", "Models"),
+    Operation("GET", "/v1/models/{name}", "Show one model.", "Model"),
+    Operation("POST", "/v1/completions", "Continue prompts.", "Completion", CompletionRequest, streams=True),
+    Operation(
+        "POST", "/v1/chat/completions", "Answer a conversation.", "ChatCompletion", ChatCompletionRequest, streams=True
+    ),
+    Operation("POST", "/v1/score", "Tell how likely labels are after contexts.", "Scores", ScoreRequest),
+    Operation("GET", "/v1/verdicts/{reply_id}", "Tell what the check of a reply found.", "Verdict"),
+    Operation("GET", "/admin/speculation", "Tell where each replica stands.", "Replicas", scope="admin"),
+    Operation(
+        "POST", "/admin/speculation", "Say who decides about speculation.", "Replicas", SpeculationOrder, scope="admin"
+    ),
+    Operation("GET", "/admin/weights", "Tell which weights each replica serves.", "Replicas", scope="admin"),
+    Operation("POST", "/admin/weights", "Bring new weights to every replica.", "Replicas", WeightsOrder, scope="admin"),
+    Operation(
+        "POST",
+        "/admin/pause",
+        "Begin no request on any replica.",
+        "Replicas",
+        PauseOrder,
+        scope="admin",
+        body_required=False,
+    ),
+    Operation("POST", "/admin/resume", "Begin requests again.", "Replicas", scope="admin"),
+    Operation("GET", "/healthz", "Tell whether this replica can serve.", "Health", scope=None),
+    Operation("GET", "/metrics", "Figures for Prometheus.", "text/plain", scope=None),
+    Operation("GET", "/status", "The figures of the status page.", "Status"),
+    Operation("GET", "/status/events", "They as they change, each second.", "text/event-stream"),
+)
+
+_HEADERS = (
+    ("x-request-id", "Comes back with the reply, and stands in the logs.", _TEXT),
+    (
+        "x-request-timeout",
+        "Seconds for all of the request, above 0; as `timeout` in the body.",
+        _TEXT | {"pattern": r"^[0-9]{1,6}(\.[0-9]{1,6})?$"},
+    ),
+)
+
+
+def document(routes: Collection[tuple[str, str]], *, version: str, needs_key: bool) -> Schema:
+    """The document of the routes that are served.
+
+    Args:
+        routes: (method, path) of each.
+        version: of this program.
+        needs_key: whether users need one; `/admin` always does.
+    """
+    served = [operation for operation in OPERATIONS if (operation.method, operation.path) in routes]
+    models = sorted(
+        {operation.body for operation in served if operation.body is not None}, key=lambda kind: kind.__name__
+    )
+    _, made = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, Schema] = {}
+    for operation in served:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, needs_key)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "truespec", "version": version, "description": "An OpenAI-compatible API."},
+        "paths": paths,
+        "components": {
+            "schemas": made.get("$defs", {}) | _REPLIES,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _described(operation: Operation, needs_key: bool) -> Schema:
+    reported: Schema = {
+        "summary": operation.summary,
+        "operationId": f"{operation.method.lower()}_{operation.path.strip('/').replace('/', '_')}",
+        "parameters": _parameters(operation),
+        "responses": {"200": {"description": "Done.", "content": _content(operation)}}
+        | {code: _failed(code) for code in ("4XX", "5XX")},
+    }
+    if operation.body is not None:
+        schema = _ref(operation.body.__name__)
+        reported["requestBody"] = {
+            "required": operation.body_required,
+            "content": {"application/json": {"schema": schema}},
+        }
+    if operation.scope == "admin" or (operation.scope == "user" and needs_key):
+        reported["security"] = [{"key": []}]
+    return reported
+
+
+def _parameters(operation: Operation) -> list[Schema]:
+    names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    in_path = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    if operation.scope != "user" or operation.body is None:
+        return in_path
+    return in_path + [
+        {"name": name, "in": "header", "description": text, "schema": schema} for name, text, schema in _HEADERS
+    ]
+
+
+def _content(operation: Operation) -> Schema:
+    if "/" in operation.reply:
+        return {operation.reply: {}}
+    whole = {"application/json": {"schema": _ref(operation.reply)}}
+    return whole | ({"text/event-stream": {}} if operation.streams else {})
+
+
+def _failed(code: str) -> Schema:
+    whose = "The request's fault, or not now." if code == "4XX" else "The server's fault."
+    return {"description": whose, "content": {"application/json": {"schema": _ref("Error")}}}

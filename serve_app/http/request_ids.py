@@ -1,0 +1,79 @@
+"""The id of every request, and its line in the log."""
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.telemetry.tracing import Tracing, failed
+
+logger = logging.getLogger(__name__)
+
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_COMPUTING = {"/v1/completions", "/v1/chat/completions", "/v1/score"}
+_WORTH_A_LINE = ("/v1/", "/admin/")  # what is polled is not
+LONGEST_PATH = 200  # characters that are logged
+
+
+class RequestIds:
+    """Gives every request an id (its own `x-request-id` where that is a proper one) and a line in the log; and a span
+    to each that computes something.
+
+    An id that is made here is reported in the response. One that came with the request is not: Ray Serve's proxy, which
+    names requests that have no id, adds the id to the response itself, and it would stand there twice.
+
+    Args:
+        tracing: goes on with the client's trace.
+    """
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self._app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id, method = request_id_of(scope), scope["method"]
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        began, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                if request_id != _sent_id(scope):
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+                status = message["status"]
+            await send(message)
+
+        about = {"http.request.method": method, "url.path": path, "truespec.request_id": request_id}
+        traced = method == "POST" and path in _COMPUTING
+        with self._tracing.request(f"{method} {path}", request_id, scope["headers"], about, traced=traced) as span:
+            try:
+                await self._app(scope, receive, send_with_id)
+            finally:
+                shown, duration_s = path[:LONGEST_PATH], time.monotonic() - began
+                fields = {"method": method, "path": shown, "status": status, "duration_s": duration_s}
+                level = logging.INFO if path.startswith(_WORTH_A_LINE) else logging.DEBUG
+                logger.log(level, "%s %s %d", method, shown, status, extra={"fields": fields})
+                span.set_attribute("http.response.status_code", status)
+                if status >= 500:
+                    failed(span, f"status {status}")
+
+
+def request_id_of(scope: Scope) -> str:
+    """The request's id; made once, and kept in the scope."""
+    if "truespec.request_id" not in scope:
+        sent = _sent_id(scope)
+        scope["truespec.request_id"] = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"
+    return str(scope["truespec.request_id"])
+
+
+def _sent_id(scope: Scope) -> str:
+    """What the request itself gives as its id; "" = nothing."""
+    return next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")

@@ -1,0 +1,376 @@
+"""The HTTP routes: bodies in, JSON and server-sent events out, errors in OpenAI's form."""
+
+import asyncio
+import contextlib
+import functools
+import importlib.metadata
+import logging
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from serve_app.access.access import Access, Caller
+from serve_app.access.request_gate import Gate
+from serve_app.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    ErrorReply,
+    UnknownVerdict,
+    UnsupportedParameter,
+    reply_for,
+    route_error,
+)
+from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, WeightsAdmin, WeightsOrder
+from serve_app.http.event_stream import Disconnected, EventStream, unless_disconnected
+from serve_app.http.openapi import document
+from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.prepared_request import Terms
+from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest
+from serve_app.openai.scoring import Scorer, ScoreRequest
+from serve_app.telemetry.tracing import Tracing
+from serve_app.weights.desired_state import Outcome
+from speculative.errors import InvalidRequest, TruespecError
+
+logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+W = TypeVar("W", bound=PauseOrder)
+
+
+MetricsPage = Callable[[], Awaitable[tuple[bytes, str]]]
+"""Gives the metrics page and its content type."""
+
+
+HealthCheck = Callable[[], Awaitable[None]]
+"""Raises when the server cannot serve."""
+
+
+VerdictPage = Callable[[str], Awaitable[dict[str, Any] | None]]
+"""What is known of a reply, by its id; None where nothing is."""
+
+
+_LONGEST_ORDER = 4096  # bytes
+_BODY_TIMEOUT_S = 30.0  # for all of a body to come
+_TIMEOUT_HEADER = "x-request-timeout"
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?", re.ASCII)
+_CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What the tools of an operator read."""
+
+    metrics: MetricsPage | None = None
+    health: HealthCheck | None = None
+
+
+def build_ingress(
+    front_end: FrontEnd,
+    *,
+    scorer: Scorer | None = None,
+    operations: Operations = Operations(),
+    verdicts: VerdictPage | None = None,
+    admin: Admin | None = None,
+    gate: Gate | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """The app that serves one front end over HTTP, and the routes of what else is there.
+
+    Every route that is added to it, here or later, lies behind the gate; without one, `/admin` has its own access and
+    the others are open.
+    """
+    gate = gate or Gate(admin.access if admin is not None else Access())
+    app = FastAPI(
+        title="truespec",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(_admission(gate))],
+    )
+    app.add_middleware(RequestIds, tracing=tracing or Tracing())
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(TruespecError, _on_refusal)
+    _add_generation(app, front_end, gate)
+    if scorer is not None:
+        _add_scoring(app, front_end, scorer, gate)
+    _add_operations(app, operations)
+    if verdicts is not None:
+        _add_verdicts(app, verdicts)
+    if admin is not None:
+        _add_admin(app, admin)
+
+    _add_description(app, needs_key=not gate.is_open)
+
+    @app.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    async def elsewhere(request: Request, path: str) -> Response:
+        return _unserved(request, path)
+
+    return app
+
+
+def _admission(gate: Gate) -> Callable[[Request], Awaitable[None]]:
+    """What every route depends on. It goes by the route that was chosen, so no spelling of a path leads around it."""
+
+    async def admit(request: Request) -> None:
+        caller = gate.admit(request.scope["route"].path, request.headers.get("authorization"))
+        request.state.caller = caller
+
+    return admit
+
+
+def _add_description(app: FastAPI, *, needs_key: bool) -> None:
+    @functools.cache
+    def described() -> dict[str, Any]:
+        served = [route for route in app.routes if isinstance(route, APIRoute)]
+        routes = {(method, route.path_format) for route in served for method in route.methods or ()}
+        return document(routes, version=importlib.metadata.version("truespec"), needs_key=needs_key)
+
+    @app.get("/openapi.json")
+    async def describe() -> Response:
+        return JSONResponse(described())
+
+
+def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return JSONResponse(front_end.models())
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(request: Request, name: str) -> Response:
+        return await _guarded(request, _show(front_end, name))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _guarded(request, _generate(front_end, gate, request, CompletionRequest))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _guarded(request, _generate(front_end, gate, request, ChatCompletionRequest))
+
+
+def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer, gate: Gate) -> None:
+    @app.post("/v1/score")
+    async def score(request: Request) -> Response:
+        return await _guarded(request, _score(front_end, scorer, gate, request))
+
+
+def _add_verdicts(app: FastAPI, verdicts: VerdictPage) -> None:
+    @app.get("/v1/verdicts/{reply_id}")
+    async def show_verdict(request: Request, reply_id: str) -> Response:
+        return await _guarded(request, _verdict(verdicts, reply_id))
+
+
+def _add_admin(app: FastAPI, admin: Admin) -> None:
+    @app.get("/admin/speculation")
+    async def show_speculation(request: Request) -> Response:
+        return await _guarded(request, _speculation(admin, request, None))
+
+    @app.post("/admin/speculation")
+    async def set_speculation(request: Request) -> Response:
+        return await _guarded(request, _speculation(admin, request, SpeculationOrder))
+
+    if admin.weights is not None:
+        _add_weights(app, admin.weights)
+
+
+def _add_weights(app: FastAPI, weights: WeightsAdmin) -> None:
+    async def reported(outcome: Awaitable[Outcome]) -> Response:
+        done = await outcome
+        return JSONResponse({"complete": done.complete, "replicas": done.replicas})
+
+    async def ordered(request: Request, kind: type[W], do: Callable[[W], Awaitable[Outcome]]) -> Response:
+        return await reported(do(parse(await _read_body(request, _LONGEST_ORDER) or b"{}", kind)))
+
+    async def asked() -> Response:
+        return JSONResponse({"replicas": await weights.statuses()})
+
+    @app.get("/admin/weights")
+    async def show_weights(request: Request) -> Response:
+        return await _guarded(request, asked())
+
+    @app.post("/admin/weights")
+    async def update_weights(request: Request) -> Response:
+        return await _guarded(request, ordered(request, WeightsOrder, weights.update))
+
+    @app.post("/admin/pause")
+    async def pause(request: Request) -> Response:
+        return await _guarded(request, ordered(request, PauseOrder, weights.pause))
+
+    @app.post("/admin/resume")
+    async def resume(request: Request) -> Response:
+        return await _guarded(request, reported(weights.resume()))
+
+
+def _add_operations(app: FastAPI, operations: Operations) -> None:
+    metrics, health = operations.metrics, operations.health
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        try:
+            if health is not None:
+                await health()
+        except Exception as error:
+            logger.error("The health check failed: %r", error)
+            return JSONResponse({"status": "unhealthy"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    if metrics is not None:
+
+        @app.get("/metrics")
+        async def show_metrics() -> Response:
+            page, content_type = await metrics()
+            return Response(page, headers={"content-type": content_type})
+
+
+async def _generate(
+    front_end: FrontEnd, gate: Gate, request: Request, kind: type[CompletionRequest] | type[ChatCompletionRequest]
+) -> Response:
+    lease = gate.enter(request.state.caller)
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(lease.leave)
+        body = await _read_body(request, front_end.limits.max_body_bytes)
+        job = await front_end.prepare(parse(body, kind), _terms(request))
+        logger.debug("%s is %s", request_id_of(request.scope), job.head.reply_id)
+        if not job.stream:
+            return JSONResponse(await unless_disconnected(request.receive, front_end.collect(job, lease.spend)))
+        events = front_end.events(job, lease.spend)
+        try:
+            first = await unless_disconnected(request.receive, _first(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        interval_s = front_end.limits.stream_interval_s
+        return EventStream(first, events, at_the_end.pop_all().close, interval_s=interval_s)
+
+
+async def _score(front_end: FrontEnd, scorer: Scorer, gate: Gate, request: Request) -> Response:
+    lease = gate.enter(request.state.caller)
+    try:
+        wire = parse(await _read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
+        front_end.model(wire.model)
+        return JSONResponse(
+            await unless_disconnected(request.receive, scorer.score(wire, _terms(request), lease.spend))
+        )
+    finally:
+        lease.leave()
+
+
+def _terms(request: Request) -> Terms:
+    """What who sent a request may ask for, and for how long they want to wait.
+
+    Raises:
+        InvalidRequest: the header names no time.
+    """
+    caller: Caller = request.state.caller
+    return Terms(caller.max_prompt_tokens, caller.earliest_priority, _header_timeout_s(request))
+
+
+def _header_timeout_s(request: Request) -> float | None:
+    sent = request.headers.get(_TIMEOUT_HEADER)
+    if sent is None:
+        return None
+    if not _SECONDS.fullmatch(sent) or float(sent) == 0:
+        raise InvalidRequest(_TIMEOUT_HEADER, f"{_TIMEOUT_HEADER} must be a number of seconds above 0.")
+    return float(sent)
+
+
+async def _verdict(verdicts: VerdictPage, reply_id: str) -> Response:
+    known = await verdicts(reply_id)
+    if known is None:
+        raise UnknownVerdict(
+            f"Nothing is known of '{reply_id[:100]}': it is no reply of this service, still under way, or long ago."
+        )
+    return JSONResponse(known)
+
+
+async def _speculation(admin: Admin, request: Request, order: type[SpeculationOrder] | None) -> Response:
+    if order is None:
+        return JSONResponse({"replicas": await admin.statuses()})
+    body = await _read_body(request, _LONGEST_ORDER)
+    return JSONResponse({"replicas": await admin.order(parse(body, order))})
+
+
+async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+async def _show(front_end: FrontEnd, name: str) -> Response:
+    return JSONResponse(front_end.model(name))
+
+
+async def _guarded(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Answer, or say in OpenAI's form what went wrong."""
+    try:
+        return await answer
+    except Disconnected:
+        return Response(status_code=_CLIENT_CLOSED)
+    except Exception as error:
+        reply = reply_for(error)
+        if reply.status >= 500:
+            request_id = request_id_of(request.scope)
+            path = request.url.path[:LONGEST_PATH]
+            logger.error("%s %s failed: %r", path, request_id, error, exc_info=error)
+        return _error_response(reply)
+
+
+async def _read_body(request: Request, most: int) -> bytes:
+    """The body, read no further than the limit."""
+    too_large = BodyTooLarge("", f"The body is longer than {most} bytes. Shorten the prompt or send fewer at once.")
+    declared = request.headers.get("content-length", "0")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                body += message.get("body", b"")
+                if len(body) > most:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError as error:
+        raise BodyTimeout(f"The body did not come within {_BODY_TIMEOUT_S:g} s.") from error
+
+
+def _unserved(request: Request, path: str) -> Response:
+    """A path under /v1 that is not served: say what is, where a client may have meant something."""
+    first = path.partition("/")[0]
+    if first in UNSUPPORTED_ENDPOINTS:
+        return _error_response(reply_for(UnsupportedParameter("", f"/v1/{path}: {UNSUPPORTED_ENDPOINTS[first]}")))
+    allowed = {"models": "GET", "completions": "POST", "chat/completions": "POST", "score": "POST"}.get(path)
+    if allowed not in (None, request.method):
+        response = _error_response(route_error(405, f"{request.method} is not served here; use {allowed} /v1/{path}."))
+        response.headers["allow"] = allowed
+        return response
+    return _error_response(route_error(404, f"There is no {request.method} /v1/{path[:200]} here."))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = {404: "There is no such path here", 405: "This path is not served with this method"}.get(status, "Refused")
+    response = _error_response(route_error(status, f"{what}: {request.method} {request.url.path[:200]}."))
+    if isinstance(error, HTTPException) and error.headers:
+        response.headers.update(error.headers)
+    return response
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    """What the gate raises, before a route has begun."""
+    return _error_response(reply_for(error))
+
+
+def _error_response(reply: ErrorReply) -> Response:
+    return JSONResponse(reply.body(), reply.status, headers=dict(reply.headers))

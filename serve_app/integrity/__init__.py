@@ -1,0 +1,1 @@
+"""Watches replicas and acts on it: replays, verdicts, detectors, the breaker and its canaries."""

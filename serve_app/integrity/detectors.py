@@ -1,0 +1,96 @@
+"""Detectors over the replayed tokens of one replica, one set for each stratum."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from serve_app.integrity.drift import Cusum, TokenDrift
+from serve_app.integrity.replays import KNOWN_AFTERWARDS
+from serve_app.telemetry.metric_names import STRATA
+from speculative.request import ReplayedToken
+from speculative.selfcheck.replay import CalibrationTest, DriftTest
+
+_DELTA = 1e-6 / (2 * len(STRATA))  # of each test, so that a replica's life has one false alarm in a million
+_REQUEST_DELTA = 1e-6
+_JUMP_NATS = 1.0  # rounding moves a logprob so far
+_JUMP_RATE = 1e-3  # for at most this share of the tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SeenToken:
+    """One replayed token."""
+
+    strata: tuple[str, ...]
+    drift: TokenDrift
+    row: ReplayedToken | None  # the distribution it was to follow; None where nothing was drawn
+    made_by: str  # the replica that told its logprob
+
+    @property
+    def distribution_terms(self) -> tuple[float, float] | None:
+        """p(y) - sum p^2, and surprisal minus its mean, whose means are 0; None where the token was not drawn by p."""
+        row = self.row
+        if row is None or row.outside != 0 or "greedy" in self.strata:
+            return None
+        return row.probability - row.expected_probability, row.surprisal - row.expected_surprisal
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rounding may do to a distribution, so that it is no fault."""
+
+    law_tolerance: float = 0.01  # to the means of the calibration test's terms
+    edge_nats: float = 1e-3  # to the place of a filter's edge, and to how far a token is from the likeliest
+
+    def calibration_test(self, delta: float) -> CalibrationTest:
+        """A test that puts up with so much."""
+        return CalibrationTest(tolerance=self.law_tolerance, edge_nats=self.edge_nats, delta=delta)
+
+
+class ReplicaWatch:
+    """What was seen of one replica since it was last trusted again."""
+
+    def __init__(self, rounding: Rounding) -> None:
+        self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)
+        self._jumps: defaultdict[str, DriftTest] = defaultdict(lambda: DriftTest(_JUMP_NATS, _JUMP_RATE, _DELTA))
+        self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: rounding.calibration_test(_DELTA))
+
+    def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float) -> list[tuple[str, str]]:
+        """Take in one request's tokens; the alarms they raised, each with its stratum."""
+        by_stratum: dict[str, list[SeenToken]] = {}
+        for token in tokens:
+            for stratum in token.strata:
+                by_stratum.setdefault(stratum, []).append(token)
+        alarms = []
+        for stratum, members in by_stratum.items():
+            if self._drifts(stratum, members, drift_tolerance):
+                alarms.append(("drift", stratum))
+            alarm = None if stratum in KNOWN_AFTERWARDS else self._breaks_distribution(stratum, members, greedy)
+            if alarm is not None:
+                alarms.append((alarm, stratum))
+        return alarms
+
+    def _drifts(self, stratum: str, tokens: Sequence[SeenToken], tolerance: float) -> bool:
+        cusum, jumps = self._cusums[stratum], self._jumps[stratum]
+        risen = cusum.add((token.drift.excess for token in tokens), tolerance)
+        jumps.add(token.drift.nats for token in tokens)
+        jumped = jumps.alarm
+        if jumped:
+            del self._jumps[stratum]
+        return risen or jumped
+
+    def _breaks_distribution(self, stratum: str, tokens: Sequence[SeenToken], greedy: bool) -> str | None:
+        rows = [token.row for token in tokens if token.row is not None]
+        if not rows:
+            return None
+        self._distributions[stratum].add(rows, greedy=greedy)
+        alarm = self._distributions[stratum].alarm
+        if alarm is not None:
+            del self._distributions[stratum]
+        return alarm
+
+
+def distribution_alarm(tokens: Sequence[SeenToken], greedy: bool, rounding: Rounding) -> str | None:
+    """What one request's own tokens show about the distribution they were to follow; None = nothing."""
+    test = rounding.calibration_test(_REQUEST_DELTA)
+    test.add([token.row for token in tokens if token.row is not None], greedy=greedy)
+    return test.alarm

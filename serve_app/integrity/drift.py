@@ -1,0 +1,131 @@
+"""How far served logprobs are from replayed ones, and when that is too far.
+
+With g the logprob that was served and t the replayed one, TME (token multiplicative probability error, NeMo-RL) is the
+mean of exp|g - t|: 1.00 in float32, up to 1.03 in bfloat16.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from serve_app.telemetry.metric_names import DRIFT_CLIP_NATS
+
+_UNMISTAKABLE_NATS = 5.0  # no rounding moves a logprob so far
+_REQUEST_FACTOR = 4.0  # a single request may drift so many times the tolerance: it is an average over few tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDrift:
+    """One token's, with |g - t| clipped at 10 nats; what is no number has drifted without bound."""
+
+    nats: float  # |g - t|
+    excess: float  # exp|g - t| - 1; TME - 1 is its mean
+    ratio: float  # exp(t - g), the importance ratio; its mean is 1 where nothing is wrong
+    gen_kl: float  # exp(t - g) - (t - g) - 1
+    probability: float  # |exp(g) - exp(t)|
+
+    @classmethod
+    def between(cls, served: float, replayed: float) -> "TokenDrift":
+        """Of one token's two logprobs, in nats."""
+        apart = replayed - served
+        signed = DRIFT_CLIP_NATS if math.isnan(apart) else max(-DRIFT_CLIP_NATS, min(DRIFT_CLIP_NATS, apart))
+        ratio = math.exp(signed)
+        return cls(
+            nats=abs(signed),
+            excess=math.expm1(abs(signed)),
+            ratio=ratio,
+            gen_kl=math.expm1(signed) - signed,
+            probability=abs(_probability(served) - _probability(replayed)),
+        )
+
+
+class DriftSums:
+    """Sums over tokens of one stratum."""
+
+    def __init__(self, drifts: Iterable[TokenDrift] = ()) -> None:
+        self.num_tokens = 0
+        self.sums = dict.fromkeys((field.name for field in fields(TokenDrift)), 0.0)
+        for drift in drifts:
+            self.add(drift)
+
+    def add(self, drift: TokenDrift) -> None:
+        """Add one token."""
+        self.num_tokens += 1
+        for name in self.sums:
+            self.sums[name] += getattr(drift, name)
+
+    @property
+    def tme(self) -> float:
+        """Mean of exp|g - t|; 1 where there is nothing."""
+        return 1 + self.sums["excess"] / self.num_tokens if self.num_tokens else 1.0
+
+
+class Cusum:
+    """Notices when a mean rises above what is tolerated: a one-sided cumulative sum (Page 1954).
+
+    A value counts at most 1, so that no single token raises an alarm, and the sum never falls below 0, so that a long
+    good time does not make it slow.
+
+    Args:
+        bound: the sum that raises the alarm; above 1.
+    """
+
+    def __init__(self, bound: float = 3.0) -> None:
+        self._bound = bound
+        self._sum = 0.0
+
+    def add(self, values: Iterable[float], tolerance: float) -> bool:
+        """Take in values in their order; whether the alarm was raised. It start again then."""
+        raised = False
+        for value in values:
+            self._sum = max(0.0, self._sum + min(value, 1.0) - tolerance)
+            if self._sum >= self._bound:
+                raised, self._sum = True, 0.0
+        return raised
+
+
+class NoiseFloor:
+    """The mean excess of tokens of requests for which nothing was drafted, once there are enough of them."""
+
+    def __init__(self, min_tokens: int = 256) -> None:
+        self._min_tokens = min_tokens
+        self._sums = DriftSums()
+
+    def add(self, drifts: Sequence[TokenDrift]) -> None:
+        """Take in the output tokens of a request for which nothing was drafted."""
+        for drift in drifts:
+            self._sums.add(drift)
+
+    @property
+    def excess(self) -> float:
+        """TME - 1; 0 while too little is known."""
+        return self._sums.tme - 1 if self._sums.num_tokens >= self._min_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How much drift is put up with: `max_tme` - 1 above the noise floor.
+
+    The floor counts at most max_tme - 1 itself: an engine that is wrong without drafts too must not teach the referee
+    that this is noise.
+    """
+
+    max_tme: float
+
+    def excess(self, floor: NoiseFloor) -> float:
+        """The mean of exp|g - t| - 1 above which something is wrong."""
+        allowed = self.max_tme - 1
+        return allowed + min(floor.excess, allowed)
+
+
+def request_drifted(drifts: Sequence[TokenDrift], tolerance: float) -> bool:
+    """Whether one request's own tokens are enough to call it wrong."""
+    if any(drift.nats > _UNMISTAKABLE_NATS for drift in drifts):
+        return True
+    if Cusum().add((drift.excess for drift in drifts), tolerance):
+        return True
+    return DriftSums(drifts).tme - 1 > _REQUEST_FACTOR * tolerance
+
+
+def _probability(logprob: float) -> float:
+    return math.exp(min(logprob, 0.0)) if not math.isnan(logprob) else 0.0

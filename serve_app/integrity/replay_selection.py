@@ -1,0 +1,72 @@
+"""Which finished requests are checked, and the answers that wait for it."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from serve_app.integrity.replays import ReplayJob
+from serve_app.integrity.verdicts import Checked
+
+Submit = Callable[[ReplayJob], None]
+"""Hands a job to the referee; must not block."""
+
+Check = Callable[[ReplayJob], Awaitable[Checked]]
+"""Hands a job to the referee, and waits for what comes of it."""
+
+
+class Checks:
+    """The checks of one replica's requests.
+
+    Args:
+        chosen: whether a request, by its id, is checked in any case.
+        submit: for jobs that nobody waits for.
+        check: for those that somebody does.
+        timeout_s: the longest an answer waits.
+    """
+
+    def __init__(self, chosen: Callable[[str], bool], submit: Submit, check: Check, timeout_s: float) -> None:
+        self._chosen = chosen
+        self._submit = submit
+        self._check = check
+        self._timeout_s = timeout_s
+        self._awaited: dict[str, asyncio.Future[Checked] | None] = {}  # None until the request has ended
+
+    @contextlib.contextmanager
+    def expecting(self, request_ids: Sequence[str]) -> Iterator[None]:
+        """Within it, these requests are checked and their verdicts kept for `verdicts`."""
+        self._awaited |= dict.fromkeys(request_ids)
+        try:
+            yield
+        finally:
+            for request_id in request_ids:
+                check = self._awaited.pop(request_id)
+                if check is not None:
+                    check.cancel()
+
+    def chooses(self, request_id: str) -> bool:
+        """Whether a request is to be checked."""
+        return request_id in self._awaited or self._chosen(request_id)
+
+    def ended(self, job: ReplayJob) -> None:
+        """A request that was chosen has ended."""
+        request_id = job.request.request_id
+        if request_id in self._awaited:
+            self._awaited[request_id] = asyncio.ensure_future(self._check(job))
+        else:
+            self._submit(job)
+
+    async def verdicts(self, request_ids: Sequence[str]) -> list[Checked]:
+        """What is known of requests that were expected, once their checks are over or have taken too long."""
+        checks = [check for request_id in request_ids if (check := self._awaited[request_id]) is not None]
+        if checks:
+            await asyncio.wait(checks, timeout=self._timeout_s)
+        return [_result(self._awaited[request_id]) for request_id in request_ids]
+
+
+def _result(check: asyncio.Future[Checked] | None) -> Checked:
+    if check is None:
+        return Checked(reason="it ended before there was anything to compare")
+    if not check.done():
+        return Checked(reason="the replay took too long")
+    error = check.exception()
+    return check.result() if error is None else Checked(reason="the referee did not answer")

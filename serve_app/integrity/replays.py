@@ -1,0 +1,208 @@
+"""What is sent to the referee of a finished request, and how its tokens are grouped when they are compared.
+
+A stratum names a circumstance under which tokens were made, because the circumstance names the fault: drift right after
+a handoff is a bad handoff. A token belongs to several strata, so they never add up across.
+"""
+
+import enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from speculative.request import DEFAULT_VERSION, Request, TokenDelta, TokenKind
+
+KNOWN_AFTERWARDS = frozenset({"speculative", "plain", "accepted", "recovered"})
+"""Strata to which a token belongs because of what was drawn, there or behind it. Accepted tokens follow min(p, q) and
+recovered ones the residual, and only together they follow p: the distribution is not tested in these, drift is."""
+
+
+class Verdict(enum.StrEnum):
+    """What is known of one answer; the later member outweighs the earlier."""
+
+    VERIFIED = "verified"  # computed again, and found right
+    UNVERIFIED = "unverified"  # nobody looked, or the check did not come about
+    SUSPECT = "suspect"  # found wrong, or made where something was found wrong
+
+
+class Distribution(enum.StrEnum):
+    """What the replay of one answer says of the distribution of its tokens."""
+
+    TESTED = "tested"  # sampled with random numbers not seen before: its tokens are evidence
+    GREEDY = "greedy"  # nothing was drawn; each token was held against the likeliest
+    REPEATED_SEED = "repeated_seed"  # its random numbers were seen before: its tokens are no further evidence
+    UNTESTED = "untested"  # no replay, or one that gives logprobs only
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict of a reply with several choices."""
+    order = tuple(Verdict)
+    return max(verdicts, key=order.index)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayJob:
+    """A finished request to check. The tuples of the output have one entry a token."""
+
+    request: Request
+    replica: str  # that answered
+    prefilled_by: str  # the prefill replica that told something of it, or whose handoff was taken in; "" = none
+    began_at: float  # unix seconds, by the clock of `replica`
+    max_model_len: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # as served, nats
+    kinds: tuple[TokenKind, ...]
+    made_by: tuple[str, ...]  # the replica that emitted it
+    rounds_since_handoff: tuple[int | None, ...]  # None = computed where the prompt was
+    preempted: tuple[bool, ...]
+    prompt_logprobs: tuple[float, ...] = ()  # as served, of prompt tokens 1..; () where nobody asked
+    prompt_scored_by: str = ""  # the replica that gave them
+    num_drafted: int = 0
+    num_cached: int = 0  # prompt tokens found in a prefix cache
+    weight_versions: tuple[str, ...] = (DEFAULT_VERSION,)  # that made its tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def first_scored(self) -> int:
+        """Position of the first token whose logprob was served."""
+        num_prompt = len(self.request.prompt_token_ids)
+        return num_prompt - len(self.prompt_logprobs)
+
+    @property
+    def replicas(self) -> frozenset[str]:
+        """All that had a part in it."""
+        return frozenset({self.replica, self.prefilled_by, *self.made_by} - {""})
+
+    def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
+        """The strata of each compared token: first the prompt's, where they were told, then the output's.
+
+        Args:
+            num_draft_tokens: the most tokens drafted in a round.
+        """
+        yield from (("prompt",) for _ in self.prompt_logprobs)
+        params = self.request.params
+        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        distribution = "greedy" if params.greedy else "filtered" if filtered else "sampled"
+        common = (
+            "all",
+            "speculative" if self.num_drafted else "plain",
+            "cached_prefix" if self.num_cached else "computed_prefix",
+            distribution,
+        )
+        room = self.max_model_len - len(self.request.prompt_token_ids)
+        for index, (kind, since) in enumerate(zip(self.kinds, self.rounds_since_handoff, strict=True)):
+            near = ("near_limit",) if room - index <= num_draft_tokens + 1 else ()
+            preempted = ("preempted",) if self.preempted[index] else ()
+            yield (*common, kind.value, _since(since), *near, *preempted)
+
+
+@dataclass(slots=True)
+class Record:
+    """What was served for one request, delta by delta."""
+
+    request: Request
+    replica: str
+    began_at: float
+    max_model_len: int
+    prefilled_by: str = ""
+    num_rounds: int | None = None  # since the handoff; None where there was none
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    made_by: list[str] = field(default_factory=list)
+    rounds_since_handoff: list[int | None] = field(default_factory=list)
+    preempted: list[bool] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_scored_by: str = ""
+    num_drafted: int = 0
+    num_cached: int = 0
+    weight_versions: dict[str, None] = field(default_factory=dict)  # a set in order
+
+    def take(self, delta: TokenDelta) -> None:
+        """Take in what one step emitted."""
+        count, maker = len(delta.token_ids), delta.prefilled_by or self.replica
+        self.prefilled_by = delta.prefilled_by or self.prefilled_by
+        self.token_ids += delta.token_ids
+        self.kinds += delta.kinds
+        self.made_by += [maker] * count
+        self.logprobs += [entry.logprob for entry in delta.logprobs or ()]
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs += [entry.logprob for entry in delta.prompt_logprobs]
+            self.prompt_scored_by = maker
+        self.rounds_since_handoff += [self.num_rounds] * count
+        self.preempted += [delta.preempted] * count
+        self.num_drafted += delta.num_drafted
+        self.weight_versions[delta.weight_version] = None
+        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        if self.num_rounds is not None and count:
+            self.num_rounds += 1
+
+    def job(self) -> ReplayJob | None:
+        """What the referee is to check; None where there is nothing to compare."""
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+            return None
+        return ReplayJob(
+            request=self.request,
+            replica=self.replica,
+            prefilled_by=self.prefilled_by,
+            began_at=self.began_at,
+            max_model_len=self.max_model_len,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            kinds=tuple(self.kinds),
+            made_by=tuple(self.made_by),
+            rounds_since_handoff=tuple(self.rounds_since_handoff),
+            preempted=tuple(self.preempted),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            prompt_scored_by=self.prompt_scored_by,
+            num_drafted=self.num_drafted,
+            num_cached=self.num_cached,
+            weight_versions=tuple(self.weight_versions),
+        )
+
+
+class Records:
+    """What is being served by one replica, by request id.
+
+    Args:
+        replica: its name.
+        max_model_len: of its engine.
+        clock: unix seconds.
+    """
+
+    def __init__(self, replica: str, max_model_len: int, clock: Callable[[], float] = time.time) -> None:
+        self._replica = replica
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._live: dict[str, Record] = {}
+
+    def begin(self, request: Request) -> Record:
+        """Record what is served for a request from now on."""
+        record = Record(request, self._replica, self._clock(), self._max_model_len)
+        self._live[request.request_id] = record
+        return record
+
+    def handed_off(self, request_id: str, prefilled_by: str) -> None:
+        """The handoff of a request was taken in; what comes next are the rounds after it."""
+        record = self._live.get(request_id)
+        if record is not None:
+            record.prefilled_by, record.num_rounds = prefilled_by, 0
+
+    def answered_by(self, request_id: str, replica: str) -> None:
+        """What comes next is made by another replica than the one that records it, or than before."""
+        record = self._live.get(request_id)
+        if record is not None and record.replica != replica:
+            record.replica, record.prefilled_by, record.num_rounds = replica, "", None
+
+    def end(self, request_id: str) -> None:
+        """Nothing more comes."""
+        self._live.pop(request_id, None)
+
+
+def _since(rounds: int | None) -> str:
+    if rounds is None:
+        return "no_handoff"
+    return f"handoff_{rounds}" if rounds < 2 else "handoff_2_7" if rounds < 8 else "handoff_8_up"

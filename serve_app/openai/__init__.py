@@ -1,0 +1,1 @@
+"""OpenAI's API over a token source: requests in, responses out, chat, tools and scoring."""

@@ -1,0 +1,138 @@
+"""What becomes of a chat request's tools and reasoning: whether they can be served, the form that the answer must have,
+and how its text is read.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.backends.base import CallPart, ChatPrompt, Parsers, Reading, ReplyParser
+from serve_app.errors import UnsupportedParameter
+from serve_app.openai.requests import ChatCompletionRequest
+from serve_app.openai.tools import ForcedCalls, behind_thought, call_form, forces_calls
+from serve_app.text.tokenizer import ChatTemplate, Tokenizer
+from speculative.errors import InvalidRequest
+from speculative.request import FinishReason, Structure
+
+# What a template is given in any case, by us or by transformers.
+_GIVEN = frozenset(("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseParser:
+    """How the answers to one chat request are to be read."""
+
+    talk: ChatPrompt
+    form: Structure | None  # that they must have
+    reading: Reading | None  # None: the text is content, or calls that had to be made
+
+    @property
+    def keeps_special(self) -> bool:
+        """Whether the text is to hold special tokens."""
+        return self.reading is not None and self.reading.keeps_special
+
+    def parser(self) -> ReplyParser:
+        """A parser of one answer."""
+        inner = None if self.reading is None else self.reading.parser()
+        if inner is None or forces_calls(self.talk):
+            return ForcedCalls(self.talk, inner)
+        return inner
+
+    def allowed(self, calls: Sequence[CallPart]) -> tuple[CallPart, ...]:
+        """Calls, or parts of them, as far as one answer may hold several."""
+        return tuple(calls) if self.talk.parallel else tuple(part for part in calls if part.index == 0)
+
+    def reason(self, reason: str | None, *, called: bool) -> str | None:
+        """Why an answer ended; where the model chose what to call, it ended for that, as OpenAI has it."""
+        chose = called and self.talk.use != "named"
+        return "tool_calls" if chose and reason == FinishReason.STOP.value else reason
+
+    def refusal_of_tools(self, error: InvalidRequest) -> InvalidRequest | None:
+        """An engine's refusal of the grammar that forces calls, with the field that it is made of; else None."""
+        if not forces_calls(self.talk) or "rammar" not in error.message:
+            return None
+        return InvalidRequest("tools", f"tools: the functions' schemas cannot be kept to: {error.message}")
+
+
+class ChatDesk:
+    """Takes chat requests in, with one model's chat template and its parsers."""
+
+    def __init__(self, tokenizer: Tokenizer, parsers: Parsers | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._parsers = parsers
+
+    def talk(self, wire: ChatCompletionRequest) -> ChatPrompt:
+        """The conversation and its tools, as far as the chat template shows them to the model.
+
+        Raises:
+            UnsupportedParameter: it does not, or nobody here can read the calls.
+            InvalidRequest: a call of the conversation is damaged.
+        """
+        talk = wire.talk()
+        template = self._tokenizer.chat_template(with_tools=bool(talk.tools))
+        self._check_tools(wire, talk, template)
+        known = template.variables - _GIVEN
+        for name in talk.variables:
+            if name not in known or name.endswith("_token"):
+                raise UnsupportedParameter(
+                    f"chat_template_kwargs.{name[:100]}",
+                    f"chat_template_kwargs: the model's chat template has no variable {name[:100]!r}; "
+                    f"it has: {', '.join(sorted(known)) or 'none'}.",
+                )
+        return dataclasses.replace(talk, variables=_effort(wire.reasoning_effort, template) | dict(talk.variables))
+
+    def answers(self, talk: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
+        """How the answers to a prompt are to be read, that are to have a form; None where all their text is content.
+
+        Raises:
+            UnsupportedParameter: the form that is asked for cannot begin behind the model's reasoning.
+        """
+        parsers, form = self._parsers, call_form(talk) if forces_calls(talk) else form
+        reads = parsers is not None and (parsers.reads_reasoning or talk.use == "auto")
+        reading = parsers.reading(talk, prompt) if parsers is not None and reads else None
+        if reading is None and not forces_calls(talk):
+            return None
+        if form is not None and reading is not None and reading.thought_end is None:
+            field = "tool_choice" if forces_calls(talk) else "response_format"
+            raise UnsupportedParameter(
+                field, f"{field}: the model reasons first, and its parser does not say where that ends; leave it out."
+            )
+        if form is not None and reading is not None and reading.thought_end:
+            tokenizer, end = self._tokenizer, reading.thought_end
+            form = behind_thought(form, end, tokenizer.added_id(end), tokenizer.eos_token_ids)
+        return ResponseParser(talk, form, reading)
+
+    def _check_tools(self, wire: ChatCompletionRequest, talk: ChatPrompt, template: ChatTemplate) -> None:
+        if talk.use == "auto" and not (self._parsers is not None and self._parsers.reads_tools):
+            field = "tools" if wire.tool_choice is None else "tool_choice"
+            raise UnsupportedParameter(
+                field,
+                f"{field}: whether to call a tool is left to the model, and this server has no parser of its calls. "
+                "Set engine.kind: vllm and vllm.tool_parser in its configuration, or send tool_choice = required or a "
+                "function.",
+            )
+        fix = "Set model.chat_template to one that does."
+        if talk.use != "none" and template.source and "tools" not in template.variables:
+            raise UnsupportedParameter("tools", f"tools: the chat template does not show the model any. {fix}")
+        for number, message in enumerate(talk.messages):
+            if "tool_calls" in message and "tool_calls" not in template.source:
+                field = f"messages.{number}.tool_calls"
+                raise UnsupportedParameter(field, f"{field}: the chat template does not show the model calls. {fix}")
+
+
+def _effort(effort: str | None, template: ChatTemplate) -> dict[str, Any]:
+    """Variables that tell a template how much to reason, by the names that it has for that, as vLLM sets them.
+
+    Raises:
+        UnsupportedParameter: it has none.
+    """
+    if effort is None:
+        return {}
+    reported = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    known = {name: value for name, value in reported.items() if name in template.variables}
+    if not known and effort != "none":
+        raise UnsupportedParameter(
+            "reasoning_effort", "reasoning_effort: the model's chat template has nothing to say how much to reason."
+        )
+    return known

@@ -1,0 +1,281 @@
+"""One choice of a response while its tokens arrive."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+from serve_app.backends.base import ParsedDelta
+from serve_app.errors import RequestAborted
+from serve_app.openai.chat import ResponseParser
+from serve_app.openai.prepared_request import PreparedRequest, off_loop
+from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
+from serve_app.openai.tools import put_together
+from serve_app.text.tokenizer import StopMatcher, Tokenizer
+from speculative.errors import EngineFault
+from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
+
+
+class _Choice:
+    """One choice of a reply while it is generated."""
+
+    def __init__(
+        self, index: int, request: Request, job: PreparedRequest, tokenizer: Tokenizer, *, streams: bool
+    ) -> None:
+        self._index = index
+        self._request = request
+        self._with_logprobs = request.params.returns_logprobs
+        self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
+        self._tokenizer = tokenizer
+        keeps_special = job.answers is not None and job.answers.keeps_special
+        self._detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, continuation=True)
+        self._reader = _StreamReader(job.answers) if streams and job.answers is not None else None
+        self._matcher = StopMatcher(job.stops)
+        self._text_offset = 0
+        self._begun = False
+        self._versions: dict[str, None] = {}  # of the weights that made its tokens
+        self._job_unrepeatable = job.unrepeatable
+        self._held: list[ChoiceDelta] = []  # tokens that had nothing to say; the next piece has them too
+        self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
+        self.num_delivered = 0
+        self.num_accepted = 0
+        self.num_rejected = 0
+        self.num_cached = 0
+
+    @property
+    def ended_here(self) -> bool:
+        """Whether a stop string ended it, of which the source knows nothing."""
+        return self._matcher.stopped
+
+    def push(self, delta: TokenDelta) -> ChoiceDelta | None:
+        """Take in a delta; None when it has nothing to tell the client.
+
+        Raises:
+            EngineFault: the engine failed on this request.
+            RequestAborted: the engine let go of it.
+        """
+        refuse_failure(delta)
+        self._take_prompt_logprobs(delta)
+        texts, released, offsets = self._release(delta)
+        reason = self._end(delta, released)
+        num_delivered = len(offsets)
+        ids, kinds = delta.token_ids[:num_delivered], tuple(delta.kinds[:num_delivered])
+        self._count(delta, num_delivered)
+        text = "".join(released)
+        said = ParsedDelta(text)
+        if self._reader is not None:
+            said, reason = self._reader.push(ids, texts[:num_delivered], text, reason)
+        tokens = ChoiceDelta(
+            self._index, token_ids=ids, token_kinds=kinds, weight_versions=((delta.weight_version, num_delivered),)
+        )
+        if reason is None and said == ParsedDelta() and not (self._with_tokens and num_delivered):
+            self._held.append(tokens)
+            return None
+        if self._held:
+            tokens, self._held = join([*self._held, tokens]), []
+        first, self._begun = not self._begun, True
+        self._versions[delta.weight_version] = None
+        entries = self._entries(delta, offsets) if self._with_logprobs else None
+        prompt_entries = self._prompt_entries if first else None
+        return ChoiceDelta(
+            self._index,
+            said.content,
+            tokens.token_ids,
+            tokens.token_kinds,
+            entries,
+            reason,
+            first,
+            prompt_entries,
+            tokens.weight_versions,
+            said.reasoning,
+            said.calls,
+            None if reason is None else self._unrepeatable(),
+        )
+
+    def _unrepeatable(self) -> str | None:
+        """As `Job.unrepeatable`, of the finished choice."""
+        if self._job_unrepeatable == "" and len(self._versions) > 1:
+            return "the weights were changed while it was generated"
+        return self._job_unrepeatable
+
+    def _take_prompt_logprobs(self, delta: TokenDelta) -> None:
+        """Keep them for the first piece; they must have come when the first token does."""
+        due = self._request.params.prompt_logprobs is not None and self._prompt_entries is None
+        if not due or (delta.prompt_logprobs is None and not delta.token_ids):
+            return
+        reported, num_prompt = delta.prompt_logprobs or (), len(self._request.prompt_token_ids)
+        if len(reported) != num_prompt - 1:
+            raise EngineFault(
+                f"{delta.request_id}: a prompt of {num_prompt} tokens came with {len(reported)} logprobs."
+            )
+        self._prompt_entries = tuple(self._ranked(entry) for entry in reported)
+
+    def _ranked(self, entry: TokenLogprobs) -> tuple[RankedEntry, ...]:
+        own = (entry.token_id, entry.logprob, entry.rank)
+        top = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
+        return tuple(
+            RankedEntry(token, self._tokenizer.token_text(token), finite_logprob(logprob), rank)
+            for token, logprob, rank in (own, *(each for each in top if each[0] != entry.token_id))
+        )
+
+    def _release(self, delta: TokenDelta) -> tuple[list[str], list[str], list[int]]:
+        """Each token's text, the text that may go out, and each delivered token's offset; a token that completes a
+        stop string is last."""
+        ids = delta.token_ids
+        stopped_by_token = bool(ids) and delta.stop_token_id == ids[-1]  # such a token has no text
+        texts = [*self._detokenizer.push(ids[:-1]), ""] if stopped_by_token else self._detokenizer.push(ids)
+        released: list[str] = []
+        offsets: list[int] = []
+        for number, text in enumerate(texts, start=self.num_delivered):
+            offsets.append(self._text_offset)
+            self._text_offset += len(text)
+            # No stop before min_tokens: what was said until then is not searched for stop strings either.
+            may_stop = number >= self._request.params.min_tokens
+            released.append(self._matcher.push(text) if may_stop else text)
+            if self._matcher.stopped:
+                break
+        return texts, released, offsets
+
+    def _end(self, delta: TokenDelta, released: list[str]) -> str | None:
+        """The finish reason, if the choice ends here; the text held back until now is added to `released`."""
+        if delta.finished and not self._matcher.stopped:
+            released.append(self._matcher.push(self._detokenizer.finish()))
+        if self._matcher.stopped:
+            return FinishReason.STOP.value
+        if delta.finish_reason is None:
+            return None
+        released.append(self._matcher.finish())
+        return delta.finish_reason.value
+
+    def _count(self, delta: TokenDelta, num_delivered: int) -> None:
+        self.num_delivered += num_delivered
+        self.num_accepted += min(delta.num_accepted, num_delivered)  # accepted drafts come first
+        self.num_rejected += delta.num_drafted - delta.num_accepted
+        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+
+    def _entries(self, delta: TokenDelta, offsets: list[int]) -> tuple[TokenEntry, ...]:
+        logprobs = delta.logprobs or ()
+        if len(logprobs) != len(delta.token_ids):
+            raise EngineFault(f"{delta.request_id}: {len(delta.token_ids)} tokens came with {len(logprobs)} logprobs.")
+        asked = self._request.params.logprob_token_ids
+        if any(tuple(token for token, _ in entry.scored) != asked for entry in logprobs):
+            raise EngineFault(f"{delta.request_id}: a token came without the logprobs of logprob_token_ids.")
+        return tuple(self._entry(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False))
+
+    def _entry(self, entry: TokenLogprobs, offset: int) -> TokenEntry:
+        names = self._tokenizer
+        top = tuple(
+            TopEntry(names.token_text(token), names.token_bytes(token), finite_logprob(logprob))
+            for token, logprob in entry.top
+        )
+        scored = tuple((token, finite_logprob(logprob)) for token, logprob in entry.scored)
+        return TokenEntry(
+            names.token_text(entry.token_id),
+            names.token_bytes(entry.token_id),
+            finite_logprob(entry.logprob),
+            top,
+            offset,
+            scored,
+        )
+
+
+class ChoiceRun:
+    """One job while it is generated: its choices by request id."""
+
+    def __init__(self, job: PreparedRequest, tokenizer: Tokenizer, *, streams: bool) -> None:
+        self._job = job
+        self._choices = {
+            request.request_id: _Choice(index, request, job, tokenizer, streams=streams)
+            for index, request in enumerate(job.requests)
+        }
+        self.unfinished = set(self._choices)
+        self._group_of = {one.request_id: number for number, group in enumerate(job.groups) for one in group}
+        self._unpaid = dict(enumerate(map(len, job.head.prompts)))  # tokens of prompts of which nothing came yet
+
+    def push(self, delta: TokenDelta) -> ChoiceDelta | None:
+        """Take in a delta of an unfinished choice."""
+        piece = self._choices[delta.request_id].push(delta)
+        if piece is not None and piece.finish_reason is not None:
+            self.unfinished.discard(delta.request_id)
+        return piece
+
+    def ended_here(self, request_id: str) -> bool:
+        """Whether a choice was ended by its front end."""
+        return self._choices[request_id].ended_here
+
+    def price(self, delta: TokenDelta) -> int:
+        """Tokens to pay for: those of the delta, and those of its prompt where it is the first that came of it."""
+        return len(delta.token_ids) + self._unpaid.pop(self._group_of[delta.request_id], 0)
+
+    @property
+    def num_unpaid(self) -> int:
+        """Tokens of prompts of which nothing came yet."""
+        return sum(self._unpaid.values())
+
+    def usage(self) -> Usage:
+        """Tokens up to now. A prompt and its cached part count once, however many choices it has."""
+        choices = list(self._choices.values())
+        return Usage(
+            prompt_tokens=sum(len(prompt) for prompt in self._job.head.prompts),
+            completion_tokens=sum(choice.num_delivered for choice in choices),
+            cached_tokens=sum(choice.num_cached for choice in choices[:: self._job.head.num_choices]),
+            accepted_tokens=sum(choice.num_accepted for choice in choices),
+            rejected_tokens=sum(choice.num_rejected for choice in choices),
+        )
+
+
+class _StreamReader:
+    """Reads one answer as it grows. The parser gets each token by itself, with all of its text, so that what is said
+    does not depend on how many come at once."""
+
+    def __init__(self, answers: ResponseParser) -> None:
+        self._answers = answers
+        self._parser = answers.parser()
+        self._waiting: deque[tuple[int, str]] = deque()  # tokens whose text has not gone out yet
+        self._text = ""  # that has gone out, and is not read yet
+        self._called = False
+
+    def push(
+        self, ids: Sequence[int], texts: Sequence[str], released: str, reason: str | None
+    ) -> tuple[ParsedDelta, str | None]:
+        """What newly delivered tokens say, of whose text some may go out, and why the answer ends if it does."""
+        self._waiting.extend(zip(ids, texts, strict=True))
+        self._text += released
+        parts: list[tuple[tuple[int, ...], str]] = []
+        while self._waiting and len(self._waiting[0][1]) <= len(self._text):
+            token, text = self._waiting.popleft()
+            parts.append(((token,), self._text[: len(text)]))
+            self._text = self._text[len(text) :]
+        if reason is not None and (self._waiting or self._text or not parts):
+            parts.append((tuple(token for token, _ in self._waiting), self._text))
+        said = [
+            self._parser.push(text, tokens, last=reason is not None and number == len(parts))
+            for number, (tokens, text) in enumerate(parts, start=1)
+        ]
+        calls = self._answers.allowed(put_together(part for one in said for part in one.calls))
+        self._called = self._called or bool(calls)
+        reported = ParsedDelta("".join(one.content for one in said), "".join(one.reasoning for one in said), calls)
+        return reported, self._answers.reason(reason, called=self._called)
+
+
+async def read_choice(piece: ChoiceDelta, answers: ResponseParser | None) -> ChoiceDelta:
+    """A whole answer, its text read."""
+    if answers is None:
+        return piece
+    parser = answers.parser()
+    said = await off_loop(len(piece.text), lambda: parser.whole(piece.text, piece.token_ids))
+    calls = answers.allowed(said.calls)
+    reason = answers.reason(piece.finish_reason, called=bool(calls))
+    return dataclasses.replace(piece, text=said.content, reasoning=said.reasoning, calls=calls, finish_reason=reason)
+
+
+def refuse_failure(delta: TokenDelta) -> None:
+    """Raise what a last delta says of a request that failed.
+
+    Raises:
+        EngineFault: the engine failed on this request.
+        RequestAborted: the engine let go of it.
+    """
+    if delta.finish_reason is FinishReason.ERROR:
+        raise EngineFault(f"{delta.request_id}: {delta.error or 'the engine gave no reason'}")
+    if delta.finish_reason is FinishReason.ABORT:
+        raise RequestAborted(f"{delta.request_id} was aborted by the engine.")

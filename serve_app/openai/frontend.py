@@ -1,0 +1,454 @@
+"""From a checked wire request to engine requests, and from token deltas back to replies and SSE chunks.
+
+The front end knows a tokenizer and a source of token deltas, nothing else: decode replicas, monoliths and the stream
+router mount the same one.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from typing import Any
+
+from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource
+from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, reply_for
+from serve_app.integrity.replay_selection import Checks
+from serve_app.integrity.replays import worst
+from serve_app.integrity.verdicts import checks_of_all
+from serve_app.openai.chat import ChatDesk, ResponseParser
+from serve_app.openai.choice import ChoiceRun, read_choice
+from serve_app.openai.prepared_request import (
+    FORM,
+    LONG_TEXT,
+    NO_TERMS,
+    Limits,
+    PreparedRequest,
+    Spend,
+    Terms,
+    free,
+    off_loop,
+)
+from serve_app.openai.requests import LEGACY_MAX_TOKENS, ChatCompletionRequest, CompletionRequest, WireRequest
+from serve_app.openai.responses import (
+    ChatFormat,
+    ChoiceDelta,
+    CompletionFormat,
+    ReplyFormat,
+    ReplyHead,
+    join,
+    model_card,
+)
+from serve_app.openai.tools import forces_calls
+from serve_app.streams.merge import merge
+from serve_app.text.tokenizer import StopStrings, Tokenizer
+from speculative.errors import EngineFault, InvalidRequest, RequestTimeout
+from speculative.request import Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+class FrontEnd:
+    """An OpenAI-compatible front end over one model.
+
+    Everything that can be refused is refused in `prepare`, before a token is generated. `collect` and `events` free
+    what the engine holds however they end: finished, closed or cancelled.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        tokenizer: Tokenizer,
+        model: ModelInfo,
+        limits: Limits | None = None,
+        *,
+        aliases: Sequence[str] = (),
+        checks: Checks | None = None,
+        parsers: Parsers | None = None,
+    ) -> None:
+        """`aliases` are further names of the model; without `checks`, `verify` is refused; without `parsers` nobody
+        reads reasoning, or calls that the model makes as it likes."""
+        self._source = source
+        self._chats = ChatDesk(tokenizer, parsers)
+        self._checks = checks
+        self._tokenizer = tokenizer
+        self._model = model
+        self.limits = limits or Limits()
+        self._names = tuple(dict.fromkeys((model.model_name, *aliases, *(one.name for one in model.adapters))))
+        self._created = int(time.time())
+
+    def weights_switched(self, model: ModelInfo) -> None:
+        """Other weights of the model are served from now on."""
+        self._model = model
+
+    def models(self) -> dict[str, Any]:
+        """The body of GET /v1/models."""
+        return {"object": "list", "data": [self.model(name) for name in self._names]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """The body of GET /v1/models/{name}.
+
+        Raises:
+            ModelNotFound: no such model is served here.
+        """
+        if name not in self._names:
+            served = ", ".join(self._names)
+            raise ModelNotFound("model", f"The model '{name[:100]}' does not exist here; served: {served}.")
+        roots = {one.name: one.root for one in self._model.adapters}
+        parent = self._model.model_name if name in roots else None
+        return model_card(
+            name,
+            self._created,
+            self._model.max_model_len,
+            root=roots.get(name, name),
+            parent=parent,
+            quantization=self._model.quantization,
+        )
+
+    async def prepare(
+        self, wire: CompletionRequest | ChatCompletionRequest, terms: Terms = NO_TERMS
+    ) -> PreparedRequest:
+        """Check a wire request against the model and the terms of who sent it, and tokenise it.
+
+        Raises:
+            InvalidRequest: it can never be served; `field` names what is wrong.
+        """
+        self.model(wire.model)
+        num_choices = wire.n or 1
+        if num_choices > self.limits.max_choices:
+            raise InvalidRequest("n", f"n may be at most {self.limits.max_choices} here, got {num_choices}.")
+        if wire.verify and self._checks is None:
+            raise UnsupportedParameter(
+                "verify", "verify needs a server whose logprobs_mode is raw_logprobs: only these are compared."
+            )
+        if wire.resume and self.limits.resumes is None:
+            raise UnsupportedParameter(
+                "resume", "resume needs a server with a stream router; set pools.router in its configuration."
+            )
+        priority = terms.priority(wire.priority)
+        talk = self._chats.talk(wire) if isinstance(wire, ChatCompletionRequest) else None
+        prompts = await self._prompts(wire, talk)
+        self._check_sequences(len(prompts), num_choices)
+        for prompt in prompts:
+            name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
+            terms.check_prompt(name, len(prompt), self.limits.max_prompt_tokens)
+        answers = None if talk is None else self._chats.answers(talk, prompts[0], wire.structure)
+        reply_format: ReplyFormat = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
+        head = ReplyHead(
+            reply_id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=wire.model,
+            system_fingerprint=self._model.system_fingerprint,
+            prompts=tuple(prompts),
+            num_choices=num_choices,
+            with_token_ids=bool(wire.return_token_ids),
+            with_scored=bool(wire.logprob_token_ids),
+            with_usage=wire.include_usage,
+            with_token_kinds=bool(wire.return_token_kinds),
+        )
+        bad_words = await self._bad_words(wire)
+        limit_s, adapter = terms.time_limit_s(wire.timeout), self._model.adapter_of(wire.model)
+        groups = tuple(
+            tuple(
+                dataclasses.replace(request, priority=priority, timeout_s=limit_s, adapter=adapter)
+                for request in self._group(wire, head, index, bad_words, answers)
+            )
+            for index in range(len(prompts))
+        )
+        stops = StopStrings(wire.stop_strings)
+        form_field = "tools" if talk is not None and forces_calls(talk) else wire.structure_field
+        return PreparedRequest(
+            head,
+            reply_format,
+            groups,
+            stops,
+            stream=bool(wire.stream),
+            verify=bool(wire.verify),
+            answers=answers,
+            form_field=form_field,
+            unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
+        )
+
+    def _unrepeatable(self, params: SamplingParams) -> str:
+        """Why a request with a seed may get another text when it is asked again; "" = it gets the same."""
+        computing = self._model.computing
+        if computing.unrepeatable:
+            return computing.unrepeatable
+        shifted = computing.drafts_shift_draws and params.speculate
+        if shifted and not (params.greedy or params.reproducible):
+            return "reproducible is false: which text a seed gives depends on how many tokens were drafted, and when"
+        return ""
+
+    def _check_sequences(self, num_prompts: int, num_choices: int) -> None:
+        """Refuse what the server could not run at once if it had nothing else to do: to try again would not help."""
+        most, asked = self.limits.max_sequences, num_prompts * num_choices
+        if most is None or asked <= most:
+            return
+        if num_prompts == 1:
+            raise InvalidRequest("n", f"n asks for {asked} choices; this server runs at most {most} at once.")
+        raise InvalidRequest(
+            "prompt",
+            f"{num_prompts} prompts with {num_choices} choices each are {asked} sequences; this server runs at most "
+            f"{most} at once. Send several requests.",
+        )
+
+    def _current(self, head: ReplyHead) -> ReplyHead:
+        """The head, with the weights that are served by now: they may have changed since the request came."""
+        now = self._model.system_fingerprint
+        return head if head.system_fingerprint == now else dataclasses.replace(head, system_fingerprint=now)
+
+    async def collect(self, job: PreparedRequest, spend: Spend = free) -> dict[str, Any]:
+        """Generate and give the whole reply. `spend` is called with the tokens as they are emitted.
+
+        Raises:
+            TruespecError: the source refused the request or failed.
+        """
+        run = ChoiceRun(job, self._tokenizer, streams=False)
+        pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
+        with self._expecting(job):
+            async with aclosing(self._pieces(job, run, spend)) as arriving:
+                async for piece in arriving:
+                    pieces[piece.index].append(piece)
+            verdicts = await self._verdicts(job)
+        choices = [await read_choice(join(parts), job.answers) for parts in pieces]
+        return job.format.whole(self._current(job.head), choices, run.usage()) | verdicts
+
+    async def events(self, job: PreparedRequest, spend: Spend = free) -> AsyncGenerator[bytes, None]:
+        """Generate and give server-sent events, one for each delta that has something to say. `spend` is called with
+        tokens as they are emitted.
+
+        What goes wrong before the first event is raised, so that it can still become an HTTP status; later it becomes
+        an error event, and the stream ends without `[DONE]`.
+        """
+        run = ChoiceRun(job, self._tokenizer, streams=True)
+        begun = False
+        try:
+            with self._expecting(job):
+                async with aclosing(self._pieces(job, run, spend)) as arriving:
+                    async for piece in arriving:
+                        head = self._current(job.head)
+                        event = _event(job.format.chunk(head, piece))
+                        yield event if begun else b"".join(map(_event, job.format.opening(head))) + event
+                        begun = True
+                reported = await self._verdicts(job)
+        except Exception as error:
+            if not begun:
+                raise
+            logger.error("%s failed while streaming: %r", job.head.reply_id, error, exc_info=error)
+            yield _event(reply_for(error).body())
+            return
+        if job.head.with_usage:
+            reported["usage"] = run.usage().to_wire()
+        closing = _event(job.format.closing_chunk(self._current(job.head), reported)) if reported else b""
+        yield closing + b"data: [DONE]\n\n"
+
+    def _expecting(self, job: PreparedRequest) -> AbstractContextManager[None]:
+        if self._checks is None or not job.verify:
+            return nullcontext()
+        return self._checks.expecting([request.request_id for request in job.requests])
+
+    async def _verdicts(self, job: PreparedRequest) -> dict[str, Any]:
+        """The reply's verdict, those of its choices, and what was checked of all of them, where they were asked for."""
+        if self._checks is None or not job.verify:
+            return {}
+        checked = await self._checks.verdicts([request.request_id for request in job.requests])
+        verdicts = [one.verdict for one in checked]
+        return {
+            "verdict": worst(verdicts).value,
+            "verdicts": [verdict.value for verdict in verdicts],
+            "checked": checks_of_all(checked),
+        }
+
+    async def _prompts(
+        self, wire: CompletionRequest | ChatCompletionRequest, talk: ChatPrompt | None
+    ) -> list[tuple[int, ...]]:
+        if isinstance(wire, ChatCompletionRequest):
+            assert talk is not None
+            encode_chat, messages = self._tokenizer.encode_chat, talk.messages
+            ids = await off_loop(
+                _size((messages, talk.tools, talk.variables)),
+                lambda: encode_chat(messages, tools=talk.tools, variables=talk.variables),
+            )
+            return [self._checked(tuple(ids), "messages")]
+        prompts = wire.prompts()
+        if len(prompts) > self.limits.max_prompts:
+            raise InvalidRequest("prompt", f"prompt may hold at most {self.limits.max_prompts} prompts here.")
+        return [self._checked(await self._encode(prompt), "prompt") for prompt in prompts]
+
+    async def _encode(self, prompt: str | list[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt)))
+        size = self._model.vocab_size
+        if min(prompt) < 0 or max(prompt) >= size:
+            wrong = next(token for token in prompt if not 0 <= token < size)
+            raise InvalidRequest("prompt", f"prompt holds the token id {wrong}; ids run from 0 to {size - 1}.")
+        return tuple(prompt)
+
+    def _checked(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
+        if not ids:
+            raise InvalidRequest(name, f"{name} must hold at least one token.")
+        longest = self._model.max_model_len
+        if len(ids) + 1 > longest:
+            raise ContextLengthExceeded(
+                name,
+                f"The model's context is {longest} tokens, and {name} has {len(ids)}, which leaves no room for an "
+                "answer. Shorten it.",
+            )
+        return ids
+
+    async def _bad_words(self, wire: WireRequest) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of the bad words, each as it begins a text and as it follows a space."""
+        texts: list[str] = []
+        for word in wire.bad_words or ():
+            bare = word.lstrip()
+            texts += [bare, " " + bare] if bare else [word]
+        encode = self._tokenizer.encode
+        sequences = await off_loop(
+            sum(map(len, texts)), lambda: [tuple(encode(text, continuation=True)) for text in texts]
+        )
+        return tuple(dict.fromkeys(sequences))
+
+    def _group(
+        self,
+        wire: CompletionRequest | ChatCompletionRequest,
+        head: ReplyHead,
+        index: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        answers: ResponseParser | None,
+    ) -> tuple[Request, ...]:
+        prompt = head.prompts[index]
+        params = self._params(wire, len(prompt), bad_words)
+        if answers is not None:
+            params = dataclasses.replace(params, structure=answers.form)
+        others = dataclasses.replace(params, prompt_logprobs=None)
+        first = index * head.num_choices
+        resume = bool(self.limits.resumes if wire.resume is None else wire.resume)
+        seeds: list[dict[str, Any]] = [
+            {} if wire.seed is None else {"seed": choice_seed(wire.seed, n)} for n in range(head.num_choices)
+        ]
+        return tuple(
+            Request(f"{head.reply_id}-{first + choice}", prompt, others if choice else params, resume=resume, **seed)
+            for choice, seed in enumerate(seeds)
+        )
+
+    def _params(
+        self,
+        wire: CompletionRequest | ChatCompletionRequest,
+        num_prompt: int,
+        bad_words: tuple[tuple[int, ...], ...],
+    ) -> SamplingParams:
+        params = SamplingParams(
+            max_tokens=self._max_tokens(wire, num_prompt),
+            logprobs=wire.num_logprobs,
+            bad_words=bad_words,
+            **wire.sampling_fields(),
+        )
+        if wire.reproducible is None and wire.seed is not None and self._model.computing.couples_seeds:
+            params = dataclasses.replace(params, reproducible=not params.greedy)
+        params.check_vocabulary(self._model.vocab_size)
+        _refuse_dead_end(params, self._model.eos_token_ids)
+        return params
+
+    def _max_tokens(self, wire: CompletionRequest | ChatCompletionRequest, num_prompt: int) -> int:
+        name, asked = wire.token_budget
+        longest = self._model.max_model_len
+        room = longest - num_prompt
+        if asked is None:
+            default = LEGACY_MAX_TOKENS if isinstance(wire, CompletionRequest) else self.limits.default_max_tokens
+            return room if default is None else min(default, room)
+        if asked > room:
+            raise ContextLengthExceeded(
+                name,
+                f"The model's context is {longest} tokens, and {num_prompt} of prompt with {asked} of output are "
+                f"more. {name} may be at most {room} for this prompt.",
+            )
+        return asked
+
+    async def _pieces(self, job: PreparedRequest, run: "ChoiceRun", spend: Spend) -> AsyncGenerator[ChoiceDelta, None]:
+        """The pieces of all choices as they come; ends when every choice has ended."""
+        try:
+            async with aclosing(merge([self._group_pieces(group, run, spend) for group in job.groups])) as arriving:
+                async for piece in arriving:
+                    yield piece
+        except InvalidRequest as error:
+            refusal = None if job.answers is None else job.answers.refusal_of_tools(error)
+            if refusal is None and error.field == FORM:
+                refusal = InvalidRequest(job.form_field, error.message)
+            if refusal is None:
+                raise
+            raise refusal from error
+        except (asyncio.CancelledError, GeneratorExit, RequestTimeout):  # or who never waits would never pay
+            spend(run.num_unpaid)
+            raise
+        if run.unfinished:
+            raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
+
+    async def _group_pieces(
+        self, group: Sequence[Request], run: "ChoiceRun", spend: Spend
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """The pieces of one prompt's choices. The source hears of a choice that ended here before it is asked for more:
+        how a request ended is counted when its stream ends."""
+        names = {request.request_id for request in group}
+        async with aclosing(self._source.stream(group)) as deltas:
+            async for delta in deltas:
+                if delta.request_id not in run.unfinished:
+                    continue
+                piece = run.push(delta)
+                spend(run.price(delta))
+                if run.ended_here(delta.request_id):
+                    await self._source.abort(delta.request_id)
+                if piece is not None:
+                    yield piece
+                if run.unfinished.isdisjoint(names):
+                    return
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of n choices: the request's own for choice 0, an independent one for each other.
+
+    A negative seed stands for its two's complement in 64 bits, as OpenAI's seed is an int64.
+    """
+    seed %= 2**64
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _refuse_dead_end(params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """Refuse parameters that together allow no first token."""
+    if params.allowed_token_ids is None:
+        return
+    forbidden = {word[0] for word in params.bad_words if len(word) == 1}
+    if params.min_tokens:
+        forbidden.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
+    if forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            "allowed_token_ids",
+            "allowed_token_ids leaves nothing to say: bad_words and min_tokens forbid every one of them.",
+        )
+
+
+def _size(rendered: Any) -> int:
+    """Characters and values of what a template is given, counted only until they are too many for the event loop."""
+    size, waiting = 0, [rendered]
+    while waiting and size <= LONG_TEXT:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            value = [*value, *value.values()]
+        size += len(value) if isinstance(value, Sequence) else 1
+        if not isinstance(value, str) and isinstance(value, Sequence):
+            waiting += value
+    return size
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    """One server-sent event. ASCII only: some clients take U+2028 for the end of a line."""
+    return b"data: " + _to_json(payload).encode("ascii") + b"\n\n"

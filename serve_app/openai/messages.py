@@ -1,0 +1,229 @@
+"""Chat messages and tools as clients send them."""
+
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.openai.wire import (
+    HALF_PAIR,
+    MAX_LEVELS,
+    NOT_WHOLE,
+    SUSPECT_ESCAPE,
+    Many,
+    Wire,
+    refuse_constant,
+    strings_in,
+)
+from speculative.errors import InvalidRequest
+
+
+def _content_kind(value: Any) -> str:
+    return "<parts>" if isinstance(value, list) else "<nothing>" if value is None else "<text>"
+
+
+class TextPart(Wire):
+    """One part of a message's content. Only text is served."""
+
+    type: str = Field(json_schema_extra={"const": "text"})
+    text: str
+
+    @field_validator("type")
+    @classmethod
+    def _only_text(cls, kind: str) -> str:
+        if kind != "text":
+            raise PydanticCustomError("unsupported", "only text parts are served, not '{kind}'.", {"kind": kind[:40]})
+        return kind
+
+
+def _is_deep(value: dict[str, Any]) -> bool:
+    """Whether lists and objects are nested in a JSON object deeper than templates are given them."""
+    level: list[Any] = [value]
+    for _ in range(MAX_LEVELS):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [item for items in inner for item in items if type(item) in (list, dict)]
+    return bool(level)
+
+
+def _only_function(kind: str) -> str:
+    if kind != "function":
+        raise PydanticCustomError("unsupported", "only functions are served, not '{kind}'.", {"kind": kind[:40]})
+    return kind
+
+
+FunctionKind = Annotated[str, Field(json_schema_extra={"const": "function"}), AfterValidator(_only_function)]
+ToolName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class CalledFunction(Wire):
+    """What a tool call of the conversation called."""
+
+    name: ToolName
+    arguments: str
+    parsed_arguments: Any = None  # accepted: what the `openai` client made of them
+
+
+class ToolCall(Wire):
+    """A tool call of the conversation, as an answer told it."""
+
+    id: str | None = None
+    type: FunctionKind = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self, path: str) -> dict[str, Any]:
+        """The call as chat templates know it: its arguments are an object.
+
+        Raises:
+            InvalidRequest: they are not, or cannot be shown; `path` is where the call stands.
+        """
+        name, text = f"{path}.function.arguments", self.function.arguments or "{}"
+        try:
+            arguments = json.loads(text, parse_constant=refuse_constant)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(name, f"{name} must be the text of a JSON object. Leave out a call that was cut off.")
+        if _is_deep(arguments):
+            raise InvalidRequest(name, f"{name} may be nested at most {MAX_LEVELS} levels deep.")
+        if SUSPECT_ESCAPE.search(text) and any(HALF_PAIR.search(string) for _, string in strings_in(arguments, "")):
+            raise InvalidRequest(name, f"{name} {NOT_WHOLE}")
+        called = {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        return called if self.id is None else {"id": self.id} | called
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Message(Wire):
+    """One message of a conversation."""
+
+    role: str = Field(json_schema_extra={"enum": [*_ROLES]})
+    content: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[Many[TextPart], Field(min_length=1), Tag("<parts>")]
+        | Annotated[None, Tag("<nothing>")],
+        Discriminator(_content_kind),
+    ] = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: Many[ToolCall] | None = None
+    tool_call_id: str | None = None  # of the call that a message of role tool answers
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # its older name
+    function_call: None = None
+    audio: None = None
+    annotations: list[Any] | None = None
+    parsed: Any = None  # accepted: what the `openai` client made of the content
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, role: str) -> str:
+        if role == "function":
+            raise PydanticCustomError("unsupported", "is an old role; send the function's result as role tool.")
+        if role not in _ROLES:
+            raise PydanticCustomError("role", "must be system, developer, user, assistant or tool.")
+        return role
+
+    def check(self, path: str) -> None:
+        """Check what belongs to the role; `path` is where the message stands.
+
+        Raises:
+            InvalidRequest: something is missing, or belongs to another role.
+        """
+        of_assistant = ("tool_calls", "reasoning", "reasoning_content")
+        for name in of_assistant if self.role != "assistant" else ():
+            if getattr(self, name):
+                raise InvalidRequest(f"{path}.{name}", f"{path}.{name} belongs to messages of role assistant.")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise InvalidRequest(f"{path}.tool_call_id", f"{path}.tool_call_id belongs to messages of role tool.")
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequest(f"{path}.content", f"The field '{path}.content' is missing.")
+
+    @property
+    def text(self) -> str:
+        """The content, its parts put together."""
+        if isinstance(self.content, str) or self.content is None:
+            return self.content or ""
+        return "\n".join(part.text for part in self.content)
+
+    def for_template(self, path: str = "messages") -> dict[str, Any]:
+        """The message as chat templates know it.
+
+        Raises:
+            InvalidRequest: the arguments of a call are damaged; `path` is where the message stands.
+        """
+        reported: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            reported["tool_calls"] = [call.for_template(f"{path}.tool_calls.{number}") for number, call in calls]
+        if reasoning := self.reasoning or self.reasoning_content:
+            reported |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if self.role == "tool":
+            of_tool = {"tool_call_id": self.tool_call_id, "name": self.name}
+            reported |= {name: value for name, value in of_tool.items() if value is not None}
+        return reported
+
+
+class FunctionSpec(Wire):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object
+    strict: bool | None = None  # accepted: calls that must be made keep to the schema in any case
+
+    @field_validator("parameters")
+    @classmethod
+    def _an_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if parameters and parameters.get("type", "object") != "object":
+            raise PydanticCustomError("schema", "must be the JSON schema of an object.")
+        if _is_deep(parameters or {}):
+            raise PydanticCustomError("schema", "may be nested at most {most} levels deep.", {"most": MAX_LEVELS})
+        return parameters
+
+
+class Tool(Wire):
+    """A tool that the model may use."""
+
+    type: FunctionKind
+    function: FunctionSpec
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates know it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class FunctionName(Wire):
+    """A function by its name."""
+
+    name: ToolName
+
+
+class NamedTool(Wire):
+    """The tool that must be used."""
+
+    type: FunctionKind
+    function: FunctionName
+
+
+_CHOICES = ("none", "auto", "required")
+
+
+def _choice_kind(value: Any) -> str:
+    return "<function>" if isinstance(value, dict) else "<nothing>" if value is None else "<word>"
+
+
+def _known_choice(word: str) -> str:
+    if word not in _CHOICES:
+        raise PydanticCustomError("choice", "must be none, auto, required, or a function.")
+    return word
+
+
+ToolChoice = Annotated[
+    Annotated[str, Field(json_schema_extra={"enum": [*_CHOICES]}), AfterValidator(_known_choice), Tag("<word>")]
+    | Annotated[NamedTool, Tag("<function>")]
+    | Annotated[None, Tag("<nothing>")],
+    Discriminator(_choice_kind),
+]

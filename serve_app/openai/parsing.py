@@ -1,0 +1,99 @@
+"""From bytes to a request body, with errors that name the field."""
+
+import json
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
+from serve_app.openai.wire import (
+    HALF_PAIR,
+    MAX_ECHO,
+    NOT_WHOLE,
+    SUSPECT_ESCAPE,
+    UNSUPPORTED,
+    W,
+    refuse_constant,
+    strings_in,
+)
+from speculative.errors import InvalidRequest
+
+_TEXT_FIELDS = frozenset({"prompt", "messages", "stop", "bad_words", "contexts", "labels"})  # for the tokenizer
+
+
+def parse(body: bytes, kind: type[W]) -> W:
+    """Read a request body.
+
+    Raises:
+        MalformedBody: not a JSON object.
+        UnsupportedParameter, UnknownParameter: a field this server does not serve, or nobody knows.
+        InvalidRequest: a value is wrong; `field` is its path, such as `messages.0.content`.
+    """
+    fields, known = _load(body), kind.model_fields
+    supported = {}
+    for name, value in fields.items():
+        if name in known or name not in UNSUPPORTED:
+            supported[name] = value
+            continue
+        harmless, reason = UNSUPPORTED[name]
+        if not harmless(value, fields):
+            raise UnsupportedParameter(name, f"{name}: {reason}")
+    try:
+        wire = kind.model_validate(supported)
+    except ValidationError as error:
+        _complain(error.errors(include_url=False)[0])
+    wire.check_together()
+    return wire
+
+
+def _load(body: bytes) -> dict[str, Any]:
+    try:
+        text = body.decode("utf-8")
+        fields = json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise MalformedBody("", f"The body is not valid JSON in UTF-8: {reason}.") from error
+    if not isinstance(fields, dict):
+        raise MalformedBody("", "The body must be a JSON object.")
+    if SUSPECT_ESCAPE.search(text):
+        _refuse_unclean(fields)
+    return fields
+
+
+def _refuse_unclean(fields: dict[str, Any]) -> None:
+    try:
+        for path, string in strings_in(fields, ""):
+            if HALF_PAIR.search(string):
+                raise InvalidRequest(path, f"{path} {NOT_WHOLE}")
+            if "\0" in string and path.partition(".")[0] not in _TEXT_FIELDS:
+                raise InvalidRequest(path, f"{path} holds a NUL, which only text for the model may; remove it.")
+    except RecursionError as error:
+        raise MalformedBody("", "The body is nested too deeply.") from error
+
+
+def _complain(error: ErrorDetails) -> NoReturn:
+    """Turn pydantic's first complaint into ours, in OpenAI's words for the field."""
+    *way, last = error["loc"]
+    ours = [str(part) for part in way if not _is_tag(part)]
+    if error["type"] == "extra_forbidden":  # the last part is the client's own name, and all others are ours
+        path = ".".join((*ours, str(last)[:MAX_ECHO]))
+        raise UnknownParameter(path, f"Unknown field '{path}'. Remove it, or check its spelling.")
+    path = ".".join(ours if _is_tag(last) else (*ours, str(last)))
+    if error["type"] == "missing":
+        raise InvalidRequest(path, f"The field '{path}' is missing.")
+    if error["type"] == "unsupported":
+        raise UnsupportedParameter(path, f"{path}: {error['msg']}")
+    got = error.get("input")
+    shown = f"{got}"[:24] if isinstance(got, int | float) else _json_type(got)
+    raise InvalidRequest(path, f"{path}: {error['msg'].rstrip('.')}. Got {shown}.")
+
+
+def _is_tag(part: str | int) -> bool:
+    """Whether a part of a location is no field, but a kind that a value may have."""
+    return isinstance(part, str) and part.startswith("<")
+
+
+def _json_type(value: Any) -> str:
+    names = {str: "a string", dict: "an object", list: "a list", type(None): "null"}
+    return names.get(type(value), "something else")

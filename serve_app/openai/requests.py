@@ -1,0 +1,430 @@
+"""The OpenAI API on the wire: what requests may hold, and what replies look like.
+
+Requests are checked here as far as that needs neither model nor tokenizer. Replies are built as plain dictionaries, one
+`Piece` of a choice at a time; a whole reply is rendered from the joined pieces by the same code as a streamed chunk.
+"""
+
+import json
+import re
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag, WithJsonSchema, field_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.backends.base import ChatPrompt
+from serve_app.openai.messages import Message, NamedTool, Tool, ToolChoice
+from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many, Wire, refuse_constant
+from speculative.errors import InvalidRequest
+from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, Structure
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # of each
+MAX_LOGIT_BIASES = 300
+MAX_BAD_WORDS = 1024
+LEGACY_MAX_TOKENS = 16  # what /v1/completions generates when nothing is said
+
+
+UNSUPPORTED_ENDPOINTS: dict[str, str] = {
+    "embeddings": "embeddings are not served; this server generates text.",
+    "responses": "the responses API is not served; use /v1/chat/completions.",
+    "images": "images are not served; this server generates text.",
+    "audio": "audio is not served; this server generates text.",
+    "moderations": "moderation is not served; this server generates text.",
+    "rerank": "reranking is not served; this server generates text.",
+    "batches": "batches are not served; send the requests themselves.",
+    "files": "files are not served; send text in the request.",
+    "fine_tuning": "fine-tuning is not served.",
+    "assistants": "assistants are not served; use /v1/chat/completions.",
+    "threads": "threads are not served; use /v1/chat/completions.",
+    "load_lora_adapter": "adapters are those of vllm.lora_modules in the configuration; add it there and restart.",
+    "unload_lora_adapter": "adapters are those of vllm.lora_modules in the configuration; remove it there and restart.",
+}
+"""First path parts under /v1 that clients may try, and what to use instead."""
+
+
+def _prompt_kind(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return "<text>" if not isinstance(value, list) else "<ids>"
+    first = value[0]
+    return "<texts>" if isinstance(first, str) else "<id lists>" if isinstance(first, list) else "<ids>"
+
+
+class StreamOptions(Wire):
+    """What a stream tells besides the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # accepted: OpenAI's padding of chunks, not done here
+
+
+class JsonSchemaFormat(Wire):
+    """A JSON schema as OpenAI's response_format wraps it. Every one is kept to strictly."""
+
+    name: str
+    description: str | None = None
+    schema_text: str = Field(alias="schema")
+    strict: bool | None = None
+
+    @field_validator("schema_text", mode="before", json_schema_input_type=dict[str, Any])
+    @classmethod
+    def _to_text(cls, schema: Any) -> str:
+        return _schema_text(schema)
+
+
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+class ResponseFormat(Wire):
+    """The form an answer must have, as OpenAI names it."""
+
+    type: str = Field(json_schema_extra={"enum": [*_FORMATS]})
+    json_schema: JsonSchemaFormat | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _known_type(cls, kind: str) -> str:
+        if kind not in _FORMATS:
+            raise PydanticCustomError("type", "must be text, json_object or json_schema.")
+        return kind
+
+    def structure(self) -> Structure | None:
+        """What the engine keeps to; None for plain text.
+
+        Raises:
+            InvalidRequest: type and json_schema do not belong together.
+        """
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest(
+                "response_format.json_schema",
+                "response_format.json_schema goes with type = json_schema, and only with it.",
+            )
+        if self.json_schema is not None:
+            return Structure("json_schema", self.json_schema.schema_text)
+        return Structure("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Wire):
+    """The form an answer must have, as vLLM names it: exactly one of the fields."""
+
+    schema_text: str | None = Field(None, alias="json")  # an object, or its JSON text
+    regex: str | None = Field(None, min_length=1)
+    choice: Many[str] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, min_length=1)
+
+    @field_validator("schema_text", mode="before", json_schema_input_type=dict[str, Any] | str | None)
+    @classmethod
+    def _to_text(cls, schema: Any) -> str | None:
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema, parse_constant=refuse_constant)
+            except (ValueError, RecursionError) as error:
+                raise PydanticCustomError("schema", "must be a JSON schema; this text is not JSON.") from error
+        return None if schema is None else _schema_text(schema)
+
+    def structure(self) -> Structure:
+        """What the engine keeps to.
+
+        Raises:
+            InvalidRequest: none or several are asked for.
+        """
+        structures = (
+            None if self.schema_text is None else Structure("json_schema", self.schema_text),
+            None if self.regex is None else Structure("regex", self.regex),
+            None if self.choice is None else Structure("choice", json.dumps(self.choice)),
+            None if self.grammar is None else Structure("grammar", self.grammar),
+        )
+        asked = [structure for structure in structures if structure is not None]
+        if len(asked) != 1:
+            raise InvalidRequest(
+                "structured_outputs",
+                f"structured_outputs takes exactly one of json, regex, choice and grammar; got {len(asked)}.",
+            )
+        return asked[0]
+
+
+def _schema_text(schema: Any) -> str:
+    if not isinstance(schema, dict):
+        raise PydanticCustomError("schema", "must be a JSON schema: an object.")
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise PydanticCustomError("schema", "is nested too deeply.") from error
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Seconds = Annotated[float, Field(ge=0.001, le=86400)]
+
+
+class WireRequest(Wire):
+    """What both generation endpoints take."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS)
+    allowed_token_ids: Many[TokenId] | None = Field(None, min_length=1)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    reproducible: bool | None = None  # not sent: where a seed is, and the engine can
+    logprob_token_ids: list[TokenId] | None = Field(None, max_length=MAX_SCORED_IDS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    n: int | None = Field(None, ge=1, le=INT32_MAX)
+    seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_token_kinds: bool | None = None
+    speculate: bool | None = None
+    verify: bool | None = None  # the answer waits for its replay, and tells the verdict
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # the lower, the earlier
+    timeout: Seconds | None = None  # for all of it, from its arrival
+    resume: bool | None = None  # goes on elsewhere when the replica that decodes it is lost
+    # accepted and not used: clients send them to be distinguished, billed or cached
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # used where there are tools
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _few_whole_strings(cls, stop: Any) -> Any:
+        strings = [stop] if isinstance(stop, str) else stop
+        if strings is None:
+            return None
+        if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+            raise PydanticCustomError("stop", "must be a string or a list of strings.")
+        if len(strings) > MAX_STOP_STRINGS:
+            raise PydanticCustomError("stop", "may hold at most {most} strings.", {"most": MAX_STOP_STRINGS})
+        if "" in strings:
+            raise PydanticCustomError("stop", "must not hold an empty string.")
+        if max(map(len, strings), default=0) > MAX_STOP_CHARACTERS:
+            most = {"most": MAX_STOP_CHARACTERS}
+            raise PydanticCustomError("stop", "may hold strings of at most {most} characters.", most)
+        return stop
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_token_ids(cls, bias: Any) -> Any:
+        if isinstance(bias, dict):
+            if len(bias) > MAX_LOGIT_BIASES:
+                raise PydanticCustomError("logit_bias", "may hold at most {most} tokens.", {"most": MAX_LOGIT_BIASES})
+            if not all(_TOKEN_ID.fullmatch(token) for token in bias):
+                raise PydanticCustomError("logit_bias", "must have token ids as its keys.")
+        return bias
+
+    @property
+    def structure(self) -> Structure | None:
+        """The form the answer must have, however it was asked for."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure()
+        return None if self.response_format is None else self.response_format.structure()
+
+    @property
+    def structure_field(self) -> str:
+        """The field that asks for the form."""
+        if self.structured_outputs is None:
+            return "response_format"
+        kind = self.structured_outputs.structure().kind
+        return f"structured_outputs.{'json' if kind == 'json_schema' else kind}"
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Fields of SamplingParams, as far as they need neither model nor tokenizer; what was not sent is left out."""
+        sent = {name: value for name in _AS_SENT if (value := getattr(self, name)) is not None}
+        lists = {name: tuple(dict.fromkeys(value)) for name in _ID_LISTS if (value := getattr(self, name)) is not None}
+        bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+        return sent | lists | {"logit_bias": bias, "top_k": max(self.top_k or 0, 0), "structure": self.structure}
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, however they were sent."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def token_budget(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+    def check_together(self) -> None:
+        """Check fields against each other.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "stream_options needs stream = true.")
+        if self.structure is not None:
+            self._check_structure("response_format" if self.structured_outputs is None else "structured_outputs")
+
+    def _check_structure(self, name: str) -> None:
+        if self.response_format is not None and name != "response_format" and self.response_format.type != "text":
+            raise InvalidRequest(name, "response_format and structured_outputs both ask for a form; send one of them.")
+        other = "min_tokens" if self.min_tokens else "ignore_eos" if self.ignore_eos else None
+        if other is not None:
+            raise InvalidRequest(name, f"{name} ends the answer by itself: it cannot be combined with {other}.")
+
+
+# Fields that SamplingParams has by the same name: values, and lists of token ids.
+_AS_SENT = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "prompt_logprobs",
+    "speculate",
+    "reproducible",
+)
+
+
+_ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+_TOKEN_ID = re.compile("[0-9]{1,10}")
+
+
+# How a prompt that is not empty is described; that it is not is reported in one way for all of them.
+_NOT_EMPTY: dict[str, Any] = {
+    "text": {"type": "string", "minLength": 1},
+    "ids": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}},
+}
+
+
+_NOT_EMPTY |= {
+    "texts": {"type": "array", "minItems": 1, "items": _NOT_EMPTY["text"]},
+    "id lists": {"type": "array", "minItems": 1, "items": _NOT_EMPTY["ids"]},
+}
+
+
+class CompletionRequest(WireRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        Annotated[str, Tag("<text>"), WithJsonSchema(_NOT_EMPTY["text"])]
+        | Annotated[Many[str], Tag("<texts>"), WithJsonSchema(_NOT_EMPTY["texts"])]
+        | Annotated[Many[int], Tag("<ids>"), WithJsonSchema(_NOT_EMPTY["ids"])]
+        | Annotated[
+            Many[Annotated[Many[int], Field(min_length=1)]], Tag("<id lists>"), WithJsonSchema(_NOT_EMPTY["id lists"])
+        ],
+        Discriminator(_prompt_kind),
+    ]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _not_empty(cls, prompt: Any) -> Any:
+        if not prompt or (isinstance(prompt, list) and "" in prompt):
+            raise PydanticCustomError("empty", "must hold at least one token.")
+        return prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in SamplingParams: None = off, 0 = the emitted token only."""
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, however they were sent: each a text or token ids."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class ChatCompletionRequest(WireRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Many[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = None
+    reasoning_effort: str | None = Field(None, json_schema_extra={"enum": [*_EFFORTS, None]})
+    chat_template_kwargs: dict[str, Any] | None = None  # variables that the chat template reads
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _known_effort(cls, effort: str | None) -> str | None:
+        if effort is not None and effort not in _EFFORTS:
+            raise PydanticCustomError("effort", "must be {known}.", {"known": ", ".join(_EFFORTS)})
+        return effort
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in SamplingParams: None = off, 0 = the emitted token only."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def token_budget(self) -> tuple[str, int | None]:
+        """`max_completion_tokens`, or its older name `max_tokens`."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    def check_together(self) -> None:
+        """Check fields against each other.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+        super().check_together()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs = true.")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
+        for number, message in enumerate(self.messages):
+            message.check(f"messages.{number}")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise InvalidRequest(f"tools.{number}.function.name", "tools holds two functions of this name.")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise InvalidRequest("tool_choice", "tool_choice names a function that is not in tools.")
+        if choice == "required" and not names:
+            raise InvalidRequest("tool_choice", "tool_choice = required needs tools.")
+        if not names or choice == "none":
+            return
+        if self.structure is not None:
+            name = "response_format" if self.structured_outputs is None else "structured_outputs"
+            raise InvalidRequest(name, f"{name} asks for a form in which no tool can be called; send it without tools.")
+        if choice not in (None, "auto"):
+            self._check_structure("tool_choice")
+
+    def talk(self) -> ChatPrompt:
+        """The conversation and the tools as chat templates know them, and what is to become of the tools.
+
+        Raises:
+            InvalidRequest: a call of the conversation has damaged arguments.
+        """
+        messages = tuple(message.for_template(f"messages.{n}") for n, message in enumerate(self.messages))
+        tools = tuple(tool.for_template() for tool in self.tools or ())
+        choice = self.tool_choice or "auto"
+        named = choice.function.name if isinstance(choice, NamedTool) else ""
+        use: Any = "none" if not tools else "named" if named else choice
+        return ChatPrompt(
+            messages, tools, use, named, self.parallel_tool_calls is not False, self.chat_template_kwargs or {}
+        )

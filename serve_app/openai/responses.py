@@ -1,0 +1,386 @@
+"""Responses, chunks and their logprobs as OpenAI writes them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serve_app.backends.base import CallPart
+
+
+@dataclass(frozen=True, slots=True)
+class TopEntry:
+    """One candidate token of a logprobs entry."""
+
+    text: str
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """The logprobs entry of one delivered token."""
+
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[TopEntry, ...]  # most likely first
+    text_offset: int  # characters of the choice before this token
+    scored: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of logprob_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class RankedEntry:
+    """What is reported of one token at a position of the prompt."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int  # 1 = the most likely
+
+    def to_wire(self) -> dict[str, Any]:
+        """As vLLM writes it."""
+        return {"logprob": self.logprob, "rank": self.rank, "decoded_token": self.text}
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What one step adds to one choice of a reply."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    token_kinds: tuple[str, ...] = ()  # how each token came to be, as TokenKind says it
+    logprobs: tuple[TokenEntry, ...] | None = None
+    finish_reason: str | None = None
+    first: bool = False  # the choice's first piece
+    # of prompt tokens 1.., each the token itself and then the most likely; in the first piece of a prompt's choice 0
+    prompt_logprobs: tuple[tuple[RankedEntry, ...], ...] | None = None
+    weight_versions: tuple[tuple[str, int], ...] = ()  # which weights made so many tokens, in order
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
+    unrepeatable: str | None = None  # of the last piece: why its seed may give another text; "" = it gives the same
+
+    def seed_fields(self) -> dict[str, Any]:
+        """`reproducible`, where a seed was sent: whether it gives this text again; if not, why not."""
+        if self.unrepeatable is None:
+            return {}
+        if self.unrepeatable == "":
+            return {"reproducible": True}
+        return {"reproducible": False, "reproducible_reason": self.unrepeatable}
+
+    def version_fields(self) -> dict[str, Any]:
+        """`weight_versions`, where the weights changed in the middle."""
+        if len(self.weight_versions) < 2:
+            return {}
+        return {"weight_versions": [{"version": name, "tokens": count} for name, count in self.weight_versions]}
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """`prompt_logprobs` where they are told, as vLLM writes them: nothing is known of the first token."""
+        if self.prompt_logprobs is None:
+            return {}
+        reported = [{str(entry.token_id): entry.to_wire() for entry in entries} for entries in self.prompt_logprobs]
+        return {"prompt_logprobs": [None, *reported]}
+
+
+def join(pieces: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    """One piece that says what all the pieces of a choice say."""
+    asked = pieces[0].logprobs is not None
+    return ChoiceDelta(
+        index=pieces[0].index,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        token_kinds=tuple(kind for piece in pieces for kind in piece.token_kinds),
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs or ()) if asked else None,
+        finish_reason=pieces[-1].finish_reason,
+        first=True,
+        prompt_logprobs=pieces[0].prompt_logprobs,
+        weight_versions=_runs(piece.weight_versions for piece in pieces),
+        unrepeatable=pieces[-1].unrepeatable,
+    )
+
+
+def _runs(parts: Iterable[Iterable[tuple[str, int]]]) -> tuple[tuple[str, int], ...]:
+    """Counts of tokens by version, neighbours of one version put together; a part without tokens says nothing new."""
+    runs: list[tuple[str, int]] = []
+    for version, count in (run for part in parts for run in part):
+        if runs and (runs[-1][0] == version or count == 0):
+            runs[-1] = (runs[-1][0], runs[-1][1] + count)
+        elif runs and runs[-1][1] == 0:
+            runs[-1] = (version, count)
+        else:
+            runs.append((version, count))
+    return tuple(runs)
+
+
+def metadata_of(versions: Iterable[str]) -> dict[str, Any]:
+    """`metadata` with the weights' version, as SGLang's OpenAI endpoints have it: the newest, and all where there are
+    several."""
+    names = list(dict.fromkeys(versions))
+    if not names:
+        return {}
+    several = {"weight_versions": names} if len(names) > 1 else {}
+    return {"metadata": {"weight_version": names[-1], **several}}
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one reply: what was delivered, and how much of it came from drafts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
+
+    def to_wire(self) -> dict[str, Any]:
+        """OpenAI's usage object; draft tokens stand where OpenAI counts predicted outputs."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.rejected_tokens,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What all chunks of one reply share."""
+
+    reply_id: str
+    created: int  # unix seconds
+    model: str
+    system_fingerprint: str
+    prompts: tuple[tuple[int, ...], ...]  # token ids
+    num_choices: int  # of each prompt
+    with_token_ids: bool
+    with_scored: bool  # logprobs of logprob_token_ids
+    with_usage: bool  # streams only
+    with_token_kinds: bool = False
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A reply object or a chunk."""
+        return {
+            "id": self.reply_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+    def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A chunk of a stream; it says `usage: null` when a usage chunk is to come, as OpenAI does."""
+        envelope = self.envelope(kind, choices)
+        if self.with_usage:
+            envelope["usage"] = None
+        return envelope
+
+    def token_fields(self, piece: ChoiceDelta) -> dict[str, Any]:
+        """`token_ids` and plain `token_logprobs`, and `token_kinds`, where they were asked for."""
+        fields: dict[str, Any] = {"token_kinds": list(piece.token_kinds)} if self.with_token_kinds else {}
+        if not self.with_token_ids:
+            return fields
+        fields["token_ids"] = list(piece.token_ids)
+        if piece.logprobs is not None:
+            fields["token_logprobs"] = [entry.logprob for entry in piece.logprobs]
+        return fields
+
+
+class ReplyFormat(Protocol):
+    """How one endpoint's replies look."""
+
+    id_prefix: str
+
+    def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
+        """The chunks before the first piece."""
+        ...
+
+    def chunk(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
+        """The chunk of one piece."""
+        ...
+
+    def closing_chunk(self, head: ReplyHead, reported: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk, where there is something to tell of the whole reply."""
+        ...
+
+    def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage) -> dict[str, Any]:
+        """The whole reply."""
+        ...
+
+
+class CompletionFormat:
+    """Replies of /v1/completions. Chunks and whole replies share one shape."""
+
+    id_prefix = "cmpl"
+    _kind = "text_completion"
+
+    def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
+        """No chunk: the text starts at once."""
+        return []
+
+    def chunk(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
+        """The chunk of one piece."""
+        return head.chunk(self._kind, [self._choice(head, piece)]) | _metadata([piece])
+
+    def closing_chunk(self, head: ReplyHead, reported: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk, where there is something to tell of the whole reply."""
+        return head.envelope(self._kind, []) | reported
+
+    def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage) -> dict[str, Any]:
+        """The whole reply."""
+        rendered = [self._choice(head, piece) for piece in choices]
+        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices)
+
+    def _choice(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
+        choice = {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None if piece.logprobs is None else _legacy_logprobs(piece.logprobs, head.with_scored),
+            "finish_reason": piece.finish_reason,
+        }
+        if head.with_token_ids and piece.first:
+            choice["prompt_token_ids"] = list(head.prompts[piece.index // head.num_choices])
+        reported = piece.version_fields() | piece.seed_fields() | piece.prompt_fields()
+        return choice | head.token_fields(piece) | reported
+
+
+class ChatFormat:
+    """Replies of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+    _kind = "chat.completion"
+
+    def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
+        """One chunk a choice that tells the role."""
+        delta = {"role": "assistant", "content": ""}
+        chunks = [
+            head.chunk(self._kind + ".chunk", [_chat_choice(index, "delta", delta, None, None)])
+            for index in range(head.num_choices)
+        ]
+        chunks[0] |= self._prompt_fields(head)
+        return chunks
+
+    def chunk(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
+        """The chunk of one piece."""
+        says_other = piece.finish_reason is not None or piece.reasoning or piece.calls
+        delta: dict[str, Any] = {"content": piece.text} if piece.text or not says_other else {}
+        if piece.reasoning:
+            delta["reasoning"] = piece.reasoning
+        if piece.calls:
+            delta["tool_calls"] = [_call_delta(part) for part in piece.calls]
+        chunk = head.chunk(self._kind + ".chunk", [self._choice(head, piece, "delta", delta)])
+        return chunk | _metadata([piece]) | piece.prompt_fields()
+
+    def closing_chunk(self, head: ReplyHead, reported: dict[str, Any]) -> dict[str, Any]:
+        """The last chunk, where there is something to tell of the whole reply."""
+        return head.envelope(self._kind + ".chunk", []) | reported
+
+    def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage) -> dict[str, Any]:
+        """The whole reply."""
+        rendered = [self._choice(head, piece, "message", _message(piece)) for piece in choices]
+        prompt = self._prompt_fields(head) | choices[0].prompt_fields()
+        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices) | prompt
+
+    def _choice(self, head: ReplyHead, piece: ChoiceDelta, name: str, said: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
+        choice = _chat_choice(piece.index, name, said, logprobs, piece.finish_reason)
+        return choice | head.token_fields(piece) | piece.version_fields() | piece.seed_fields()
+
+    def _prompt_fields(self, head: ReplyHead) -> dict[str, Any]:
+        return {"prompt_token_ids": list(head.prompts[0])} if head.with_token_ids else {}
+
+
+def _metadata(pieces: Sequence[ChoiceDelta]) -> dict[str, Any]:
+    return metadata_of(version for piece in pieces for version, _ in piece.weight_versions)
+
+
+def _message(piece: ChoiceDelta) -> dict[str, Any]:
+    says_other = piece.reasoning or piece.calls
+    content = None if says_other and not piece.text else piece.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if piece.reasoning:
+        message["reasoning"] = piece.reasoning
+    if piece.calls:
+        message["tool_calls"] = [
+            {
+                "id": part.call_id,
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.arguments},
+            }
+            for part in piece.calls
+        ]
+    return message
+
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    """A part of a call, as OpenAI streams it: the first names the call."""
+    reported: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
+    if part.name is not None:
+        reported |= {"id": part.call_id, "type": "function"}
+        reported["function"] = {"name": part.name, "arguments": part.arguments}
+    return reported
+
+
+def _chat_choice(index: int, name: str, said: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+    return {"index": index, name: said, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _legacy_logprobs(entries: Sequence[TokenEntry], with_scored: bool) -> dict[str, Any]:
+    """The parallel arrays of the old completions API; the emitted token is always among the top ones."""
+    scored = {"scored_logprobs": [_scored(entry) for entry in entries]} if with_scored else {}
+    return scored | {
+        "tokens": [entry.text for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [_legacy_top(entry) for entry in entries],
+        "text_offset": [entry.text_offset for entry in entries],
+    }
+
+
+def _scored(entry: TokenEntry) -> dict[str, float]:
+    return {str(token): logprob for token, logprob in entry.scored}
+
+
+def _legacy_top(entry: TokenEntry) -> dict[str, float]:
+    top: dict[str, float] = {}
+    for candidate in entry.top:
+        top.setdefault(candidate.text, candidate.logprob)
+    top.setdefault(entry.text, entry.logprob)
+    return top
+
+
+def _chat_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
+    def render(entry: TokenEntry | TopEntry) -> dict[str, Any]:
+        return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}
+
+    content = []
+    for entry in entries:
+        scored = {"scored": _scored(entry)} if entry.scored else {}
+        content.append(render(entry) | {"top_logprobs": [render(candidate) for candidate in entry.top]} | scored)
+    return {"content": content, "refusal": None}
+
+
+def finite_logprob(logprob: float) -> float:
+    """A logprob that JSON can hold: OpenAI writes -9999.0 for a token that cannot occur."""
+    return -9999.0 if logprob == -math.inf else logprob
+
+
+def model_card(
+    name: str, created: int, max_model_len: int, *, root: str, parent: str | None, quantization: str | None
+) -> dict[str, Any]:
+    """One entry of /v1/models, as vLLM writes it (an adapter's parent is the model, and its root the folder), with the
+    quantization of the weights."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "truespec",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+        "quantization": quantization,
+    }

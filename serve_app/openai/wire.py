@@ -1,0 +1,121 @@
+"""What every request body obeys: which fields are refused, ignored or limited."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+T = TypeVar("T")
+
+MAX_TOOLS = 128
+MAX_LEVELS = 64  # of lists and objects in what a chat template shows
+INT32_MAX = 2**31 - 1
+MAX_ECHO = 100  # characters of a name that a client made up
+
+
+Harmless = Callable[[Any, Mapping[str, Any]], bool]
+"""Whether a value of an unsupported field asks for nothing; sees the value and the whole body."""
+
+
+def _one_of(*values: Any) -> Harmless:
+    return lambda value, body: value is None or any(type(value) is type(v) and value == v for v in values)
+
+
+def _empty(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is None or value in ([], {}, "")
+
+
+def _same_as_n(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is None or (type(value) is int and value == (body.get("n") or 1))
+
+
+_ONLY_CHAT = "is a field of /v1/chat/completions; send messages there."
+_OLD_TOOLS = "is an old name; send tools and tool_choice."
+_OLD_NAME = "is an old name; send structured_outputs with json, regex, choice or grammar in it."
+
+
+UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
+    "tools": (_empty, _ONLY_CHAT),
+    "tool_choice": (_one_of("none", "auto"), _ONLY_CHAT),
+    "functions": (_empty, _OLD_TOOLS),
+    "function_call": (_one_of("none", "auto"), _OLD_TOOLS),
+    "echo": (_one_of(False), "echo is not served yet; put the prompt before the text yourself."),
+    "suffix": (_empty, "filling in before a suffix is not served; send a prompt only."),
+    "best_of": (_same_as_n, "only best_of = n is served; ask for n choices with logprobs and pick the best."),
+    "modalities": (lambda value, body: value is None or value == ["text"], "only text is served."),
+    "audio": (_empty, "audio is not served; only text is."),
+    "prediction": (_empty, "predicted outputs are not served; the server drafts by itself."),
+    "reasoning_effort": (_one_of("none"), _ONLY_CHAT),
+    "chat_template_kwargs": (_empty, _ONLY_CHAT),
+    "include_reasoning": (_one_of(True), "reasoning is always returned, apart from the answer; ignore it."),
+    "verbosity": (_one_of("medium"), "there is no verbosity control; ask for it in the prompt."),
+    "web_search_options": (lambda value, body: value is None, "there is no web search."),
+    "moderation": (lambda value, body: value is None, "there is no moderation."),
+    "store": (_one_of(False), "nothing is stored; leave it out or send false."),
+    "guided_json": (_empty, _OLD_NAME),
+    "guided_regex": (_empty, _OLD_NAME),
+    "guided_choice": (_empty, _OLD_NAME),
+    "guided_grammar": (_empty, _OLD_NAME),
+    "chat_template": (_empty, "the model's own chat template is used; send a ready prompt to /v1/completions instead."),
+    "lora_request": (_empty, "an adapter is chosen by its name as `model`; GET /v1/models lists those that are there."),
+}
+"""Fields that OpenAI's or vLLM's API has and this server does not, with the values that ask for nothing. What an
+endpoint has is not refused there."""
+
+
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list that may be long. It is read up to its first fault: only that one is told, and each takes memory."""
+
+
+class Wire(BaseModel):
+    """Any object of a request's body: known fields only, and no value read as if it were of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, fields: Any) -> Any:
+        """Of more fields than there are, the first unknown one is enough to be told."""
+        if not isinstance(fields, dict) or len(fields) <= len(cls.__pydantic_fields__):
+            return fields
+        known = {field.alias or name for name, field in cls.__pydantic_fields__.items()}
+        unknown = next(name for name in fields if name not in known)
+        return {name: value for name, value in fields.items() if name in known or name == unknown}
+
+    def check_together(self) -> None:
+        """Check fields against each other.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+
+
+W = TypeVar("W", bound=Wire)
+
+
+# What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can spell neither here.
+SUSPECT_ESCAPE = re.compile(r"\\u(0000|[dD][89a-fA-F])")
+
+
+_UNCLEAN = re.compile("[\x00\ud800-\udfff]")
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+NOT_WHOLE = "holds half a surrogate pair; send whole characters."
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def strings_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every string of a JSON value with its path; a key counts as its own value."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from strings_in(item, f"{path}.{index}" if path else str(index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            clean = _UNCLEAN.sub("\ufffd", key[:MAX_ECHO])
+            yield clean, key
+            yield from strings_in(item, f"{path}.{clean}" if path else clean)

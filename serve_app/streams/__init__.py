@@ -1,0 +1,1 @@
+"""Streams of token deltas over replicas: pooled, observed, resumed and merged."""

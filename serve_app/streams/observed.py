@@ -1,0 +1,251 @@
+"""Watches a token source from outside: admission, latencies, outcomes, the deadline, and what is to be checked."""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from serve_app.backends.base import TokenSource
+from serve_app.errors import NoRoom
+from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.streams.backlog import Backlog, Clock, Returns
+from serve_app.telemetry.metrics import Metrics
+from speculative.errors import EngineOverloaded, InvalidRequest, RequestTimeout
+from speculative.request import FinishReason, Request, TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLimits:
+    """What one replica takes on."""
+
+    max_running: int  # requests at once; a request with n choices counts n times
+    timeout_s: float  # the longest a request may take; it may ask for less
+    max_others: int | None = None  # requests of other bodies that may run or wait when one is let in
+    max_queued_tokens: int | None = None  # of prompts that wait for their first token
+    max_first_token_s: float | None = None  # that those ahead may keep a request waiting, as estimated
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One request on its way."""
+
+    request: Request
+    record: Record
+    replayed: bool
+    began_at: float
+    last_at: float
+    outcome: str = "abort"  # unless it comes to an end of its own
+    waiting: bool = True  # for its first token
+
+
+class ObservedSource:
+    """A token source that measures, and reports finished requests.
+
+    Args:
+        source: where the tokens come from.
+        metrics: latencies and outcomes are recorded here.
+        records: what is served, request by request.
+        choose: whether a request, by its id, is to be replayed.
+        ended: called for each request that came to an end: the record of it, and what is to be replayed of it, if
+            anything is; must not block.
+        limits: how many requests may run at once, and how long each.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        metrics: Metrics,
+        records: Records,
+        *,
+        choose: Callable[[str], bool],
+        ended: Callable[[Record, ReplayJob | None], None],
+        limits: SourceLimits,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._metrics = metrics
+        self._records = records
+        self._choose = choose
+        self._ended = ended
+        self._limits = limits
+        self._watched: dict[str, _Watched] = {}
+        self._clock = clock
+        self._backlog = Backlog(clock)
+        self._returns = Returns(clock)
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas as the source gives them; what only the referee asked for is taken out again.
+
+        Raises:
+            NoRoom: too many requests are running, or too much waits.
+            EngineOverloaded: the source has no room.
+            InvalidRequest: it can never be served.
+            RequestTimeout: it took too long.
+        """
+        self._admit(requests)
+        now = self._clock()
+        watched = {
+            one.request_id: _Watched(one, self._records.begin(one), self._choose(one.request_id), now, now)
+            for one in requests
+        }
+        self._watched |= watched
+        asked = [_with_logprobs(entry.request) if entry.replayed else entry.request for entry in watched.values()]
+        ticket = self._backlog.join(len(requests[0].prompt_token_ids), _owner(requests[0]))
+        try:
+            async with contextlib.aclosing(self._source.stream(asked)) as deltas:
+                async for delta in _until(deltas, self._time_limit_s(requests[0])):
+                    ticket.close(served=True)
+                    entry = watched[delta.request_id]
+                    self._see(entry, delta)
+                    yield delta if _asked_for_logprobs(entry.request) else delta.replace(logprobs=None)
+        except Exception as error:
+            if isinstance(error, (InvalidRequest, EngineOverloaded)):
+                self._refuse(requests[0], error)
+            for entry in watched.values():
+                entry.outcome = "error" if entry.outcome == "abort" else entry.outcome
+            raise
+        finally:
+            ticket.close(served=False)
+            for request_id, entry in watched.items():
+                del self._watched[request_id]
+                self._end(entry)
+
+    async def abort(self, request_id: str) -> None:
+        """End one request early: its front end has seen its stop string, perhaps in the last delta."""
+        entry = self._watched.get(request_id)
+        ended = entry is not None and entry.outcome != "abort"
+        if entry is not None:
+            entry.outcome = "stop"
+        if not ended:
+            await self._source.abort(request_id)
+
+    def _time_limit_s(self, request: Request) -> float:
+        return min(self._limits.timeout_s, request.timeout_s or math.inf)
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        try:
+            self._check_room(requests)
+            self._check_backlog(requests[0])
+        except (InvalidRequest, NoRoom) as error:
+            self._metrics.count("truespec_requests_total", len(requests), outcome="rejected")
+            self._refuse(requests[0], error)
+            raise
+
+    def _refuse(self, request: Request, error: InvalidRequest | EngineOverloaded) -> None:
+        """Count a refusal. What else of the same reply has no token yet is refused with the request."""
+        if isinstance(error, EngineOverloaded):
+            reason = error.reason if isinstance(error, NoRoom) else "capacity"
+            self._metrics.count("truespec_refusals_total", reason=reason)
+        own = _owner(request)
+        for entry in self._watched.values():
+            if entry.waiting and entry.outcome == "abort" and _owner(entry.request) == own:
+                entry.outcome = "rejected"
+
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        count, limit, running = len(requests), self._limits.max_running, len(self._watched)
+        if count > limit:
+            raise InvalidRequest("n", f"n asks for {count} choices; this server runs at most {limit} at once.")
+        if running + count > limit:
+            raise NoRoom(
+                "capacity",
+                f"{running} requests are running here, and the limit is {limit}; try again soon.",
+                self._retry_after_s(running + count - limit),
+            )
+        most = self._limits.max_others
+        if most is None or running < most:
+            return
+        own = _owner(requests[0])
+        others = sum(_owner(one.request) != own for one in self._watched.values())
+        if others >= most:
+            raise NoRoom(
+                "load",
+                f"{others} requests are computed or wait here, and no more are let in from {most} on; try again soon.",
+                self._retry_after_s(others + 1 - most),
+            )
+
+    def _retry_after_s(self, missing: int) -> float:
+        now = self._clock()
+        return self._returns.wait_s([now - one.began_at for one in self._watched.values()], missing)
+
+    def _check_backlog(self, request: Request) -> None:
+        """Refuse what would wait too long behind others, while nothing of it is computed yet."""
+        wait_s = self._backlog.wait_s(_owner(request))
+        num_tokens, most_tokens = self._backlog.num_tokens(_owner(request)), self._limits.max_queued_tokens
+        if most_tokens is not None and num_tokens and num_tokens + len(request.prompt_token_ids) > most_tokens:
+            raise NoRoom(
+                "queued_tokens", f"{num_tokens} prompt tokens wait here, and the limit is {most_tokens}.", wait_s or 1.0
+            )
+        if wait_s is None:
+            return
+        for reason, limit_s, name in (
+            ("time_to_first_token", self._limits.max_first_token_s, "the limit"),
+            ("deadline", self._time_limit_s(request), "the request's time"),
+        ):
+            if limit_s is not None and wait_s > limit_s:
+                raise NoRoom(
+                    reason,
+                    f"The first token would come after about {wait_s:.1f} s, and {name} is {limit_s:g} s.",
+                    wait_s - limit_s,
+                )
+
+    def _see(self, entry: _Watched, delta: TokenDelta) -> None:
+        now = self._clock()
+        if delta.token_ids:
+            elapsed = now - entry.last_at
+            if entry.waiting:
+                self._metrics.observe("truespec_time_to_first_token_seconds", elapsed)
+                self._metrics.observe("truespec_queue_time_seconds", delta.queue_s)
+            else:
+                self._metrics.observe("truespec_inter_token_latency_seconds", elapsed / len(delta.token_ids))
+            entry.last_at, entry.waiting = now, False
+        if entry.outcome == "abort" and delta.finish_reason not in (None, FinishReason.ABORT):
+            entry.outcome = str(delta.finish_reason)
+        if entry.replayed:
+            entry.record.take(delta)
+
+    def _end(self, entry: _Watched) -> None:
+        self._returns.ended(self._clock() - entry.began_at)
+        self._metrics.count("truespec_requests_total", outcome=entry.outcome)
+        self._records.end(entry.request.request_id)
+        if entry.outcome not in (FinishReason.ERROR, "rejected") and entry.request.score_from is None:
+            self._ended(entry.record, entry.record.job() if entry.replayed else None)
+
+
+def _owner(request: Request) -> str:
+    """The reply that a request is a part of: its prompts and pairs share one, and do not wait behind each other."""
+    return "-".join(request.request_id.split("-")[:2])
+
+
+def _asked_for_logprobs(request: Request) -> bool:
+    return request.params.returns_logprobs or request.score_from is not None
+
+
+def _with_logprobs(request: Request) -> Request:
+    if _asked_for_logprobs(request):
+        return request
+    return dataclasses.replace(request, params=dataclasses.replace(request.params, logprobs=0))
+
+
+async def _until(deltas: AsyncGenerator[TokenDelta, None], limit_s: float) -> AsyncIterator[TokenDelta]:
+    """The deltas that come within the time limit.
+
+    Raises:
+        RequestTimeout: it passed.
+    """
+    deadline = asyncio.get_running_loop().time() + limit_s
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                delta = await anext(deltas)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise RequestTimeout(
+                f"The request took longer than the {limit_s:g} s it had; ask for fewer tokens, or for more time where "
+                "the server allows it."
+            ) from error
+        yield delta

@@ -1,0 +1,375 @@
+"""Record a metric once, and it reaches Prometheus, Ray's agent and the app's own `/metrics`.
+
+A replica records into a `RaySink` (scraped per node) and a `BufferSink`. About once a second it drains the buffer and
+sends the batch to the one place that keeps a `PrometheusSink`, whose exposition is the sum over the whole app and
+outlives a dead replica. A batch is bounded by the number of series, never by the number of requests.
+
+The exporter is a collector of its own and not prometheus_client's metric objects: those cannot take in counts per
+bucket that another process made. It writes no `_created` series.
+"""
+
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
+
+from serve_app.telemetry.metric_names import CATALOGUE, METRICS, REPLICA_LABEL, Kind, Metric
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
+
+LabelValues = tuple[str, ...]  # in the order of Metric.label_names
+Series = tuple[str, LabelValues]  # (metric name, label values)
+
+
+class Sink(Protocol):
+    """Where recorded values go. Labels and kinds have been checked; calls come from any thread."""
+
+    def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Add `value` >= 0 to a counter; 0 makes the series appear."""
+        ...
+
+    def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Set a gauge."""
+        ...
+
+    def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Put one observation into a histogram."""
+        ...
+
+
+class Metrics:
+    """The one way to record a metric.
+
+    Names are those of the catalogue, in full (`truespec_drafts_total`). A name, kind, label or value that does not fit
+    the catalogue is a mistake in the program and raises ValueError.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, model_name: str, pool: str) -> None:
+        self._sinks = tuple(sinks)
+        self._common: LabelValues = (model_name, pool)
+
+    def count(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add `value` to a counter. 0 is allowed, and makes the series appear."""
+        metric, values = self._resolve(name, "counter", value, labels)
+        if value < 0:
+            raise ValueError(f"{name} is a counter and cannot go down, got {value}.")
+        for sink in self._sinks:
+            sink.count(metric, values, value)
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        metric, values = self._resolve(name, "gauge", value, labels)
+        for sink in self._sinks:
+            sink.gauge(metric, values, value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Put one observation into a histogram."""
+        metric, values = self._resolve(name, "histogram", value, labels)
+        for sink in self._sinks:
+            sink.observe(metric, values, value)
+
+    def record_steps(self, stats: StepStats, usage: EngineUsage) -> None:
+        """Record what an engine counted since the last time, and what it holds now."""
+        self.count("truespec_drafts_total", stats.num_drafts)
+        self.count("truespec_draft_tokens_total", stats.num_drafted)
+        self.count("truespec_accepted_tokens_total", stats.num_accepted)
+        self.count("truespec_emitted_tokens_total", stats.num_emitted)
+        self.count("truespec_prompt_tokens_total", stats.num_prompt_tokens)
+        self.count("truespec_expected_accepted_tokens_total", stats.expected_accepted)
+        self.count("truespec_achievable_accepted_tokens_total", stats.achievable_accepted)
+        self.count("truespec_draft_seconds_total", stats.draft_s)
+        self.count("truespec_verify_seconds_total", stats.verify_s)
+        self.count("truespec_handoff_seconds_total", stats.export_s, phase="export")
+        self.count("truespec_handoff_seconds_total", stats.check_s, phase="check")
+        self.count("truespec_handoff_seconds_total", stats.insert_s, phase="insert")
+        self.count("truespec_preemptions_total", stats.num_preemptions)
+        self.count("truespec_prefix_cache_queries_total", stats.prefix_cache_queries)
+        self.count("truespec_prefix_cache_hits_total", stats.prefix_cache_hits)
+        for position, value in enumerate(stats.drafted_per_position):
+            self.count("truespec_draft_tokens_per_position_total", value, position=str(position))
+        for position, value in enumerate(stats.accepted_per_position):
+            self.count("truespec_accepted_tokens_per_position_total", value, position=str(position))
+        self._record_checks(stats)
+        self.gauge("truespec_requests_running", usage.num_running)
+        self.gauge("truespec_requests_waiting", usage.num_waiting)
+        self.gauge("truespec_replays_running", usage.num_replays)
+        self.gauge("truespec_kv_cache_usage_ratio", usage.kv_usage)
+
+    def _record_checks(self, stats: StepStats) -> None:
+        self.count("truespec_repeated_seeds_total", stats.num_repeated_seeds)
+        self.count("truespec_rounds_with_logprobs_total", stats.num_rounds_with_logprobs)
+        self.count("truespec_draft_tokens_with_logprobs_total", stats.num_drafted_with_logprobs)
+        for kind in LOGPROB_RULES:
+            self.count("truespec_logprob_violations_total", stats.logprob_violations.get(kind, 0), kind=kind)
+        for kind in INVARIANTS:
+            self.count("truespec_selfcheck_violations_total", stats.violations.get(kind, 0), kind=kind)
+        for check in CHECKS:
+            sums = stats.checks.get(check, CheckSums())
+            self.count("truespec_selfcheck_terms_total", sums.num, check=check)
+            self.count("truespec_selfcheck_positive_total", sums.positive, check=check)
+            self.count("truespec_selfcheck_negative_total", sums.negative, check=check)
+            self.count("truespec_selfcheck_square_total", sums.square, check=check)
+            self.count("truespec_selfcheck_alarms_total", stats.alarms.get(check, 0), check=check)
+
+    def _resolve(self, name: str, kind: Kind, value: float, labels: Mapping[str, str]) -> tuple[Metric, LabelValues]:
+        metric = METRICS.get(name)
+        if metric is None:
+            raise ValueError(f"There is no metric {name!r}; serve_app.telemetry.metric_names lists them all.")
+        if metric.kind != kind:
+            raise ValueError(f"{name} is a {metric.kind}, not a {kind}.")
+        if set(labels) != set(metric.labels):
+            raise ValueError(f"{name} takes the labels {list(metric.labels)}, got {sorted(labels)}.")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} takes finite numbers, got {value}.")
+        return metric, self._common + tuple(labels[label] for label in metric.labels)
+
+
+@dataclass(slots=True)
+class BucketCounts:
+    """A histogram: counts per bucket (not cumulative; the last ends at +Inf) and the sum of what was observed."""
+
+    counts: list[int]
+    total: float = 0.0
+
+    def add(self, other: "BucketCounts") -> None:
+        """Add another histogram of the same buckets."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+
+@dataclass(slots=True)
+class MetricBatch:
+    """What one replica counted since its last batch, and its gauges now. Plain and picklable."""
+
+    source: str
+    counters: dict[Series, float] = field(default_factory=dict)
+    histograms: dict[Series, BucketCounts] = field(default_factory=dict)
+    gauges: dict[Series, float] = field(default_factory=dict)
+
+    def count(self, series: Series, value: float) -> None:
+        """Add to a counter."""
+        self.counters[series] = self.counters.get(series, 0.0) + value
+
+    def observe(self, series: Series, buckets: tuple[float, ...], value: float) -> None:
+        """Put one observation into a histogram with these upper bounds; a value on a bound belongs below it."""
+        histogram = self.histograms.get(series)
+        if histogram is None:
+            histogram = self.histograms[series] = BucketCounts([0] * (len(buckets) + 1))
+        histogram.counts[bisect_left(buckets, value)] += 1
+        histogram.total += value
+
+    def add(self, other: "MetricBatch") -> None:
+        """Add another batch's counters and histograms. Gauges do not add up and stay as they are."""
+        for series, value in other.counters.items():
+            self.count(series, value)
+        for series, histogram in other.histograms.items():
+            mine = self.histograms.setdefault(series, BucketCounts([0] * len(histogram.counts)))
+            mine.add(histogram)
+
+
+class BufferSink:
+    """Keeps what was recorded until it is drained as a batch. `source` names the replica in the gauges' labels."""
+
+    def __init__(self, source: str) -> None:
+        self._lock = threading.Lock()
+        self._batch = MetricBatch(source)
+
+    def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._batch.count((metric.name, labels), value)
+
+    def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Set a gauge."""
+        with self._lock:
+            self._batch.gauges[metric.name, labels] = value
+
+    def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Put one observation into a histogram."""
+        with self._lock:
+            self._batch.observe((metric.name, labels), metric.buckets, value)
+
+    def forget_gauge(self, name: str) -> None:
+        """Let a gauge's series go; those that are set again come again."""
+        with self._lock:
+            self._batch.gauges = {series: value for series, value in self._batch.gauges.items() if series[0] != name}
+
+    def drain(self) -> MetricBatch:
+        """Take the counts since the last drain, and all gauges: each batch alone says how the replica stands."""
+        with self._lock:
+            batch = self._batch
+            self._batch = MetricBatch(batch.source, gauges=dict(batch.gauges))
+        return batch
+
+    def put_back(self, batch: MetricBatch) -> None:
+        """Return a batch that could not be delivered; it goes with the next one."""
+        with self._lock:
+            self._batch.add(batch)
+
+
+class Sample(NamedTuple):
+    """One value of a counter or a gauge."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class PrometheusSink(Collector):
+    """Sums what it is given and writes it in Prometheus' text format.
+
+    Counters and histograms live on; gauges of a replica vanish when no batch has come from it for `gauge_lifetime_s`.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry | None = None,
+        *,
+        source: str = "",
+        gauge_lifetime_s: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._own = MetricBatch(source)  # the sums of the whole app, and this process's own gauges
+        self._gauges: dict[str, tuple[float, dict[Series, float]]] = {}  # source -> (heard at, gauges)
+        self._gauge_lifetime_s = gauge_lifetime_s
+        self._clock = clock
+        self._registry = CollectorRegistry() if registry is None else registry
+        self._registry.register(self)
+
+    def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._own.count((metric.name, labels), value)
+
+    def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Set a gauge of this process."""
+        with self._lock:
+            self._own.gauges[metric.name, labels] = value
+
+    def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Put one observation into a histogram."""
+        with self._lock:
+            self._own.observe((metric.name, labels), metric.buckets, value)
+
+    def apply(self, batch: MetricBatch) -> None:
+        """Take in what another process drained."""
+        with self._lock:
+            self._own.add(batch)
+            self._gauges[batch.source] = (self._clock(), dict(batch.gauges))
+
+    def samples(self) -> list[Sample]:
+        """Every counter, and every gauge of every replica that is heard of; a gauge's labels name it."""
+        return [
+            Sample(sample.name, sample.labels, sample.value)
+            for family in self.collect()
+            if family.type != "histogram"
+            for sample in family.samples
+        ]
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The text that Prometheus scrapes, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def collect(self) -> Iterable[MetricFamily]:
+        """Every metric of the catalogue, with or without samples."""
+        with self._lock:
+            self._forget_silent_replicas()
+            return [self._family(metric) for metric in CATALOGUE]
+
+    def _forget_silent_replicas(self) -> None:
+        oldest = self._clock() - self._gauge_lifetime_s
+        self._gauges = {source: entry for source, entry in self._gauges.items() if entry[0] >= oldest}
+
+    def _family(self, metric: Metric) -> MetricFamily:
+        if metric.kind == "counter":
+            return _counter_family(metric, self._own.counters)
+        if metric.kind == "histogram":
+            return _histogram_family(metric, self._own.histograms)
+        gauges = {source: values for source, (_, values) in self._gauges.items()}
+        return _gauge_family(metric, gauges | {self._own.source: self._own.gauges})
+
+
+def _counter_family(metric: Metric, counters: Mapping[Series, float]) -> MetricFamily:
+    family = CounterMetricFamily(metric.name, metric.help, labels=metric.label_names)
+    for (name, labels), value in counters.items():
+        if name == metric.name:
+            family.add_metric(labels, value)
+    return family
+
+
+def _gauge_family(metric: Metric, gauges: Mapping[str, Mapping[Series, float]]) -> MetricFamily:
+    family = GaugeMetricFamily(metric.name, metric.help, labels=(*metric.label_names, REPLICA_LABEL))
+    for source, values in gauges.items():
+        for (name, labels), value in values.items():
+            if name == metric.name:
+                family.add_metric((*labels, source), value)
+    return family
+
+
+def _histogram_family(metric: Metric, histograms: Mapping[Series, BucketCounts]) -> MetricFamily:
+    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.label_names)
+    bounds = [*(str(bound) for bound in metric.buckets), "+Inf"]
+    for (name, labels), histogram in histograms.items():
+        if name == metric.name:
+            cumulative = list(zip(bounds, accumulate(histogram.counts), strict=True))
+            family.add_metric(labels, cumulative, histogram.total)
+    return family
+
+
+class RaySink:
+    """Hands values to Ray's metrics agent, which exports them as `ray_<name>` with the replica's own labels.
+
+    Make it inside a replica: Ray Serve adds application, deployment and replica when a metric is created there.
+    """
+
+    def __init__(self) -> None:
+        from ray.serve import metrics  # here, so that a process without Ray may use the other sinks
+
+        self._library: Any = metrics
+        self._lock = threading.Lock()
+        self._made: dict[str, Any] = {}
+
+    def count(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Add to a counter. Ray takes no zero, so a series appears with its first count."""
+        if value > 0:
+            self._get(metric).inc(value, tags=_tags(metric, labels))
+
+    def gauge(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Set a gauge."""
+        self._get(metric).set(value, tags=_tags(metric, labels))
+
+    def observe(self, metric: Metric, labels: LabelValues, value: float) -> None:
+        """Put one observation into a histogram."""
+        self._get(metric).observe(value, tags=_tags(metric, labels))
+
+    def _get(self, metric: Metric) -> Any:
+        with self._lock:
+            if metric.name not in self._made:
+                self._made[metric.name] = self._make(metric)
+            return self._made[metric.name]
+
+    def _make(self, metric: Metric) -> Any:
+        if metric.kind == "histogram":
+            return self._library.Histogram(
+                metric.name, metric.help, boundaries=list(metric.buckets), tag_keys=metric.label_names
+            )
+        make = self._library.Counter if metric.kind == "counter" else self._library.Gauge
+        return make(metric.name, metric.help, tag_keys=metric.label_names)
+
+
+def _tags(metric: Metric, labels: LabelValues) -> dict[str, str]:
+    return dict(zip(metric.label_names, labels, strict=True))

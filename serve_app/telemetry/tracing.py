@@ -1,0 +1,165 @@
+"""What a request is known by on every replica it reaches, and its spans for an OpenTelemetry collector.
+
+A request's id and its W3C trace context (https://www.w3.org/TR/trace-context/) live in context variables, so that what
+serves it need not pass them on; only a call to another replica does (`carried`, `adopt`). Both are kept with tracing
+off, too: log lines tell them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from speculative.errors import ConfigError
+
+Attributes = Mapping[str, str | int | float | bool]
+
+_HEADERS = ("traceparent", "tracestate")
+_EXPORT_EVERY_MS = 1000
+_EXPORT_TIMEOUT_S = 5
+
+_NO_TRACER = NoOpTracer()
+_propagator = TraceContextTextMapPropagator()
+_request_id: ContextVar[str] = ContextVar("truespec_request_id", default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What goes with a call to another replica: the request's id ("" = none), and the trace context as headers."""
+
+    request_id: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def request_id() -> str:
+    """The id of the request that is being served here; "" = none."""
+    return _request_id.get()
+
+
+def trace_id() -> str:
+    """The id of its trace, 32 hexadecimal digits; "" = none."""
+    span = trace.get_current_span().get_span_context()
+    return trace.format_trace_id(span.trace_id) if span.is_valid else ""
+
+
+def carried() -> Carried:
+    """What a call to another replica is to carry."""
+    headers: dict[str, str] = {}
+    _propagator.inject(headers)
+    return Carried(request_id(), tuple(headers.items()))
+
+
+def adopt(reported: Carried) -> None:
+    """Be known by what was carried here, for the rest of this task: Ray Serve gives each call a task of its own."""
+    _request_id.set(reported.request_id)
+    otel_context.attach(_propagator.extract(dict(reported.headers), Context()))
+
+
+class Tracing:
+    """Makes the spans of requests. Where nothing is recorded, it still hands on the client's trace context.
+
+    Args:
+        provider: takes the spans; None = none are made.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("truespec") if provider else _NO_TRACER
+
+    @classmethod
+    def to_collector(cls, endpoint: str, share: float, resource: Attributes) -> "Tracing":
+        """Spans go to a collector, in the background; what it does not take is dropped.
+
+        Args:
+            endpoint: URL of OTLP over HTTP, path included.
+            share: of the traces that begin here; others follow their parent's flag.
+            resource: tells replicas apart.
+
+        Raises:
+            ConfigError: the exporter is not installed.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError as error:
+            raise ConfigError(
+                "observability.traces_endpoint: needs the OTLP exporter; pip install 'truespec[tracing]', or remove it."
+            ) from error
+        provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(share)), resource=Resource.create(dict(resource))
+        )
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_EXPORT_EVERY_MS))
+        return cls(provider)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether spans are made at all."""
+        return self._provider is not None
+
+    @property
+    def recording(self) -> bool:
+        """Whether spans are made of what is being served here."""
+        span = trace.get_current_span().get_span_context()
+        return self.enabled and span.is_valid and span.trace_flags.sampled
+
+    @contextmanager
+    def request(
+        self,
+        name: str,
+        request_id: str,
+        headers: Iterable[tuple[bytes, bytes]],
+        attributes: Attributes,
+        *,
+        traced: bool = True,
+    ) -> Iterator[Span]:
+        """The span of a whole HTTP request, which goes on with the trace that its headers name.
+
+        Args:
+            headers: as ASGI has them, names in lower case.
+            traced: whether it is worth a span; the trace is handed on in any case.
+        """
+        reported = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
+        parent = _propagator.extract({key: reported[key] for key in _HEADERS if key in reported}, Context())
+        tracer = self._tracer if traced else _NO_TRACER
+        span = tracer.start_span(name, parent, SpanKind.SERVER, attributes)
+        known = _request_id.set(request_id)
+        try:
+            with _current(span):
+                yield span
+        finally:
+            _request_id.reset(known)
+
+    @contextmanager
+    def call(self, name: str, attributes: Attributes) -> Iterator[Span]:
+        """The span of a call to another replica; what it carries names this span as its parent."""
+        if not self.recording:
+            yield trace.get_current_span()
+            return
+        with _current(self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)) as span:
+            yield span
+
+    def start(self, name: str, began_ns: int, attributes: Attributes) -> Span:
+        """A span below the current one, which it does not replace; `began_ns` are unix nanoseconds."""
+        return self._tracer.start_span(name, start_time=began_ns, attributes=attributes)
+
+
+def failed(span: Span, why: BaseException | str) -> None:
+    """Mark a span as failed."""
+    text = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+    span.set_status(Status(StatusCode.ERROR, text))
+
+
+@contextmanager
+def _current(span: Span) -> Iterator[Span]:
+    with trace.use_span(span, end_on_exit=True, record_exception=False):
+        yield span

@@ -1,0 +1,1 @@
+"""Updates of the weights while the service runs."""

@@ -1,0 +1,62 @@
+"""Which weights are wanted, and what replicas say of theirs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.backends.base import PauseMode
+from speculative.request import DEFAULT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of a checkpoint that came over the wire: a whole safetensors file, and its checksum."""
+
+    content: Any  # where it lies; opaque here
+    digest: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRef:
+    """Which weights: of a folder that every replica can read, or of shards."""
+
+    number: int  # grows with each update; 0 = those of the configuration
+    version: str
+    path: str | None = None
+    drafter_path: str | None = None
+    shards: tuple[Shard, ...] = ()
+    drafter_shards: tuple[Shard, ...] = ()
+
+
+CONFIGURED = WeightsRef(0, DEFAULT_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredState:
+    """The desk to a replica: what it is to come to."""
+
+    serve: WeightsRef
+    load: WeightsRef | None = None  # beside those it serves
+    mode: PauseMode = PauseMode.WAIT  # what becomes of running requests when `serve` changes
+    paused: PauseMode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsStatus:
+    """A replica to the desk: where it stands."""
+
+    serving: WeightsRef
+    fingerprint: str  # of what it serves
+    loaded: int | None = None  # number of what lies beside it
+    loaded_fingerprint: str = ""
+    failed: int | None = None  # number of what could not be loaded
+    reason: str = ""  # why not
+    paused: PauseMode | None = None  # how it stands still
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of an update or a pause."""
+
+    complete: bool  # False: decided, and some replica still has requests to finish
+    replicas: list[dict[str, Any]]
