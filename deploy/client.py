@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from deploy.options import api_key
-from serve_app.metric_summary import MetricSummary, summarise
+from serve_app.telemetry.metric_summary import MetricSummary, summarise
 from speculative.errors import TruespecError
 
 _TIMEOUT_S = 600.0

@@ -2,18 +2,42 @@
 
 import logging
 import os
+import re
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from deploy.machine import Machine
+from deploy.ports import require_port, url_of
+from deploy.preflight import faults_here, faults_on_cluster, require_servable
 from serve_app.app import build_app
-from serve_app.config import AppConfig, ServeFile
-from speculative.errors import ConfigError
+from serve_app.config.app_config import AppConfig
+from serve_app.config.serve_file import HttpOptions, ServeFile
+from serve_app.deployments.replica import REFEREE
+from serve_app.http.slow_clients import PROXY_CALLBACK
+from speculative.errors import ConfigError, TruespecError
 
 Progress = Callable[[str], None]
+
+_LOOK_EVERY_S = 0.2
+_DELETING_S = 60.0
+_REACH_S = 5.0  # for a connection to a cluster; Ray itself tries for minutes
+_STATUS_TIMEOUT_S = 30.0
+_HEAD = "node:__internal_head__"  # a resource that only the head has
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +48,20 @@ class RunningApp:
     model_name: str
 
 
+def cluster_address(address: str | None) -> str | None:
+    """Of the cluster to run on: as given, else that of RAY_ADDRESS; None where one is started here, for which Ray's own
+    word is "local"."""
+    found = address or os.environ.get("RAY_ADDRESS")
+    return None if found in ("", "local") else found
+
+
 @contextmanager
 def running_app(
     file: ServeFile, progress: Progress, *, address: str | None = None, alone: bool = False
 ) -> Iterator[RunningApp]:
     """Run the application of a checked file until the block ends.
+
+    At the block's end requests that run may finish. An exception in it, an interrupt included, ends them at once.
 
     Args:
         file: what to run.
@@ -38,59 +71,243 @@ def running_app(
         alone: refuse a cluster on which Serve runs already, instead of joining it.
 
     Raises:
-        ConfigError: a replica could not start (the message is its own), or Serve runs already.
+        ConfigError: the port is taken, the machine or the cluster cannot serve it, the cluster cannot be reached, a
+            replica could not start (the message is its own), or Serve or the application runs there already.
     """
     config = file.application.effective_args
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # progress tells it in fewer words
-    address = address or os.environ.get("RAY_ADDRESS")
-    _connect(config, progress, address)
-    joined = bool(serve.status().proxies)
+    address = cluster_address(address)
+    if address is None:
+        if file.proxy_location != "Disabled":
+            require_port(file.http_options)
+        require_servable(faults_here(config, Machine.here()))
     try:
-        if joined and alone:
-            raise ConfigError("Ray Serve runs on this cluster already; give the URL of what it serves (--url) instead.")
-        yield _deploy(file, config, progress)
+        _connect(config, progress, address)
+        _interrupt_on_sigterm()
+        with _on_serve(file, address, alone=alone, progress=progress) as http:
+            base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"
+            yield RunningApp(base_url, config.model.served_name)
     finally:
-        progress("stopping")
-        if address is not None and not joined:
-            serve.shutdown()  # the cluster is left as it was found
-        elif not (joined and alone):
-            serve.delete(file.application.name)
-        ray.shutdown()  # ends the cluster too, where it was started here
+        with _uninterrupted():
+            ray.shutdown()  # ends the cluster too, where it was started here
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Be connected to a Ray cluster within the block.
+
+    Raises:
+        ConfigError: it cannot be reached.
+    """
+    try:
+        _join(address)
+        yield
+    finally:
+        with _uninterrupted():
+            ray.shutdown()
 
 
 def _connect(config: AppConfig, progress: Progress, address: str | None) -> None:
     if address is not None:
         progress(f"connecting to Ray at {address}")
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        _join(address)
+        for fault in faults_on_cluster(config):
+            progress(f"warning: {fault}")
         return
     cores = os.cpu_count() or 1
     needed = sum(config.pool(name).most_replicas * config.pool(name).num_cpus for name in config.pool_names)
     needed += config.router.replicas * config.router.num_cpus if config.router is not None else 0
     if needed > cores:
         progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
+    for name, value in PROXY_CALLBACK.items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: behind whatever else the machine does
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
-    ray.init(num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
+    # "local": one of our own, also where `ray start` runs another
+    ray.init("local", num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
 
 
-def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> RunningApp:
-    http, application = file.http_options, file.application
-    progress(f"starting Serve on http://{http.host}:{http.port}")
-    serve.start(proxy_location=file.proxy_location, http_options={"host": http.host, "port": http.port})
+def _join(address: str) -> None:
+    if address != "auto":
+        _require_reachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(f"The Ray cluster at {address} cannot be joined: {_first_line(error)}") from error
+
+
+def _require_reachable(address: str) -> None:
+    place = re.fullmatch(r"(?:ray://)?\[?([^\s/]+?)\]?:(\d{1,5})", address)
+    if place is None:
+        raise ConfigError(f"{address!r} is not the address of a Ray cluster; give auto, or HOST:PORT of its head.")
+    try:
+        socket.create_connection((place[1], int(place[2])), timeout=_REACH_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(
+            f"The Ray cluster at {address} cannot be reached ({error}); give HOST:PORT of its head, as `ray start` "
+            "printed it."
+        ) from error
+
+
+@contextmanager
+def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Progress) -> Iterator[HttpOptions]:
+    """The application on the cluster that this process is connected to; gives where it is reached."""
+    config, name = file.application.effective_args, file.application.name
+    joined = bool(serve.status().proxies)
+    if joined and alone:
+        raise ConfigError("Ray Serve runs on this cluster already; give the URL of what it serves (--url) instead.")
+    _wait_while_deleting(name, progress)
+    if name in serve.status().applications:
+        raise ConfigError(
+            f"applications[0].name: {name} runs on this cluster already; stop it, or give this one another name and "
+            "another route_prefix."
+        )
+    if address is not None and not joined:
+        _require_port_on_cluster(file)
+    stop = (
+        serve.shutdown  # the cluster is left as it was found
+        if address is not None and not joined
+        else lambda: serve.delete(name, _blocking=False)
+    )
+    try:
+        http = _start_serve(file, joined=joined, progress=progress)
+        _deploy(file, config, progress)
+        yield http
+        progress("stopping; requests that run may finish")
+        _drain(name, config.limits.request_timeout_s)
+        if address is not None and not joined:
+            serve.shutdown()
+    except BaseException:
+        progress("stopping")
+        if address is not None:  # a cluster that was started here ends with all that is on it
+            with _uninterrupted():
+                stop()
+        raise
+
+
+def _wait_while_deleting(name: str, progress: Progress) -> None:
+    """Wait a while for an application of this name that is on its way out, as one that was just interrupted is."""
+    deadline = time.monotonic() + _DELETING_S
+    if _status_of(name) == "DELETING":
+        progress(f"waiting for the last {name} to end")
+    while _status_of(name) == "DELETING" and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _status_of(name: str) -> str | None:
+    application = serve.status().applications.get(name)
+    return None if application is None else str(application.status.value)
+
+
+def _start_serve(file: ServeFile, *, joined: bool, progress: Progress) -> HttpOptions:
+    http = file.http_options
+    if not joined:
+        progress(f"starting Serve on {url_of(http)}")
+        try:
+            serve.start(proxy_location=file.proxy_location, http_options={"host": http.host, "port": http.port})
+        except (RuntimeError, TimeoutError, RayError) as error:
+            raise ConfigError(f"http_options: Serve cannot listen on {url_of(http)}: {_last_line(error)}") from error
+        return http
+    running: HTTPOptions = _get_global_client().http_config
+    if (running.host, running.port) != (http.host, http.port):
+        progress(f"Serve runs there already, on port {running.port}; http_options of this file do not count")
+    return HttpOptions(host=running.host or http.host, port=running.port)
+
+
+def _require_port_on_cluster(file: ServeFile) -> None:
+    """As `require_port`, on the nodes where Serve's proxies are to listen."""
+    everywhere = file.proxy_location == "EveryNode"
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and (everywhere or _HEAD in node["Resources"])]
+    check = ray.remote(num_cpus=0, max_retries=0)(_port_fault)
+    for node in nodes if file.proxy_location != "Disabled" else ():
+        there = check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        fault = ray.get(there.remote(file.http_options))
+        if fault is not None:
+            raise ConfigError(fault)
+
+
+def _port_fault(http: HttpOptions) -> str | None:
+    try:
+        require_port(http)
+    except ConfigError as error:
+        return f"{error} (On node {socket.gethostname()}.)"
+    return None
+
+
+def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
     pools = " and ".join(f"{config.pool(name).most_replicas} {name}" for name in config.pool_names)
     progress(f"loading {config.model.source} ({pools})")
-    app = build_app(config.model_dump(exclude_unset=True))
+    application = file.application
+    target = serve.RunTarget(
+        build_app(config.model_dump(exclude_unset=True)), application.name, application.route_prefix
+    )
     try:
-        serve.run(app, name=application.name, route_prefix=application.route_prefix)
-    except RuntimeError as error:
-        raise ConfigError(f"The application did not start: {_reason(application.name) or error}") from error
-    prefix = application.route_prefix.rstrip("/")
-    return RunningApp(f"http://{http.host}:{http.port}{prefix}", config.model.served_name)
+        serve.run_many([target], wait_for_applications_running=False)
+        _wait_until_running(application.name, progress)
+    except (RuntimeError, ValueError, RayServeException, RayError) as error:
+        if isinstance(error, TruespecError):
+            raise
+        raise ConfigError(f"The application did not start: {_last_line(error)}") from error
+    for why in _kernels_off(application.name):
+        progress(f"warning: replicas compute without their kernels, which is slow: {why}")
 
 
-def _reason(name: str) -> str:
-    """Why Serve says that an application is not running: the last line of each unhealthy deployment's message."""
-    application = serve.status().applications.get(name)
-    deployments = application.deployments.values() if application is not None else ()
-    lines = (status.message.strip().splitlines() for status in deployments if status.message)
-    return "; ".join(found[-1] for found in lines if found)
+def _kernels_off(name: str) -> list[str]:
+    """Why replicas compute without the kernels made for their device; nothing where none does."""
+    handle: DeploymentHandle[Any] = serve.get_deployment_handle(REFEREE, name)
+    handle._init(_run_router_in_separate_loop=True)  # or it wants this thread's loop where Serve is set for throughput
+    status = handle.status.remote().result(timeout_s=_STATUS_TIMEOUT_S)
+    return sorted({replica["kernels_off"] for replica in status["replicas"]} - {""})
+
+
+def _wait_until_running(name: str, progress: Progress) -> None:
+    """Wait for every replica; what Serve says of one that takes long is passed on once."""
+    reported = ""
+    while True:
+        application = serve.status().applications[name]
+        lines = [status.message.strip() for status in application.deployments.values() if status.message.strip()]
+        if application.status == "RUNNING":
+            return
+        if application.status == "DEPLOY_FAILED":
+            reason = "; ".join(line.splitlines()[-1] for line in lines) or application.message
+            raise ConfigError(f"The application did not start: {reason}")
+        if lines and lines[0] != reported:
+            reported = lines[0]
+            progress(f"waiting: {reported}")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _drain(name: str, limit_s: float) -> None:
+    """Take the application down once its requests have ended, or had as long as any may take."""
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + limit_s
+    while name in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _interrupt_on_sigterm() -> None:
+    """Treat SIGTERM as an interrupt, in place of Ray's handler, which prints a stack first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let interrupts and requests to end pass within the block: what stops is to stop whole."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]

@@ -1,5 +1,6 @@
 """`truespec demo`: serve a real model on this machine, talk to it, and show what its metrics say."""
 
+import json
 import shlex
 import statistics
 import time
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from deploy.client import Answer, Client, ServiceError
-from serve_app.metric_summary import MetricSummary
+from serve_app.telemetry.metric_summary import MetricSummary
 
 QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
 TASKS = (  # and the temperature: sampled answers are what the self-checks count
@@ -74,7 +75,9 @@ def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[
 
 def curl_line(client: Client) -> str:
     """A command to try by hand."""
-    body = f'{{"model": "{client.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    asked = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    settings = {"temperature": 0, "max_tokens": _MAX_TOKENS, "stream": True}
+    body = json.dumps({"model": client.model_name, "messages": asked, **settings})
     url = shlex.quote(f"{client.base_url}/v1/chat/completions")
     return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
 

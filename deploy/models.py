@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +19,12 @@ from filelock import FileLock, Timeout
 
 from speculative.config import models_folder
 from speculative.errors import ConfigError, TruespecError
-from speculative.model.gguf import convert_gguf
-from speculative.model.loading import resolve_model
 
 Progress = Callable[[str], None]
 
 _PROVENANCE_FILE = "provenance.json"
 _CHUNK_BYTES = 1 << 20
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@\S+)?")
 
 
 class FetchFailed(TruespecError):
@@ -35,7 +35,7 @@ class FetchFailed(TruespecError):
 class CatalogueModel:
     """Where a model's weights come from, pinned byte for byte.
 
-    `conversion` is counted up whenever the converter writes something else, so that old caches are made anew.
+    `conversion` is counted up whenever the converter writes something else, so that old caches are made again.
     """
 
     served_name: str
@@ -47,6 +47,11 @@ class CatalogueModel:
     licence: str
     disk_mib: int  # needed while converting
     conversion: int = 1
+
+    @property
+    def quantization(self) -> str:
+        """Of the weights, in GGUF's words."""
+        return self.member.rsplit(".", 2)[1]
 
 
 CATALOGUE = {
@@ -92,7 +97,34 @@ def find_model(name: str, progress: Progress | None = None) -> Path:
         ConfigError: there is no such model.
         FetchFailed: it could not be fetched.
     """
+    from speculative.model.loading import resolve_model  # torch: not before the command line is understood
+
     return fetch_model(name, progress=progress) if name in CATALOGUE else resolve_model(name)
+
+
+def model_here(name: str) -> Path | None:
+    """The folder of a model that is on this machine already; None where `find_model` would have to fetch it.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    from speculative.model.loading import checkpoint_files, resolve_model
+
+    if name in CATALOGUE:
+        folder = models_folder() / name
+        return folder if _is_complete(folder, CATALOGUE[name]) else None
+    if not _HUB_ID.fullmatch(name) or Path(name).is_dir():
+        return resolve_model(name)
+    try:
+        repository, _, revision = name.partition("@")
+        folder = Path(snapshot_download(repository, revision=revision or None, local_files_only=True))
+        checkpoint_files(folder)  # some of its files alone are here too
+    except (LocalEntryNotFoundError, HFValidationError, ConfigError):
+        return None
+    return folder
 
 
 def catalogue_model(name: str) -> CatalogueModel:
@@ -132,11 +164,17 @@ def _fetch_into(folder: Path, model: CatalogueModel, report: Progress) -> None:
         made = Path(temporary) / "model"
         made.mkdir()
         report("converting the weights to safetensors")
-        convert_gguf(gguf_path, made)
+        _convert(gguf_path, made)
         (made / _PROVENANCE_FILE).write_text(json.dumps(dataclasses.asdict(model), indent=2) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rename(Path(temporary) / "replaced")
         made.rename(folder)
+
+
+def _convert(gguf_path: Path, folder: Path) -> None:
+    from speculative.model.gguf import convert_gguf
+
+    convert_gguf(gguf_path, folder)
 
 
 def _is_complete(folder: Path, model: CatalogueModel) -> bool:

@@ -6,17 +6,20 @@ from typing import Any
 
 import yaml
 
+from deploy.models import CATALOGUE
 from serve_app.backends.vllm_parts.settings import SIZES
-from serve_app.config import AppConfig, ServeFile
+from serve_app.config.app_config import AppConfig
+from serve_app.config.serve_file import ServeFile
 
 _INTRO = """\
 # Configuration
 
-Made by `truespec config reference` from the models in `serve_app/config.py`; do not edit it.
+Made by `truespec config reference` from the models in `serve_app/config/app_config.py`; do not edit it.
 
-One YAML file, which is also a Ray Serve config. `truespec config check FILE` tells every fault with its field and the
-mend, `truespec config show FILE` prints the file with every default filled in. Unknown fields are refused, and types
-are not guessed: `"4"` is no number. The chart takes the same settings under `config`, all but `pools`.
+One YAML file, which is also a Ray Serve config. `truespec config check FILE` reports every fault with its field and the
+fix, and whether this machine can serve it (`--file-only`: the file alone); `truespec config show FILE` prints the file
+with every default filled in. Unknown fields are refused, and types are not guessed: `"4"` is no number. The chart takes
+the same settings under `config`, all but `pools`.
 """
 
 
@@ -56,7 +59,16 @@ def effective_config(file: ServeFile) -> str:
         args["pools"]["router"] = config.router.model_dump()
     whole = file.model_dump(exclude={"applications"})
     whole["applications"] = [file.application.model_dump(exclude={"args", "deployments"}) | {"args": args}]
-    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
+    return _remarks(config) + yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
+
+
+def _remarks(config: AppConfig) -> str:
+    """What the file does not say by itself, as comments."""
+    source = config.model.source
+    if source not in CATALOGUE:
+        return ""
+    quantization = CATALOGUE[source].quantization
+    return f"# The weights of {source} are of four bits ({quantization}), in whatever form they are kept.\n"
 
 
 def _sections(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> Iterator[tuple[list[str], str]]:
@@ -121,7 +133,7 @@ def _yaml(value: object) -> str:
 
 
 def _without_titles(node: Any, *, names: bool = False) -> Any:
-    """The schema without pydantic's titles; `names` tells that the keys are fields or classes, not keywords."""
+    """The schema without pydantic's titles; `names` says that the keys are fields or classes, not keywords."""
     if isinstance(node, list):
         return [_without_titles(item) for item in node]
     if not isinstance(node, dict):

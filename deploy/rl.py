@@ -18,8 +18,9 @@ from ray.exceptions import RayTaskError
 from safetensors.torch import save
 
 from serve_app.backends.base import PauseMode
-from serve_app.deployments import REFEREE
-from serve_app.weights import Outcome, digest_of
+from serve_app.deployments.replica import REFEREE
+from serve_app.weights.desired_state import Outcome
+from serve_app.weights.transfer import digest_of
 from speculative.errors import TruespecError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -49,14 +50,14 @@ def push_weights(
         UpdateRefused: nothing has changed; the message says why.
     """
     referee = serve.get_deployment_handle(REFEREE, app_name).options(_by_reference=True)  # shards are large
-    transfer = _told(referee.begin_transfer.remote())
+    transfer = _reported(referee.begin_transfer.remote())
     counts = [0, 0]
     for drafter, source in enumerate((tensors, drafter_tensors)):
         for shard in shards(source):
             content = np.frombuffer(shard, np.uint8)
-            _told(referee.put_shard.remote(transfer, counts[drafter], content, digest_of(shard), bool(drafter)))
+            _reported(referee.put_shard.remote(transfer, counts[drafter], content, digest_of(shard), bool(drafter)))
             counts[drafter] += 1
-    outcome: Outcome = _told(referee.end_transfer.remote(transfer, tuple(counts), weight_version, mode, timeout_s))
+    outcome: Outcome = _reported(referee.end_transfer.remote(transfer, tuple(counts), weight_version, mode, timeout_s))
     return outcome
 
 
@@ -74,7 +75,7 @@ def shards(tensors: NamedTensors, most_bytes: int = SHARD_BYTES) -> Iterator[byt
         yield save(waiting)
 
 
-def _told(call: Any) -> Any:
+def _reported(call: Any) -> Any:
     """What the service answered; its own errors as they are."""
     try:
         return call.result()

@@ -1,4 +1,4 @@
-"""Sections of a Markdown page that a command writes: each is written anew in its place, the rest of the page stays."""
+"""Sections of a Markdown page that a command writes: each is rewritten in its place, the rest of the page stays."""
 
 import re
 from pathlib import Path

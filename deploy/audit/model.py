@@ -34,7 +34,9 @@ class AuditedModel:
             ConfigError: there is no such model, or no head: only one that draws its drafts tries all the terms.
         """
         if head is None:
-            raise ConfigError("--head is missing: name the draft head of --model, which draws drafts from a law.")
+            raise ConfigError(
+                "--head is missing: name the draft head of --model, which draws drafts from a distribution."
+            )
         return cls(find_model(model), head)
 
     def serve(self, setting: CleanSetting, seed: int) -> tuple[EngineCore, Iterator[Request]]:

@@ -3,6 +3,7 @@
 Ids are those of the fault catalogue. A mutant changes one behaviour of one engine instance and nothing else.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative import drawing, outcome
-from speculative.batch import Batch, Layout
-from speculative.draft_law import Dense, PointMass
-from speculative.drafting import DraftOutput
+from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
-from speculative.rng import Purpose, uniforms
-from speculative.sampling import draw
-from speculative.scheduler import Scheduler
-from speculative.sequence import Sequence
+from speculative.sampling.probs import draw
+from speculative.sampling.rng import Purpose, uniforms
+from speculative.scheduling.scheduler import Scheduler
+from speculative.state.batch import Batch, StepInput
+from speculative.state.sequence import Sequence
 from speculative.stats import StepStats
+from speculative.step import host_copy, sampler
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.block import verify_block
+from speculative.verification.draft_probs import Dense, PointMass
 from speculative.verification.token_wise import verify_token_wise
 
 Install = Callable[[EngineCore], None]
@@ -36,7 +37,7 @@ class Mutant:
 
     traffic: "drawn" and "chosen" sample from a table, with drafts that are drawn or chosen, "stopping" with chosen ones
         and many tokens that end an answer; "requests" are requests of all kinds to a tiny decoder, "handoffs" the same
-        by way of a second engine.
+        by way of a second engine, "drafted requests" and "drafted handoffs" where a model drafts.
     settings: of the engine, where the fault needs some.
     """
 
@@ -64,7 +65,7 @@ def mutant(name: str, traffic: str = "drawn", **settings: Any) -> Callable[[Inst
     return register
 
 
-def _change_layout(engine: EngineCore, change: Callable[[Layout, Batch], Layout]) -> None:
+def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], StepInput]) -> None:
     """Have the forward pass of this engine see another layout than the rest of the step."""
     forward = engine.runner.forward
     batches: list[Batch] = []
@@ -84,19 +85,23 @@ def _change_draft(engine: EngineCore, change: Callable[[DraftOutput], DraftOutpu
     engine.drafter.propose = lambda batch: change(propose(batch))  # type: ignore[method-assign]
 
 
-def _change_law(engine: EngineCore, change: Callable[[Tensor], Tensor]) -> None:
+def _change_distribution(engine: EngineCore, change: Callable[[Tensor], Tensor]) -> None:
     """Have the drafter tell other probabilities [D, V] than it drew from."""
 
     def changed(draft: DraftOutput) -> DraftOutput:
-        return replace(draft, law=Dense(change(draft.law.probs))) if isinstance(draft.law, Dense) else draft
+        return (
+            replace(draft, draft_probs=Dense(change(draft.draft_probs.probs)))
+            if isinstance(draft.draft_probs, Dense)
+            else draft
+        )
 
     _change_draft(engine, changed)
 
 
 def _change_step(engine: EngineCore, change: Callable[[VerifyInput], VerifyInput], verify: Any = None) -> None:
     """Have the verifier see something else than the rest of the step."""
-    original = verify or engine.drawer.verify
-    engine.drawer.verify = lambda step: original(change(step))
+    original = verify or engine.sampler.verify
+    engine.sampler.verify = lambda step: original(change(step))
 
 
 # -- state that crosses a boundary ---------------------------------------------------------------------------------
@@ -107,11 +112,11 @@ def _stale_drafts_at_the_limit(engine: EngineCore) -> None:
     """Where drafts no longer fit, the step runs on the last draft of the step before instead of the pending token."""
     last_draft: dict[str, int] = {}
 
-    def change(layout: Layout, batch: Batch) -> Layout:
+    def change(layout: StepInput, batch: Batch) -> StepInput:
         ids = layout.input_ids.copy()
         counts = iter(layout.draft_counts.tolist())
         for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
-            count = next(counts) if entry.draws else 0
+            count = next(counts) if entry.samples else 0
             name = entry.sequence.request.request_id
             if count:
                 last_draft[name] = int(ids[row + count])
@@ -138,7 +143,7 @@ def _stale_slot_after_handoff(engine: EngineCore) -> None:
         previous.extend(delta.token_ids[-1] for delta in deltas if delta.finished and delta.token_ids)
         return deltas
 
-    def change(layout: Layout, batch: Batch) -> Layout:
+    def change(layout: StepInput, batch: Batch) -> StepInput:
         ids = layout.input_ids.copy()
         for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
             if entry.sequence.request.request_id in fresh:
@@ -158,10 +163,36 @@ def _handoff_without_last_position(engine: EngineCore) -> None:
     def inserting(request: Request, blob: Any) -> None:
         insert(request, blob)
         sequence = engine.scheduler.find(request.request_id)
-        if sequence is not None and sequence.saved is not None:
-            sequence.saved["kv"][:, :, -1:] = 0
+        if sequence is not None and sequence.imported_kv is not None:
+            sequence.imported_kv["kv"][:, :, -1:] = 0
 
     engine.insert = inserting  # type: ignore[method-assign]
+
+
+@mutant("F13 the handoff drops the drafter's keys and values", "drafted handoffs")
+def _handoff_without_drafter_kv(engine: EngineCore) -> None:
+    insert = engine.insert
+
+    def inserting(request: Request, blob: Any) -> None:
+        insert(request, blob)
+        sequence = engine.scheduler.find(request.request_id)
+        if sequence is not None and sequence.imported_kv is not None and "drafter_kv" in sequence.imported_kv:
+            sequence.imported_kv["drafter_kv"][:] = 0
+
+    engine.insert = inserting  # type: ignore[method-assign]
+
+
+@mutant("F14 blocks of the prefix cache lack the drafter's keys and values", "drafted requests")
+def _cached_blocks_without_drafter_kv(engine: EngineCore) -> None:
+    """What is shared of the target's is right; the drafter believes that its own rows are there."""
+    drafter: Any = engine.drafter
+    begin = drafter._begin
+
+    def beginning(sequence: Sequence) -> Any:
+        drafter.cache.data[:, :, drafter._slots(sequence, 0, sequence.num_shared)] = 0
+        return begin(sequence)
+
+    drafter._begin = beginning
 
 
 @mutant("F14 a block of the prefix cache holds other tokens", "requests")
@@ -211,25 +242,30 @@ def _q_of_an_earlier_step(engine: EngineCore) -> None:
     def change(draft: DraftOutput) -> DraftOutput:
         before = buffer[-1] if buffer else draft
         buffer[:] = [draft]
-        if not isinstance(draft.law, Dense) or not isinstance(before.law, Dense):
+        if not isinstance(draft.draft_probs, Dense) or not isinstance(before.draft_probs, Dense):
             return draft
         offsets = np.concatenate([np.arange(count) for count in draft.counts.tolist()])
-        rows = min(len(draft.law.probs), len(before.law.probs))
+        rows = min(len(draft.draft_probs.probs), len(before.draft_probs.probs))
         stale = torch.from_numpy(offsets[:rows] > 0)[:, None]
-        probs = torch.cat([torch.where(stale, before.law.probs[:rows], draft.law.probs[:rows]), draft.law.probs[rows:]])
-        return replace(draft, law=Dense(probs))
+        probs = torch.cat(
+            [
+                torch.where(stale, before.draft_probs.probs[:rows], draft.draft_probs.probs[:rows]),
+                draft.draft_probs.probs[rows:],
+            ]
+        )
+        return replace(draft, draft_probs=Dense(probs))
 
     _change_draft(engine, change)
 
 
 @mutant("F4 draft probabilities in another order")
 def _q_in_another_order(engine: EngineCore) -> None:
-    _change_law(engine, lambda probs: probs.roll(1, 0))
+    _change_distribution(engine, lambda probs: probs.roll(1, 0))
 
 
 @mutant("F4 draft probabilities never reach the verifier")
 def _q_is_lost(engine: EngineCore) -> None:
-    _change_step(engine, lambda step: replace(step, law=PointMass()))
+    _change_step(engine, lambda step: replace(step, draft_probs=PointMass()))
 
 
 @mutant("F6 draft and residual share their noise")
@@ -239,23 +275,23 @@ def _shared_noise(engine: EngineCore) -> None:
         starts = (step.positions - step.offsets).numpy().astype(np.uint64)
         offsets = step.offsets.numpy().astype(np.uint64)
         noise = torch.from_numpy(uniforms(seeds, starts, offsets, np.full_like(seeds, Purpose.DRAFT)))
-        return replace(step, finals=torch.where(step.judged, noise, step.finals))
+        return replace(step, sample_uniforms=torch.where(step.judged, noise, step.sample_uniforms))
 
     _change_step(engine, change)
 
 
 @mutant("F6 the coin is used again for the residual")
 def _coin_for_residual(engine: EngineCore) -> None:
-    _change_step(engine, lambda step: replace(step, finals=step.coins))
+    _change_step(engine, lambda step: replace(step, sample_uniforms=step.accept_uniforms))
 
 
-@mutant("F6 block verification with coins keyed by position", "chosen", verifier="block")
+@mutant("F6 block verification with accept uniforms keyed by position", "chosen", verifier="block")
 def _coins_by_position(engine: EngineCore) -> None:
     def change(step: VerifyInput) -> VerifyInput:
         seeds, positions = (x.numpy().astype(np.uint64) for x in (step.seeds, step.positions))
         zeros = np.zeros_like(seeds)
-        coins = uniforms(seeds, positions, zeros, zeros + np.uint64(Purpose.COIN))
-        return replace(step, coins=torch.from_numpy(coins))
+        accept_uniforms = uniforms(seeds, positions, zeros, zeros + np.uint64(Purpose.COIN))
+        return replace(step, accept_uniforms=torch.from_numpy(accept_uniforms))
 
     _change_step(engine, change, verify_block)
 
@@ -266,7 +302,7 @@ def _q_at_another_temperature(engine: EngineCore) -> None:
         sharper = probs**1.1
         return sharper / sharper.sum(-1, keepdim=True)
 
-    _change_law(engine, change)
+    _change_distribution(engine, change)
 
 
 @mutant("F7 q before the filters, drafts drawn behind them")
@@ -281,20 +317,20 @@ def _trimmed_drafts(engine: EngineCore) -> None:
     """A drafter that gives up where it happened to draw something unlikely."""
 
     def change(draft: DraftOutput) -> DraftOutput:
-        assert isinstance(draft.law, Dense)
-        likely = draft.law.probs.gather(1, torch.from_numpy(draft.token_ids)[:, None])[:, 0].numpy() > 0.02
+        assert isinstance(draft.draft_probs, Dense)
+        likely = draft.draft_probs.probs.gather(1, torch.from_numpy(draft.token_ids)[:, None])[:, 0].numpy() > 0.02
         ends = np.split(likely, np.cumsum(draft.counts)[:-1])
         kept = [int(np.argmin(np.append(run, False))) for run in ends]
         rows = np.concatenate([np.arange(len(run)) < count for run, count in zip(ends, kept, strict=True)])
         chosen = torch.from_numpy(rows)
-        return DraftOutput(np.array(kept, np.int64), draft.token_ids[rows], Dense(draft.law.probs[chosen]))
+        return DraftOutput(np.array(kept, np.int64), draft.token_ids[rows], Dense(draft.draft_probs.probs[chosen]))
 
     _change_draft(engine, change)
 
 
 @mutant("F8 every draft is accepted a twentieth more often")
 def _accepts_too_often(engine: EngineCore) -> None:
-    _change_step(engine, lambda step: replace(step, coins=step.coins / 1.05))
+    _change_step(engine, lambda step: replace(step, accept_uniforms=step.accept_uniforms / 1.05))
 
 
 @mutant("F8 argmax match at T > 0")
@@ -302,9 +338,9 @@ def _argmax_match(engine: EngineCore) -> None:
     def verify(step: VerifyInput) -> VerifyOutput:
         accepted = step.leading(step.drafts == step.probs.argmax(-1))
         rows = step.first_rows + accepted
-        return VerifyOutput(accepted, draw(step.probs[rows], step.finals[rows]), accepted.float())
+        return VerifyOutput(accepted, draw(step.probs[rows], step.sample_uniforms[rows]), accepted.float())
 
-    engine.drawer.verify = verify
+    engine.sampler.verify = verify
 
 
 @mutant("F8 the residual is drawn from p")
@@ -312,9 +348,9 @@ def _residual_from_p(engine: EngineCore) -> None:
     def verify(step: VerifyInput) -> VerifyOutput:
         output = verify_token_wise(step)
         rows = step.first_rows + output.num_accepted
-        return replace(output, token_ids=draw(step.probs[rows], step.finals[rows]))
+        return replace(output, token_ids=draw(step.probs[rows], step.sample_uniforms[rows]))
 
-    engine.drawer.verify = verify
+    engine.sampler.verify = verify
 
 
 @mutant("F12 the first draft is committed unverified")
@@ -322,28 +358,28 @@ def _first_draft_unverified(engine: EngineCore) -> None:
     def verify(step: VerifyInput) -> VerifyOutput:
         surely = step.probs.scatter(1, step.drafts.clamp(min=0)[:, None], 1.0)
         first = (step.judged & (step.offsets == 0))[:, None]
-        return verify_token_wise(replace(step, probs=torch.where(first, surely, step.probs), law=PointMass()))
+        return verify_token_wise(replace(step, probs=torch.where(first, surely, step.probs), draft_probs=PointMass()))
 
-    engine.drawer.verify = verify
+    engine.sampler.verify = verify
 
 
 @mutant("F12 the token after an accepted run is dropped")
 def _recovered_token_is_dropped(engine: EngineCore) -> None:
-    def make(drawn_per_entry: Any) -> Any:
+    def make(results_per_entry: Any) -> Any:
         def without_last(*args: Any) -> Any:
             return [
                 replace(one, token_ids=one.token_ids[:-1]) if one.num_accepted else one
-                for one in drawn_per_entry(*args)
+                for one in results_per_entry(*args)
             ]
 
         return without_last
 
-    _patch_module(engine, drawing, "drawn_per_entry", make)
+    _patch_module(engine, sampler, "results_per_entry", make)
 
 
 @mutant("F16 a corrupt q accepts whatever was drafted")
 def _corrupt_q(engine: EngineCore) -> None:
-    _change_law(engine, lambda probs: probs.where(probs.argmax(-1, keepdim=True) % 7 > 0, torch.nan))
+    _change_distribution(engine, lambda probs: probs.where(probs.argmax(-1, keepdim=True) % 7 > 0, torch.nan))
 
 
 @mutant("F18 every draft counts as accepted")
@@ -364,7 +400,8 @@ def _dead_drafter(engine: EngineCore) -> None:
 
     def proposing(batch: Batch) -> DraftOutput:
         draft = propose(batch)
-        return DraftOutput.pack([[(token * 7919 + 13) % vocab_size for token in run] for run in draft.per_entry()])
+        drafts = [[(token * 7919 + 13) % vocab_size for token in run] for run in draft.per_entry()]
+        return DraftOutput.pack(drafts, PointMass())
 
     engine.drafter.propose = proposing  # type: ignore[method-assign]
 
@@ -374,6 +411,18 @@ def _drafter_of_other_weights(engine: EngineCore) -> None:
     drafter: Any = engine.drafter
     drafter.q = drafter.q.roll(1, 0)
     drafter.cdf = drafter.q.double().cumsum(-1).numpy()
+
+
+@mutant("F26 q is lost at its source")
+def _q_is_lost_at_its_source(engine: EngineCore) -> None:
+    """Drafts are drawn, and their distribution is forgotten on the way to the step."""
+    _change_draft(engine, lambda draft: replace(draft, draft_probs=None))  # type: ignore[arg-type]
+
+
+@mutant("F26 sampled drafts are said to be chosen ones")
+def _drawn_drafts_said_to_be_chosen(engine: EngineCore) -> None:
+    """The verifier and the self-checks read the same point mass: lossless, and slow for no visible reason."""
+    _change_draft(engine, lambda draft: replace(draft, draft_probs=PointMass()))
 
 
 # -- sampling parameters, logprobs, ends ---------------------------------------------------------------------------
@@ -394,6 +443,13 @@ def _patch_module(engine: EngineCore, module: Any, name: str, make: Callable[[An
     engine.step = stepping  # type: ignore[method-assign]
 
 
+def _change_ops(engine: EngineCore, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an operation of the target's rows; the drafter keeps its own."""
+    ops: Any = copy.copy(engine.sampler.ops)
+    setattr(ops, name, make(getattr(ops, name)))
+    engine.sampler.ops = ops
+
+
 @mutant("F9 sampling parameters skipped on drafted positions", "requests")
 def _parameters_on_first_row_only(engine: EngineCore) -> None:
     def make(adjust: Any) -> Any:
@@ -404,7 +460,7 @@ def _parameters_on_first_row_only(engine: EngineCore) -> None:
 
         return adjusting
 
-    _patch_module(engine, drawing, "adjust", make)
+    _patch_module(engine, sampler, "adjust", make)
 
 
 @mutant("F9 penalties blind to the round's own drafts", "requests")
@@ -415,7 +471,7 @@ def _penalties_blind_to_drafts(engine: EngineCore) -> None:
 
         return adjusting
 
-    _patch_module(engine, drawing, "adjust", make)
+    _patch_module(engine, sampler, "adjust", make)
 
 
 @mutant("F2 scored ids gathered from the logits", "requests")
@@ -427,22 +483,22 @@ def _scores_from_logits(engine: EngineCore) -> None:
 
         return gathering
 
-    _patch_module(engine, outcome, "gather_logprobs", make)
+    _patch_module(engine, host_copy, "gather_logprobs", make)
 
 
 def _change_entries(
     engine: EngineCore, change: Callable[[tuple[TokenLogprobs, ...]], tuple[TokenLogprobs, ...]]
 ) -> None:
-    def make(drawn_per_entry: Any) -> Any:
+    def make(results_per_entry: Any) -> Any:
         def drawing_entries(*args: Any) -> Any:
             return [
                 one if one.logprobs is None else replace(one, logprobs=change(one.logprobs))
-                for one in drawn_per_entry(*args)
+                for one in results_per_entry(*args)
             ]
 
         return drawing_entries
 
-    _patch_module(engine, drawing, "drawn_per_entry", make)
+    _patch_module(engine, sampler, "results_per_entry", make)
 
 
 @mutant("F10 logprob 0 for every token", "requests")
@@ -460,7 +516,7 @@ def _logprobs_of_another_row(engine: EngineCore) -> None:
     def make(gather: Any) -> Any:
         return lambda matrix, *rest: gather(matrix.roll(1, 0), *rest)
 
-    _patch_module(engine, outcome, "gather_logprobs", make)
+    _patch_module(engine, host_copy, "gather_logprobs", make)
 
 
 @mutant("F10 logits modified in place", "requests")
@@ -472,7 +528,7 @@ def _logits_modified_in_place(engine: EngineCore) -> None:
 
         return processing
 
-    _patch_module(engine, drawing, "process", make)
+    _change_ops(engine, "process", make)
 
 
 @mutant("F11 prompt logprobs damaged at chunk borders", "requests")
@@ -501,7 +557,7 @@ def _nan_becomes_a_token(engine: EngineCore) -> None:
         )
 
     engine.runner.logits = spoiling  # type: ignore[method-assign]
-    _patch_module(engine, drawing, "broken_rows", make)
+    _change_ops(engine, "broken_rows", make)
 
 
 @mutant("F17 unseeded requests share a stream", "requests")
@@ -521,6 +577,27 @@ def _stop_inside_a_run(engine: EngineCore) -> None:
         return kept, reason
 
     engine.scheduler._until_stop = last_only  # type: ignore[method-assign]
+
+
+@mutant("F25 one token beyond the model's length", "requests", max_model_len=96)
+def _one_token_too_many(engine: EngineCore) -> None:
+    """Where an answer ends is reckoned with a limit that is one too high."""
+    until_stop = Scheduler._until_stop
+
+    def one_too_many(sequence: Sequence, token_ids: tuple[int, ...]) -> Any:
+        engine.scheduler._max_model_len += 1
+        try:
+            return until_stop(engine.scheduler, sequence, token_ids)
+        finally:
+            engine.scheduler._max_model_len -= 1
+
+    engine.scheduler._until_stop = one_too_many  # type: ignore[method-assign]
+
+
+@mutant("F25 a limit that is one too high for the whole engine", "requests", max_model_len=96)
+def _limit_one_too_high(engine: EngineCore) -> None:
+    """The commit's check is blind with the rest: only another engine refuses what comes of it."""
+    engine.scheduler._max_model_len += 1
 
 
 @mutant("F22 speculation silently off while logprobs are asked for", "requests")

@@ -15,9 +15,15 @@ _NOTHING = "NOT FOUND"
 _COMMAND = "audit"
 _HEAD = """# Who finds which fault, and when
 
-Every section below was written by the command that stands in it. Each fault of the catalogue that a running engine can
-have is put back into one, which then serves until somebody finds it, and as long again; engines without a fault serve
-for a long time, and nothing may alarm.
+Every section below was written by the command that stands in it. Faults that were seen in real systems are put back
+into an engine, which then serves until somebody finds them, and as long again; engines without a fault serve for a long
+time, and nothing may alarm.
+
+A fault that only makes drafts worse (a drafter that is dead, of other weights, or without its keys and values) emits
+nothing wrong. Only the level of acceptance shows it, and the audit has one detector for that: acceptance below half of
+what the same traffic has without the fault. Not put back: a random number that is used again in a later round, clients
+that all send one seed (their draws count once), faults where no logprobs are asked for or at one kind of position only,
+features of the target that a draft head gets from another position, and a referee with the fault of what it judges.
 """
 
 
@@ -42,7 +48,7 @@ def write_detection(findings: Sequence[Finding], page: Path) -> None:
         f"all others by a tiny decoder for at most {MAX_REQUESTS} requests, of which {REPLAY_SHARE:.0%} are replayed "
         f"by an engine without the fault. `term x` is a self-check that alarmed (false alarms: at most {DELTA:g} each "
         "over an engine's life), `invariant` a rule that every step must keep: the request that broke it was failed. "
-        "Each fault was served once, so a delay tells its order of magnitude.",
+        "Each fault was served once, so a delay shows its order of magnitude.",
         "",
         "| fault | detectors, with the delay of each | found after | acceptance (without the fault) |",
         "|---|---|---|---|",
@@ -63,7 +69,7 @@ def write_clean(runs: Sequence[CleanRun], page: Path, what: str) -> None:
         "| setting | positions | alarms and violations | worst \\|z\\| of a term |",
         "|---|---:|---|---:|",
     ]
-    lines += [f"| {run.setting} | {run.num_positions:,} | {_told(run)} | {run.worst_z:.2f} |" for run in runs]
+    lines += [f"| {run.setting} | {run.num_positions:,} | {_reported(run)} | {run.worst_z:.2f} |" for run in runs]
     lines += ["", "All settings together:", "", "| term | draws | mean | z |", "|---|---:|---:|---:|"]
     lines += [
         f"| `{check}` | {sums.num:,} | {sums.mean:+.2e} | {sums.z:+.2f} |" for check, sums in pooled(runs).items()
@@ -77,11 +83,11 @@ def clean_table(runs: Sequence[CleanRun]) -> Table:
     for heading in ("setting", "positions", "alarms and violations", "worst |z| of a term"):
         table.add_column(heading)
     for run in runs:
-        table.add_row(run.setting, f"{run.num_positions:,}", _told(run), f"{run.worst_z:.2f}")
+        table.add_row(run.setting, f"{run.num_positions:,}", _reported(run), f"{run.worst_z:.2f}")
     return table
 
 
-def _told(run: CleanRun) -> str:
+def _reported(run: CleanRun) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in (run.alarms | run.violations).items()) or "none"
 
 

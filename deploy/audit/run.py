@@ -101,6 +101,10 @@ class CleanRun:
         """The largest deviation of a term's sum from 0, in standard deviations."""
         return max((abs(sums.z) for sums in self.checks.values()), default=0.0)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+        return asdict(self) | {"worst_z": self.worst_z}
+
 
 @dataclass(frozen=True, slots=True)
 class CleanSetting:
@@ -156,6 +160,16 @@ def pooled(runs: Sequence[CleanRun]) -> dict[str, CheckSums]:
     return {check: total.checks[check] for check in CHECKS if check in total.checks}
 
 
+def alarms_of(runs: Sequence[CleanRun]) -> list[str]:
+    """A line for each alarm of these runs, and for each term whose mean over all of them is not 0."""
+    alarms = [f"{run.setting}: {run.alarms | run.violations}" for run in runs if run.alarms or run.violations]
+    return alarms + [
+        f"{check}: its mean is {sums.z:+.1f} standard deviations from 0"
+        for check, sums in pooled(runs).items()
+        if abs(sums.z) > MAX_Z
+    ]
+
+
 # -- serving ---------------------------------------------------------------------------------------------------------
 
 
@@ -169,11 +183,12 @@ def _watch(
         install(engine)
         _serve(engine, sampling(VOCAB_SIZE, SAMPLED[traffic]), watch, until, unit="positions")
         return watch
-    engine = tiny_engine(**settings)
+    own_drafts = traffic.startswith("drafted")
+    engine = tiny_engine(own_drafts=own_drafts, **settings)
     install(engine)
     requests = mixed(engine.model.vocab_size, longest=settings.get("max_model_len"))
-    prefill = tiny_engine() if traffic == "handoffs" else None
-    replayer = Replayer(tiny_engine(), REPLAY_SHARE, engine.max_model_len)
+    prefill = tiny_engine(own_drafts=own_drafts) if traffic.endswith("handoffs") else None
+    replayer = Replayer(tiny_engine(max_model_len=engine.max_model_len), REPLAY_SHARE, engine.max_model_len)
     _serve(engine, requests, watch, until, unit="requests", replayer=replayer, prefill=prefill)
     return watch
 
@@ -212,7 +227,7 @@ def _begin(engine: EngineCore, prefill: EngineCore | None, answer: Answer) -> No
     if prefill is None:
         engine.add(request)
         return
-    prefill.add(request, hold_after=1)
+    prefill.add(request, prefill_only_after=1)
     while prefill.has_work:
         answer.deltas += prefill.step()
     engine.insert(request, prefill.export(request.request_id))

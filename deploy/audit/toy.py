@@ -9,20 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.batch import Batch, Int64s, Layout
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.draft_law import Dense
-from speculative.drafting import DraftOutput
+from speculative.drafting.base import DraftOutput, WeightlessDrafter
+from speculative.drafting.draft_model import DecoderDraftModel
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.rng import Purpose, uniforms
-from speculative.runner import ModelRunner
+from speculative.sampling.rng import Purpose, uniforms
+from speculative.state.batch import Batch, Int64s, StepInput
+from speculative.step.runner import ModelRunner
+from speculative.verification.draft_probs import Dense, PointMass
 
 NUM_DRAFTS = 3
 EOS = 1
 
-_SPREAD = 3.0  # standard deviation of the table's logits: its laws are about as peaked as a language model's
+_SPREAD = 3.0  # standard deviation of the table's logits: its distributions are about as peaked as a language model's
 _DRAFT_NOISE = 1.0
 
 
@@ -33,7 +34,7 @@ class TableRunner(ModelRunner):
         super().__init__(decoder, engine.runner.cache, engine.device)
         self.table = table
 
-    def forward(self, layout: Layout) -> Tensor:
+    def forward(self, layout: StepInput) -> Tensor:
         """The tokens themselves, [N, 1]."""
         return torch.from_numpy(layout.input_ids)[:, None].float()
 
@@ -42,8 +43,8 @@ class TableRunner(ModelRunner):
         return self.table[hidden[:, 0].long()]
 
 
-class TableDrafter:
-    """Draws up to `most` tokens from a chain whose rows are q [V, V]."""
+class TableDrafter(WeightlessDrafter):
+    """SampleOutput up to `most` tokens from a chain whose rows are q [V, V]."""
 
     def __init__(self, q: Tensor, most: int = NUM_DRAFTS) -> None:
         self.q = q.float()
@@ -69,11 +70,8 @@ class TableDrafter:
         before = np.concatenate([chain[:count] for chain, count in zip(chains, counts.tolist(), strict=True)])
         return DraftOutput.pack(drafts, Dense(self.q[torch.from_numpy(before)]))
 
-    def forget(self, request_id: str) -> None:
-        """Nothing is kept."""
 
-
-class LikeliestDrafter:
+class LikeliestDrafter(WeightlessDrafter):
     """Chooses what the table most likely says next, as point masses: long runs are accepted."""
 
     def __init__(self, table: Tensor) -> None:
@@ -87,10 +85,7 @@ class LikeliestDrafter:
             while len(chain) <= entry.max_drafts:
                 chain.append(self._next[chain[-1]])
             drafts.append(chain[1:])
-        return DraftOutput.pack(drafts)
-
-    def forget(self, request_id: str) -> None:
-        """Nothing is kept."""
+        return DraftOutput.pack(drafts, PointMass())
 
 
 def draw_rows(cdf: Any, uniform: Any) -> Any:
@@ -110,13 +105,17 @@ def table_engine(vocab_size: int, *, chosen: bool = False, seed: int = 1, **chan
     return engine
 
 
-def tiny_engine(vocab_size: int = 64, *, seed: int = 1, **changes: Any) -> EngineCore:
-    """An engine over a real decoder with random weights, drafting by n-grams."""
+def tiny_engine(vocab_size: int = 64, *, seed: int = 1, own_drafts: bool = False, **changes: Any) -> EngineCore:
+    """An engine over a real decoder with random weights, drafting by n-grams; with `own_drafts` by that decoder, which
+    has keys and values of its own for it.
+    """
     settings = {"max_num_seqs": 8, "max_batched_tokens": 64, "kv_cache_tokens": 4096, "block_size": 8}
-    return _engine(vocab_size, {**settings, **changes}, seed)[0]
+    return _engine(vocab_size, {**settings, **changes}, seed, own_drafts=own_drafts)[0]
 
 
-def _engine(vocab_size: int, settings: dict[str, Any], seed: int) -> tuple[EngineCore, Decoder]:
+def _engine(
+    vocab_size: int, settings: dict[str, Any], seed: int, *, own_drafts: bool = False
+) -> tuple[EngineCore, Decoder]:
     model = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
@@ -138,4 +137,5 @@ def _engine(vocab_size: int, settings: dict[str, Any], seed: int) -> tuple[Engin
         parameter.copy_(1 + 0.2 * values if "norm" in name else 0.25 * values)
     drafter = DrafterConfig(kind="ngram", num_draft_tokens=NUM_DRAFTS, ngram_max=3, ngram_min=1)
     fixed = {"dtype": "float32", "device": "cpu", "drafter": drafter}
-    return EngineCore(decoder, model, EngineConfig(**{**fixed, **settings})), decoder
+    draft_model = DecoderDraftModel(decoder, "toy") if own_drafts else None
+    return EngineCore(decoder, model, EngineConfig(**{**fixed, **settings}), draft_model=draft_model), decoder

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from deploy.audit.toy import NUM_DRAFTS
 from speculative.engine import EngineCore
+from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Request, TokenDelta
-from speculative.selfcheck.replay import DriftTest, LawTest
+from speculative.selfcheck.replay import CalibrationTest, DriftTest
 from speculative.stats import StepStats
 
 _LIMIT_NATS = 1e-3  # float32 rounding is a hundred times smaller
@@ -81,22 +82,26 @@ class Replayer:
         self._limit = limit  # of prompt and output
         strata = ("output", "first", "handoff", "limit", "prompt")
         self._drifts = {name: DriftTest(_LIMIT_NATS, _RATE) for name in strata}
-        self._law = LawTest(tolerance=1e-4, edge_nats=_LIMIT_NATS, rate=_RATE)
+        self._distribution = CalibrationTest(tolerance=1e-4, edge_nats=_LIMIT_NATS, rate=_RATE)
 
     def check(self, answer: Answer) -> list[str]:
         """Replay an answer, if it is of the share; which detectors have fired so far."""
         request = answer.request
         served = [entry.logprob for delta in answer.deltas for entry in delta.logprobs or ()]
+        fired = list[str]()
         if self._chosen(request) and served and answer.deltas[-1].finish_reason is not FinishReason.ERROR:
-            self._compare(answer, served)
-        fired = [f"replay drift ({name})" for name, test in self._drifts.items() if test.alarm]
-        return fired + ([f"replay law: {self._law.alarm}"] if self._law.alarm else [])
+            try:
+                self._compare(answer, served)
+            except InvalidRequest:
+                fired.append("replay refused")
+        fired += [f"replay drift ({name})" for name, test in self._drifts.items() if test.alarm]
+        return fired + ([f"replay distribution: {self._distribution.alarm}"] if self._distribution.alarm else [])
 
     def _compare(self, answer: Answer, served: list[float]) -> None:
         request = answer.request
         whole, num_prompt = (*request.prompt_token_ids, *answer.token_ids), len(request.prompt_token_ids)
-        told = self._score(replace(request, prompt_token_ids=whole, score_from=num_prompt))
-        replayed = [entry.logprob for entry in told.logprobs or ()]
+        reported = self._score(replace(request, prompt_token_ids=whole, score_from=num_prompt))
+        replayed = [entry.logprob for entry in reported.logprobs or ()]
         drifts = [abs(a - b) for a, b in zip(served, replayed, strict=True)]
         self._drifts["first"].add(drifts[:1])
         if answer.handed_off:
@@ -104,11 +109,11 @@ class Replayer:
             self._drifts["handoff"].add(drifts[begin : begin + 1])
         self._drifts["limit"].add(drifts[max(0, self._limit - NUM_DRAFTS - num_prompt) :])
         self._drifts["output"].add(drifts)
-        self._law.add(told.law or (), greedy=request.params.greedy)
+        self._distribution.add(reported.replayed or (), greedy=request.params.greedy)
         prompt = [entry.logprob for delta in answer.deltas for entry in delta.prompt_logprobs or ()]
         if prompt:
-            told = self._score(replace(request, score_from=1))
-            pairs = zip(prompt, [entry.logprob for entry in told.logprobs or ()], strict=True)
+            reported = self._score(replace(request, score_from=1))
+            pairs = zip(prompt, [entry.logprob for entry in reported.logprobs or ()], strict=True)
             self._drifts["prompt"].add(abs(a - b) for a, b in pairs)
 
     def _score(self, request: Request) -> TokenDelta:

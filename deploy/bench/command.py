@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from deploy.bench.gguf import find_gguf
 from deploy.bench.plan import BenchPlan, EngineName, Measure
 from deploy.bench.plots import write_plots
 from deploy.bench.prompts import read_prompts
+from deploy.bench.provenance import provenance
+from deploy.bench.quiet import require_quiet
 from deploy.bench.report import print_report, write_markdown
 from deploy.bench.rounds import BenchResult, Progress, run_bench
 from deploy.models import find_model
@@ -36,7 +39,7 @@ class BenchOptions:
     temperatures: str
     rounds: int
     tokens: int
-    threads: int | None
+    threads: str | None
     dtype: str
     against: str | None
     measure: Measure
@@ -52,22 +55,31 @@ class BenchOptions:
     markdown: Path | None
     section: str
     plots: Path | None
+    noisy: bool
 
 
 def run_command(options: BenchOptions, progress: Progress, console: Console) -> BenchResult:
     """Measure, print, and write what was asked for.
 
     Raises:
-        ConfigError: an option is wrong, a file cannot be written, or no engine could be started.
+        ConfigError: an option is wrong, a file cannot be written, no engine could be started, or the machine was not
+            quiet and a page was to be written without `--noisy`.
     """
+    for_page = options.markdown is not None and not options.noisy
     check_writable(options.json_file, "--json")
     check_writable(options.markdown, "--markdown")
     check_writable(options.plots and options.plots / ".plots", "--plots")
-    found = run_bench(make_plan(options, progress), progress)
+    plan = make_plan(options, progress)
+    machine = provenance()
+    if for_page:
+        require_quiet(machine["others_before"], "before anything was started")
+    found = run_bench(plan, machine, progress)
     print_report(found, console)
     write_json(options.json_file, found.as_dict(), indent=1)
     if options.json_file is not None:
         progress(f"every sample is in {options.json_file}")
+    if for_page:
+        require_quiet(found.provenance["others_meanwhile"], "while this was measured")
     stem = re.sub(r"[^A-Za-z0-9]+", "-", options.section)
     plots = [] if options.plots is None else write_plots(found, options.plots, stem)
     if options.plots is not None:
@@ -92,6 +104,10 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
         )
     head = options.head or (_SHIPPED_HEADS.get(options.model) if options.gpu else None)
     names = _words(options.engines) or (gpu_names(head) if options.gpu else default_names(head, options.draft_model))
+    against = _words(options.against) or names[:1]
+    threads = _thread_counts(options.threads)
+    if len(threads) > 1:
+        names, against = _with_threads(names, threads), _with_threads(against, threads)
     engines = tuple(EngineName.parse(name) for name in names)
     folder = find_model(options.model, progress)
     gguf = options.gguf
@@ -107,9 +123,9 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
         temperatures=tuple(_temperature(word) for word in _some_words("--temperatures", options.temperatures)),
         rounds=options.rounds,
         tokens=options.tokens,
-        threads=options.threads or len(os.sched_getaffinity(0)),
+        threads=threads[0],
         dtype=options.dtype,
-        against=tuple(_words(options.against) or names[:1]),
+        against=tuple(against),
         measure=options.measure,
         profile=options.profile,
         together=options.together,
@@ -118,6 +134,21 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
         draft_model=options.draft_model and str(resolve_model(options.draft_model)),
         pythons={family: python for family, python in pythons.items() if python is not None},
     )
+
+
+def _thread_counts(option: str | None) -> list[int]:
+    if option is None:
+        return [len(os.sched_getaffinity(0))]
+    return [_integer("--threads", word) for word in _some_words("--threads", option)]
+
+
+def _with_threads(names: Sequence[str], threads: Sequence[int]) -> list[str]:
+    """Each engine once with each number of threads, unless its name gives one."""
+    return [
+        given
+        for name in names
+        for given in ([name] if ":threads=" in name else [f"{name}:threads={n}" for n in threads])
+    ]
 
 
 def _words(text: str | None) -> list[str]:
@@ -143,5 +174,5 @@ def _temperature(word: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 100:
-        raise ConfigError(f"--temperatures must lie between 0 and 100, separated by commas; got {word!r}.")
+        raise ConfigError(f"--temperatures must be between 0 and 100, separated by commas; got {word!r}.")
     return value

@@ -1,6 +1,7 @@
 """The engines the bench knows: how each is started, or why it is left out and how to get it."""
 
 import atexit
+import ctypes.util
 import functools
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 from deploy.bench.plan import BenchPlan, EngineName
 from serve_app.backends.vllm_parts.checkpoint import plain_view
-from speculative.config import DrafterConfig, EngineConfig
+from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.errors import ConfigError
 
 OURS, TRANSFORMERS, LLAMA, VLLM, SERVED = "ours", "transformers", "llama.cpp", "vllm", "served"
@@ -26,10 +27,12 @@ _GET_VLLM = (
     "interpreter with --vllm-python V/bin/python"
 )
 
+_VLLM_LIBRARIES = ("tcmalloc_minimal", "iomp5")  # what its documentation has preloaded on a CPU
+_PREFIX_OF = "import sys; print(sys.prefix)"
+
 # One process, whose memory and threads are the engine's own; no word home.
 _VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as all others: threads by OMP_NUM_THREADS, on any core
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -46,6 +49,7 @@ class Launch:
     name: EngineName
     module: str
     settings: dict[str, Any]
+    threads: int  # OpenMP threads
     python: str = sys.executable
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -64,7 +68,7 @@ class LeftOut:
 
 
 def resolve(plan: BenchPlan) -> tuple[list[Launch], list[LeftOut]]:
-    """How to start each engine of the plan, and those that cannot be, with the mend.
+    """How to start each engine of the plan, and those that cannot be, with the fix.
 
     Raises:
         ConfigError: a name or an option is not known.
@@ -84,7 +88,7 @@ def _together(launches: list[Launch]) -> list[Launch]:
         key: Any = launch.name.text
         if launch.name.family == OURS:
             engine = launch.settings["engines"][key]["engine"]
-            key = tuple(engine[name] for name in ("weights", "dtype", "device"))
+            key = tuple(engine[name] for name in ("weights", "dtype", "device", "num_threads"))
         if key in kept:
             kept[key].settings["engines"].update(launch.settings["engines"])
         else:
@@ -119,11 +123,11 @@ def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     drafter = _drafter(plan, name, name.variant, options)
     if isinstance(drafter, LeftOut):
         return drafter
-    engine = _engine_settings(plan, drafter, options) | {"benchmark": True}
+    engine = _engine_settings(plan, drafter, options)
     options.require_all_used()
     EngineConfig(**engine, drafter=DrafterConfig(**drafter))  # refuses what it does not know
     settings = {"model": str(plan.model), "engines": {name.text: {"engine": engine, "drafter": drafter}}}
-    return Launch(name, f"{_WORKERS}.ours", settings)
+    return Launch(name, f"{_WORKERS}.ours", settings, engine["num_threads"])
 
 
 def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Options") -> dict[str, Any]:
@@ -133,7 +137,7 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
     blocks = -(-plan.max_model_len // 16)
     return {
         "dtype": plan.dtype,
-        "num_threads": plan.threads,
+        "num_threads": _threads(plan, options),
         "max_num_seqs": most,
         "max_batched_tokens": max(512, most * (1 + drafts)),
         "max_model_len": plan.max_model_len,
@@ -149,7 +153,7 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
 
 def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options") -> dict[str, Any] | LeftOut:
     """As `DrafterConfig` takes it; `suffix` remembers nothing of past answers, which would be this round's own."""
-    kinds = DrafterConfig.__annotations__["kind"].__args__
+    kinds = drafter_kinds()
     kind = {"off": "none", "dynamic": "eagle3" if plan.head else "ngram"}.get(variant, variant)
     if kind not in kinds:
         raise ConfigError(f"--engines: {name.text}: known are off, dynamic, {', '.join(kinds)}.")
@@ -172,9 +176,10 @@ def _transformers(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     options = _Options(name)
     _require_variant(name, ("plain", "assisted"))
     drafts = options.number("k", 10) if name.variant == "assisted" else None
+    threads = _threads(plan, options)
     options.require_all_used()
-    settings = {"model": str(plan.model), "dtype": plan.dtype, "threads": plan.threads, "k": drafts}
-    return Launch(name, f"{_WORKERS}.transformers_engine", settings)
+    settings = {"model": str(plan.model), "dtype": plan.dtype, "threads": threads, "k": drafts}
+    return Launch(name, f"{_WORKERS}.transformers_engine", settings, threads)
 
 
 def _llama(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
@@ -182,20 +187,21 @@ def _llama(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     _require_variant(name, ("plain", "lookup"))
     python = plan.pythons.get(LLAMA, sys.executable)
     if not _imports(python, "llama_cpp"):
-        mend = "`pip install llama-cpp-python` (it builds for minutes), or name another interpreter with --llama-python"
-        return LeftOut(name.text, f"llama_cpp is not installed in {python}: {mend}")
+        fix = "`pip install llama-cpp-python` (it builds for minutes), or name another interpreter with --llama-python"
+        return LeftOut(name.text, f"llama_cpp is not installed in {python}: {fix}")
     if plan.gguf is None:
         return LeftOut(name.text, "it needs the model as a GGUF file: give --gguf FILE")
     drafts = options.number("k", 10) if name.variant == "lookup" else None
+    threads = _threads(plan, options)
     options.require_all_used()
     settings = {
         "gguf": str(plan.gguf),
-        "threads": plan.threads,
+        "threads": threads,
         "k": drafts,
         "max_streams": max(plan.streams),
         "max_model_len": plan.max_model_len,
     }
-    return Launch(name, f"{_WORKERS}.llama_engine", settings, python)
+    return Launch(name, f"{_WORKERS}.llama_engine", settings, threads, python)
 
 
 @functools.cache
@@ -214,11 +220,7 @@ def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
         return LeftOut(name.text, f"vllm is not installed in {python}: {_GET_VLLM}")
     llm: dict[str, Any] = {
         "model": str(_view_for_vllm(plan.model)),
-        "dtype": plan.dtype,
-        "max_model_len": plan.max_model_len,
-        "max_num_seqs": max(plan.streams),
-        "enable_prefix_caching": False,
-        "enforce_eager": options.text("eager", "no") == "yes",
+        **_vllm_settings(plan, options),
         "seed": 0,
     }
     if name.variant == "ngram":
@@ -230,16 +232,48 @@ def _vllm(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
             return LeftOut(name.text, "it needs --head or --draft-model (or :model=FOLDER)")
         drafts = options.number("k", 3)
         llm["speculative_config"] = {"method": name.variant, "model": model, "num_speculative_tokens": drafts}
+    threads, environment = _threads(plan, options), _vllm_environment(python, options)
     options.require_all_used()
-    return Launch(name, f"{_WORKERS}.vllm_engine", {"llm": llm}, python, _VLLM_ENVIRONMENT)
+    return Launch(name, f"{_WORKERS}.vllm_engine", {"llm": llm}, threads, python, environment)
+
+
+def _vllm_settings(plan: BenchPlan, options: "_Options") -> dict[str, Any]:
+    """Of the engine, in its own process or behind `ray.serve.llm`."""
+    return {
+        "dtype": options.text("dtype", plan.dtype),
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": max(plan.streams),
+        "enable_prefix_caching": False,
+        "enforce_eager": options.text("eager", "no") == "yes",
+    }
+
+
+def _vllm_environment(python: str, options: "_Options") -> dict[str, str]:
+    """As its documentation has it run on a CPU: with tcmalloc and Intel's OpenMP preloaded, where installed."""
+    found = _VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": options.text("bind", "nobind")}
+    if options.choice("preload", ("yes", "no")) == "no":
+        return found
+    return found | {"LD_PRELOAD": ":".join(_vllm_libraries(python))}
+
+
+@functools.cache
+def _vllm_libraries(python: str) -> tuple[str, ...]:
+    """Names or paths of the libraries to preload, of those that the machine or the interpreter's environment has."""
+    prefix = subprocess.run([python, "-c", _PREFIX_OF], capture_output=True, text=True, check=True).stdout.strip()
+    found = [
+        str(own) if (own := Path(prefix, "lib", f"lib{name}.so")).exists() else ctypes.util.find_library(name)
+        for name in _VLLM_LIBRARIES
+    ]
+    return tuple(library for library in found if library is not None)
 
 
 def _served(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     options = _Options(name)
     _require_variant(name, (OURS, RAY_LLM))
+    threads = _threads(plan, options)
     settings: dict[str, Any] = {
         "model": str(plan.model),
-        "threads": plan.threads,
+        "threads": threads,
         "port": options.number("port", 8123 if name.variant == OURS else 8124),
     }
     proxy = _PROXIES[options.choice("proxy", tuple(_PROXIES))](settings["port"])
@@ -251,7 +285,7 @@ def _served(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
     engine = {key: value for key, value in _engine_settings(plan, drafter, options).items() if key != "num_threads"}
     settings |= {"engine": engine, "drafter": drafter, "topology": options.text("topology", "monolith")}
     options.require_all_used()
-    return Launch(name, f"{_WORKERS}.served", settings, environment=proxy)
+    return Launch(name, f"{_WORKERS}.served", settings, threads, environment=proxy)
 
 
 def _haproxy(port: int) -> dict[str, str]:
@@ -282,18 +316,19 @@ def _ray_llm(
                 name.text, f"{library} cannot be imported in {python}: {_GET_VLLM}, with `ray[llm]` beside it"
             )
     settings["model"] = str(_view_for_vllm(plan.model))
-    settings["engine_kwargs"] = {
-        "dtype": plan.dtype,
-        "max_model_len": plan.max_model_len,
-        "max_num_seqs": max(plan.streams),
-        "enable_prefix_caching": False,
-        "enforce_eager": options.text("eager", "no") == "yes",
-    }
+    settings["engine_kwargs"] = _vllm_settings(plan, options)
+    engine = _vllm_environment(python, options) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as that server is made
     options.require_all_used()
-    environment = _VLLM_ENVIRONMENT | proxy | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as that server is made
-    environment["RAY_worker_niceness"] = "0"  # as all others: not behind the rest of the machine
-    settings["environment"] = environment | {"OMP_NUM_THREADS": str(plan.threads)}
-    return Launch(name, f"{_WORKERS}.ray_llm", settings, python, environment)
+    settings["environment"] = engine | proxy | {"OMP_NUM_THREADS": str(settings["threads"])}
+    cluster = _VLLM_ENVIRONMENT | proxy | {"RAY_worker_niceness": "0"}  # as all others: not behind the rest
+    return Launch(name, f"{_WORKERS}.ray_llm", settings, settings["threads"], python, cluster)
+
+
+def _threads(plan: BenchPlan, options: "_Options") -> int:
+    threads = options.number("threads", plan.threads)
+    if threads < 1:
+        raise ConfigError(f"--engines: {options.name}: threads must be 1 or more, got {threads}.")
+    return threads
 
 
 def _require_variant(name: EngineName, known: tuple[str, ...]) -> None:
@@ -318,6 +353,11 @@ class _Options:
         self._name = name
         self._left = dict(name.options)
         self._known: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The engine's, as it was given."""
+        return self._name.text
 
     def text(self, key: str, default: str) -> str:
         """An option, or its default."""

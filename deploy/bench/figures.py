@@ -94,9 +94,9 @@ def steps(found: BenchResult) -> list[Step]:
     """The profiled runs."""
     result = []
     for sample in found.steps:
-        told = sample.told["step"]
+        reported = sample.reported["step"]
         parts = {
-            f"{part}_ms": 1e3 * told[f"{part}_s"] / told["num_steps"]
+            f"{part}_ms": 1e3 * reported[f"{part}_s"] / reported["num_steps"]
             for part in ("target", "drafter", "vocabulary", "checks", "other")
         }
         result.append(Step(sample.engine, sample.case, **parts))
@@ -106,7 +106,7 @@ def steps(found: BenchResult) -> list[Step]:
 def memory(found: BenchResult) -> dict[str, tuple[float, float]]:
     """Per engine: resident memory after its last answer and at its peak, MiB."""
     return {
-        sample.engine: (sample.told["memory"]["resident_mib"], sample.told["memory"]["peak_mib"])
+        sample.engine: (sample.reported["memory"]["resident_mib"], sample.reported["memory"]["peak_mib"])
         for sample in found.samples
     }
 
@@ -128,7 +128,7 @@ def acceptance(samples: Sequence[Sample]) -> Acceptance | None:
     accepted = _added(samples, "accepted_per_position")
     if not drafted:
         return None
-    num_rounds = sum(sample.told["rounds_with_drafts"] for sample in samples)
+    num_rounds = sum(sample.reported["rounds_with_drafts"] for sample in samples)
     shares = tuple(part / whole for part, whole in zip(accepted, drafted, strict=True))
     return Acceptance(1 + sum(accepted) / num_rounds, shares)
 
@@ -152,7 +152,7 @@ def _case_rows(found: BenchResult, case: Case) -> list[Row]:
             case,
             _speeds(samples, measure),
             None if best in (None, engine) else _ratio(best, samples, by_engine[best], measure),
-            median(value for sample in samples for value in sample.told["first_token_s"]),
+            median(value for sample in samples for value in sample.reported["first_token_s"]),
             acceptance(samples),
             None if samples is first or case.temperature else _agreement(samples, first),
         )
@@ -182,11 +182,13 @@ def _ratio(against: str, samples: Sequence[Sample], others: Sequence[Sample], me
 
 
 def _agreement(samples: Sequence[Sample], first: Sequence[Sample]) -> float | None:
-    expected = {(sample.case, sample.round): sample.told["token_ids"] for sample in first}
+    expected = {(sample.case, sample.round): sample.reported["token_ids"] for sample in first}
     shares = [
         _common(mine, theirs) / len(mine)
         for sample in samples
-        for mine, theirs in zip(sample.told["token_ids"], expected.get((sample.case, sample.round), ()), strict=False)
+        for mine, theirs in zip(
+            sample.reported["token_ids"], expected.get((sample.case, sample.round), ()), strict=False
+        )
     ]
     return median(shares) if shares else None
 
@@ -197,5 +199,5 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _added(samples: Sequence[Sample], name: str) -> list[Any]:
     """Sums position by position."""
-    lists = [sample.told[name] for sample in samples if name in sample.told]
+    lists = [sample.reported[name] for sample in samples if name in sample.reported]
     return [sum(column) for column in zip_longest(*lists, fillvalue=0)]

@@ -16,8 +16,8 @@ import numpy as np
 import ray
 import torch
 
-from serve_app.transport.base import Parcel
-from serve_app.transport.choice import TRANSPORTS, make_transport
+from serve_app.transport.base import TransferPayload
+from serve_app.transport.selection import TRANSPORTS, make_transport
 from speculative.errors import ConfigError, EngineFault
 from speculative.handoff import ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 
@@ -35,7 +35,7 @@ class Sender:
         """Bytes of a handoff."""
         return self._blob.nbytes
 
-    def send(self, transport: str) -> Parcel:
+    def send(self, transport: str) -> TransferPayload:
         """As a prefill replica replies."""
         return make_transport(transport).pack(self._blob)
 
@@ -50,7 +50,7 @@ class Receiver:
     def __init__(self, num_bytes: int) -> None:
         self._cache = np.zeros(num_bytes, np.uint8)  # touched, as a cache in use is
 
-    def take(self, transport: str, parcel: Parcel) -> None:
+    def take(self, transport: str, parcel: TransferPayload) -> None:
         """As a decode replica takes a handoff in: unpack, check, copy."""
         handoff = asyncio.run(make_transport(transport).unpack(parcel))
         state = decode_state(handoff, _MANIFEST)

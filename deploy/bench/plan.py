@@ -66,7 +66,7 @@ class BenchPlan:
     temperatures: tuple[float, ...]
     rounds: int
     tokens: int  # of every answer
-    threads: int  # of every engine
+    threads: int  # of every engine whose name gives none
     dtype: str
     against: tuple[str, ...]
     measure: Measure = "decode"

@@ -29,13 +29,11 @@ class EngineProcess:
 
     Args:
         launch: what to start.
-        threads: OpenMP threads.
         folder: for its log.
     """
 
-    def __init__(self, launch: Launch, threads: int, folder: Path) -> None:
+    def __init__(self, launch: Launch, folder: Path) -> None:
         self._launch = launch
-        self._threads = threads
         self._log = folder / f"{launch.name.text.replace('/', '-').replace(':', '_')[:80]}.log"
         self._folder = folder
         self.max_streams: int | None = None
@@ -54,11 +52,11 @@ class EngineProcess:
                 text=True,
             )
         try:
-            told = self._exchange(self._launch.settings)
+            reported = self._exchange(self._launch.settings)
         except BaseException:
             self.close()
             raise
-        self.max_streams, self.versions = told["max_streams"], told["versions"]
+        self.max_streams, self.versions = reported["max_streams"], reported["versions"]
         return self
 
     def __exit__(
@@ -101,17 +99,18 @@ class EngineProcess:
             line = ""
         if not line:
             raise EngineFailed(f"it ended with status {process.wait()}: {self._last_words()}")
-        told: dict[str, Any] = json.loads(line)
-        if "error" in told:
-            raise EngineFailed(told["error"])
-        return told
+        reported: dict[str, Any] = json.loads(line)
+        if "error" in reported:
+            raise EngineFailed(reported["error"])
+        return reported
 
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return "\n".join(lines[-_LOG_LINES:]) or "it said nothing"
 
     def _environment(self) -> dict[str, str]:
-        """This process's, with the engine's threads, passive waiting, and nothing of ours but `deploy` to import."""
+        """This process's, with the engine's threads, and nothing of ours but `deploy` to import. How threads wait for
+        work is left to each engine."""
         path = os.environ.get("PYTHONPATH", "")
         if self._launch.python != sys.executable:
             package = self._folder / "packages" / "deploy"
@@ -122,9 +121,7 @@ class EngineProcess:
         return {
             **os.environ,
             "PYTHONPATH": path,
-            "OMP_NUM_THREADS": str(self._threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "KMP_BLOCKTIME": "0",
+            "OMP_NUM_THREADS": str(self._launch.threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "RAY_USAGE_STATS_ENABLED": "0",

@@ -7,7 +7,7 @@ head that comes with the package was trained.
 import json
 from pathlib import Path
 
-from serve_app.tokenizer import Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 
 KINDS = ("chat", "code", "summarise")

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-_TELLING_FLAGS = (
+from deploy.bench.quiet import MOST_CORES, Others
+
+_REPORTING_FLAGS = (
     "avx2",
     "fma",
     "avx512f",
@@ -26,31 +28,26 @@ _TELLING_FLAGS = (
     "sve",
 )
 _LIBRARIES = ("truespec", "torch", "ray", "transformers", "numpy")
-_BUSY_LOAD = 0.3
 
 
 def provenance() -> dict[str, Any]:
-    """Everything but the settings of the run; take it before anything starts."""
+    """Everything but the settings of the run; take it before anything starts. It looks for three seconds at what else
+    the machine does."""
     cpu = _cpu()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["truespec", *sys.argv[1:]]),
         "commit": _commit(),
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
-        "cpu_flags": [flag for flag in _TELLING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
+        "cpu_flags": [flag for flag in _REPORTING_FLAGS if flag in cpu.get("flags", cpu.get("Features", "")).split()],
         "cores": os.cpu_count() or 1,
         "memory_gib": _memory_gib(),
         "gpu": _gpu(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
-        "load_before": load(),
+        "others_before": Others.now(),
     }
-
-
-def load() -> float:
-    """Processes that ran or wanted to, on average over the last minute."""
-    return os.getloadavg()[0]
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -59,12 +56,17 @@ def describe(found: dict[str, Any]) -> str:
     machine = f"{found['cpu']}, {found['cores']} cores ({' '.join(found['cpu_flags'])}), {found['memory_gib']:.0f} GiB"
     gpu = f", {found['gpu']}" if found["gpu"] else ""
     text = f"{found['date']}, commit {found['commit']}. {machine}{gpu}. Python {found['python']}, {versions}."
-    if found["load_before"] > _BUSY_LOAD:
-        text += (
-            f" The machine was not quiet: its load was {found['load_before']:.1f} before the first engine started, so "
-            "the speeds are too low and only the ratios say something."
-        )
-    return text
+    return f"{text} {_others(found['others_before'], found.get('others_meanwhile'))}"
+
+
+def _others(before: float | None, meanwhile: float | None) -> str:
+    """What else the machine did."""
+    seen = [cores for cores in (before, meanwhile) if cores is not None]
+    if not seen:
+        return "What else ran is not known."
+    if max(seen) > MOST_CORES:
+        return f"**The machine was not quiet**: others used up to {max(seen):.2f} cores. Do not quote these figures."
+    return f"The machine was quiet: others used {max(seen):.2f} cores at most."
 
 
 def _cpu() -> dict[str, str]:
@@ -91,7 +93,7 @@ def _gpu() -> str | None:
 
 def _driver() -> str:
     try:
-        told = subprocess.run(
+        reported = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -99,16 +101,16 @@ def _driver() -> str:
         )
     except OSError:
         return "unknown"
-    return next(iter(told.stdout.split()), "unknown")
+    return next(iter(reported.stdout.split()), "unknown")
 
 
 def _commit() -> str:
     """The commit of the source tree, with `+` when it was edited since; empty where this is no checkout."""
     folder = Path(__file__).parent
-    told = subprocess.run(
+    reported = subprocess.run(
         ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude", "*"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return told.stdout.strip()
+    return reported.stdout.strip()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 from deploy.bench.engines import LeftOut, resolve
 from deploy.bench.plan import BenchPlan, Case
 from deploy.bench.process import EngineFailed, EngineProcess
-from deploy.bench.provenance import load, provenance
+from deploy.bench.quiet import Others
 from deploy.bench.workers.channel import Ask
 from speculative.errors import ConfigError
 
 Progress = Callable[[str], None]
 
+_SETTLE_S = 0.3  # for the threads of the engine before: Intel's OpenMP has them wait actively for 0.2 s
 _WARM_UP_TOKENS = 64  # an engine that learns how much to draft has tried every length by then
 
 
@@ -28,17 +30,17 @@ class Sample:
     engine: str
     case: Case
     round: int
-    told: dict[str, Any]
+    reported: dict[str, Any]
 
     @property
     def decode_speed(self) -> float:
         """Tokens a second from the moment every stream had its first token."""
-        return float(self.told["decode_tokens"] / self.told["decode_s"])
+        return float(self.reported["decode_tokens"] / self.reported["decode_s"])
 
     @property
     def whole_speed(self) -> float:
         """Tokens a second of the whole batch, its prompts included."""
-        return float(self.told["num_tokens"] / self.told["wall_s"])
+        return float(self.reported["num_tokens"] / self.reported["wall_s"])
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class BenchResult:
         }
 
 
-def run_bench(plan: BenchPlan, progress: Progress) -> BenchResult:
+def run_bench(plan: BenchPlan, provenance: dict[str, Any], progress: Progress) -> BenchResult:
     """Measure everything the plan asks for. An engine that fails is left out from there on, with the reason.
 
     An interrupt ends the measuring, not the command: what was found until then is returned.
@@ -72,7 +74,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> BenchResult:
     Raises:
         ConfigError: a setting is wrong, or not one engine could be started.
     """
-    found = BenchResult(plan, provenance())
+    found = BenchResult(plan, provenance)
     launches, missing = resolve(plan)
     for one in missing:
         _leave_out(found, one, progress)
@@ -84,7 +86,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> BenchResult:
         for launch in launches:
             progress(f"starting {', '.join(launch.serves)}")
             try:
-                process = stack.enter_context(EngineProcess(launch, plan.threads, folder))
+                process = stack.enter_context(EngineProcess(launch, folder))
                 engines |= dict.fromkeys(launch.serves, process)
                 found.versions |= dict.fromkeys(launch.serves, process.versions)
             except EngineFailed as error:
@@ -92,13 +94,13 @@ def run_bench(plan: BenchPlan, progress: Progress) -> BenchResult:
                     _leave_out(found, LeftOut(name, f"it did not start: {error}"), progress)
         if not engines:
             raise ConfigError("No engine could be started; the lines above say why.")
-        run = _Run(found, engines, progress)
+        run, others = _Run(found, engines, progress), Others()
         try:
             for case in plan.cases():
                 run.case(case)
         except KeyboardInterrupt:
-            progress("interrupted; what was measured until now is told")
-    found.provenance["load_after"] = load()
+            progress("interrupted; what was measured until now is reported")
+        found.provenance["others_meanwhile"] = others.cores()
     return found
 
 
@@ -116,14 +118,15 @@ class _Run:
         self._progress(f"{case}: {len(able)} engines, {plan.rounds} rounds")
         for number in range(-1, plan.rounds):
             for name in able:
-                told = self._ask(name, case, _ask(plan, case, number))
-                if told is not None and number >= 0:
-                    self._found.samples.append(Sample(name, case, number, told))
+                time.sleep(_SETTLE_S)
+                reported = self._ask(name, case, _ask(plan, case, number))
+                if reported is not None and number >= 0:
+                    self._found.samples.append(Sample(name, case, number, reported))
         if plan.profile:
             for name in able:
-                told = self._ask(name, case, _ask(plan, case, plan.rounds, profile=True))
-                if told is not None and "step" in told:
-                    self._found.steps.append(Sample(name, case, plan.rounds, told))
+                reported = self._ask(name, case, _ask(plan, case, plan.rounds, profile=True))
+                if reported is not None and "step" in reported:
+                    self._found.steps.append(Sample(name, case, plan.rounds, reported))
 
     def _able(self, case: Case) -> list[str]:
         able = []
@@ -167,12 +170,12 @@ def _leave_out(found: BenchResult, one: LeftOut, progress: Progress) -> None:
 
 def _sample_dict(sample: Sample) -> dict[str, Any]:
     case = sample.case
-    told = sample.told | {"decode_tokens_per_s": sample.decode_speed, "tokens_per_s": sample.whole_speed}
+    reported = sample.reported | {"decode_tokens_per_s": sample.decode_speed, "tokens_per_s": sample.whole_speed}
     return {
         "engine": sample.engine,
         "kind": case.kind,
         "streams": case.streams,
         "temperature": case.temperature,
         "round": sample.round,
-        **told,
+        **reported,
     }

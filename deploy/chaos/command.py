@@ -8,7 +8,7 @@ from deploy.chaos.replicas import Killer, memory_bytes
 from deploy.chaos.run import ChaosFigures, Strikes, run_chaos
 from deploy.chaos.traffic import plan
 from deploy.client import ServiceError
-from serve_app.config import Application
+from serve_app.config.serve_file import Application
 from speculative.errors import ConfigError
 
 Progress = Callable[[str], None]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-from deploy.chaos.traffic import Body, Told, ask, until_admitted
+from deploy.chaos.traffic import Body, Reported, ask, until_admitted
 
 Progress = Callable[[str], None]
 
@@ -72,8 +72,8 @@ async def _closed_loop(base_url: str, bodies: Sequence[Body], concurrency: int, 
                 counts_until = time.monotonic() + seconds
             while counts_until is None or time.monotonic() < counts_until:
                 number += concurrency
-                told = await until_admitted(http, bodies[number % len(bodies)])
-                num_completed += told.complete and counts_until is not None and time.monotonic() < counts_until
+                reported = await until_admitted(http, bodies[number % len(bodies)])
+                num_completed += reported.complete and counts_until is not None and time.monotonic() < counts_until
 
         await asyncio.gather(*(client(number) for number in range(concurrency)))
     return num_completed / seconds
@@ -93,17 +93,17 @@ async def _open_loop(
     memory: list[int] = []
     sampling = asyncio.create_task(_sample(memory, memory_bytes))
     began = time.monotonic()
-    asking: list[asyncio.Task[Told]] = []
+    asking: list[asyncio.Task[Reported]] = []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=base_url, timeout=600, limits=limits) as http:
         due = began
         while (due := due + rng.expovariate(rate_per_s)) < began + seconds:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             asking.append(asyncio.create_task(ask(http, bodies[len(asking) % len(bodies)])))
-        told = await asyncio.gather(*asking)
+        reported = await asyncio.gather(*asking)
     elapsed = time.monotonic() - began
     sampling.cancel()
-    return _figures(told, rate_per_s, elapsed, memory)
+    return _figures(reported, rate_per_s, elapsed, memory)
 
 
 async def _sample(memory: list[int], memory_bytes: Callable[[], int]) -> None:
@@ -112,15 +112,15 @@ async def _sample(memory: list[int], memory_bytes: Callable[[], int]) -> None:
         await asyncio.sleep(_SAMPLE_EVERY_S)
 
 
-def _figures(told: Sequence[Told], rate_per_s: float, elapsed_s: float, memory: Sequence[int]) -> LoadFigures:
-    admitted = [one for one in told if one.status == httpx.codes.OK]
+def _figures(reported: Sequence[Reported], rate_per_s: float, elapsed_s: float, memory: Sequence[int]) -> LoadFigures:
+    admitted = [one for one in reported if one.status == httpx.codes.OK]
     complete = [one for one in admitted if one.complete]
     quarter = max(1, len(memory) // 4)
     first, whole = [one.first_token_s for one in complete], [one.whole_s for one in complete]
     return LoadFigures(
         rate_per_s=round(rate_per_s, 2),
         seconds=round(elapsed_s, 1),
-        statuses={str(status): count for status, count in sorted(Counter(one.status for one in told).items())},
+        statuses={str(status): count for status, count in sorted(Counter(one.status for one in reported).items())},
         broken=len(admitted) - len(complete),
         served_per_s=round(len(complete) / elapsed_s, 2),
         first_token_p50_s=quantile(first, 0.5),

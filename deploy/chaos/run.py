@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import httpx
 
 from deploy.chaos.replicas import Killer, ObjectStore
-from deploy.chaos.traffic import Body, Told, ask_all, differences
+from deploy.chaos.traffic import Body, Reported, ask_all, differences
 
 Progress = Callable[[str], None]
 
@@ -101,7 +101,7 @@ def run_chaos(
     found = [differences(one, other) for one, other in zip(undisturbed, disturbed, strict=True)]
     return ChaosFigures(
         requests=len(bodies),
-        complete=sum(told.complete for told in disturbed),
+        complete=sum(reported.complete for reported in disturbed),
         identical=sum(one.identical for one in found),
         duplicated_tokens=sum(one.duplicated_tokens for one in found),
         missing_tokens=sum(one.missing_tokens for one in found),
@@ -112,22 +112,22 @@ def run_chaos(
         unpinned_objects=unpinned,
         resumed=int(resumed_now - resumed),
         prefill_failures=int(failed_now - failed),
-        tokens=sum(len(told.token_ids) for told in disturbed),
+        tokens=sum(len(reported.token_ids) for reported in disturbed),
         undisturbed_s=round(undisturbed_s, 1),
         disturbed_s=round(disturbed_s, 1),
-        errors=[f"{told.status} {_public(told.error)}" for told in disturbed if not told.complete],
+        errors=[f"{reported.status} {_public(reported.error)}" for reported in disturbed if not reported.complete],
     )
 
 
-def _asked(base_url: str, bodies: Sequence[Body], concurrency: int, progress: Progress) -> tuple[list[Told], float]:
+def _asked(base_url: str, bodies: Sequence[Body], concurrency: int, progress: Progress) -> tuple[list[Reported], float]:
     def done(number: int) -> None:
         if number % max(1, len(bodies) // 10) == 0:
             progress(f"  {number} of {len(bodies)}")
 
     began = time.monotonic()
     with ThreadPoolExecutor(1) as thread:  # the caller's thread may have an event loop of its own
-        told = thread.submit(lambda: asyncio.run(ask_all(base_url, bodies, concurrency, done))).result()
-    return told, time.monotonic() - began
+        reported = thread.submit(lambda: asyncio.run(ask_all(base_url, bodies, concurrency, done))).result()
+    return reported, time.monotonic() - began
 
 
 def _recoveries(service: _Service) -> tuple[float, float]:

@@ -19,7 +19,7 @@ Body = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Told:
+class Reported:
     """What came of one streamed request."""
 
     status: int = 0  # of HTTP; 0 = no answer at all
@@ -77,72 +77,71 @@ def plan(model: str, count: int, seed: int, max_tokens: int) -> list[Body]:
 
 async def ask_all(
     base_url: str, bodies: Sequence[Body], concurrency: int, done: Callable[[int], None] = lambda number: None
-) -> list[Told]:
+) -> list[Reported]:
     """Ask for all of them, so many at once; `done` is told how many have ended. One that is refused asks again."""
-    told: list[Told | None] = [None] * len(bodies)
+    reported: list[Reported | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))
     async with httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT_S) as http:
 
         async def client() -> None:
             for number, body in waiting:
-                told[number] = await until_admitted(http, body)
-                done(sum(one is not None for one in told))
+                reported[number] = await until_admitted(http, body)
+                done(sum(one is not None for one in reported))
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
-    return [one or Told() for one in told]
+    return [one or Reported() for one in reported]
 
 
-async def until_admitted(http: httpx.AsyncClient, body: Body) -> Told:
+async def until_admitted(http: httpx.AsyncClient, body: Body) -> Reported:
     """Stream one completion to its end; one that is refused asks again a second later."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
-        told = await ask(http, body)
-        if told.status not in (429, 503) or time.monotonic() > deadline:
-            return told
+        reported = await ask(http, body)
+        if reported.status not in (429, 503) or time.monotonic() > deadline:
+            return reported
         await asyncio.sleep(1.0)
 
 
-async def ask(http: httpx.AsyncClient, body: Body) -> Told:
+async def ask(http: httpx.AsyncClient, body: Body) -> Reported:
     """Stream one completion to its end, whatever that is."""
-    told = Told()
+    reported = Reported()
     began = time.perf_counter()
     try:
         async with http.stream("POST", "/v1/completions", json=body) as response:
-            told.status = response.status_code
+            reported.status = response.status_code
             if response.status_code == httpx.codes.OK:
-                async for choice in _choices(response, told):
-                    _take(told, choice, time.perf_counter() - began)
+                async for choice in _choices(response, reported):
+                    _take(reported, choice, time.perf_counter() - began)
             else:
-                told.error = (await response.aread()).decode(errors="replace")[:500]
+                reported.error = (await response.aread()).decode(errors="replace")[:500]
     except httpx.HTTPError as error:
-        told.error = repr(error)
-    told.whole_s = time.perf_counter() - began
-    return told
+        reported.error = repr(error)
+    reported.whole_s = time.perf_counter() - began
+    return reported
 
 
-async def _choices(response: httpx.Response, told: Told) -> AsyncIterator[dict[str, Any]]:
+async def _choices(response: httpx.Response, reported: Reported) -> AsyncIterator[dict[str, Any]]:
     async for line in response.aiter_lines():
         if line.startswith("data: {"):
             event = json.loads(line.removeprefix("data: "))
-            told.error = told.error or str(event.get("error", ""))
+            reported.error = reported.error or str(event.get("error", ""))
             for choice in event.get("choices", ()):
                 yield choice
 
 
-def _take(told: Told, choice: dict[str, Any], elapsed_s: float) -> None:
-    told.first_token_s = told.first_token_s or elapsed_s
-    told.text += choice["text"]
-    told.token_ids += choice.get("token_ids") or ()
-    told.num_logprobs += len((choice.get("logprobs") or {}).get("token_logprobs") or ())
-    told.finish_reason = choice.get("finish_reason") or told.finish_reason
+def _take(reported: Reported, choice: dict[str, Any], elapsed_s: float) -> None:
+    reported.first_token_s = reported.first_token_s or elapsed_s
+    reported.text += choice["text"]
+    reported.token_ids += choice.get("token_ids") or ()
+    reported.num_logprobs += len((choice.get("logprobs") or {}).get("token_logprobs") or ())
+    reported.finish_reason = choice.get("finish_reason") or reported.finish_reason
 
 
-def differences(undisturbed: Told, disturbed: Told) -> Differences:
+def differences(undisturbed: Reported, disturbed: Reported) -> Differences:
     """Compare two answers to the same request.
 
-    Tokens that only the disturbed one has are told as duplicated, those that only the other has as missing; where one
-    run of tokens stands in the place of another, the difference of their lengths.
-    """
+    Tokens that only the disturbed one has are reported as duplicated, those that only the other has as missing; where
+    one run of tokens stands in the place of another, the difference of their lengths."""
     same = (undisturbed.token_ids, undisturbed.text, undisturbed.num_logprobs, undisturbed.finish_reason) == (
         disturbed.token_ids,
         disturbed.text,

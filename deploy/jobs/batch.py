@@ -25,6 +25,7 @@ _LONGEST_WAIT_S = 300.0  # between two tries, whatever a server asks for
 _LONGEST_BACKOFF_S = 60.0
 _VERIFIED_URLS = ("/v1/completions", "/v1/chat/completions")
 _ERROR_TEXT = 1000  # characters kept of an answer that is not JSON
+_FIRST_RETRIES = 4  # at most, of a server that has not answered once: a wrong URL is not waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class _Sender:
         self._batch, self._output, self._options, self._view = batch, output, options, view
         self._done_before = len(output.done)
         self._retries = 0
+        self._has_answered = False
+        self._failures_said = 0  # since the server answered last
         self._answered: list[dict[str, Any]] = []  # not on the disk yet
         self._writing = asyncio.Lock()
         self._began = time.monotonic()
@@ -152,14 +155,37 @@ class _Sender:
         """The line's result, after as many tries as it takes and may have."""
         request_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
         tries = 1
-        while (ended := await self._try(client, line, request_id)).is_worth_another and tries <= self._options.retries:
+        while (ended := await self._try(client, line, request_id)).is_worth_another and tries <= self._most_retries:
             wait = retry_wait_s(tries, ended.retry_after, self._options.backoff_s, random.random())
+            self._report(ended, tries, wait)
             await asyncio.sleep(wait)
             tries += 1
             self._retries += 1
         if ended.error is not None and ended.error["code"] == "unreachable":
-            raise BatchStopped(f"{self._options.url} cannot be reached: {ended.error['message']}.")
+            raise BatchStopped(
+                f"{self._options.url} cannot be reached: {ended.error['message']}, tried {tries} times. Start the "
+                "server, or check --url."
+            )
         return {"id": request_id, "custom_id": line.custom_id, "response": ended.response, "error": ended.error}
+
+    @property
+    def _most_retries(self) -> int:
+        return self._options.retries if self._has_answered else min(self._options.retries, _FIRST_RETRIES)
+
+    def _report(self, ended: _Try, tries: int, wait_s: float) -> None:
+        """Say that the server cannot be reached, or can be again: once for all requests in flight."""
+        if ended.error is None or ended.error["code"] != "unreachable" or tries <= self._failures_said:
+            return
+        self._failures_said = tries
+        self._view.say(
+            f"{self._options.url} does not answer ({ended.error['message']}); retry {tries} of {self._most_retries} in "
+            f"{wait_s:.0f} s"
+        )
+
+    def _note_answer(self) -> None:
+        if self._failures_said:
+            self._view.say(f"{self._options.url} answers again")
+        self._has_answered, self._failures_said = True, 0
 
     async def _try(self, client: httpx.AsyncClient, line: BatchLine, request_id: str) -> _Try:
         body = {"verify": True, **line.body} if self._options.verify and line.url in _VERIFIED_URLS else line.body
@@ -168,14 +194,15 @@ class _Sender:
             headers = {"content-type": "application/json", "x-request-id": request_id}
             response = await client.post(line.url, content=json.dumps(body), headers=headers)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            return _Try(error={"code": "unreachable", "message": _told(error)})
+            return _Try(error={"code": "unreachable", "message": _reported(error)})
         except httpx.TimeoutException as error:
-            return _Try(error={"code": "timeout", "message": _told(error)})
+            return _Try(error={"code": "timeout", "message": _reported(error)})
         except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:  # it may hold the key, so it is not told
-            told = f"{self._options.url} cannot be asked ({type(error).__name__}); check the URL and the key."
-            raise BatchStopped(told) from error
+            reported = f"{self._options.url} cannot be asked ({type(error).__name__}); check the URL and the key."
+            raise BatchStopped(reported) from error
         except httpx.TransportError as error:
-            return _Try(error={"code": "connection_broken", "message": _told(error)})
+            return _Try(error={"code": "connection_broken", "message": _reported(error)})
+        self._note_answer()
         if response.status_code in (401, 403):
             raise BatchStopped(f"{self._options.url} refuses the key ({response.status_code}): {response.text[:200]}")
         answer = {
@@ -200,7 +227,7 @@ class _Sender:
 
     def _how_far(self) -> str:
         done = self._output.tally.done + len(self._answered)
-        return f"{done} of {len(self._batch)} requests are done; the same command goes on from there."
+        return f"{done} of {len(self._batch)} requests are done; the same command continues from there."
 
     def _figures(self) -> dict[str, Any]:
         tally = self._output.tally
@@ -233,7 +260,7 @@ async def _stop_on_signals() -> AsyncIterator[None]:
 
 
 def _body(response: httpx.Response) -> dict[str, Any]:
-    """The answer's object; what is none (a proxy's page, say) is told as an error."""
+    """The answer's object; what is none (a proxy's page, say) is reported as an error."""
     try:
         body = response.json()
     except ValueError:
@@ -243,7 +270,7 @@ def _body(response: httpx.Response) -> dict[str, Any]:
     return {"error": {"message": response.text[:_ERROR_TEXT], "type": "not_json", "param": None, "code": "not_json"}}
 
 
-def _told(error: httpx.HTTPError) -> str:
+def _reported(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
 
 

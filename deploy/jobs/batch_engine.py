@@ -1,10 +1,11 @@
 """The application that answers a batch by itself."""
 
-import socket
 from collections.abc import Collection
 from pathlib import Path
 
-from serve_app.config import ServeFile, load_config
+from deploy.ports import free_port
+from serve_app.config.files import load_config
+from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
 _BASE = Path(__file__).parents[1] / "configs" / "monolith.yaml"
@@ -35,11 +36,5 @@ def batch_application(
     if others := sorted(set(models) - {name}):
         raise ConfigError(f"The requests ask for the model {others[0]!r}; this engine serves {name!r} and no other.")
     if not on_a_cluster:
-        http = http.model_copy(update={"port": _free_port(http.host)})
+        http = http.model_copy(update={"port": free_port(http)})
     return found.model_copy(update={"applications": [application], "http_options": http})
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -150,10 +150,10 @@ def failure_of(result: dict[str, Any]) -> str | None:
     response, error = result["response"], result["error"]
     if response is None:
         return str(error["code"])
-    told = response["body"].get("error")
-    if response["status_code"] == 200 and not told:
+    reported = response["body"].get("error")
+    if response["status_code"] == 200 and not reported:
         return None
-    code = told.get("code") or told.get("type") if isinstance(told, dict) else None
+    code = reported.get("code") or reported.get("type") if isinstance(reported, dict) else None
     return f"{response['status_code']} {code or ''}".strip()
 
 
@@ -236,12 +236,12 @@ def _results(path: Path, file: BinaryIO, expected: Collection[str]) -> Iterator[
             return
         result = _result(raw)
         if result is None:
-            raise ConfigError(f"{path} line {number} is no line of a batch output; mend the file, or give another.")
+            raise ConfigError(f"{path} line {number} is not a line of a batch output; fix the file, or give another.")
         custom_id = result["custom_id"]
         if custom_id not in expected:
             raise ConfigError(f"{path} line {number} answers {custom_id!r}, which the input does not have.")
         if custom_id in seen:
-            raise ConfigError(f"{path} line {number} answers {custom_id!r} a second time; mend the file.")
+            raise ConfigError(f"{path} line {number} answers {custom_id!r} a second time; fix the file.")
         seen.add(custom_id)
         end += len(raw)
         yield result, end
@@ -264,7 +264,7 @@ def _result(raw: bytes) -> dict[str, Any] | None:
 
 
 def _forget_failures(path: Path, expected: Collection[str]) -> None:
-    """Write the file anew without the lines that hold no answer; it is replaced as a whole or not at all."""
+    """Write the file again without the lines that hold no answer; it is replaced as a whole or not at all."""
     kept = path.with_name(f".{path.name}.kept")
     with path.open("rb") as old, kept.open("wb") as new:
         for result, _ in _results(path, old, expected):

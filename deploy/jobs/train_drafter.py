@@ -16,7 +16,7 @@ import torch
 
 from deploy.jobs.view import View
 from deploy.models import find_model
-from serve_app.tokenizer import Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore, resolve_device
 from speculative.errors import ConfigError, InvalidRequest
@@ -100,6 +100,7 @@ def run_training(job: TrainJob, view: View) -> dict[str, Any]:
     trainer = _trainer(job, origin, target, head, conversations, view)
     view.stage("training")
     trainer.run(lambda step: _show_step(view, step), lambda point: view.say(describe(point)))
+    view.say(f"saved: the best head, of {describe(trainer.best)}")
     if _plot(trainer.curve, job.out / _PLOT):
         view.say(f"plot in {job.out / _PLOT}")
     else:
@@ -150,7 +151,7 @@ def read_prompts(path: Path, encode: Callable[[list[dict[str, str]]], list[int]]
             json.dumps(messages, ensure_ascii=False).encode()
             prompts.append(tuple(encode(messages)))
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{path} line {number} holds half a character (a lone surrogate); mend it.") from error
+            raise ConfigError(f"{path} line {number} holds half a character (a lone surrogate); fix it.") from error
         except InvalidRequest as error:
             raise ConfigError(f"{path} line {number}: {error}") from error
     return prompts
@@ -168,7 +169,7 @@ def _resolved(job: TrainJob) -> TrainJob:
 
 def _require_fresh(job: TrainJob) -> None:
     if not job.resume and (job.out / STATE).exists():
-        raise ConfigError(f"{job.out} holds a training already; go on with --resume, or give another folder.")
+        raise ConfigError(f"{job.out} already holds a training; continue it with --resume, or give another folder.")
 
 
 def _require_writable(out: Path) -> None:
@@ -300,7 +301,7 @@ def _show_step(view: View, step: StepReport) -> None:
 
 def _provenance(job: TrainJob, conversations: Conversations, start: DraftHead | None) -> dict[str, Any]:
     """Where a head comes from, for its report; of its start a resumed run keeps what the first one told."""
-    told = {
+    reported = {
         "model": job.model,
         **_sizes(conversations),
         "torch": torch.__version__,
@@ -309,11 +310,11 @@ def _provenance(job: TrainJob, conversations: Conversations, start: DraftHead | 
         "device": job.device,
     }
     if _resumes(job):
-        return told
+        return reported
     if job.init_from is None or start is None:
-        return told | {"init_from": None}
+        return reported | {"init_from": None}
     fingerprint = model_fingerprint(resolve_model(job.init_from), start.config)
-    return told | {"init_from": job.init_from, "init_from_fingerprint": fingerprint}
+    return reported | {"init_from": job.init_from, "init_from_fingerprint": fingerprint}
 
 
 def _sizes(conversations: Conversations) -> dict[str, int]:

@@ -15,7 +15,7 @@ class View:
         self._console = console
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._began = self._told = time.monotonic()
+        self._began = self._reported = time.monotonic()
 
     def __enter__(self) -> "View":
         if self._console.is_terminal:
@@ -48,8 +48,8 @@ class View:
         """The stage is done by this share, 0 to 1."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=share, note=note)
-        elif time.monotonic() - self._told >= _LOG_EVERY_S:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._reported >= _LOG_EVERY_S:
+            self._reported = time.monotonic()
             self.say(f"{share:6.1%}  {note}")
 
     def count(self, done: int, total: int) -> None:

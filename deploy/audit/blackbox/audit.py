@@ -69,7 +69,7 @@ def run_audit(lab: Lab, report: Report = lambda _: None, only: Sequence[str] = (
 
     Args:
         lab: the server, and what it is compared with.
-        report: told of every probe as it ends.
+        report: called with every probe as it ends.
         only: names of probes; all without it.
     """
     began = time.monotonic()
@@ -87,8 +87,8 @@ def run_audit(lab: Lab, report: Report = lambda _: None, only: Sequence[str] = (
             continue
         if not _serves(lab, outcomes[-1]):
             _note_death(lab, outcomes[-1], f"it no longer answers since '{probe.name}'")
-            gone = f"the server was gone: {outcomes[-1].told}"
-        report(f"{probe.name}: {outcomes[-1].verdict} ({outcomes[-1].told})")
+            gone = f"the server was gone: {outcomes[-1].reported}"
+        report(f"{probe.name}: {outcomes[-1].verdict} ({outcomes[-1].reported})")
     return Audit(lab.server.url, _facts(lab), tuple(outcomes), lab.server.num_requests, time.monotonic() - began)
 
 
@@ -112,7 +112,7 @@ def _run(lab: Lab, probe: Probe) -> Outcome:
     except Stopped as stopped:
         outcome = trial.outcome()
         if not outcome.findings:
-            outcome.verdict, outcome.told = stopped.verdict, str(stopped)
+            outcome.verdict, outcome.reported = stopped.verdict, str(stopped)
     return dataclasses.replace(outcome, num_requests=lab.server.num_requests - sent, seconds=time.monotonic() - began)
 
 
@@ -126,10 +126,10 @@ def _serves(lab: Lab, outcome: Outcome) -> bool:
     return any(not (one := lab.server.post(plain)).error or one.refused for _ in range(2))
 
 
-def _note_death(lab: Lab, outcome: Outcome, told: str) -> None:
+def _note_death(lab: Lab, outcome: Outcome, reported: str) -> None:
     request = outcome.findings[-1].request if outcome.findings else lab.server.last_failed
-    outcome.findings.append(Finding(outcome.probe, ("server dies",), request, "a server that lives on", told))
-    outcome.verdict, outcome.told = Verdict.FAILED, told
+    outcome.findings.append(Finding(outcome.probe, ("server dies",), request, "a server that lives on", reported))
+    outcome.verdict, outcome.reported = Verdict.FAILED, reported
 
 
 def _facts(lab: Lab) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _facts(lab: Lab) -> dict[str, Any]:
     return {
         "model": lab.dialect.model,
         "max_model_len": lab.dialect.max_model_len,
-        "can": lab.dialect.can.told(),
+        "can": lab.dialect.can.reported(),
         "compared with the weights": compared,
         "compared without speculation": lab.beside is not None or lab.dialect.can.switches_speculation,
         "logprobs": lab.mode if compared and "traffic" in lab.__dict__ else "unknown",

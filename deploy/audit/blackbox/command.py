@@ -1,10 +1,9 @@
-"""`truespec audit URL`, and the audit of the audit: known faults served, and looked at from outside."""
+"""`truespec audit server`, and the audit of the audit: known faults served, and looked at from outside."""
 
-import difflib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,19 @@ from deploy.audit.blackbox.lab import FULL, QUICK, Budget, Lab
 from deploy.audit.blackbox.page import html_page
 from deploy.audit.blackbox.probes import PROBES
 from deploy.audit.blackbox.reference import Reference
-from deploy.audit.blackbox.render import print_audit, write_faults, write_page, write_probes
+from deploy.audit.blackbox.render import PROBES_MARK, print_audit, write_faults, write_page, write_probes
 from deploy.audit.blackbox.served import FOR_MODELS, NGRAM, TINY, WRITTEN_FOR_A_TABLE, FaultyServer
 from deploy.audit.blackbox.tiny import write_tiny_pair
 from deploy.audit.mutants import MUTANTS, Mutant
 from deploy.models import find_model
-from deploy.options import write_json
+from deploy.options import beginning_with, nearest, write_json
 from speculative.config import DrafterConfig
 from speculative.errors import ConfigError
 
 Report = Callable[[str], None]
 
 BUDGETS: Mapping[str, Budget] = {"quick": QUICK, "full": FULL}
-PAGE_HEAD = "# The audit from outside\n"
+PAGE_HEAD = "# Audits that were run\n"
 _DEEP = replace(FULL, answers=12, plain_share=24, first_tokens=1000)  # some 9,000 tokens at temperature 1
 _SHIFTS = ("F6 ", "F7 ", "F8 ")
 _SIZES = ("max_model_len", "kv_cache_tokens")
@@ -39,7 +38,7 @@ _PUBLISHING_S = 0.05  # of a server in this process, which counts as it is asked
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """What `truespec audit URL` was asked for.
+    """What `truespec audit server` was asked for.
 
     model: whose weights to compare with: a catalogue name, a folder or a hub id. served: which of the server's models.
     only: names of probes; all without any.
@@ -65,7 +64,7 @@ def audit_url(options: AuditOptions, report: Report) -> Audit:
     """
     for name in options.only:
         if name not in PROBES:
-            raise ConfigError(f"--only: there is no probe {name!r}; {_nearest(name, PROBES)}")
+            raise ConfigError(f"--only: there is no probe {name!r}; {nearest(name, PROBES)}")
     with ExitStack() as stack:
         server = stack.enter_context(Server(options.url, options.api_key, options.timeout_s))
         dialect = find_dialect(server, options.served)
@@ -79,7 +78,7 @@ def audit_url(options: AuditOptions, report: Report) -> Audit:
         return run_audit(lab, report, options.only)
 
 
-def tell(audit: Audit, out: Console, json_file: Path | None, html_file: Path | None) -> None:
+def show(audit: Audit, out: Console, json_file: Path | None, html_file: Path | None) -> None:
     """Print an audit, and write its files."""
     print_audit(audit, out)
     write_json(json_file, audit.as_dict(), indent=1)
@@ -89,18 +88,38 @@ def tell(audit: Audit, out: Console, json_file: Path | None, html_file: Path | N
 
 
 def put_into(page: Path, audit: Audit, name: str) -> None:
-    """Write an audit into a section of a page."""
-    write_probes(page, PAGE_HEAD)
+    """Write an audit into a section of a page; the table of probes, too, where the page has one."""
+    if page.is_file() and PROBES_MARK in page.read_text(encoding="utf-8"):
+        write_probes(page, PAGE_HEAD)
     write_page(audit, page, name, PAGE_HEAD)
 
 
 # -- known faults ----------------------------------------------------------------------------------------------------
 
 
-def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: None) -> list[str]:
-    """Serve a tiny model with each of these faults, `sound` for none, and audit every one; rows go to the page as they
-    come. Gives the names of sound servers in which something was found."""
-    wrong = []
+@dataclass(frozen=True, slots=True)
+class FaultFound:
+    """What the audit of one faulty server came to. way: what drafted. found: the faults that it was taken for."""
+
+    fault: str
+    way: str
+    found: tuple[str, ...]
+    probes: tuple[str, ...]
+
+    @property
+    def is_false_alarm(self) -> bool:
+        """Whether something was found in a sound server."""
+        return self.fault == "sound" and bool(self.probes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+        return asdict(self)
+
+
+def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: None) -> list[FaultFound]:
+    """Serve a tiny model with each of these faults, `sound` for none, and audit every one; rows are written to the page
+    as they come."""
+    found = []
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = write_tiny_pair(Path(scratch))
         reference = Reference(target)
@@ -109,8 +128,9 @@ def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: No
                 audit = audit_faulty(server, reference, budget_for(name))
                 write_faults([(name, way, audit)], page, PAGE_HEAD)
                 report(f"{name}, {way}: {', '.join(audit.faults) or 'nothing found'}")
-                wrong += [f"{name}, {way}"] if name == "sound" and audit.findings else []
-    return wrong
+                failed = tuple(one.probe for one in audit.outcomes if one.findings)
+                found.append(FaultFound(name, way, tuple(audit.faults), failed))
+    return found
 
 
 def servable(prefixes: Sequence[str] = ()) -> list[str]:
@@ -120,10 +140,7 @@ def servable(prefixes: Sequence[str] = ()) -> list[str]:
         ConfigError: none begins with one of these.
     """
     names = [name for name in ("sound", *MUTANTS) if name not in WRITTEN_FOR_A_TABLE]
-    for prefix in prefixes:
-        if not any(name.startswith(prefix) for name in names):
-            raise ConfigError(f"--only: no fault that can be served begins with {prefix!r}; {_nearest(prefix, names)}")
-    return [name for name in names if not prefixes or name.startswith(tuple(prefixes))]
+    return beginning_with(prefixes, names, "fault that can be served")
 
 
 def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> dict[str, FaultyServer]:
@@ -141,20 +158,17 @@ def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> di
             for way, (one, handoffs) in ways.items()
         }
     mutant = MUTANTS[name]
-    chosen = mutant.traffic != "drawn" or mutant.fault == "F19"  # a dead drafter's drafts are drawn from no law
+    chosen = (
+        mutant.traffic != "drawn" or mutant.fault == "F19"
+    )  # a dead drafter's drafts are drawn from no distribution
     way = "n-gram" if chosen else "draft model"
     handoffs = mutant.traffic == "handoffs"
     config = replace(TINY, drafter=drafters[way], **_settings(mutant))
     return {way: FaultyServer(target, FOR_MODELS.get(name, mutant.install), config, guarded, handoffs)}
 
 
-def _nearest(given: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(known), n=3, cutoff=0.0)
-    return f"the nearest are {', '.join(map(repr, close))}."
-
-
 def budget_for(name: str) -> Budget:
-    """What is asked of a fault: where it only shifts the law of tokens, more of them."""
+    """What is asked of a fault: where it only shifts the distribution of tokens, more of them."""
     return _DEEP if name.startswith(_SHIFTS) else QUICK
 
 

@@ -24,7 +24,7 @@ def logprob_contract(lab: Lab, trial: Trial) -> None:
     for served in lab.gathered:
         for holds, faults, expected, observed in _rules(served):
             trial.check(holds, faults, served.exchange.body, expected, observed)
-    trial.told = f"{len(lab.gathered)} answers"
+    trial.reported = f"{len(lab.gathered)} answers"
 
 
 def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
@@ -45,8 +45,10 @@ def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
     ]
     sampled = not served.ask.params.greedy and served.ask.params.temperature >= 1
     if sampled and len(finite) >= _CONSTANT_FROM and served.setting == "temperature 1":
-        told = f"all {len(finite)} are {finite[0]:g}"
-        rules.append((bool(finite.min() < finite.max()), ("F10",), "logprobs that differ from token to token", told))
+        reported = f"all {len(finite)} are {finite[0]:g}"
+        rules.append(
+            (bool(finite.min() < finite.max()), ("F10",), "logprobs that differ from token to token", reported)
+        )
     for place, top in enumerate(answer.top or ()):
         if place >= len(values) or not top or not np.isfinite(values[place]):
             continue
@@ -54,19 +56,19 @@ def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
         rules.append(
             (mass <= 1 + _MASS, ("F10", "F2"), "probabilities of the likeliest that add up to at most 1", f"{mass:.4f}")
         )
-        told = f"{own:.4f} above the likeliest, {top[0]:.4f}, at token {place}"
-        rules.append((own <= top[0] + _ROUNDING, ("F10",), "no token likelier than the likeliest", told))
+        reported = f"{own:.4f} above the likeliest, {top[0]:.4f}, at token {place}"
+        rules.append((own <= top[0] + _ROUNDING, ("F10",), "no token likelier than the likeliest", reported))
     if answer.top is not None and given:
-        told = f"{len(answer.top)} lists for {num} tokens"
+        reported = f"{len(answer.top)} lists for {num} tokens"
         rules.append(
-            (len(answer.top) == num and all(answer.top), ("F10",), "the likeliest tokens with each token", told)
+            (len(answer.top) == num and all(answer.top), ("F10",), "the likeliest tokens with each token", reported)
         )
     return rules
 
 
 @probe(
     "scored ids",
-    "Are logprobs of given token ids told, and right?",
+    "Are logprobs of given token ids returned, and right?",
     Need.LOGPROBS,
     Need.TOKEN_IDS,
 )
@@ -92,8 +94,8 @@ def _ids_to_score(lab: Lab) -> tuple[int, ...]:
 def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> None:
     body, scored = one.exchange.body, one.answer.scored or ()
     present = bool(one.ids) and len(scored) == len(one.ids) and all(set(each) >= set(ids) for each in scored)
-    told = f"{len(scored)} of {len(one.ids)} tokens have any"
-    if not trial.check(present, ("F2",), body, f"{len(ids)} scored ids with each token", told):
+    reported = f"{len(scored)} of {len(one.ids)} tokens have any"
+    if not trial.check(present, ("F2",), body, f"{len(ids)} scored ids with each token", reported):
         return
     table = np.array([[each[token] for token in ids] for each in scored])
     trial.check(
@@ -109,13 +111,15 @@ def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> 
         if token in each
     ]
     if own:
-        told = f"they differ by {max(own):.3g} nats"
+        reported = f"they differ by {max(own):.3g} nats"
         trial.check(
-            max(own) <= 1e-3, ("F2",), body, "the same logprob for a token as scored id and as emitted token", told
+            max(own) <= 1e-3, ("F2",), body, "the same logprob for a token as scored id and as emitted token", reported
         )
     if lab.reference is not None:
-        told_law = lab.reference.logits((*one.ask.prompt, *one.ids), len(one.ask.prompt)).log_softmax(-1)[:, list(ids)]
-        off = float(np.nanmedian(np.abs(table - told_law.numpy())))
+        reported_distribution = lab.reference.logits((*one.ask.prompt, *one.ids), len(one.ask.prompt)).log_softmax(-1)[
+            :, list(ids)
+        ]
+        off = float(np.nanmedian(np.abs(table - reported_distribution.numpy())))
         if lab.mode == "raw":
             wanted = f"scores within {lab.tolerance.nats:g} nats of the model's"
             trial.check(
@@ -125,7 +129,7 @@ def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> 
 
 @probe(
     "neighbours of scored ids",
-    "Are others told the same beside requests that score ids? Those have killed engines that score wrongly.",
+    "Do others get the same answers beside requests that score ids? Those have killed engines that score wrongly.",
     Need.LOGPROBS,
     Need.TOKEN_IDS,
 )
@@ -154,8 +158,8 @@ def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
         agreed = next((i for i, (_, _, a, b) in enumerate(pairs) if a != b), len(pairs))
         worst = max((_difference(a, b) for a, b, _, _ in pairs[:agreed]), default=0.0)
         wanted = "the same likeliest tokens beside requests that score ids"
-        told = f"their logprobs differ by {worst:.2f} nats, or some are missing"
-        trial.check(worst <= 2 * lab.tolerance.nats, ("F2",), second.exchange.body, wanted, told)
+        reported = f"their logprobs differ by {worst:.2f} nats, or some are missing"
+        trial.check(worst <= 2 * lab.tolerance.nats, ("F2",), second.exchange.body, wanted, reported)
 
 
 def _difference(first: tuple[float, ...], second: tuple[float, ...]) -> float:

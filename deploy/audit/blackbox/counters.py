@@ -40,6 +40,8 @@ _OWN_CHECKS: dict[str, dict[str, tuple[str, ...]]] = {
     "truespec_selfcheck_violations_total": {
         "support": ("F9",),
         "conservation": ("F12",),
+        "length": ("F25",),
+        "q_missing": ("F26",),
         "stop": ("F21",),
         "metrics": ("F18",),
         "q_zero": ("F3", "F4", "F7", "F16"),
@@ -49,7 +51,7 @@ _OWN_CHECKS: dict[str, dict[str, tuple[str, ...]]] = {
     "truespec_selfcheck_alarms_total": {"": ("F3", "F4", "F6", "F7", "F8", "F12")},
     "truespec_replay_alarms_total": {"": ("F1", "F5", "F10", "F11", "F13", "F14", "F15")},
 }
-"""What a truespec server tells of itself, and what it looks like; by the value of `kind`, `check` or `alarm`."""
+"""What a truespec server says of itself, and what it looks like; by the value of `kind`, `check` or `alarm`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,8 +90,10 @@ def read_counts(lab: Lab) -> Counts:
     sums: dict[str, float] = {}
     positions: dict[int, float] = {}
     text = lab.server.get("/metrics") or ""
-    told = [line for line in text.splitlines() if line.startswith(tuple(kinds))]  # the rest would take long to parse
-    for family in text_string_to_metric_families("\n".join(told) + "\n"):
+    reported = [
+        line for line in text.splitlines() if line.startswith(tuple(kinds))
+    ]  # the rest would take long to parse
+    for family in text_string_to_metric_families("\n".join(reported) + "\n"):
         for sample in family.samples:
             kind = kinds.get(sample.name)
             if kind == "per_position":
@@ -140,18 +144,20 @@ def counters(lab: Lab, trial: Trial) -> None:
                 f"the server generated {counts.generated:.0f} tokens while {tokens} were asked for: others use it"
             )
             return
-        told = f"{counts.generated:.0f} counted, {tokens} served"
-        trial.check(counts.generated == tokens, ("F18",), body, "every generated token counted once", told)
+        reported = f"{counts.generated:.0f} counted, {tokens} served"
+        trial.check(counts.generated == tokens, ("F18",), body, "every generated token counted once", reported)
         _check_identities(trial, counts, tokens, len(asks), body)
-    plain, told_logprobs = found[False], found[True]
+    plain, reported_logprobs = found[False], found[True]
     trial.figures |= {"acceptance": plain.acceptance, "drafted": plain.drafted}
-    trial.told = f"{plain.accepted:.0f} of {plain.drafted:.0f} drafts accepted in texts that repeat themselves"
+    trial.reported = f"{plain.accepted:.0f} of {plain.drafted:.0f} drafts accepted in texts that repeat themselves"
     if plain.drafted >= _LEAST_DRAFTS:
         body = lab.dialect.body(Ask(lab.loop(1), dataclasses.replace(_GREEDY, max_tokens=48)))
-        told = f"{told_logprobs.drafted:.0f} drafts with logprobs, {plain.drafted:.0f} without"
-        trial.check(told_logprobs.drafted > 0, ("F22",), body, "drafts while logprobs are asked for", told)
-        told = f"{plain.acceptance:.1%} of {plain.drafted:.0f} drafts accepted"
-        trial.check(plain.acceptance > _DEAD, ("F19", "F20"), body, "some drafts accepted in texts that repeat", told)
+        reported = f"{reported_logprobs.drafted:.0f} drafts with logprobs, {plain.drafted:.0f} without"
+        trial.check(reported_logprobs.drafted > 0, ("F22",), body, "drafts while logprobs are asked for", reported)
+        reported = f"{plain.acceptance:.1%} of {plain.drafted:.0f} drafts accepted"
+        trial.check(
+            plain.acceptance > _DEAD, ("F19", "F20"), body, "some drafts accepted in texts that repeat", reported
+        )
 
 
 def _serve(lab: Lab, trial: Trial, asks: list[Ask]) -> int:
@@ -160,19 +166,21 @@ def _serve(lab: Lab, trial: Trial, asks: list[Ask]) -> int:
 
 
 def _check_identities(trial: Trial, counts: Counts, tokens: int, num_requests: int, body: dict[str, object]) -> None:
-    told = f"{counts.accepted:.0f} accepted of {counts.drafted:.0f} drafted"
-    trial.check(counts.accepted <= counts.drafted, ("F18",), body, "no more accepted than drafted", told)
+    reported = f"{counts.accepted:.0f} accepted of {counts.drafted:.0f} drafted"
+    trial.check(counts.accepted <= counts.drafted, ("F18",), body, "no more accepted than drafted", reported)
     if counts.per_position:
-        told = f"{sum(counts.per_position):.0f} over positions, {counts.accepted:.0f} in all"
-        trial.check(sum(counts.per_position) == counts.accepted, ("F18",), body, "positions that add up", told)
+        reported = f"{sum(counts.per_position):.0f} over positions, {counts.accepted:.0f} in all"
+        trial.check(sum(counts.per_position) == counts.accepted, ("F18",), body, "positions that add up", reported)
         falling = all(a >= b for a, b in zip(counts.per_position, counts.per_position[1:], strict=False))
-        told = ", ".join(f"{value:.0f}" for value in counts.per_position)
-        trial.check(falling, ("F18",), body, "no position accepted more often than the one before", told)
+        reported = ", ".join(f"{value:.0f}" for value in counts.per_position)
+        trial.check(falling, ("F18",), body, "no position accepted more often than the one before", reported)
     slack = num_requests * max(len(counts.per_position), 1)  # of a last run that max_tokens cut
     least = counts.accepted + counts.drafts
-    told = f"{counts.accepted:.0f} accepted in {counts.drafts:.0f} rounds make {least:.0f} tokens, {tokens} were served"
+    reported = (
+        f"{counts.accepted:.0f} accepted in {counts.drafts:.0f} rounds make {least:.0f} tokens, {tokens} were served"
+    )
     fits = least <= tokens + slack
-    trial.check(fits, ("F18", "F12"), body, "a token for every accepted draft and one for every round", told)
+    trial.check(fits, ("F18", "F12"), body, "a token for every accepted draft and one for every round", reported)
 
 
 @probe(
@@ -190,14 +198,14 @@ def drafts_of_one_token(lab: Lab, trial: Trial) -> None:
     counts, tokens = counted(lab, lambda: _serve(lab, trial, [ask] * 12))
     if not tokens:
         return
-    told = f"{counts.drafted:.0f} drafted, {counts.accepted:.0f} accepted in {counts.drafts:.0f} rounds"
+    reported = f"{counts.drafted:.0f} drafted, {counts.accepted:.0f} accepted in {counts.drafts:.0f} rounds"
     wanted = "no drafts for requests of one token"
-    trial.check(counts.drafted == 0, ("placeholder drafts", "F18"), lab.dialect.body(ask), wanted, told)
+    trial.check(counts.drafted == 0, ("placeholder drafts", "F18"), lab.dialect.body(ask), wanted, reported)
     counts, tokens = counted(lab, lambda: _serve(lab, trial, [long] * 12))
     most = counts.generated - 12  # the first token of each comes of its prompt, too
-    told = f"{counts.drafts:.0f} rounds with drafts, {tokens} tokens of 12 requests"
+    reported = f"{counts.drafts:.0f} rounds with drafts, {tokens} tokens of 12 requests"
     wanted = "no more rounds with drafts than tokens after the first ones"
-    trial.check(counts.drafts <= most, ("placeholder drafts", "F18"), lab.dialect.body(long), wanted, told)
+    trial.check(counts.drafts <= most, ("placeholder drafts", "F18"), lab.dialect.body(long), wanted, reported)
 
 
 @probe(
@@ -239,14 +247,14 @@ def neighbours_of_a_long_request(lab: Lab, trial: Trial) -> None:
 
     beside, _ = counted(lab, work)
     lost = beside.accepted < _LOST * alone.accepted and beside.drafted > alone.drafted
-    told = (
+    reported = (
         f"{alone.accepted:.0f} of {alone.drafted:.0f} accepted alone, {beside.accepted:.0f} of {beside.drafted:.0f} "
         f"beside {len(others)} such requests"
     )
     trial.figures |= {"acceptance alone": alone.acceptance, "acceptance beside": beside.acceptance}
-    trial.told = told
+    trial.reported = reported
     wanted = "the same drafts accepted beside a request near the length limit"
-    trial.check(not lost, ("neighbour zeroes drafts", "F1"), lab.dialect.body(near), wanted, told)
+    trial.check(not lost, ("neighbour zeroes drafts", "F1"), lab.dialect.body(near), wanted, reported)
 
 
 @probe("own alarms", "Did the server's own checks find anything while it was audited?", Need.METRICS)
@@ -263,8 +271,8 @@ def own_alarms(lab: Lab, trial: Trial) -> None:
             kind = next((sample.labels[name] for name in ("kind", "check", "alarm") if name in sample.labels), "")
             if sample.labels.get("stratum", "all") != "all":
                 continue
-            told = f"{sample.value:.0f} times{f' of kind {kind}' if kind else ''}"
+            reported = f"{sample.value:.0f} times{f' of kind {kind}' if kind else ''}"
             faults = known.get(kind, known[""])
             name = sample.name.removeprefix("truespec_").removesuffix("_total").replace("_", " ")
-            trial.check(sample.value == 0, faults, {}, f"no {name}", told)
+            trial.check(sample.value == 0, faults, {}, f"no {name}", reported)
     trial.num_cases += 1

@@ -68,10 +68,11 @@ class Can:
     logprobs: bool = False
     prompt_logprobs: bool = False
     switches_speculation: bool = False  # takes speculate = false
+    reproducible: bool = False  # takes reproducible = false: a seed alone then does not choose the verifier
     strict: bool = False  # refuses fields that it does not know
     metrics: str | None = None  # prefix of its metrics' names
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """For a report."""
         return dataclasses.asdict(self)
 
@@ -91,7 +92,7 @@ class Dialect:
         sent = {
             name: value for name, value in params.items() if name in _ALWAYS or value not in (_PARAMS[name], None, ())
         }
-        sent.pop("bad_words", None)  # token ids, for the law; on the wire they are texts, in `extra`
+        sent.pop("bad_words", None)  # token ids, for the distribution; on the wire they are texts, in `extra`
         if "logit_bias" in sent:
             sent["logit_bias"] = {str(token): value for token, value in ask.params.logit_bias}
         sent = {name: list(value) if isinstance(value, tuple) else value for name, value in sent.items()}
@@ -121,15 +122,15 @@ def read_stream(events: Sequence[dict[str, Any]]) -> Answer:
 def _answer(
     choice: dict[str, Any], scored_ids: Sequence[int], num_tokens: int | None = None, prompt: Any = None
 ) -> Answer:
-    told = choice.get("logprobs") or {}
-    values, tops = told.get("token_logprobs"), told.get("top_logprobs")
-    scored = told.get("scored_logprobs")
+    reported = choice.get("logprobs") or {}
+    values, tops = reported.get("token_logprobs"), reported.get("top_logprobs")
+    scored = reported.get("scored_logprobs")
     if scored_ids and scored is None and tops:
         wanted = {f"token_id:{token}": token for token in scored_ids}
         scored = [{wanted[key]: value for key, value in (top or {}).items() if key in wanted} for top in tops]
     return Answer(
         text=choice.get("text") or "",
-        token_ids=_token_ids(choice, told),
+        token_ids=_token_ids(choice, reported),
         logprobs=None if values is None else tuple(_number(value) for value in values),
         top=None if tops is None else tuple(_ranked(top or {}) for top in tops),
         scored=None if scored is None else tuple({int(key): float(v) for key, v in one.items()} for one in scored),
@@ -139,10 +140,10 @@ def _answer(
     )
 
 
-def _token_ids(choice: dict[str, Any], told: dict[str, Any]) -> tuple[int, ...] | None:
+def _token_ids(choice: dict[str, Any], reported: dict[str, Any]) -> tuple[int, ...] | None:
     if choice.get("token_ids") is not None:
         return tuple(choice["token_ids"])
-    found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in told.get("tokens") or ()]
+    found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in reported.get("tokens") or ()]
     return tuple(int(one[1]) for one in found if one) if found and all(found) else None
 
 
@@ -153,15 +154,15 @@ def _ranked(top: dict[str, Any]) -> tuple[float, ...]:
 
 def _prompt_logprobs(choice: dict[str, Any], prompt: Any) -> tuple[float | None, ...] | None:
     """Of each prompt token but the first. Where the prompt was a text, the token itself stands first in its object."""
-    told = choice.get("prompt_logprobs")
-    if told is None:
+    reported = choice.get("prompt_logprobs")
+    if reported is None:
         return None
-    ids = [str(token) for token in prompt[1:]] if isinstance(prompt, list) else [None] * (len(told) - 1)
-    if len(ids) != len(told) - 1:
+    ids = [str(token) for token in prompt[1:]] if isinstance(prompt, list) else [None] * (len(reported) - 1)
+    if len(ids) != len(reported) - 1:
         return tuple(None for _ in ids)
     entries: list[dict[str, Any]] = [
         (entry or {}).get(token) or next(iter((entry or {}).values()), {})
-        for token, entry in zip(ids, told[1:], strict=True)
+        for token, entry in zip(ids, reported[1:], strict=True)
     ]
     return tuple(_number(entry.get("logprob")) for entry in entries)
 
@@ -185,7 +186,7 @@ def find_dialect(server: Server, model: str | None = None) -> Dialect:
     plain |= {"prompt": [3, 4, 5]} if can["token_prompts"] else {"prompt": "The"}
     first = server.post(plain)
     if not first.ok:
-        raise AuditFailed(f"{server.url} does not answer a plain completion: {first.told()}")
+        raise AuditFailed(f"{server.url} does not answer a plain completion: {first.reported()}")
     fields = {name: value for name, value in _NEUTRAL.items() if server.post(plain | {name: value}).ok}
     can["strict"] = not server.post(plain | {_NONSENSE: 1}).ok
     for extension in _EXTENSIONS:
@@ -198,7 +199,8 @@ def find_dialect(server: Server, model: str | None = None) -> Dialect:
     can["token_ids"] = bool(answers and answers[0].token_ids is not None)
     tried = server.post(plain | fields | {"prompt_logprobs": 0})
     can["prompt_logprobs"] = bool(tried.ok and draft.read(tried)[0].prompt_logprobs)
-    can["switches_speculation"] = can["strict"] and server.post(plain | {"speculate": False}).ok
+    for capability, switch in (("switches_speculation", "speculate"), ("reproducible", "reproducible")):
+        can[capability] = can["strict"] and server.post(plain | {switch: False}).ok
     return dataclasses.replace(draft, can=Can(**can, metrics=_metrics_prefix(server)))
 
 

@@ -39,7 +39,7 @@ class Exchange:
         """Whether the server said that it does not do this."""
         return self.status is not None and 400 <= self.status < 500
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """What came back, in a few words."""
         if self.ok:
             return "an answer"
@@ -83,9 +83,9 @@ class Server:
         try:
             response = self._http.post(path, json=body)
         except httpx.HTTPError as error:
-            told = str(error) or type(error).__name__
+            reported = str(error) or type(error).__name__
             self.last_failed = body
-            return Exchange(path, body, None, {}, told, time.monotonic() - began)
+            return Exchange(path, body, None, {}, reported, time.monotonic() - began)
         reply, error_text = _read(response)
         return Exchange(path, body, response.status_code, reply, error_text, time.monotonic() - began)
 

@@ -14,7 +14,7 @@ import deploy.bench.prompts
 from deploy.audit.blackbox.dialect import Answer, Ask, Dialect
 from deploy.audit.blackbox.exchange import Exchange, Server
 from deploy.audit.blackbox.probes import Need, Stopped, Verdict
-from deploy.audit.blackbox.reference import Law, Reference
+from deploy.audit.blackbox.reference import Distribution, Reference
 from speculative.request import SamplingParams
 from speculative.selfcheck.eprocess import Floats
 
@@ -66,7 +66,7 @@ class Tolerance:
     """What rounding may do on a server.
 
     nats: |served - computed again| of a logprob; a share `rate` of tokens may differ by more. edge: nats by which a
-    filter's edge, or the likeliest token, may move. shift: of the mean of a term of the law.
+    filter's edge, or the likeliest token, may move. shift: of the mean of a term of the distribution.
     """
 
     nats: float
@@ -81,13 +81,14 @@ ROUNDED = Tolerance(nats=0.5, rate=0.01, edge=0.35, shift=0.02)
 
 @dataclass(slots=True)
 class Served:
-    """An answered request; `setting` names how it was sampled. `law` is what the reference says of the answer."""
+    """An answered request; `setting` names how it was sampled. `distribution` is what the reference says of the
+    answer."""
 
     setting: str
     ask: Ask
     exchange: Exchange
     answer: Answer
-    law: Law | None = None
+    distribution: Distribution | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -150,8 +151,8 @@ class Lab:
             random = np.random.default_rng(SEED)
             return tuple(random.integers(3, self.reference.vocab_size, 4096).tolist())
         body = {"model": self.dialect.model, "prompt": prose[:1500], "max_tokens": 1, "return_token_ids": True}
-        told = self.server.post(body).reply.get("choices") or [{}]
-        ids = told[0].get("prompt_token_ids")
+        reported = self.server.post(body).reply.get("choices") or [{}]
+        ids = reported[0].get("prompt_token_ids")
         if not ids:
             raise Stopped(Verdict.UNSUPPORTED, "needs the model's tokenizer: give --model")
         return tuple(ids)
@@ -193,12 +194,12 @@ class Lab:
             for ask, one in zip(asks, exchanges, strict=True)
         ]
 
-    def law(self, served: Served) -> Law:
+    def distribution(self, served: Served) -> Distribution:
         """What the reference says of an answer."""
         assert self.reference is not None
-        if served.law is None:
-            served.law = self.reference.law(served.ask.prompt, served.ids, served.ask.params)  # type: ignore[arg-type]
-        return served.law
+        if served.distribution is None:
+            served.distribution = self.reference.distribution(served.ask.prompt, served.ids, served.ask.params)  # type: ignore[arg-type]
+        return served.distribution
 
     def _served(self, setting: str, ask: Ask, exchange: Exchange) -> Served:
         answers = self.dialect.read(exchange) if exchange.ok else []
@@ -211,13 +212,15 @@ class Lab:
 
     @cached_property
     def traffic(self) -> dict[str, list[Served]]:
-        """Answers of every setting that the server takes, asked together; every other one without a seed."""
+        """Answers of every setting that the server takes, asked together; every other one without a seed. Where a seed
+        chooses the verifier, every other seeded one declines: most users' requests, without a seed, are judged so."""
         asks: list[tuple[str, Ask]] = []
         for place, (name, params) in enumerate(SETTINGS.items()):
             count = self.budget.answers * (self.budget.plain_share if name == "temperature 1" else 1)
             for number in range(count):
                 seed = SEED + 1000 * place + number if number % 2 else None
-                asks.append((name, Ask(self.prompt(7 * place + number), params, seed)))
+                plain = {"reproducible": False} if self.dialect.can.reproducible and number % 4 == 1 else {}
+                asks.append((name, Ask(self.prompt(7 * place + number), params, seed, plain)))
         order = np.random.default_rng(SEED).permutation(len(asks)).tolist()
         answered = self.ask_all([asks[index][1] for index in order])
         found: dict[str, list[Served]] = {name: [] for name in SETTINGS}
@@ -233,7 +236,7 @@ class Lab:
 
     @cached_property
     def modes(self) -> dict[str, str]:
-        """By setting, whether logprobs are of the model's law ("raw") or of the request's ("processed")."""
+        """By setting, whether logprobs are of the model's distribution ("raw") or of the request's ("processed")."""
         found = {}
         for name, answers in self.traffic.items():
             raw, processed = (self._drifts(answers, mode) for mode in ("raw", "processed"))
@@ -244,8 +247,8 @@ class Lab:
     @property
     def mode(self) -> str:
         """What most settings' logprobs are of."""
-        told = [mode for mode in self.modes.values() if mode != "either"]
-        return max(set(told), key=told.count) if told else "raw"
+        reported = [mode for mode in self.modes.values() if mode != "either"]
+        return max(set(reported), key=reported.count) if reported else "raw"
 
     @cached_property
     def tolerance(self) -> Tolerance:
@@ -266,22 +269,22 @@ class Lab:
         """
         if self.tolerance is EXACT:
             return self._drifts(answers, self.mode)
-        parts = [self._drifts([one], self.mode)[: _num_ordinary(self.law(one))] for one in answers]
+        parts = [self._drifts([one], self.mode)[: _num_ordinary(self.distribution(one))] for one in answers]
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _drifts(self, answers: Sequence[Served], mode: str) -> Floats:
         parts = [
-            np.abs(one.values - (self.law(one).raw if mode == "raw" else self.law(one).processed))
+            np.abs(one.values - (self.distribution(one).raw if mode == "raw" else self.distribution(one).processed))
             for one in answers
             if one.answer.logprobs and len(one.values) == len(one.ids)
         ]
         return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _num_ordinary(law: Law) -> int:
+def _num_ordinary(distribution: Distribution) -> int:
     """Tokens before the first one that the model would hardly ever say."""
-    odd = np.flatnonzero(law.raw < -_ORDINARY_NATS)
-    return int(odd[0]) if len(odd) else len(law)
+    odd = np.flatnonzero(distribution.raw < -_ORDINARY_NATS)
+    return int(odd[0]) if len(odd) else len(distribution)
 
 
 NO_ANSWER = Answer("", None, None, None, None, None, None, None)

@@ -42,9 +42,9 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
         if not trial.answered(one.exchange, ("F11", "request fails")):
             continue
         values = one.answer.prompt_logprobs or ()
-        told = f"{len(values)} of them, {sum(value is None for value in values)} of them null"
+        reported = f"{len(values)} of them, {sum(value is None for value in values)} of them null"
         whole = len(values) == length - 1 and None not in values
-        if not trial.check(whole, ("F11",), one.exchange.body, f"{length - 1} logprobs for {length} tokens", told):
+        if not trial.check(whole, ("F11",), one.exchange.body, f"{length - 1} logprobs for {length} tokens", reported):
             continue
         drifts = np.abs(np.array(values, float) - expected[: length - 1])
         largest.append(float(drifts.max()))
@@ -52,13 +52,15 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
         trial.num_cases += len(drifts)
         if too_many(len(drifts), over, lab.tolerance.rate, trial.delta):
             first = int(np.argmax(drifts > lab.tolerance.nats)) + 1
-            told = f"{over} of {len(drifts)} are off, by up to {drifts.max():.2f} nats, the first at token {first}"
+            reported = f"{over} of {len(drifts)} are off, by up to {drifts.max():.2f} nats, the first at token {first}"
             wanted = f"the prompt's logprobs within {lab.tolerance.nats:g} nats of the model's"
-            trial.found(("F11",), one.exchange.body, wanted, told)
+            trial.found(("F11",), one.exchange.body, wanted, reported)
     trial.series["largest difference by length, nats"] = largest
     trial.figures["lengths"] = float(len(lengths))
     if largest:
-        trial.told = f"{len(lengths)} lengths up to {lengths[-1]}; the largest difference is {max(largest):.3g} nats"
+        trial.reported = (
+            f"{len(lengths)} lengths up to {lengths[-1]}; the largest difference is {max(largest):.3g} nats"
+        )
 
 
 @probe(
@@ -82,9 +84,13 @@ def length_limit(lab: Lab, trial: Trial) -> None:
         one = lab.ask(ask, "limit")
         if not trial.answered(one.exchange, ("F1", "request fails")):
             continue
-        told = f"{len(one.ids)} tokens, finish_reason {one.answer.finish_reason}"
+        reported = f"{len(one.ids)} tokens, finish_reason {one.answer.finish_reason}"
         trial.check(
-            len(one.ids) == room, ("F1", "F21"), one.exchange.body, f"{room} tokens, up to the limit of {limit}", told
+            len(one.ids) == room,
+            ("F1", "F21"),
+            one.exchange.body,
+            f"{room} tokens, up to the limit of {limit}",
+            reported,
         )
         if not one.ids:
             continue
@@ -92,11 +98,11 @@ def length_limit(lab: Lab, trial: Trial) -> None:
         drifts = lab.drifts([one])
         total, over = total + len(drifts), over + int((~(drifts <= lab.tolerance.nats)).sum())
         worst = max(worst, (float(np.nanmax(drifts, initial=0.0)), one), key=lambda each: each[0])
-    trial.told = f"{total} tokens before the limit of {limit}, off by at most {worst[0]:.3g} nats"
+    trial.reported = f"{total} tokens before the limit of {limit}, off by at most {worst[0]:.3g} nats"
     if worst[1] is not None and too_many(total, over, lab.tolerance.rate, trial.delta):
-        told = f"{over} of {total} are off, by up to {worst[0]:.2f} nats"
+        reported = f"{over} of {total} are off, by up to {worst[0]:.2f} nats"
         wanted = f"logprobs within {lab.tolerance.nats:g} nats of the model's near the length limit"
-        trial.found(("F1",), worst[1].exchange.body, wanted, told)
+        trial.found(("F1",), worst[1].exchange.body, wanted, reported)
     beyond = lab.ask(Ask(base[: limit - 2], dataclasses.replace(_GREEDY, max_tokens=limit)), "limit")
     trial.answered(beyond.exchange, ("F1", "request fails"))
 
@@ -131,7 +137,7 @@ def warm_prefixes(lab: Lab, trial: Trial) -> None:
 
 @probe(
     "ends",
-    "Does an answer end exactly where it is told to: at max_tokens, at a stop token, at a stop string?",
+    "Does an answer end exactly where it should: at max_tokens, at a stop token, at a stop string?",
     Need.TOKEN_IDS,
 )
 def ends(lab: Lab, trial: Trial) -> None:
@@ -142,17 +148,20 @@ def ends(lab: Lab, trial: Trial) -> None:
         whole = lab.ask(Ask(prompt, _GREEDY), "ends")
         if not trial.answered(whole.exchange):
             continue
-        told = f"none, finish_reason {whole.answer.finish_reason}"
+        reported = f"none, finish_reason {whole.answer.finish_reason}"
         spoke = bool(whole.ids) or whole.answer.finish_reason == "stop"
-        if not trial.check(spoke, ("no tokens",), whole.exchange.body, "tokens in an answer", told) or not whole.ids:
+        if (
+            not trial.check(spoke, ("no tokens",), whole.exchange.body, "tokens in an answer", reported)
+            or not whole.ids
+        ):
             continue
         asks = [Ask(prompt, dataclasses.replace(_GREEDY, max_tokens=most)) for most in (1, 2, 3, 4, 5, 7)]
         for one in lab.ask_all(asks, "ends"):
             most = one.ask.params.max_tokens
-            told = f"{len(one.ids)} tokens, usage {one.answer.num_tokens}"
+            reported = f"{len(one.ids)} tokens, usage {one.answer.num_tokens}"
             right = len(one.ids) == most and one.answer.num_tokens in (None, most)
             if trial.answered(one.exchange):
-                trial.check(right, ("F21", "F12"), one.exchange.body, f"exactly {most} tokens", told)
+                trial.check(right, ("F21", "F12"), one.exchange.body, f"exactly {most} tokens", reported)
         _check_stop_tokens(lab, trial, prompt, whole)
         _check_stop_strings(lab, trial, prompt, whole)
 
@@ -164,12 +173,12 @@ def _check_stop_tokens(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: S
         if not trial.answered(one.exchange):
             continue
         place = one.ids.index(stop) if stop in one.ids else None
-        told = f"{len(one.ids)} tokens, finish_reason {one.answer.finish_reason}"
+        reported = f"{len(one.ids)} tokens, finish_reason {one.answer.finish_reason}"
         if place is None:  # a server may leave the stop token out
             right = one.answer.finish_reason == "stop" or len(one.ids) == one.ask.params.max_tokens
         else:
-            right, told = place == len(one.ids) - 1, f"{told}, the stop token at place {place}"
-        trial.check(right, ("F21",), one.exchange.body, "an end at the first stop token", told)
+            right, reported = place == len(one.ids) - 1, f"{reported}, the stop token at place {place}"
+        trial.check(right, ("F21",), one.exchange.body, "an end at the first stop token", reported)
 
 
 def _check_stop_strings(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: Served) -> None:
@@ -178,7 +187,7 @@ def _check_stop_strings(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: 
     asks = [Ask(prompt, _GREEDY, extra={"stop": [stop]}) for stop in stops]
     for stop, one in zip(stops, lab.ask_all(asks, "ends"), strict=True):
         if trial.answered(one.exchange):
-            told = f"{one.answer.text[-40:]!r}, finish_reason {one.answer.finish_reason}"
+            reported = f"{one.answer.text[-40:]!r}, finish_reason {one.answer.finish_reason}"
             trial.check(
-                stop not in one.answer.text, ("F21",), one.exchange.body, f"a text that ends before {stop!r}", told
+                stop not in one.answer.text, ("F21",), one.exchange.body, f"a text that ends before {stop!r}", reported
             )

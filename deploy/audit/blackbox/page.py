@@ -84,7 +84,7 @@ def _request(finding: Finding) -> str:
 def _probes(outcomes: Iterable[Outcome]) -> str:
     rows = [
         f"<tr><td>{_text(one.probe)}<small>{_text(one.asks)}</small></td>"
-        f'<td class="{_CLASSES[one.verdict]}">{_text(one.verdict)}</td><td>{_text(one.told)}</td>'
+        f'<td class="{_CLASSES[one.verdict]}">{_text(one.verdict)}</td><td>{_text(one.reported)}</td>'
         f'<td class="wide">{one.num_requests}</td></tr>'
         for one in outcomes
     ]
@@ -97,10 +97,10 @@ def _plots(outcomes: Iterable[Outcome]) -> str:
     for outcome in outcomes:
         series = outcome.series
         for name, values in series.items():
-            if outcome.probe == "law of the tokens":
+            if outcome.probe == "distribution of the tokens":
                 drawn.append(
                     plots.histogram(
-                        values, f"{name}: places of tokens in the law's order, uniform if right", uniform=True
+                        values, f"{name}: places of tokens in the distribution's order, uniform if right", uniform=True
                     )
                 )
             elif name == "drift, nats":
@@ -118,13 +118,13 @@ def _plots(outcomes: Iterable[Outcome]) -> str:
 
 
 def _facts(audit: Audit) -> str:
-    rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(_told(value))}</dd>" for name, value in audit.facts.items())
+    rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(_reported(value))}</dd>" for name, value in audit.facts.items())
     return f'<div class="card"><dl>{rows}</dl></div>'
 
 
-def _told(value: object) -> str:
+def _reported(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_told(each)}" for name, each in value.items()) or "none"
+        return ", ".join(f"{name}: {_reported(each)}" for name, each in value.items()) or "none"
     return (
         {True: "yes", False: "no", None: "unknown"}[value] if value is None or isinstance(value, bool) else str(value)
     )

@@ -43,9 +43,9 @@ def sampling_parameters(lab: Lab, trial: Trial) -> None:
             elif trial.answered(one.exchange, (*_FAULT, "request fails")) and one.ids:
                 _CHECKS.get(name, _check_likeliest)(lab, trial, name, one)
     lab.mixed_up |= bool(trial.findings())
-    trial.told = f"{trial.num_cases} answers"
+    trial.reported = f"{trial.num_cases} answers"
     if refused:
-        trial.told += f"; refused: {', '.join(refused)}"
+        trial.reported += f"; refused: {', '.join(refused)}"
 
 
 def _asks(lab: Lab, prompt: tuple[int, ...], common: list[int]) -> dict[str, Ask]:
@@ -100,7 +100,7 @@ def _check_likeliest(lab: Lab, trial: Trial, name: str, one: Served) -> None:
 
 
 def _check_cold(lab: Lab, trial: Trial, name: str, one: Served) -> None:
-    gap = float(lab.law(one).gap.max())
+    gap = float(lab.distribution(one).gap.max())
     most = lab.tolerance.edge + _UNLIKELY_NATS * _COLD
     wanted = f"{name}: no token more than {most:g} nats less likely than the best"
     trial.check(gap <= most, _FAULT, one.exchange.body, wanted, f"one is {gap:.2f} nats less likely")
@@ -109,17 +109,17 @@ def _check_cold(lab: Lab, trial: Trial, name: str, one: Served) -> None:
 def _check_towards(lab: Lab, trial: Trial, name: str, one: Served) -> None:
     wanted = one.ask.params.logit_bias[0][0]
     others = sum(token != wanted for token in one.ids)
-    told = f"{others} of {len(one.ids)} are others"
-    trial.check(not others, _FAULT, one.exchange.body, f"{name}: nothing but token {wanted}", told)
+    reported = f"{others} of {len(one.ids)} are others"
+    trial.check(not others, _FAULT, one.exchange.body, f"{name}: nothing but token {wanted}", reported)
 
 
 def _check_min_tokens(lab: Lab, trial: Trial, name: str, one: Served) -> None:
     assert lab.reference is not None
     eos, least = set(lab.reference.eos_token_ids), one.ask.params.min_tokens
     text = [token for token in one.ids if token not in eos]
-    told = f"{len(text)} tokens, finish_reason {one.answer.finish_reason}"
+    reported = f"{len(text)} tokens, finish_reason {one.answer.finish_reason}"
     right = len(text) == least and one.answer.finish_reason == "stop"
-    trial.check(right, _FAULT, one.exchange.body, f"{name}: an end after exactly {least} tokens", told)
+    trial.check(right, _FAULT, one.exchange.body, f"{name}: an end after exactly {least} tokens", reported)
 
 
 def _check_bad_words(lab: Lab, trial: Trial, name: str, one: Served) -> None:
@@ -168,11 +168,13 @@ def structured_output(lab: Lab, trial: Trial) -> None:
             if one.exchange.refused:
                 unsupported.append(name)
             elif trial.answered(one.exchange, (*_FAULT, "request fails")) and one.answer.finish_reason == "stop":
-                told = repr(one.answer.text[:80])
-                trial.check(fits(one.answer.text), _FAULT, one.exchange.body, f"an answer that fits the {name}", told)
+                reported = repr(one.answer.text[:80])
+                trial.check(
+                    fits(one.answer.text), _FAULT, one.exchange.body, f"an answer that fits the {name}", reported
+                )
     if len(set(unsupported)) == len(forms):
         raise Stopped(Verdict.UNSUPPORTED, "no form of structured output is taken")
-    trial.told = f"{trial.num_cases} answers"
+    trial.reported = f"{trial.num_cases} answers"
 
 
 def _fits_schema(text: str) -> bool:
@@ -202,9 +204,9 @@ def nonsense(lab: Lab, trial: Trial) -> None:
     for name, change in _NONSENSE.items():
         exchange = lab.server.post(plain | change)
         fine = exchange.ok or exchange.refused
-        trial.check(fine, ("request fails",), exchange.body, f"{name}: a refusal in 4xx", exchange.told())
+        trial.check(fine, ("request fails",), exchange.body, f"{name}: a refusal in 4xx", exchange.reported())
     exchange = lab.server.post(plain)
-    trial.check(exchange.ok, ("server dies",), exchange.body, "service as before", exchange.told())
+    trial.check(exchange.ok, ("server dies",), exchange.body, "service as before", exchange.reported())
 
 
 @probe(
@@ -227,7 +229,7 @@ def top_k(lab: Lab, trial: Trial) -> None:
         if one.ask.params.top_k == 1:
             check_greedy(lab, trial, one, "top_k of 1", _FAULT)
         else:
-            outside += lab.law(one).outside.tolist()
+            outside += lab.distribution(one).outside.tolist()
     trial.num_cases += len(outside)
     beyond = sum(value > lab.tolerance.edge for value in outside)
     if outside and too_many(len(outside), beyond, lab.tolerance.rate, trial.delta):

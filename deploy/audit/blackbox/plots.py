@@ -9,7 +9,7 @@ _LEFT, _BOTTOM, _TOP = 42, 22, 8
 
 
 def histogram(values: Sequence[float], label: str, *, num_bins: int = 20, uniform: bool = False) -> str:
-    """How values are spread; `uniform` draws the level that a uniform law on [0, 1] would have."""
+    """How values are spread; `uniform` draws the level that a uniform distribution on [0, 1] would have."""
     if not values:
         return ""
     low, high = (0.0, 1.0) if uniform else (min(values), max(values))

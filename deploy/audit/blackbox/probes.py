@@ -33,7 +33,7 @@ class Need(StrEnum):
     METRICS = "/metrics of vLLM or truespec"
     REFERENCE = "the model's weights (--model)"
     BESIDE = "a second server without speculation (--beside), or one that takes speculate = false"
-    LIMIT = "a context length that is told by /v1/models and not too long for this budget"
+    LIMIT = "a context length that /v1/models reports and not too long for this budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Outcome:
     probe: str
     asks: str
     verdict: Verdict
-    told: str
+    reported: str
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     series: dict[str, list[float]] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class Outcome:
 class Stopped(Exception):
     """A probe cannot go on; `verdict` says what that makes of it."""
 
-    def __init__(self, verdict: Verdict, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, verdict: Verdict, reported: str) -> None:
+        super().__init__(reported)
         self.verdict = verdict
 
 
@@ -91,7 +91,7 @@ class Trial:
         self.figures: dict[str, float] = {}
         self.series: dict[str, list[float]] = {}
         self.num_cases = 0
-        self.told = ""
+        self.reported = ""
         self.unclear = ""
         self._found: dict[tuple[tuple[str, ...], str], list[Finding]] = {}
         self._counts: dict[tuple[tuple[str, ...], str], int] = {}
@@ -121,9 +121,9 @@ class Trial:
         """
         if exchange.ok or exchange.refused:
             return exchange.ok
-        failed_telling = exchange.status is not None and exchange.body.get("logprobs") not in (None, False)
-        faults = faults or (*(("F10", "F16") if failed_telling else ()), "request fails")
-        return self.check(False, faults, exchange.body, "an answer to a valid request", exchange.told())
+        failed_reporting = exchange.status is not None and exchange.body.get("logprobs") not in (None, False)
+        faults = faults or (*(("F10", "F16") if failed_reporting else ()), "request fails")
+        return self.check(False, faults, exchange.body, "an answer to a valid request", exchange.reported())
 
     def findings(self) -> list[Finding]:
         """What was found: one for each kind, with how often it was seen."""
@@ -139,8 +139,8 @@ class Trial:
         verdict = Verdict.FAILED if found else Verdict.INCONCLUSIVE if self.unclear else Verdict.PASSED
         if not found and not self.unclear and not self.num_cases:
             verdict, self.unclear = Verdict.INCONCLUSIVE, "nothing could be looked at"
-        told = f"{found[0].observed}" if found else self.unclear or self.told or f"{self.num_cases} cases"
-        return Outcome(self.probe.name, self.probe.asks, verdict, told, found, self.figures, self.series)
+        reported = f"{found[0].observed}" if found else self.unclear or self.reported or f"{self.num_cases} cases"
+        return Outcome(self.probe.name, self.probe.asks, verdict, reported, found, self.figures, self.series)
 
 
 @dataclass(frozen=True, slots=True)

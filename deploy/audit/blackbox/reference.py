@@ -15,21 +15,21 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from deploy.audit.blackbox.dialect import AuditFailed
-from serve_app.tokenizer import Tokenizer
-from speculative.adjustments import adjust
-from speculative.batch import RowContext
+from serve_app.text.tokenizer import Tokenizer
 from speculative.request import SURPRISAL_CLIP_NATS, Request, SamplingParams
-from speculative.sampling import SamplingRows, process
+from speculative.sampling.logits_processors import adjust
+from speculative.sampling.probs import SamplingRows, process
 from speculative.selfcheck.eprocess import Floats
-from speculative.sequence import Sequence as Served
+from speculative.state.batch import RowContext
+from speculative.state.sequence import Sequence as Served
 
 _COPY_LEAST = 2  # tokens that must have occurred before for what followed them to be taken for a draft
 
 
-class Law:
+class Distribution:
     """What the reference says of the n tokens of one answer; every array is [n], in nats or probabilities.
 
-    raw, processed: log-probability of the token under the model's law, and under the request's. p, mean_p: its
+    raw, processed: log-probability of the token under the model's distribution, and under the request's. p, mean_p: its
     probability and the mean of that. surprisal, mean_surprisal: clipped at SURPRISAL_CLIP_NATS. gap: by which it is
     less likely than the likeliest; outside: by which it lies outside the filters, inf = a rule forbids it; both before
     the temperature. below, own: mass of what is likelier than it, and its own. margin: between the two best. copied,
@@ -75,7 +75,7 @@ class Law:
 
 
 class Reference:
-    """A model folder's law. Loads on construction.
+    """A model folder's distribution. Loads on construction.
 
     Raises:
         AuditFailed: the folder holds no model that transformers can load.
@@ -112,14 +112,14 @@ class Reference:
         return rows
 
     @torch.inference_mode()
-    def law(self, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams) -> Law:
+    def distribution(self, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams) -> Distribution:
         """What the model says of an answer, under the parameters that it was asked with."""
         tokens, start = [*prompt, *emitted], len(prompt)
         logits = self.logits(tokens, start)
         before = Served(Request("audited", tuple(prompt), params), tokens=tuple(prompt))
         contexts = [RowContext(before, tuple(emitted[:offset])) for offset in range(len(emitted))]
         adjusted = adjust(logits, contexts, [None] * len(emitted), self.eos_token_ids)
-        return Law(logits, adjusted, params, tokens, start)
+        return Distribution(logits, adjusted, params, tokens, start)
 
     @torch.inference_mode()
     def scores(self, tokens: Sequence[int]) -> Floats:

@@ -15,6 +15,7 @@ from deploy.sections import write_section
 
 _STYLES = {Verdict.PASSED: "green", Verdict.FAILED: "bold red", Verdict.INCONCLUSIVE: "yellow"}
 _COMMAND = "audit URL"
+PROBES_MARK = f"<!-- {_COMMAND}: probes -->"
 _LONGEST_CELL = 220
 
 
@@ -25,7 +26,7 @@ def print_audit(audit: Audit, out: Console) -> None:
         table.add_column(heading)
     for outcome in audit.outcomes:
         verdict = f"[{_STYLES.get(outcome.verdict, 'dim')}]{outcome.verdict}[/]"
-        table.add_row(outcome.probe, verdict, _plain(outcome.told))
+        table.add_row(outcome.probe, verdict, _plain(outcome.reported))
     out.print(table)
     for finding in audit.findings:
         out.print(f"\n[bold red]{', '.join(finding.faults)}[/]  ({finding.probe}, seen {_times(finding)})")
@@ -59,8 +60,8 @@ def write_page(audit: Audit, page: Path, name: str, head: str) -> None:
 
 def _row(outcome: Outcome) -> str:
     faults = dict.fromkeys(fault for finding in outcome.findings for fault in finding.faults)
-    told = "; ".join(dict.fromkeys(_seen(finding) for finding in outcome.findings)) or outcome.told
-    return f"| {outcome.probe} | {outcome.verdict} | {_cell(told)} | {', '.join(faults)} |"
+    reported = "; ".join(dict.fromkeys(_seen(finding) for finding in outcome.findings)) or outcome.reported
+    return f"| {outcome.probe} | {outcome.verdict} | {_cell(reported)} | {', '.join(faults)} |"
 
 
 def _seen(finding: Finding) -> str:
@@ -90,9 +91,9 @@ def write_faults(rows: Sequence[tuple[str, str, Audit]], page: Path, head: str) 
     text = [
         "## Faults put back, seen from outside",
         "",
-        "Written by `truespec audit --mutants --outside`, row by row. Each was served by a tiny model in float32, with "
+        "Written by `truespec audit faults --outside`, row by row. Each was served by a tiny model in float32, with "
         "the engine's own rules off, and audited once. What only `own alarms` found is what the server's self-checks "
-        "told in its metrics: another server's would not.",
+        "reported in its metrics: another server's would not.",
         "",
         "| fault | drafts | named | probes that failed | tokens replayed | from |",
         "|---|---|---|---|---:|---|",

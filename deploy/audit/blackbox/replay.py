@@ -1,11 +1,11 @@
-"""Probes that compute answers again: whether logprobs are right, and whether tokens follow the law."""
+"""Probes that compute answers again: whether logprobs are right, and whether tokens follow the distribution."""
 
 import numpy as np
 
 from deploy.audit.blackbox.dialect import Ask
 from deploy.audit.blackbox.lab import AT_ONCE, SEED, SETTINGS, Lab, Served
 from deploy.audit.blackbox.probes import Need, Trial, probe
-from deploy.audit.blackbox.reference import Law
+from deploy.audit.blackbox.reference import Distribution
 from deploy.audit.blackbox.statistics import departs, mean_departs, not_uniform, too_many
 from speculative.request import SURPRISAL_CLIP_NATS, SamplingParams
 from speculative.selfcheck.eprocess import Floats
@@ -49,29 +49,29 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
         trial.answered(exchange)
     answers = [one for name in traffic for one in traffic[name] if one.ids and len(one.values) == len(one.ids)]
     drifts = lab.drifts(answers)
-    told = drifts[np.isfinite(drifts)]
-    if not len(told):
+    reported = drifts[np.isfinite(drifts)]
+    if not len(reported):
         trial.unclear = "no answer came with a logprob for each of its tokens"
         return
-    trial.num_cases = len(told)
-    clipped = np.minimum(told, 10.0)
+    trial.num_cases = len(reported)
+    clipped = np.minimum(reported, 10.0)
     trial.figures |= {
-        "tokens": float(len(told)),
+        "tokens": float(len(reported)),
         "TME": float(np.exp(clipped).mean()),
-        "median nats": float(np.median(told)),
-        "largest nats": float(told.max()),
-        "share beyond tolerance": float((told > lab.tolerance.nats).mean()),
+        "median nats": float(np.median(reported)),
+        "largest nats": float(reported.max()),
+        "share beyond tolerance": float((reported > lab.tolerance.nats).mean()),
     }
-    trial.series["drift, nats"] = told[:_MANY].tolist()
-    trial.told = f"TME {trial.figures['TME']:.4f} over {len(told)} tokens, {lab.mode} logprobs"
+    trial.series["drift, nats"] = reported[:_MANY].tolist()
+    trial.reported = f"TME {trial.figures['TME']:.4f} over {len(reported)} tokens, {lab.mode} logprobs"
     _check_modes(lab, trial)
-    if np.median(told) > _HOPELESS_NATS:
+    if np.median(reported) > _HOPELESS_NATS:
         worst = max(answers, key=lambda one: float(np.nanmax(lab.drifts([one]), initial=0.0)))
         trial.found(
             ROWS,
             worst.exchange.body,
             "logprobs of this model",
-            f"half of them are off by {np.median(told):.2f} nats or more",
+            f"half of them are off by {np.median(reported):.2f} nats or more",
         )
         return
     for where, faults in _STRATA.items():
@@ -97,13 +97,15 @@ def _stratum(drifts: Floats, where: str, num_tokens: int) -> Floats:
 
 
 def _check_modes(lab: Lab, trial: Trial) -> None:
-    """Every setting's logprobs are of one kind of law: the model's, or the request's."""
+    """Every setting's logprobs are of one kind of distribution: the model's, or the request's."""
     modes = {name: mode for name, mode in lab.modes.items() if mode != "either"}
     odd = [name for name, mode in modes.items() if mode != lab.mode]
     if odd:
         example = lab.traffic[odd[0]][0].exchange.body
-        told = ", ".join(f"{name}: {mode}" for name, mode in modes.items())
-        trial.found(ROWS, example, "logprobs of one kind in every request: the model's law, or the request's", told)
+        reported = ", ".join(f"{name}: {mode}" for name, mode in modes.items())
+        trial.found(
+            ROWS, example, "logprobs of one kind in every request: the model's distribution, or the request's", reported
+        )
 
 
 @probe(
@@ -125,10 +127,10 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
     )
     pairs: list[tuple[float, Served]] = []
     for one, again in zip(answers, back, strict=True):
-        told = again.answer.prompt_logprobs
-        if not trial.answered(again.exchange, ("F11", "request fails")) or told is None:
+        reported = again.answer.prompt_logprobs
+        if not trial.answered(again.exchange, ("F11", "request fails")) or reported is None:
             continue
-        values = np.array([np.nan if value is None else value for value in told[-len(one.ids) :]], float)
+        values = np.array([np.nan if value is None else value for value in reported[-len(one.ids) :]], float)
         if len(values) == len(one.values):
             pairs += [(float(drift), one) for drift in np.abs(values - one.values)]
     tolerance = lab.tolerance if lab.reference is not None else None
@@ -137,7 +139,9 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
     trial.num_cases += len(pairs)
     trial.figures["tokens"] = float(len(pairs))
     if pairs:
-        trial.told = f"the largest difference is {max(drift for drift, _ in pairs):.3g} nats over {len(pairs)} tokens"
+        trial.reported = (
+            f"the largest difference is {max(drift for drift, _ in pairs):.3g} nats over {len(pairs)} tokens"
+        )
     if pairs and too_many(len(pairs), len(over), rate, trial.delta):
         worst = max(over, key=lambda each: each[0])
         trial.found(
@@ -149,81 +153,84 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
 
 
 @probe(
-    "law of the tokens",
-    "Do sampled tokens follow the model's law under the request's parameters, and greedy ones its maximum?",
+    "distribution of the tokens",
+    "Do sampled tokens follow the model's distribution under the request's parameters, and greedy ones its maximum?",
     Need.TOKEN_IDS,
     Need.REFERENCE,
     tests=len(_SAMPLED) * (len(_TERMS) + 2) + 2,
 )
-def law_of_the_tokens(lab: Lab, trial: Trial) -> None:
+def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
     """Surprisal against entropy, probability against its mean, the likeliest and the copied token, support, PIT."""
     random = np.random.default_rng(SEED)
     for name in _SAMPLED:
         answers = _answers(lab, name)
         if not answers:
             continue
-        laws = [lab.law(one) for one in answers]
+        distributions = [lab.distribution(one) for one in answers]
         faults = PARAMETERS if name in _FILTERED or name == "penalties" else VERIFICATION
-        body = max(answers, key=lambda one: float(lab.law(one).surprisal.sum())).exchange.body
-        trial.num_cases += sum(map(len, laws))
-        outside = np.concatenate([law.outside for law in laws])
+        body = max(answers, key=lambda one: float(lab.distribution(one).surprisal.sum())).exchange.body
+        trial.num_cases += sum(map(len, distributions))
+        outside = np.concatenate([distribution.outside for distribution in distributions])
         beyond = int((outside > lab.tolerance.edge).sum())
         if np.isinf(outside).any() or too_many(len(outside), beyond, lab.tolerance.rate, trial.delta):
             lab.mixed_up = True
-            told = f"{beyond} of {len(outside)} tokens lie outside"
-            trial.found(PARAMETERS, body, f"only tokens that the filters of '{name}' let through", told)
-        for term, values in _terms(laws, outside == 0).items():
+            reported = f"{beyond} of {len(outside)} tokens lie outside"
+            trial.found(PARAMETERS, body, f"only tokens that the filters of '{name}' let through", reported)
+        for term, values in _terms(distributions, outside == 0).items():
             trial.figures[f"{name}: {term}"] = float(values.mean()) if len(values) else 0.0
             if mean_departs(np.clip(values, -1, 1), lab.tolerance.shift, trial.delta):
-                told = f"{_TERMS[term]} has mean {_scale(term) * values.mean():+.3f} over {len(values)} tokens"
-                trial.found(faults, body, f"tokens of '{name}' that follow the law: a mean of 0", told)
-        places = np.concatenate([law.below + random.random(len(law)) * law.own for law in laws])[outside == 0]
+                reported = f"{_TERMS[term]} has mean {_scale(term) * values.mean():+.3f} over {len(values)} tokens"
+                trial.found(faults, body, f"tokens of '{name}' that follow the distribution: a mean of 0", reported)
+        places = np.concatenate(
+            [distribution.below + random.random(len(distribution)) * distribution.own for distribution in distributions]
+        )[outside == 0]
         trial.series[name] = places[:_MANY].tolist()
         distance = not_uniform(places, lab.tolerance.shift, trial.delta)
         if distance is not None:
-            told = f"it is {distance:.3f} away from it over {len(places)} tokens"
-            trial.found(faults, body, f"a uniform integral transform of the tokens of '{name}'", told)
+            reported = f"it is {distance:.3f} away from it over {len(places)} tokens"
+            trial.found(faults, body, f"a uniform integral transform of the tokens of '{name}'", reported)
     _check_greedy(lab, trial, "greedy", ("F8", "F12", "F5"))
     _check_greedy(lab, trial, "greedy, penalties", ("F9", "F15"))
-    trial.told = f"{trial.num_cases} tokens"
+    trial.reported = f"{trial.num_cases} tokens"
 
 
 def check_greedy(lab: Lab, trial: Trial, served: Served, what: str, faults: tuple[str, ...]) -> bool:
     """Every token of one answer is the likeliest, or as good as it, and none is forbidden."""
-    law = lab.law(served)
-    wrong = np.flatnonzero((law.gap > lab.tolerance.edge) | np.isinf(law.outside))
+    distribution = lab.distribution(served)
+    wrong = np.flatnonzero((distribution.gap > lab.tolerance.edge) | np.isinf(distribution.outside))
     if not len(wrong):
         return trial.check(True, faults, served.exchange.body, "", "")
     place = int(wrong[0])
     if place == 1:  # the first token of a decoding step
         faults = (*STATE, *faults)
-    elif place == len(law) - 1 and served.answer.finish_reason == "length":  # where drafts no longer fit
+    elif place == len(distribution) - 1 and served.answer.finish_reason == "length":  # where drafts no longer fit
         faults = ("F1", *faults)
     faults = tuple(dict.fromkeys(faults))
-    how = "is forbidden" if np.isinf(law.outside[place]) else f"is {law.gap[place]:.2f} nats less likely than the best"
-    told = f"token {place} of {len(law)} ({served.ids[place]}) {how}; {len(wrong)} such tokens"
+    how = "is forbidden" if np.isinf(distribution.outside[place]) else f"is {distribution.gap[place]:.2f} nats less "
+    "likely than the best"
+    reported = f"token {place} of {len(distribution)} ({served.ids[place]}) {how}; {len(wrong)} such tokens"
     return trial.check(
-        False, faults, served.exchange.body, f"{what}: the likeliest token that is allowed, each time", told
+        False, faults, served.exchange.body, f"{what}: the likeliest token that is allowed, each time", reported
     )
 
 
 def _check_greedy(lab: Lab, trial: Trial, name: str, faults: tuple[str, ...]) -> None:
     answers = _answers(lab, name)
-    gaps = np.concatenate([lab.law(one).gap for one in answers] or [np.zeros(0)])
+    gaps = np.concatenate([lab.distribution(one).gap for one in answers] or [np.zeros(0)])
     if not len(gaps):
         return
     trial.num_cases += len(gaps)
     wrong = int((gaps > lab.tolerance.edge).sum())
     trial.figures[f"{name}: share of likeliest"] = float((gaps <= lab.tolerance.edge).mean())
     if too_many(len(gaps), wrong, lab.tolerance.rate, trial.delta):
-        worst = max(answers, key=lambda one: float(lab.law(one).gap.max()))
-        told = f"{wrong} of {len(gaps)} tokens are not, by up to {gaps.max():.2f} nats"
-        trial.found(faults, worst.exchange.body, f"'{name}': the likeliest token every time", told)
+        worst = max(answers, key=lambda one: float(lab.distribution(one).gap.max()))
+        reported = f"{wrong} of {len(gaps)} tokens are not, by up to {gaps.max():.2f} nats"
+        trial.found(faults, worst.exchange.body, f"'{name}': the likeliest token every time", reported)
 
 
-def _terms(laws: list[Law], inside: Floats) -> dict[str, Floats]:
+def _terms(distributions: list[Distribution], inside: Floats) -> dict[str, Floats]:
     def of(name: str) -> Floats:
-        found: Floats = np.concatenate([getattr(law, name) for law in laws])[inside]
+        found: Floats = np.concatenate([getattr(distribution, name) for distribution in distributions])[inside]
         return found
 
     known = of("p_copied") >= 0
@@ -251,7 +258,7 @@ def _answers(lab: Lab, name: str) -> list[Served]:
     tests=2,
 )
 def first_tokens(lab: Lab, trial: Trial) -> None:
-    """The second one is the first that can have been drafted. Cell by cell, against the exact law."""
+    """The second one is the first that can have been drafted. Cell by cell, against the exact distribution."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     prompt = min((lab.loop(number) for number in range(1, 8, 2)), key=lambda one: _uncertainty(lab, one))
     count = lab.budget.first_tokens
@@ -263,15 +270,15 @@ def first_tokens(lab: Lab, trial: Trial) -> None:
     common = max(set(firsts), key=firsts.count)
     seconds = [one.ids[1] for one in answered if one.ids[0] == common]
     for place, (context, emitted) in enumerate(((prompt, firsts), ((*prompt, common), seconds)), start=1):
-        law = _next_law(lab, context)
-        cells = np.flatnonzero(law * len(emitted) >= 2)
-        cells = cells[np.argsort(-law[cells])][:24]
+        distribution = _next_distribution(lab, context)
+        cells = np.flatnonzero(distribution * len(emitted) >= 2)
+        cells = cells[np.argsort(-distribution[cells])][:24]
         counts = np.array([emitted.count(int(cell)) for cell in cells])
         trial.num_cases += len(emitted)
         trial.series[f"token {place}: observed"] = (counts / len(emitted)).tolist()
-        trial.series[f"token {place}: expected"] = law[cells].tolist()
-        rest = (len(emitted) - int(counts.sum()), float(1 - law[cells].sum()))
-        whole = [*zip(counts.tolist(), law[cells].tolist(), cells.tolist(), strict=True), (*rest, -1)]
+        trial.series[f"token {place}: expected"] = distribution[cells].tolist()
+        rest = (len(emitted) - int(counts.sum()), float(1 - distribution[cells].sum()))
+        whole = [*zip(counts.tolist(), distribution[cells].tolist(), cells.tolist(), strict=True), (*rest, -1)]
         off = [
             (hits, share, token)
             for hits, share, token in whole
@@ -280,21 +287,21 @@ def first_tokens(lab: Lab, trial: Trial) -> None:
         if off:
             hits, share, token = max(off, key=lambda each: abs(each[0] / len(emitted) - each[1]))
             name = "other tokens" if token < 0 else f"token {token}"
-            told = f"{name} {hits} times in {len(emitted)}, expected {share * len(emitted):.1f}"
+            reported = f"{name} {hits} times in {len(emitted)}, expected {share * len(emitted):.1f}"
             trial.found(
                 VERIFICATION if place > 1 else (*STATE, "F17"),
                 answered[0].exchange.body,
-                f"token {place} of the answers as often as the model's law says",
-                told,
+                f"token {place} of the answers as often as the model's distribution says",
+                reported,
             )
 
 
-def _next_law(lab: Lab, context: tuple[int, ...]) -> Floats:
+def _next_distribution(lab: Lab, context: tuple[int, ...]) -> Floats:
     assert lab.reference is not None
-    law: Floats = lab.reference.logits((*context, 0), len(context))[0].double().softmax(-1).numpy()
-    return law
+    distribution: Floats = lab.reference.logits((*context, 0), len(context))[0].double().softmax(-1).numpy()
+    return distribution
 
 
 def _uncertainty(lab: Lab, prompt: tuple[int, ...]) -> float:
     """How far from a coin's toss the likeliest next token is."""
-    return abs(float(_next_law(lab, prompt).max()) - 0.5)
+    return abs(float(_next_distribution(lab, prompt).max()) - 0.5)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import socket
 import threading
 import time
@@ -16,23 +17,21 @@ from torch import Tensor
 
 from serve_app.backends.base import ModelInfo
 from serve_app.backends.torch_backend import TorchBackend, load_engine
-from serve_app.frontend import FrontEnd
-from serve_app.ingress import Operations, build_ingress
-from serve_app.metrics import Metrics, PrometheusSink
-from serve_app.token_source import PooledTokenSource
-from serve_app.tokenizer import Tokenizer
-from speculative import drawing
+from serve_app.http.routes import Operations, build_ingress
+from serve_app.openai.frontend import FrontEnd
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.draft_sampling import DraftRound, DrawnDrafts
+from speculative.drafting.draft_sampler import DraftRound, SampledDrafts
+from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
-from speculative.model_drafting import ModelDrafter
 from speculative.selfcheck.invariants import ROW_KINDS
 
 Install = Callable[[EngineCore], None]
 
 _START_S = 120.0
-_DRAWING: Any = drawing
-_LAW, _Q_ZERO = (1 + ROW_KINDS.index(kind) for kind in ("law", "q_zero"))
+_DISTRIBUTION, _Q_ZERO = (1 + ROW_KINDS.index(kind) for kind in ("law", "q_zero"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +141,16 @@ def unguard(engine: EngineCore) -> None:
     """
     engine.scheduler._contract = None
     engine.scheduler._breach = lambda sequence, delta, length: None  # type: ignore[method-assign]
-    engine.drawer.check_on_host = lambda layout, drawn, masks: drawn  # type: ignore[method-assign]
-    step, module = engine.step, _DRAWING
-    original = module.broken_rows
+    engine.sampler.check_on_host = lambda layout, drawn, masks: drawn  # type: ignore[method-assign]
+    ops: Any = copy.copy(engine.sampler.ops)
+    original = ops.broken_rows
 
     def only_of_q(*args: Any) -> Any:
         broken = original(*args)
-        return torch.where((broken == _LAW) | (broken == _Q_ZERO), broken, 0)
+        return torch.where((broken == _DISTRIBUTION) | (broken == _Q_ZERO), broken, 0)
 
-    def stepping() -> Any:
-        module.broken_rows = only_of_q
-        try:
-            return step()
-        finally:
-            module.broken_rows = original
-
-    engine.step = stepping  # type: ignore[method-assign]
+    ops.broken_rows = only_of_q
+    engine.sampler.ops = ops
 
 
 NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_max=3, ngram_min=1)
@@ -175,16 +168,16 @@ TINY = EngineConfig(
 
 
 def _q_before_filters(engine: EngineCore) -> None:
-    """Drafts are drawn behind the request's filters; the verifier is told the law before them."""
+    """Drafts are drawn behind the request's filters; the verifier is told the distribution before them."""
     sampler = cast(ModelDrafter, engine.drafter).sampler
     draw = sampler.draw
 
-    def drawing_and_telling(logits: Tensor, draft_round: DraftRound, offset: int) -> DrawnDrafts:
+    def drawing_and_reporting(logits: Tensor, draft_round: DraftRound, offset: int) -> SampledDrafts:
         drawn, rows = draw(logits, draft_round, offset), draft_round.rows
-        told = torch.where(rows.greedy[:, None], drawn.probs, (logits / rows.temperature).softmax(-1))
-        return DrawnDrafts(drawn.columns, told)
+        reported = torch.where(rows.greedy[:, None], drawn.probs, (logits / rows.temperature).softmax(-1))
+        return SampledDrafts(drawn.columns, reported)
 
-    sampler.draw = drawing_and_telling  # type: ignore[method-assign]
+    sampler.draw = drawing_and_reporting  # type: ignore[method-assign]
 
 
 def _drafter_of_other_weights(engine: EngineCore) -> None:

@@ -42,7 +42,8 @@ def mean_departs(values: Floats, shift: float, delta: float) -> bool:
 
 
 def not_uniform(values: Floats, shift: float, delta: float) -> float | None:
-    """The largest distance from the uniform law on [0, 1], where it is more than chance and `shift` make; else None.
+    """The largest distance from the uniform distribution on [0, 1], where it is more than chance and `shift` make; else
+    None.
 
     Source: Massart, "The tight constant in the Dvoretzky-Kiefer-Wolfowitz inequality" (1990).
     """

@@ -36,7 +36,7 @@ def parting(lab: Lab, first: Served, second: Served) -> str:
 def _margin(lab: Lab, served: Served, place: int) -> float | None:
     """Nats between the two best tokens; without a reference by what was served, None where that does not tell."""
     if lab.reference is not None:
-        return float(lab.law(served).margin[place])
+        return float(lab.distribution(served).margin[place])
     tops = served.answer.top
     if tops is None or len(tops) <= place or len(tops[place]) < 2:
         return None
@@ -61,10 +61,10 @@ def greedy_twins(lab: Lab, trial: Trial) -> None:
     for way, (others, faults) in ways.items():
         for first, second in zip(alone, others, strict=True):
             if trial.answered(first.exchange) and trial.answered(second.exchange):
-                told = parting(lab, first, second)
-                trial.check(not told, faults, second.exchange.body, f"the same greedy answer {way}", told)
+                reported = parting(lab, first, second)
+                trial.check(not reported, faults, second.exchange.body, f"the same greedy answer {way}", reported)
     if Need.BESIDE in lab.missing:
-        trial.told = f"{trial.num_cases} pairs; none without speculation: that takes --beside"
+        trial.reported = f"{trial.num_cases} pairs; none without speculation: that takes --beside"
     if lab.reference is not None:
         for served in alone:
             if served.ids:
@@ -96,13 +96,17 @@ def streams(lab: Lab, trial: Trial) -> None:
         if not streamed.ids:
             trial.unclear = "streams carry no token ids here"
             return
-        told = parting(lab, whole, streamed)
-        trial.check(not told, ("F10", "F21"), exchange.body, "the same tokens as a stream and as a whole", told)
+        reported = parting(lab, whole, streamed)
+        trial.check(not reported, ("F10", "F21"), exchange.body, "the same tokens as a stream and as a whole", reported)
         if answer.logprobs:
-            told = f"{len(answer.logprobs)} logprobs for {len(streamed.ids)} tokens"
-            trial.check(len(answer.logprobs) == len(streamed.ids), ("F10",), exchange.body, "a logprob a token", told)
-        told = f"{answer.finish_reason}, as a whole {whole.answer.finish_reason}"
-        trial.check(answer.finish_reason == whole.answer.finish_reason, ("F21",), exchange.body, "the same end", told)
+            reported = f"{len(answer.logprobs)} logprobs for {len(streamed.ids)} tokens"
+            trial.check(
+                len(answer.logprobs) == len(streamed.ids), ("F10",), exchange.body, "a logprob a token", reported
+            )
+        reported = f"{answer.finish_reason}, as a whole {whole.answer.finish_reason}"
+        trial.check(
+            answer.finish_reason == whole.answer.finish_reason, ("F21",), exchange.body, "the same end", reported
+        )
 
 
 @probe(
@@ -130,21 +134,21 @@ def seeded_twins(lab: Lab, trial: Trial) -> None:
         if number == 0:
             other = lab.ask(dataclasses.replace(ask, seed=SEED + 999), "twins")
             different += other.ids != first.ids
-            told = "both seeds gave the same answer"
+            reported = "both seeds gave the same answer"
             if _surprising(first):
                 trial.check(
                     other.ids != first.ids,
                     ("F17", "seed"),
                     other.exchange.body,
                     "another answer for another seed",
-                    told,
+                    reported,
                 )
     trial.figures["share reproduced"] = same / max(pairs, 1)
-    trial.told = f"{same} of {pairs} answers were reproduced"
+    trial.reported = f"{same} of {pairs} answers were reproduced"
     odds = 1 - (1 - _FLIPS) ** _WARM.max_tokens
     if example is not None and too_many(pairs, pairs - same, odds, trial.delta):
         trial.found(
-            ("seed",), example.exchange.body, "the same answer for the same seed, prompt and parameters", trial.told
+            ("seed",), example.exchange.body, "the same answer for the same seed, prompt and parameters", trial.reported
         )
 
 
@@ -166,11 +170,15 @@ def unseeded_answers(lab: Lab, trial: Trial) -> None:
         twin = seen.setdefault(one.ids, one)
         if twin is one or not one.ids or not np.isfinite(one.values).all():
             continue
-        law = lab.law(one).processed if lab.reference is not None else one.values
-        log_chance = float(np.sum(law)) + math.log(count**2)
-        told = f"two of {len(answered)} answers are equal, which has probability below exp({log_chance:.0f})"
+        distribution = lab.distribution(one).processed if lab.reference is not None else one.values
+        log_chance = float(np.sum(distribution)) + math.log(count**2)
+        reported = f"two of {len(answered)} answers are equal, which has probability below exp({log_chance:.0f})"
         trial.check(
-            log_chance > math.log(trial.delta), ("F17",), one.exchange.body, "different answers without a seed", told
+            log_chance > math.log(trial.delta),
+            ("F17",),
+            one.exchange.body,
+            "different answers without a seed",
+            reported,
         )
 
 
@@ -192,20 +200,20 @@ def slots_and_crowds(lab: Lab, trial: Trial) -> None:
     for one in answered:
         if not trial.answered(one.exchange):
             continue
-        told = f"{len(one.ids)} tokens"
+        reported = f"{len(one.ids)} tokens"
         full = trial.check(
             len(one.ids) == one.ask.params.max_tokens,
             ("F12", "F21"),
             one.exchange.body,
             f"{one.ask.params.max_tokens} tokens",
-            told,
+            reported,
         )
         if full and one.ids:
             check_greedy(lab, trial, one, "in a crowd", ("F5", "F15", "F9"))
             drift = lab.drifts([one])
             if len(drift):
-                over, told = float(np.nanmax(drift)), f"one is off by {np.nanmax(drift):.2f} nats"
+                over, reported = float(np.nanmax(drift)), f"one is off by {np.nanmax(drift):.2f} nats"
                 at_last = len(drift) == len(one.ids) and drift[-1] == over
                 faults = ("F1", "F10") if at_last else ("F5", "F15", "F10", "F13")
                 expected = f"logprobs within {3 * lab.tolerance.nats:g} nats of the model's"
-                trial.check(over <= 3 * lab.tolerance.nats, faults, one.exchange.body, expected, told)
+                trial.check(over <= 3 * lab.tolerance.nats, faults, one.exchange.body, expected, reported)

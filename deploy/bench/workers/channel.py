@@ -90,14 +90,14 @@ def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
         try:
             if engine is None:
                 engine = start(asked)
-                told: dict[str, Any] = {"max_streams": engine.max_streams, "versions": engine.versions}
+                reported: dict[str, Any] = {"max_streams": engine.max_streams, "versions": engine.versions}
             else:
                 ask = Ask(**asked)
-                told = checked(ask, engine.run(ask)) | {"memory": memory(engine.processes())}
+                reported = checked(ask, engine.run(ask)) | {"memory": memory(engine.processes())}
         except Exception as error:
             traceback.print_exc()
-            told = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(told) + "\n")
+            reported = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(reported) + "\n")
 
 
 def checked(ask: Ask, sample: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def checked(ask: Ask, sample: dict[str, Any]) -> dict[str, Any]:
     lengths = [len(answer) for answer in sample["token_ids"]]
     if lengths != [ask.max_tokens] * len(ask.prompts):
         raise RuntimeError(
-            f"{ask.max_tokens} tokens were asked for in each of {len(ask.prompts)} streams, got {lengths}."
+            f"{ask.max_tokens} tokens were requested in each of {len(ask.prompts)} streams, got {lengths}."
         )
     return sample
 

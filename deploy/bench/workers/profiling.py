@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from speculative import drawing
+from speculative.drafting.cpu_loop import FusedDraftLoop
+from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
-from speculative.fused_drafting import FusedDraftLoop
-from speculative.model_drafting import ModelDrafter
+from speculative.step import sampler
 
 TARGET, DRAFTER, VOCABULARY, CHECKS, OTHER = "target", "drafter", "vocabulary", "checks", "other"
 PARTS = (TARGET, DRAFTER, VOCABULARY, CHECKS, OTHER)
@@ -47,12 +47,15 @@ class Profile:
             if isinstance(engine.drafter, ModelDrafter):
                 self._wrap(engine.drafter, "begin_round", DRAFTER)
                 self._wrap(engine.graphs.loop, "run", DRAFTER)
-        for name in ("adjust", "process", "target_probs", "highest_logits", "logprobs_to_host"):
-            self._wrap(drawing, name, VOCABULARY)
-        self._wrap(engine.drawer, "_verify", VOCABULARY)
+        for name in ("adjust", "highest_logits", "logprobs_to_host"):
+            self._wrap(sampler, name, VOCABULARY)
+        for name in ("process", "target_probs"):
+            self._wrap(engine.ops, name, VOCABULARY)
+        self._wrap(engine.sampler, "_verify", VOCABULARY)
         for owner, names in (
-            (drawing, ("_outside_filters", "broken_rows")),
-            (engine.drawer, ("_terms", "check_on_host")),
+            (sampler, ("_outside_filters",)),
+            (engine.ops, ("broken_rows",)),
+            (engine.sampler, ("_terms", "check_on_host")),
             (engine.self_check, ("admit", "take")),
         ):
             for name in names:

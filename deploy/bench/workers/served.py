@@ -9,7 +9,8 @@ from typing import Any
 from deploy.bench.workers.channel import Ask, descendants, serve
 from deploy.bench.workers.http_load import Server
 from deploy.cluster import running_app
-from serve_app.config import POOLS_OF_TOPOLOGY, ServeFile
+from serve_app.config.base import POOLS_OF_TOPOLOGY
+from serve_app.config.serve_file import ServeFile
 
 _HOST = "127.0.0.1"
 
@@ -33,7 +34,7 @@ class Served:
             {"http_options": {"host": _HOST, "port": settings["port"]}, "applications": [{"args": args}]}
         )
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(running_app(file, _tell))
+        self._stack.enter_context(running_app(file, _report))
         self._server = Server(_HOST, settings["port"], "bench")
         self.versions = {name: importlib.metadata.version(name) for name in ("truespec", "ray", "torch")}
 
@@ -46,7 +47,7 @@ class Served:
         return descendants(os.getpid())
 
 
-def _tell(message: str) -> None:
+def _report(message: str) -> None:
     sys.stderr.write(f"{message}\n")
 
 

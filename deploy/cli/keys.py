@@ -5,20 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from deploy.cli.console import a_file, err, out
 from deploy.options import FiniteRange
-from serve_app.access import Scope
-from serve_app.keys import Key, Limits, create_key, read_keys, revoke_key
+from serve_app.access.access import Scope
+from serve_app.access.keys import Key, Limits, create_key, read_keys, revoke_key
 from speculative.request import MAX_PRIORITY
-
-_out = Console(highlight=False, emoji=False)
-_err = Console(stderr=True, highlight=False, emoji=False)
 
 _FILE = click.option(
     "--file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=a_file,
     required=True,
     help="The file of keys, as in access.keys_file.",
 )
@@ -31,7 +28,7 @@ def keys() -> None:
 
 @keys.command("create")
 @_FILE
-@click.option("--id", "key_id", required=True, help="Public: it stands in logs and metrics.")
+@click.option("--id", "key_id", required=True, help="The key's public name; it appears in logs and metrics.")
 @click.option(
     "--scope",
     "scopes",
@@ -54,13 +51,13 @@ def keys() -> None:
     help="The lowest priority that its requests may ask for.",
 )
 def keys_create(file: Path, key_id: str, scopes: tuple[str, ...], expires_days: float | None, **limits: Any) -> None:
-    """Add a key to the file, which is made where there is none, and print the key: this once, and never again."""
+    """Add a key to the file, which is created if it is missing, and print the key. It is never shown again."""
     expires = None
     if expires_days is not None:
         expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=expires_days)
     made = create_key(file, key_id, [Scope(scope) for scope in scopes], expires, Limits(**limits))
-    _err.print(f"{file}: added the key {key_id}, which is shown this once:", markup=False, soft_wrap=True)
-    _out.print(made, markup=False, soft_wrap=True)
+    err.print(f"{file}: added the key {key_id}, which is shown this once:", markup=False, soft_wrap=True)
+    out.print(made, markup=False, soft_wrap=True)
 
 
 @keys.command("list")
@@ -70,7 +67,7 @@ def keys_list(file: Path) -> None:
     table = Table("id", "scopes", "created", "expires", "limits")
     for key in read_keys(file).keys:
         table.add_row(key.id, ", ".join(key.scopes), _day(key.created), _expiry(key), _limits(key))
-    _out.print(table)
+    out.print(table)
 
 
 @keys.command("revoke")
@@ -79,7 +76,7 @@ def keys_list(file: Path) -> None:
 def keys_revoke(file: Path, key_id: str) -> None:
     """Remove a key from the file; running replicas refuse it within a second."""
     revoke_key(file, key_id)
-    _out.print(f"{file}: the key {key_id} was revoked", markup=False, soft_wrap=True)
+    out.print(f"{file}: the key {key_id} was revoked", markup=False, soft_wrap=True)
 
 
 def _day(moment: datetime | None) -> str:

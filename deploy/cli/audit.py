@@ -1,0 +1,194 @@
+"""`truespec audit`: a server, from outside; known faults, put back; and engines without a fault."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deploy.cli.console import Failure, a_file, err, key_option, out, progress_printer, say
+from deploy.options import FiniteRange, api_key, beginning_with, check_writable, server_url, write_json
+from speculative.errors import ConfigError
+
+_DETECTION, _AUDIT = Path("docs/detection.md"), Path("docs/runs/audits.md")
+_LEGACY = "legacy"
+
+
+class _AuditGroup(click.Group):
+    """Takes the spellings of earlier versions, too: `audit URL`, `audit --mutants`, `audit --clean N`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The words of the command line, those of an earlier version behind a hidden command."""
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = [_LEGACY, *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_AuditGroup)
+def audit() -> None:
+    """Find out whether a server or an engine generates what its model says, and whether a fault would be noticed.
+
+    Exits with 1 when something was found or missed, and with 2 when the server could not be audited.
+    """
+
+
+@audit.command("server")
+@click.argument("url")
+@click.option("--model", help="Compare with these weights: a catalogue name, a folder or a hub id.")
+@click.option("--served", help="Audit this one of the server's models; the default is the first.")
+@click.option("--beside", help="Compare with this server of the same model, which runs without speculation.")
+@click.option("--destructive", is_flag=True, help="Also send requests that have killed servers.")
+@click.option("--only", multiple=True, metavar="PROBE", help="Run only this probe. May be given several times.")
+@click.option(
+    "--budget",
+    type=click.Choice(["quick", "full"]),
+    default="quick",
+    show_default=True,
+    help="Ask for a few hundred answers or for thousands.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=FiniteRange(min=1),
+    default=120,
+    show_default=True,
+    help="Give a request up after this many seconds.",
+)
+@key_option
+@click.option("--json", "json_file", type=a_file, help="Write the findings to this file.")
+@click.option("--html", "html_file", type=a_file, help="Write a report for a browser to this file.")
+@click.option("--page", type=a_file, help="Put the tables into this Markdown page.")
+@click.option("--section", help="With --page: the name of the section to replace.")
+def audit_server(
+    url: str, page: Path | None, section: str | None, json_file: Path | None, html_file: Path | None, **options: Any
+) -> None:
+    """Audit the running server at URL with requests alone."""
+    from deploy.audit.blackbox.command import AuditOptions, audit_url, put_into, show
+    from deploy.audit.blackbox.dialect import AuditFailed
+
+    try:
+        for option, path in {"--json": json_file, "--html": html_file, "--page": page}.items():
+            check_writable(path, option)
+        for named, address in {"URL": url, "--beside": options["beside"]}.items():
+            if address is not None:
+                server_url(address, named)
+        key = api_key(options.pop("api_key_file"))
+        found = audit_url(AuditOptions(url, api_key=key, **options), progress_printer())
+    except (AuditFailed, ConfigError) as error:
+        say(f"Error: {error}", err)
+        raise click.exceptions.Exit(2) from error
+    show(found, out, json_file, html_file)
+    if page is not None:
+        put_into(page, found, section or f"{found.facts['model']} at {url}")
+    if found.findings:
+        raise click.exceptions.Exit(1)
+
+
+@audit.command("faults")
+@click.option("--outside", is_flag=True, help="Serve each fault over HTTP and look for it with requests alone.")
+@click.option(
+    "--only", multiple=True, metavar="NAME", help="Only faults whose names begin so. May be given several times."
+)
+@click.option("--json", "json_file", type=a_file, help="Write the findings to this file.")
+@click.option(
+    "--page",
+    type=a_file,
+    help="Put the table into this page; the default is docs/detection.md, and with --outside docs/runs/audits.md.",
+)
+def audit_faults(outside: bool, only: tuple[str, ...], json_file: Path | None, page: Path | None) -> None:
+    """Put every known fault into an engine, and report who finds it, and after how long."""
+    check_writable(json_file, "--json")
+    if outside:
+        _faults_from_outside(page or _AUDIT, only, json_file)
+        return
+    from deploy.audit.mutants import MUTANTS
+    from deploy.audit.report import detection_table, write_detection
+    from deploy.audit.run import audit_mutants
+
+    names = beginning_with(only, list(MUTANTS), "fault")
+    page = page or (_DETECTION if not only else None)  # the page has all of them
+    check_writable(page, "--page")
+    findings = audit_mutants(names, report=progress_printer())
+    out.print(detection_table(findings))
+    if page is not None:
+        write_detection(findings, page)
+    write_json(json_file, [one.as_dict() for one in findings])
+    missed = [f"{one.fault}: nobody found it" for one in findings if one.delay is None]
+    if missed:
+        raise Failure("\n".join(missed))
+
+
+def _faults_from_outside(page: Path, only: tuple[str, ...], json_file: Path | None) -> None:
+    from deploy.audit.blackbox.command import audit_faults, servable
+
+    names = servable(only)
+    check_writable(page, "--page")
+    found = audit_faults(names, page, progress_printer())
+    write_json(json_file, [one.as_dict() for one in found])
+    wrong = [f"{one.fault}, {one.way}" for one in found if one.is_false_alarm]
+    if wrong:
+        raise Failure(f"Servers without a fault were found at fault: {'; '.join(wrong)}.")
+
+
+@audit.command("clean")
+@click.argument("positions", type=click.IntRange(min=1))
+@click.option("--model", help="Serve this model instead of a table: a name, a folder or a hub id. Requires --head.")
+@click.option("--head", help="The draft head of --model: a name or a folder.")
+@click.option("--json", "json_file", type=a_file, help="Write the runs to this file.")
+@click.option("--page", type=a_file, help="Put the table into this page.")
+def audit_clean(positions: int, model: str | None, head: str | None, json_file: Path | None, page: Path | None) -> None:
+    """Serve POSITIONS tokens in every setting without a fault, and report every alarm: there should be none."""
+    from deploy.audit.model import AuditedModel
+    from deploy.audit.report import clean_table, write_clean
+    from deploy.audit.run import VOCAB_SIZE, alarms_of
+    from deploy.audit.run import audit_clean as run
+
+    check_writable(json_file, "--json")
+    check_writable(page, "--page")
+    runs = run(positions, progress_printer(), None if model is None else AuditedModel.find(model, head).serve)
+    out.print(clean_table(runs))
+    if page is not None:
+        write_clean(runs, page, model or f"a table of {VOCAB_SIZE} tokens")
+    write_json(json_file, [one.as_dict() for one in runs])
+    if alarms := alarms_of(runs):
+        raise Failure("\n".join(alarms))
+
+
+@audit.command(_LEGACY, hidden=True)
+@click.argument("url", required=False)
+@click.option("--mutants", is_flag=True)
+@click.option("--outside", is_flag=True)
+@click.option("--clean", type=click.IntRange(min=0), default=0)
+@click.option("--model")
+@click.option("--head")
+@click.option("--served")
+@click.option("--beside")
+@click.option("--destructive", is_flag=True)
+@click.option("--only", multiple=True)
+@click.option("--budget", type=click.Choice(["quick", "full"]), default="quick")
+@click.option("--timeout", "timeout_s", type=FiniteRange(min=1), default=120)
+@click.option("--api-key-file", type=a_file)
+@click.option("--json", "json_file", type=a_file)
+@click.option("--html", "html_file", type=a_file)
+@click.option("--page", type=a_file)
+@click.option("--section")
+def audit_legacy(url: str | None, mutants: bool, clean: int, **options: Any) -> None:
+    """The spellings of earlier versions."""
+    ctx = click.get_current_context()
+
+    def passed(*names: str) -> dict[str, Any]:
+        return {name: options[name] for name in names}
+
+    if url is not None:
+        say("warning: `truespec audit URL` is now `truespec audit server URL`.", err)
+        ours = passed("model", "served", "beside", "destructive", "only", "budget", "timeout_s", "api_key_file")
+        ctx.invoke(audit_server, url=url, **ours, **passed("json_file", "html_file", "page", "section"))
+        return
+    if not (mutants or clean):
+        raise click.UsageError("Say what to audit: `audit server URL`, `audit faults` or `audit clean POSITIONS`.")
+    if clean:
+        say("warning: `truespec audit --clean N` is now `truespec audit clean N`.", err)
+        json_file = None if mutants else options["json_file"]
+        ctx.invoke(audit_clean, positions=clean, json_file=json_file, **passed("model", "head", "page"))
+    if mutants:
+        say("warning: `truespec audit --mutants` is now `truespec audit faults`.", err)
+        ctx.invoke(audit_faults, **passed("outside", "only", "json_file", "page"))

@@ -1,0 +1,102 @@
+"""`truespec bench` and `truespec bench-handoff`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deploy.cli.console import Failure, a_file, out, progress_printer, say
+from deploy.options import check_writable, write_json
+
+
+@click.command()
+@click.option(
+    "--model", default="smollm2-135m", show_default=True, help="The model: a catalogue name, a folder or a hub id."
+)
+@click.option(
+    "--engines",
+    help="Measure these: family/variant[:option=value]..., separated by commas. The default is all that are installed.",
+)
+@click.option("--kinds", default="chat,code,summarise", show_default=True, help="Use these kinds of prompts.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Read prompts from this JSON file: a list per kind.")
+@click.option("--streams", help="Answer this many prompts at once.  [default: 1,4,16; with --gpu 1,4,16,64]")
+@click.option("--temperatures", default="0,1", show_default=True, help="Measure at these temperatures.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measure every engine this many times."
+)
+@click.option(
+    "--tokens", type=click.IntRange(min=2), default=96, show_default=True, help="Generate this many tokens per answer."
+)
+@click.option(
+    "--threads",
+    help="CPU threads of every engine; the default is all cores. With several (1,2) each engine is measured with each.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Data type of the engines.",
+)
+@click.option("--against", help="Compare with the best of these engines; the default is the first one.")
+@click.option(
+    "--measure",
+    type=click.Choice(["decode", "whole"]),
+    default="decode",
+    show_default=True,
+    help="Count tokens a second after the first token, or of the whole batch.",
+)
+@click.option("--profile", is_flag=True, help="Show where the time of our steps goes.")
+@click.option("--together", is_flag=True, help="Run our engines of the same weights in one process, on one copy.")
+@click.option(
+    "--gpu", is_flag=True, help="Run our engines on a GPU: off, n-gram and the head, with and without CUDA graphs."
+)
+@click.option("--head", help="A trained head, for eagle3 and dynamic.")
+@click.option("--draft-model", help="A draft model, for draft_model.")
+@click.option(
+    "--gguf",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The model as a GGUF file, for llama.cpp.",
+)
+@click.option("--vllm-python", help="The Python interpreter of the environment that has vllm.")
+@click.option("--llama-python", help="The Python interpreter of the environment that has llama-cpp-python.")
+@click.option("--json", "json_file", type=a_file, help="Write every sample to this file.")
+@click.option("--markdown", type=a_file, help="Put the tables into this page.")
+@click.option("--section", default="benchmark", show_default=True, help="Replace this section of the page.")
+@click.option("--plots", type=click.Path(path_type=Path, file_okay=False), help="Draw PNG and SVG plots here.")
+@click.option(
+    "--noisy", is_flag=True, help="Write the page even though other processes use this machine, and say so there."
+)
+def bench(**options: Any) -> None:
+    """Measure engines side by side: same model, prompts and sampling, in turns."""
+    from deploy.bench.command import BenchOptions, run_command
+
+    found = run_command(BenchOptions(**options), progress_printer(), out)
+    if not found.samples:
+        raise Failure("Nothing was measured; the lines above say why.")
+
+
+@click.command("bench-handoff")
+@click.option("--mib", type=click.IntRange(min=1), default=300, show_default=True, help="Size of a handoff in MiB.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Send this many handoffs each way."
+)
+@click.option(
+    "--transports",
+    default="plasma",
+    show_default=True,
+    help="Values of handoff.transport to measure, separated by commas.",
+)
+@click.option("--json", "json_file", type=a_file, help="Write the figures to this file.")
+def bench_handoff(mib: int, rounds: int, transports: str, json_file: Path | None) -> None:
+    """Measure how fast handoffs get from process to process, beside what shared memory itself does."""
+    from deploy.bench.handoff import bench_on_ray
+
+    check_writable(json_file, "--json")
+    found = bench_on_ray(mib * 2**20, [name.strip() for name in transports.split(",")], rounds)
+    for name, way in found["ways"].items():
+        say(
+            f"{name}: {1e3 * way['median_s']:.1f} ms, {way['gb_per_s']:.2f} GB/s, "
+            f"{way['share_of_reference']:.2f} of the reference"
+        )
+    write_json(json_file, found, indent=1)

@@ -1,0 +1,65 @@
+"""`truespec dashboards`: build and upload what Grafana and Prometheus read."""
+
+import os
+from pathlib import Path
+
+import click
+
+from deploy.cli.console import Failure, say
+from deploy.options import read_secret
+
+
+@click.group()
+def dashboards() -> None:
+    """Build and upload Grafana dashboards, Prometheus rules, and the pages that describe metrics and alerts."""
+
+
+@dashboards.command("build")
+@click.option("--check", is_flag=True, help="Write nothing, and fail if a file is out of date.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write below this folder.")
+def dashboards_build(check: bool, out: Path | None) -> None:
+    """Write dashboards/generated and the generated pages of docs."""
+    from dashboards import build
+
+    root = out or build.ROOT
+    if out is None and not (root / "pyproject.toml").is_file():
+        raise Failure("This is not a checkout of truespec; give the folder to write to with --out.")
+    try:
+        changed = build.stale(root) if check else build.write(root)
+    except OSError as error:
+        raise Failure(f"--out {root}: {error.filename} cannot be written: {error.strerror}.") from error
+    for path in changed:
+        say(f"{'out of date' if check else 'written'}: {path}")
+    if check and changed:
+        raise Failure("Run `truespec dashboards build`, and commit what it writes.")
+    say(f"{len(build.files())} files are up to date")
+
+
+@dashboards.command("push")
+@click.option("--url", envvar="GRAFANA_URL", required=True, help="The Grafana server's URL. [env: GRAFANA_URL]")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Read the token from this file instead of GRAFANA_TOKEN.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace pages even if somebody saved them in the meantime.")
+def dashboards_push(url: str, token_file: Path | None, dry_run: bool, overwrite: bool) -> None:
+    """Upload the dashboards to Grafana, into the folder truespec. The token is read from GRAFANA_TOKEN or a file."""
+    from dashboards import build
+
+    try:
+        from dashboards.push import Change, PushError, Server, push
+    except ModuleNotFoundError as error:
+        raise Failure("This needs grafana-api: pip install 'truespec[grafana]'.") from error
+    token = read_secret(token_file, "--token-file") if token_file else os.environ.get("GRAFANA_TOKEN")
+    if not token:
+        raise Failure("There is no token: set GRAFANA_TOKEN or give --token-file.")
+
+    def show(change: Change) -> None:
+        say(f"{'would be ' if dry_run and change.action != 'unchanged' else ''}{change.action}: {change.what}")
+
+    try:
+        push(Server(url, token), build.dashboards(), dry_run=dry_run, overwrite=overwrite, progress=show)
+    except PushError as error:
+        raise Failure(str(error)) from error

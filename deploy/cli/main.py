@@ -1,0 +1,44 @@
+"""The `truespec` command and its groups."""
+
+import sys
+
+import click
+
+from deploy.cli.audit import audit
+from deploy.cli.batch import batch
+from deploy.cli.bench import bench, bench_handoff
+from deploy.cli.config import config
+from deploy.cli.console import MainGroup
+from deploy.cli.dashboards import dashboards
+from deploy.cli.keys import keys
+from deploy.cli.models import model
+from deploy.cli.reliability import chaos, load
+from deploy.cli.serving import demo, serve
+from deploy.cli.training import train_drafter
+
+
+@click.group(cls=MainGroup)
+@click.version_option(package_name="truespec")
+def main() -> None:
+    """Serve language models with speculative decoding that is lossless, and shows that it is while it serves."""
+
+
+for _command in (
+    serve,
+    demo,
+    model,
+    config,
+    keys,
+    dashboards,
+    audit,
+    batch,
+    bench,
+    bench_handoff,
+    train_drafter,
+    chaos,
+    load,
+):
+    main.add_command(_command)
+
+if __name__ == "__main__":
+    sys.exit(main())

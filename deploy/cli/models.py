@@ -1,0 +1,25 @@
+"""`truespec model`: models that need no hub."""
+
+import click
+
+from deploy.cli.console import progress_printer, say
+from deploy.models import CATALOGUE, fetch_model
+
+
+@click.group()
+def model() -> None:
+    """Fetch models that need no hub."""
+
+
+@model.command("list")
+def model_list() -> None:
+    """Show the catalogue."""
+    for name, entry in CATALOGUE.items():
+        say(f"{name:<16} {entry.served_name} ({entry.licence}, {entry.quantization} weights)")
+
+
+@model.command("get")
+@click.argument("name")
+def model_get(name: str) -> None:
+    """Fetch a catalogue model into the cache and print its folder."""
+    say(str(fetch_model(name, progress=progress_printer())))

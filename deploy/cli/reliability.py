@@ -1,0 +1,109 @@
+"""`truespec chaos` and `truespec load`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deploy.cli.console import CONFIGS, Failure, a_file, command_line, concurrency_option, out, progress_printer
+from deploy.cli.serving import at_port, served
+from deploy.options import FiniteRange, check_writable, write_json
+from serve_app.config.files import load_config
+
+
+def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What `chaos` and `load` have in common."""
+    for option in (
+        click.option(
+            "--config", "file", type=a_file, default=CONFIGS / "resilient.yaml", help="Serve this configuration."
+        ),
+        click.option(
+            "--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Listen on this port."
+        ),
+        click.option(
+            "--max-tokens",
+            type=click.IntRange(min=4),
+            default=96,
+            show_default=True,
+            help="Let an answer have up to this many tokens.",
+        ),
+        click.option("--seed", type=int, default=1, show_default=True, help="Seed of requests and times."),
+        click.option("--json", "json_file", type=a_file, help="Write the figures to this file."),
+        click.option("--page", type=a_file, help="Put the figures into this page."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_reliability_options
+@click.option("--requests", type=click.IntRange(min=1), default=200, show_default=True, help="Send this many requests.")
+@concurrency_option
+@click.option(
+    "--kill-every",
+    "kill_every_s",
+    type=FiniteRange(min=0.1),
+    default=3.0,
+    show_default=True,
+    help="Kill a replica about every so many seconds.",
+)
+@click.option(
+    "--minutes", type=FiniteRange(min=0), default=12.0, show_default=True, help="Kill none after this many minutes."
+)
+def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
+    """Kill replicas on this machine while clients stream; check that nothing is lost, repeated, changed or leaked."""
+    from deploy.chaos.command import ChaosOptions
+    from deploy.chaos.command import chaos as run
+    from deploy.chaos.page import write_chaos
+
+    check_writable(json_file, "--json")
+    check_writable(page, "--page")
+    checked = at_port(load_config(file), port)
+    report = progress_printer()
+    with served(checked, None, report) as client:
+        figures = run(checked.application, client.base_url, ChaosOptions(**options), report)
+    write_json(json_file, figures.as_dict())
+    if page is not None:
+        write_chaos(page, figures, command_line(), client.model_name)
+    out.print_json(data=figures.as_dict())
+    if not figures.sound:
+        raise Failure("Something was lost, repeated, changed or leaked; the figures say what.")
+
+
+@click.command()
+@_reliability_options
+@click.option(
+    "--seconds",
+    type=FiniteRange(min=1),
+    default=600.0,
+    show_default=True,
+    help="Load the service for this many seconds, each time.",
+)
+@click.option(
+    "--calibrate",
+    "calibrate_s",
+    type=FiniteRange(min=1),
+    default=60.0,
+    show_default=True,
+    help="Find out what it can do for this many seconds first.",
+)
+def load(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
+    """Load the service with what it can do and with twice that; check that it refuses in good order."""
+    from deploy.chaos.command import LoadOptions
+    from deploy.chaos.command import load as run
+    from deploy.chaos.page import write_load
+
+    check_writable(json_file, "--json")
+    check_writable(page, "--page")
+    checked = at_port(load_config(file), port)
+    report = progress_printer()
+    with served(checked, None, report) as client:
+        stretches = run(checked.application, client.base_url, LoadOptions(**options), report)
+    figures = {"stretches": [one.as_dict() for one in stretches]}
+    write_json(json_file, figures)
+    if page is not None:
+        write_load(page, stretches, command_line(), client.model_name)
+    out.print_json(data=figures)
+    if not all(one.in_order for one in stretches):
+        raise Failure("Something other than full service and polite refusals was seen; the figures say what.")

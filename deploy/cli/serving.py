@@ -1,0 +1,138 @@
+"""`truespec serve` and `truespec demo`, and how a command gets a service of its own."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from deploy.cli.console import CONFIGS, a_file, err, out, progress_printer, say
+from deploy.models import find_model
+from deploy.options import api_key, check_writable, write_json
+from serve_app.config.files import load_config
+from serve_app.config.serve_file import ServeFile
+from speculative.errors import ConfigError
+
+_DEMO = CONFIGS / "demo.yaml"
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--address", help="Run on this Ray cluster (auto, or host:port) instead of one started here.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Listen on this port instead of the file's.")
+def serve(file: Path, address: str | None, port: int | None) -> None:
+    """Serve the application of a configuration until interrupted."""
+    from deploy.demo import curl_line
+
+    checked = load_config(file)
+    if port is not None:
+        checked = at_port(checked, port)
+    with served(checked, address) as client:
+        say(f"Serving {client.model_name} at {client.base_url}. Try:\n  {curl_line(client)}", err)
+        if checked.application.args.access.keys_file is not None:
+            say("It asks for an API key: add -H 'authorization: Bearer KEY'.", err)
+        say("Ctrl-C stops it; a second one does not wait for requests that run.", err)
+        _wait_for_interrupt()
+
+
+@click.command()
+@click.option("--json", "json_file", type=a_file, help="Write the figures to this file.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Listen on this port.")
+@click.option("--config", "file", type=click.Path(path_type=Path), default=_DEMO, help="Serve this configuration.")
+def demo(json_file: Path | None, port: int, file: Path) -> None:
+    """Serve a real model on this machine, talk to it, and show its metrics."""
+    from deploy.demo import curl_line, run_demo
+
+    check_writable(json_file, "--json")
+    checked = at_port(load_config(file), port)
+    report = progress_printer()
+    with served(checked, None, report) as client:
+        figures = run_demo(client, report, on_text=lambda text: out.print(text, end="", markup=False, soft_wrap=True))
+        curl = curl_line(client)
+    _print_figures(figures.as_dict())
+    serving = "make serve" if file == _DEMO else f"truespec serve {file}"
+    said = f"run [bold]{escape(serving)}[/bold] and then:\n  {escape(curl)}"
+    out.print(f"\nTo talk to it yourself, {said}", soft_wrap=True)
+    write_json(json_file, figures.as_dict())
+    if json_file is not None:
+        say(f"figures written to {json_file}", err)
+
+
+def at_port(file: ServeFile, port: int) -> ServeFile:
+    """The configuration, listening on this port."""
+    return file.model_copy(update={"http_options": file.http_options.model_copy(update={"port": port})})
+
+
+@contextmanager
+def served(
+    file: ServeFile, address: str | None, report: Callable[[str], None] | None = None, *, alone: bool = False
+) -> Iterator[Any]:
+    """The running application, with its model fetched first when it is one of the catalogue."""
+    from deploy.client import Client
+    from deploy.cluster import cluster_address, running_app
+
+    report = report or progress_printer()
+    api_key()  # the client's: what is wrong with it is reported before anything starts
+    if cluster_address(address) is None:
+        _fetch(file, report)
+    with (
+        running_app(file, report, address=address, alone=alone) as app,
+        Client(app.base_url, app.model_name) as client,
+    ):
+        yield client
+
+
+def _fetch(file: ServeFile, report: Callable[[str], None]) -> None:
+    """Bring the models that the file names by catalogue or hub to this machine.
+
+    Raises:
+        ConfigError: one is not available; the message names its field.
+    """
+    args = file.application.args
+    for field, source in (("model.source", args.model.source), ("drafter.model", args.drafter.model)):
+        try:
+            if source is not None:
+                find_model(source, report)
+        except ConfigError as error:
+            raise ConfigError(f"applications[0].args.{field}: {error}") from error
+
+
+def _print_figures(figures: dict[str, Any]) -> None:
+    table = Table(title="What the service measured of itself", show_header=False)
+    rows = (
+        ("acceptance rate", "acceptance_rate", "{:.1%}"),
+        ("mean accepted length", "mean_accepted_length", "{:.2f} tokens a round"),
+        ("speed, speculation on", "tokens_per_s_on", "{:.1f} tokens/s"),
+        ("speed, speculation off", "tokens_per_s_off", "{:.1f} tokens/s"),
+        ("first token after", "first_token_s", "{:.2f} s"),
+        ("TME (1.00 = the logprobs are right)", "tme", "{:.4f}"),
+        ("tokens replayed for it", "replayed_tokens", "{}"),
+        ("answers computed again", "verdicts", "{0[verified]} verified, {0[suspect]} suspect"),
+        ("self-check terms taken", "selfcheck_terms", "{}"),
+        ("self-check alarms", "selfcheck_alarms", "{}"),
+        ("breaker trips", "breaker_trips", "{}"),
+        ("handoffs from prefill to decode", "handoffs", "{}"),
+    )
+    for label, key, form in rows:
+        value = figures[key]
+        table.add_row(label, "nothing was counted" if value is None else form.format(value))
+    out.print(table)
+
+
+def _wait_for_interrupt() -> None:
+    """Return at the first interrupt or request to end; the next one is an interrupt as usual."""
+    stop = threading.Event()
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    stop.wait()

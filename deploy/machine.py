@@ -1,0 +1,44 @@
+"""What the machine that this runs on has."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Processors and memory.
+
+    num_cpus: cores, as Ray counts them.
+    memory_bytes: of the machine, or of the container that this runs in.
+    gpu_bytes: memory of each GPU that torch can use.
+    """
+
+    num_cpus: int
+    memory_bytes: int
+    gpu_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """The one that this runs on."""
+        devices = range(torch.cuda.device_count())
+        gpus = tuple(torch.cuda.get_device_properties(device).total_memory for device in devices)
+        return cls(os.cpu_count() or 1, _memory_bytes(), gpus)
+
+
+def _memory_bytes() -> int:
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([installed, *(limit for path in _CGROUP_LIMITS if (limit := _limit(Path(path))) is not None)])
+
+
+def _limit(path: Path) -> int | None:
+    """A container's limit; None where there is none."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,109 @@
+"""Whether a service can listen where it is told to.
+
+Ray Serve's proxy binds with SO_REUSEPORT, which the kernel takes for consent: a second service on the same port starts
+without a word, and clients reach one or the other. Binding without that option fails where anybody listens.
+"""
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from serve_app.config.serve_file import HttpOptions
+from speculative.errors import ConfigError
+
+_ASK_S = 2.0
+_LISTENING = "0A"  # the state's name in /proc/net/tcp
+_COMMAND_LENGTH = 100
+_HOST, _PORT = "http_options.host", "http_options.port"
+
+
+def url_of(http: HttpOptions) -> str:
+    """Where the proxy is reached from this machine."""
+    host = f"[{http.host}]" if ":" in http.host else http.host
+    return f"http://{host}:{http.port}"
+
+
+def require_port(http: HttpOptions) -> None:
+    """Make sure that a service can listen there, on the machine that this runs on.
+
+    Raises:
+        ConfigError: the port is taken, or the host is not this machine's.
+    """
+    _bind(http, http.port)
+
+
+def free_port(http: HttpOptions) -> int:
+    """A port that nobody listens on, at the same host.
+
+    Raises:
+        ConfigError: the host is not this machine's.
+    """
+    return _bind(http, 0)
+
+
+def _bind(http: HttpOptions, port: int) -> int:
+    """The port that was bound, and is free again."""
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET  # as Serve's proxy chooses it
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended service do not count
+            probe.bind((http.host, port))
+            return int(probe.getsockname()[1])
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(_fault(http, error)) from error
+
+
+def _fault(http: HttpOptions, error: OSError | UnicodeError) -> str:
+    number = error.errno if isinstance(error, OSError) and not isinstance(error, socket.gaierror) else None
+    if number == errno.EADDRINUSE:
+        return (
+            f"{_PORT}: {http.port} on {http.host} is taken by {_holder(http)}; stop it, or take another port, with "
+            f"--port or {_PORT}."
+        )
+    if number == errno.EACCES:
+        return f"{_PORT}: {http.port} may be taken by root only; take a port from 1024 on, with --port or {_PORT}."
+    reason = error.strerror if isinstance(error, OSError) else error
+    return (
+        f"{_HOST}: {http.host} is not an address of this machine ({reason}); set it to 127.0.0.1 to be reached from "
+        "this machine only, or to 0.0.0.0 to be reached from others too."
+    )
+
+
+def _holder(http: HttpOptions) -> str:
+    """Who listens there, as far as that can be found out."""
+    names = [name for name in (_service(http), *_processes(http.port)) if name is not None]
+    return ", ".join(names) or "another program"
+
+
+def _service(http: HttpOptions) -> str | None:
+    """What answers, where it is one of ours; it may want a key, or lie under a prefix."""
+    asked = http.model_copy(update={"host": {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)})
+    try:
+        answer = httpx.get(f"{url_of(asked)}/v1/models", timeout=_ASK_S).json()
+        card = answer["data"][0]
+        return f"a truespec service that serves {card['id']}" if card["owned_by"] == "truespec" else None
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _processes(port: int) -> Iterator[str]:
+    """Those that listen on the port and may be looked at; none where there is no /proc."""
+    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(table, port)}
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if any(str(file.readlink()) in inodes for file in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                yield f"process {process.name} ({command[:_COMMAND_LENGTH]})"
+
+
+def _listening(table: str, port: int) -> Iterator[str]:
+    """Inodes of the sockets that listen on a port, at any address."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]

@@ -1,0 +1,342 @@
+"""Whether a checked configuration can be served where it is to be served: files, programs, processors, memory.
+
+What is missing there would otherwise leave a replica waiting without end, or end it with an error of another library.
+Every fault names its field and the fix.
+"""
+
+import importlib.util
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+import torch
+from safetensors import SafetensorError, safe_open
+
+from deploy.machine import Machine
+from deploy.models import model_here
+from serve_app.access.access import read_token
+from serve_app.access.keys import read_keys
+from serve_app.config.app_config import AppConfig, PoolSection
+from serve_app.config.base import PoolName
+from serve_app.text.tokenizer import Tokenizer
+from speculative.cache.kv_cache import KVShape
+from speculative.config import EngineConfig
+from speculative.errors import ConfigError, TruespecError
+from speculative.model.config import ModelConfig
+from speculative.model.eagle3 import Eagle3Config
+from speculative.model.loading import checkpoint_files, choose_weights
+from speculative.model.mtp import MtpConfig
+from speculative.weights import longest_sequence
+
+_Found = TypeVar("_Found")
+
+_PLACE = "applications[0].args"
+_GIB = 2**30
+# Bytes of a weight in each form that a CPU may keep; the four- and eight-bit ones share a scale among 32.
+_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "w16a16": 2.0, "int8": 34 / 32, "w8a8": 34 / 32}
+_WEIGHT_BYTES |= {"int4": 20 / 32, "w4a8": 20 / 32}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_MOST_SHARED = 4  # times the cores: with more threads a replica hardly moves; with less it is slow, and warned of
+_OWN_LABELS = "ray.io/"  # Ray gives these to nodes by itself
+_DRAFTERS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
+    "draft_model": ("a whole model", ModelConfig.from_folder),
+    "eagle3": ("an EAGLE-3 head", Eagle3Config.from_folder),
+    "mtp": ("an MTP module", MtpConfig.from_folder),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a configuration cannot be served here: the field below `args`, and what is wrong with the fix."""
+
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{_PLACE}.{self.field}: {self.message}"
+
+
+def require_servable(faults: Iterator[Fault], file: Path | None = None) -> None:
+    """Refuse what has a fault.
+
+    Raises:
+        ConfigError: one line a fault; `file` stands before each.
+    """
+    lines = [str(fault) if file is None else f"{file}: {fault}" for fault in faults]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
+    """What keeps this machine from serving a configuration, without starting anything or asking a network."""
+    yield from _program_faults(config)
+    yield from _file_faults(config)
+    yield from _processor_faults(config, machine)
+    sources: dict[str, Path] = {}
+    for field, name in (("model.source", config.model.source), ("drafter.model", config.drafter.model)):
+        faults, folder = ([], None) if name is None else _look(field, partial(model_here, name))
+        yield from faults
+        if folder is not None:
+            sources[field] = folder
+    if "model.source" not in sources or config.engine.kind != "torch":
+        return
+    faults, model = _model(sources["model.source"])
+    yield from faults
+    if model is not None:
+        yield from _model_faults(config, model, sources)
+        yield from _memory_faults(config, model, machine, sources)
+
+
+def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
+    """What the Ray cluster that this process is connected to lacks at present, at the pools' least numbers of replicas.
+
+    A cluster that scales may add it. Paths are those of its nodes and are not looked at.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    there = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+    for kind, field in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+        asked = {
+            name: getattr(config.pool(name), field) * config.pool(name).least_replicas for name in config.pool_names
+        }
+        if sum(asked.values()) > there[kind]:
+            largest = max(asked, key=lambda name: asked[name])
+            yield Fault(
+                f"pools.{largest}.{field}",
+                f"the pools ask for {sum(asked.values()):g} {kind}s together, and the cluster has {there[kind]:g} "
+                "now; lower it or the replicas, or add nodes, unless the cluster adds them by itself.",
+            )
+    for name in config.pool_names:
+        if not any(_holds(node, config.pool(name)) for node in nodes):
+            pool = config.pool(name)
+            yield Fault(
+                f"pools.{name}",
+                f"no node of the cluster has {pool.num_cpus:g} CPUs, {pool.num_gpus:g} GPUs and the labels "
+                f"{pool.label_selector}, which one replica asks for; lower these, or add such a node, unless the "
+                "cluster adds one by itself.",
+            )
+
+
+def _holds(node: Mapping[str, Any], pool: PoolSection) -> bool:
+    resources, labels = node["Resources"], node.get("Labels") or {}
+    fits = resources.get("CPU", 0) >= pool.num_cpus and resources.get("GPU", 0) >= pool.num_gpus
+    return fits and all(_carries(labels, key, wanted) for key, wanted in pool.label_selector.items())
+
+
+def _carries(labels: Mapping[str, str], key: str, wanted: str) -> bool:
+    """Whether a node matches one line of a label selector: `a`, `!a`, `in(a,b)` or `!in(a,b)`."""
+    negative, text = wanted.startswith("!"), wanted.removeprefix("!")
+    values = text[3:-1].split(",") if text.startswith("in(") and text.endswith(")") else [text]
+    return (labels.get(key) in [value.strip() for value in values]) != negative
+
+
+def _look(field: str, find: Callable[[], _Found]) -> tuple[list[Fault], _Found | None]:
+    """What was found; or the fault, whose message may begin with its field, and None."""
+    try:
+        return [], find()
+    except TruespecError as error:
+        begins = rf"({re.escape(field)}|{re.escape(field.rpartition('.')[2])}):? "
+        return [Fault(field, re.sub(f"^{begins}", "", str(error)))], None
+
+
+def _program_faults(config: AppConfig) -> Iterator[Fault]:
+    """Packages that are optional, and asked for."""
+    wanted = (
+        ("engine.kind", config.engine.kind == "vllm", "vllm", "vllm needs vLLM: pip install 'truespec[vllm]'"),
+        (
+            "handoff.transport",
+            config.handoff.transport == "nixl",
+            "nixl",
+            "nixl needs NIXL: pip install --no-deps nixl nixl-cu12",
+        ),
+        (
+            "observability.traces_endpoint",
+            config.observability.traces_endpoint is not None,
+            "opentelemetry.exporter.otlp.proto.http",
+            "needs the OTLP exporter: pip install 'truespec[tracing]'",
+        ),
+    )
+    for field, asked, package, message in wanted:
+        if asked and not _is_installed(package):
+            yield Fault(field, f"{message}, which is not installed here; install it, or change the field.")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
+
+
+def _file_faults(config: AppConfig) -> Iterator[Fault]:
+    """Files that the replicas read."""
+    keys, token = config.access.keys_file, config.admin.token_file
+    if keys is not None:
+        yield from _look("access.keys_file", partial(read_keys, Path(keys)))[0]
+    if token is not None:
+        yield from _look("admin.token_file", partial(read_token, Path(token)))[0]
+    for name, folder in config.vllm.lora_modules.items():
+        if not Path(folder).expanduser().is_dir():
+            yield Fault(f"vllm.lora_modules.{name}", f"{folder} is no folder; give the folder of the adapter.")
+
+
+def _processor_faults(config: AppConfig, machine: Machine) -> Iterator[Fault]:
+    """Cores and GPUs. Pools may ask for more cores together than there are: they share them, and are told so."""
+    for name in config.pool_names:
+        pool = config.pool(name)
+        if pool.num_cpus > _MOST_SHARED * machine.num_cpus:
+            yield Fault(
+                f"pools.{name}.num_cpus",
+                f"one replica asks for {pool.num_cpus:g} CPUs, and this machine has {machine.num_cpus}: its threads "
+                f"would wait for each other. Set it to {machine.num_cpus} at most.",
+            )
+        yield from _label_faults(name, pool)
+    asked = {name: config.pool(name).num_gpus * config.pool(name).least_replicas for name in config.pool_names}
+    if sum(asked.values()) > len(machine.gpu_bytes):
+        seen = f"{len(machine.gpu_bytes)} that torch {torch.__version__} can use"
+        yield Fault(
+            f"pools.{max(asked, key=lambda name: asked[name])}.num_gpus",
+            f"the pools ask for {sum(asked.values()):g} GPUs together, and this machine has {seen}; set it to 0 to run "
+            "on the CPU, or serve on a cluster with GPUs (--address).",
+        )
+
+
+def _label_faults(name: PoolName, pool: PoolSection) -> Iterator[Fault]:
+    for key, wanted in pool.label_selector.items():
+        if not key.startswith(_OWN_LABELS) and not _carries({}, key, wanted):
+            yield Fault(
+                f"pools.{name}.label_selector",
+                f"asks for a node with {key}: {wanted}, and a Ray that is started here has no such label; remove it, "
+                "or serve on the cluster that has it (--address).",
+            )
+
+
+def _model(folder: Path) -> tuple[list[Fault], ModelConfig | None]:
+    """The model of a folder whose files are all there."""
+    for kind in ("eagle3", "mtp"):
+        if _is_a(kind, folder):
+            called = _DRAFTERS[kind][0]
+            message = (
+                f"{folder} holds {called}, which drafts for a model; give the model here, and this as drafter.model."
+            )
+            return [Fault("model.source", message)], None
+    return _look("model.source", partial(_read_model, folder))
+
+
+def _read_model(folder: Path) -> ModelConfig:
+    checkpoint_files(folder)
+    return ModelConfig.from_folder(folder)
+
+
+def _is_a(kind: str, folder: Path) -> bool:
+    """Whether a folder holds such a drafter."""
+    return not _look("", partial(_DRAFTERS[kind][1], folder))[0]
+
+
+def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, Path]) -> Iterator[Fault]:
+    """What does not fit the model: its tokenizer, lengths, weights, drafter."""
+    folder, engine = sources["model.source"], config.engine_config(config.pool_names[0])
+    template = config.model.chat_template
+    tokenizer_faults = _look("model.source", partial(Tokenizer.from_folder, folder))[0]
+    yield from tokenizer_faults
+    if template is not None and not tokenizer_faults:
+        yield from _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
+    faults, longest = _look("engine.max_model_len", partial(longest_sequence, model, engine))
+    yield from faults
+    if engine.weights not in ("auto", engine.dtype) and not config.uses_gpu:
+        choose = partial(choose_weights, engine.weights, folder, dtype=engine.dtype, device=torch.device("cpu"))
+        yield from _look("engine.weights", choose)[0]
+    if longest is not None and "drafter.model" in sources:
+        yield from _drafter_faults(config.drafter.kind, sources["drafter.model"], model, longest)
+
+
+def _drafter_faults(kind: str, folder: Path, model: ModelConfig, longest: int) -> Iterator[Fault]:
+    """A drafter of another kind than it is said to be, or of another model."""
+    faults, drafter = _look("drafter.model", partial(_DRAFTERS[kind][1], folder))
+    if drafter is None:
+        found = next((other for other in _DRAFTERS if other != kind and _is_a(other, folder)), None)
+        if found is not None:
+            called = _DRAFTERS[found][0]
+            faults = [
+                Fault("drafter.kind", f"is {kind}, but drafter.model {folder} holds {called}; set it to {found}.")
+            ]
+        yield from faults
+    elif kind != "draft_model":
+        yield from _look("drafter.model", partial(drafter.for_target, model))[0]
+    elif drafter.vocab_size != model.vocab_size:
+        yield Fault(
+            "drafter.model",
+            f"{folder} has a vocabulary of {drafter.vocab_size} tokens, and the model one of {model.vocab_size}; take "
+            "a model of the same family, or another drafter.kind.",
+        )
+    elif drafter.max_position_embeddings < longest:
+        yield Fault(
+            "drafter.model",
+            f"{folder} has {drafter.max_position_embeddings} positions, and requests may have {longest}; set "
+            f"engine.max_model_len to {drafter.max_position_embeddings}, or take another draft model.",
+        )
+
+
+def _memory_faults(
+    config: AppConfig, model: ModelConfig, machine: Machine, sources: Mapping[str, Path]
+) -> Iterator[Fault]:
+    """Weights and KV caches that no memory holds. Activations and libraries, which come on top, are not counted."""
+    numbers = sum(_num_weights(folder) for folder in sources.values())
+    if config.uses_gpu:
+        if machine.gpu_bytes:
+            # A part of a GPU is a share for Ray's scheduling, and no limit to memory.
+            yield from _room_faults(config, model, numbers, 1, (max(machine.gpu_bytes), "one GPU"))
+    else:
+        replicas = sum(config.pool(name).least_replicas for name in config.pool_names)
+        yield from _room_faults(config, model, numbers, replicas, (machine.memory_bytes, "this machine"))
+
+
+def _room_faults(
+    config: AppConfig, model: ModelConfig, num_weights: int, replicas: int, room: tuple[float, str]
+) -> Iterator[Fault]:
+    engine = config.engine_config(config.pool_names[0])
+    room_bytes, place = room
+    plain = _DTYPE_BYTES[engine.dtype] * num_weights  # a checkpoint is read before it is packed
+    kept = _kept_bytes(engine, uses_gpu=config.uses_gpu) * num_weights
+    shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim)
+    token_bytes = shape.num_values * _DTYPE_BYTES[engine.dtype]
+    cache = token_bytes * engine.kv_cache_tokens
+    here = f"{place} has {room_bytes / _GIB:.1f} GiB"
+    if replicas * plain > room_bytes:
+        yield Fault(
+            "model.source",
+            f"the weights take {plain / _GIB:.1f} GiB in {engine.dtype} on each of {replicas} replicas, and {here}; "
+            "take a smaller model, fewer replicas, or a cluster (--address).",
+        )
+    elif replicas * (kept + cache) > room_bytes:
+        most = int((room_bytes / replicas - kept) / token_bytes) // engine.block_size * engine.block_size
+        yield Fault(
+            "engine.kv_cache_tokens",
+            f"{engine.kv_cache_tokens} tokens take {cache / _GIB:.1f} GiB beside weights of {kept / _GIB:.1f} GiB on "
+            f"each of {replicas} replicas, and {here}; set it well below {most}, or take fewer replicas.",
+        )
+
+
+def _kept_bytes(engine: EngineConfig, *, uses_gpu: bool) -> float:
+    """Least bytes that a weight takes once it is loaded: of four bits where nothing says otherwise on a CPU."""
+    if uses_gpu or engine.weights == engine.dtype or engine.dtype == "float32":
+        return _WEIGHT_BYTES[engine.dtype]
+    return _WEIGHT_BYTES["int4" if engine.weights == "auto" else engine.weights]
+
+
+def _num_weights(folder: Path) -> int:
+    """Numbers in a checkpoint, from its files' headers; of files that cannot be read the loading says more."""
+    try:
+        return sum(itertools.chain.from_iterable(_sizes(path) for path in checkpoint_files(folder)))
+    except (TruespecError, SafetensorError, OSError):
+        return 0
+
+
+def _sizes(path: Path) -> Iterator[int]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+            yield torch.Size(file.get_slice(name).get_shape()).numel()
