@@ -13,6 +13,8 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# As `truespec serve` has it: with Ray's 15 any other process starves the replicas.
+os.environ.update(RAY_worker_niceness="0")
 if not Path("/dev/nvidiactl").exists():  # without a GPU, Triton's kernels are run by its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -36,7 +38,17 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", ()))
+    if skipped:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in skipped.most_common())
+        terminalreporter.write_line(f"Skipped: {skipped.total()} tests ({reasons}).")
     counts = config.stash[_deselected]
     if counts:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         terminalreporter.write_line(f"Not selected: {counts.total()} tests ({kinds}). `make test-all` runs them too.")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a test was skipped, as its `longrepr` has it: file, line, and the reason behind a word of pytest's own."""
+    assert isinstance(report.longrepr, tuple)
+    return report.longrepr[2].removeprefix("Skipped: ")

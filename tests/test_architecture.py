@@ -1,6 +1,7 @@
 """The import rules of the house, read off the source: arrows point down, and heavy libraries have one owner."""
 
 import ast
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -8,66 +9,97 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
+# Rooms, lowest first: a module imports its own room and those below it. A room is a package or a single module.
+ROOMS = {
+    "speculative": (
+        "errors",
+        "request",
+        "stats",
+        "cache",
+        "state",
+        "lookup",
+        "config",
+        "handoff",
+        "kernels",
+        "model",
+        "sampling",
+        "verification",
+        "selfcheck",
+        "vocabulary",
+        "scheduling",
+        "drafting",
+        "step",
+        "weights",
+        "gpu",
+        "arithmetic",
+        "engine",
+        "training",
+    ),
+    "serve_app": (
+        "errors",
+        "telemetry",
+        "text",
+        "backends",
+        "config",
+        "routing",
+        "weights",
+        "transport",
+        "integrity",
+        "streams",
+        "access",
+        "openai",
+        "http",
+        "page",
+        "deployments",
+        "app",
+    ),
+}
+# What the server may know of the engine: plain values, without torch.
 LEAVES = {
     f"speculative.{name}"
-    for name in ("request", "config", "stats", "errors", "prefix", "contract", "selfcheck.eprocess", "selfcheck.replay")
+    for name in (
+        "request",
+        "config",
+        "stats",
+        "errors",
+        "cache.prefix",
+        "lookup.ngram",
+        "lookup.registry",
+        "lookup.suffix",
+        "sampling.logprob_checks",
+        "selfcheck.eprocess",
+        "selfcheck.replay",
+    )
 }
 MAX_FUNCTION_LINES = 100
 
-# A module of a layer imports its own layer and those below it; what is not named lies between.
-LAYERS = (
-    LEAVES,
-    {
-        f"speculative.{name}"
-        for name in (
-            "rng",
-            "kv_cache",
-            "constraint",
-            "token_rules",
-            "sequence",
-            "batch",
-            "sampling",
-            "logprobs",
-            "model",
-        )
-    },
-    set(),  # scheduler, runner, drafters, verification, selfcheck, handoff, ...
-    {"speculative.engine", "speculative.training"},
-)
 # Whose modules (a package stands for all in it) may import a library or one of our packages.
 OWNERS = {
     "click": {"deploy"},
-    "fastapi": {"serve_app.ingress", "serve_app.page.routes"},
+    "ctypes": {"speculative.kernels", "deploy.bench.engines"},  # the bench looks for libraries
+    "fastapi": {"serve_app.http", "serve_app.page.page_routes"},
     "gguf": {"speculative.model"},
     "grafana_api": {"dashboards.push"},
     "jsonschema": set(),
     "llama_cpp": {"deploy.bench.workers.llama_engine"},
-    "llguidance": {"serve_app.structured"},
+    "llguidance": {"serve_app.text.grammar"},
     "openai": set(),
-    "opentelemetry": {"serve_app.tracing", "serve_app.traced_backend"},
-    "prometheus_client": {"serve_app.metrics", "serve_app.metric_summary", "deploy.audit.blackbox.counters"},
-    "pydantic": {
-        "serve_app.admin",
-        "serve_app.config",
-        "serve_app.keys",
-        "serve_app.openapi",
-        "serve_app.protocol",
-        "serve_app.scoring",
-        "serve_app.ingress",
-    },
+    "opentelemetry": {"serve_app.telemetry.tracing", "serve_app.backends.traced"},
+    "prometheus_client": {"serve_app.telemetry", "deploy.audit.blackbox.counters"},
+    "pydantic": {"serve_app.access.keys", "serve_app.config", "serve_app.http", "serve_app.openai"},
     "pytest": set(),
     "ray": {
         "serve_app.app",
         "serve_app.deployments",
         "serve_app.routing",
+        "serve_app.telemetry.metrics",
         "serve_app.transport.nixl",
-        "serve_app.metrics",
         "deploy",
     },
     "rich": {"deploy"},
     "safetensors": {"speculative", "deploy"},
-    "starlette": {"serve_app.ingress"},
-    "tokenizers": {"serve_app.tokenizer", "speculative.model.gguf", "deploy.audit.blackbox.tiny"},
+    "starlette": {"serve_app.http"},
+    "tokenizers": {"serve_app.text.tokenizer", "speculative.model.gguf", "deploy.audit.blackbox.tiny"},
     "torch": {
         "speculative",
         "serve_app.backends.torch_backend",
@@ -77,7 +109,7 @@ OWNERS = {
         "deploy",
     },
     "transformers": {
-        "serve_app.tokenizer",
+        "serve_app.text.tokenizer",
         "speculative.model.loading",
         "deploy.bench.workers.transformers_engine",
         "deploy.audit.blackbox.reference",
@@ -88,12 +120,11 @@ OWNERS = {
     "dashboards": {"dashboards", "deploy"},
     "deploy": {"deploy"},
     "serve_app": {"serve_app", "deploy", "dashboards"},
-    "speculative": {"speculative", "serve_app", "deploy"},
+    "speculative": {"speculative", "serve_app", "dashboards", "deploy"},
 }
 # Packages whose modules never import each other, with what they share.
 SIBLINGS = {
-    "speculative.drafters": set(),
-    "speculative.verification": {"speculative.verification.base"},
+    "speculative.verification": {"speculative.verification.base", "speculative.verification.draft_probs"},
     "serve_app.backends": {"serve_app.backends.base", "serve_app.backends.vllm_parts"},
 }
 
@@ -108,6 +139,7 @@ TREES = {
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
 }
+PACKAGE_NAMES = {name_of(path) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")}
 INITS = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("__init__.py"))
 
 
@@ -131,16 +163,16 @@ def within(module: str, places: set[str]) -> bool:
 # What vLLM's backend needs besides the leaves: it finds models, and puts self-checks around vLLM's sampler.
 OF_VLLM = {
     "serve_app.backends.vllm_backend": {
-        "speculative.batch",
+        "speculative.state.batch",
         "speculative.model.loading",
         "speculative.selfcheck.monitor",
     },
-    "serve_app.backends.vllm_parts.worker": {"speculative.selfcheck.watch"},
+    "serve_app.backends.vllm_parts.worker": {"speculative.selfcheck.sampler_watch"},
 }
 
 
-def layer(module: str) -> int:
-    return next((height for height, names in enumerate(LAYERS) if within(module, names)), 2)
+def room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
 @pytest.mark.parametrize("module", TREES)
@@ -149,11 +181,34 @@ def test_libraries_and_packages_have_their_owners(module: str) -> None:
     assert not strangers, f"{module} may not import these; OWNERS names who may"
 
 
-@pytest.mark.parametrize("module", [name for name in TREES if name.startswith("speculative.")])
-def test_the_engine_imports_downwards(module: str) -> None:
-    own = {name for name in imports(module) if name.startswith("speculative")}
-    assert not {name for name in own if layer(name) > layer(module)}
-    assert module not in LEAVES or "torch" not in {name.split(".")[0] for name in imports(module)}
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_room_imports_only_rooms_below_it(package: str) -> None:
+    order = {f"{package}.{name}": place for place, name in enumerate(ROOMS[package])}
+    own = {module: {name for name in imports(module) if name in TREES} for module in TREES if within(module, {package})}
+    assert {room(module) for module in own} - {package} == order.keys(), "ROOMS lists every room, and no other"
+    upward = [
+        f"{module} imports {name}"
+        for module, names in own.items()
+        for name in names
+        if within(name, {package}) and order.get(room(name), 0) > order.get(room(module), 0)
+    ]
+    assert not upward
+
+
+@pytest.mark.parametrize("module", LEAVES)
+def test_what_the_server_knows_of_the_engine_needs_no_torch(module: str) -> None:
+    assert "torch" not in {name.split(".")[0] for name in imports(module)}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """Apart from `base`, `config` and `errors`, of which a room may have its own."""
+    names = Counter(
+        name.rsplit(".", 1)[1]
+        for name in TREES
+        if name.startswith(("speculative.", "serve_app.")) and name not in PACKAGE_NAMES
+    )
+    twice = {name for name, count in names.items() if count > 1} - {"base", "config", "errors"}
+    assert not twice
 
 
 @pytest.mark.parametrize("module", [name for name in TREES if name.startswith(("serve_app", "dashboards"))])
@@ -165,18 +220,17 @@ def test_the_server_sees_only_the_leaves_of_the_engine(module: str) -> None:
     )
     if module.startswith("dashboards"):
         assert {name for name in imports(module) if name.startswith("serve_app")} <= {
-            "serve_app.metric_names",
-            "serve_app.label_meanings",
+            "serve_app.telemetry.metric_names",
         }
     if module.startswith("serve_app.backends."):
         ours = {name for name in imports(module) if name.startswith("serve_app")}
-        assert all(within(name, {"serve_app.backends"}) for name in ours)
+        assert all(within(name, {"serve_app.backends", "serve_app.telemetry"}) for name in ours)
 
 
 @pytest.mark.parametrize("module", [name for name in TREES if not name.startswith("deploy.audit")])
 def test_known_faults_are_out_of_reach_of_all_but_the_audit(module: str) -> None:
     audit = {name for name in imports(module) if name.startswith("deploy.audit")}
-    assert not audit or module == "deploy.cli"
+    assert not audit or module == "deploy.cli.audit"
 
 
 @pytest.mark.parametrize("package", SIBLINGS)

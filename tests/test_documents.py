@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.commands import fault, in_shell
+from tests.support.command_lines import fault, in_shell
+from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(r"^(?P<marks>`{3,}|~{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=marks)[ \t]*$", re.M | re.S)
@@ -22,8 +23,9 @@ _LINK = re.compile(
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t]*#*$", re.M)
 _ANCHOR = re.compile(r"\b(?:id|name)=\"([^\"]+)\"")
 _SHELLS = ("", "sh", "bash", "shell", "console", "text")
-# History, and what a person types in parts: commands there may be abbreviated.
-_MENTIONS_ONLY = {"CHANGELOG.md"}
+# History: commands of the changelog, and of a section that says how and when it was measured, are those of their day.
+_HISTORY = {"CHANGELOG.md"}
+_RECORD = re.compile(r"^<!-- (?P<by>[\w-]+)[^\n]*: [^\n]* -->\n.*?^<!-- end of (?P=by)[^\n]* -->\n", re.M | re.S)
 
 
 def documents() -> list[Path]:
@@ -47,6 +49,11 @@ IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 def prose(path: Path) -> str:
     """The text without code."""
     return _CODE.sub("`code`", _FENCE.sub("", path.read_text(encoding="utf-8")))
+
+
+def current(path: Path) -> str:
+    """The text without what is history."""
+    return "" if path.name in _HISTORY else _RECORD.sub("", path.read_text(encoding="utf-8"))
 
 
 def anchors(path: Path) -> set[str]:
@@ -94,10 +101,10 @@ def test_links_and_anchors_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_commands_in_blocks_are_whole_commands_of_ours(path: Path) -> None:
     wrong = []
-    for block in _FENCE.finditer(path.read_text(encoding="utf-8")):
+    for block in _FENCE.finditer(current(path)):
         if block["language"].strip() in _SHELLS:
             for words in in_shell(block["text"]):
-                if (found := fault(words, whole=path.name not in _MENTIONS_ONLY)) is not None:
+                if (found := fault(words)) is not None:
                     wrong.append(f"truespec {' '.join(words)}: {found}")
     assert not wrong, "\n".join(wrong)
 
@@ -105,7 +112,7 @@ def test_commands_in_blocks_are_whole_commands_of_ours(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_commands_in_the_text_exist_with_their_options(path: Path) -> None:
     wrong = []
-    for _, code in _CODE.findall(_FENCE.sub("", path.read_text(encoding="utf-8"))):
+    for _, code in _CODE.findall(_FENCE.sub("", current(path))):
         for written in alternatives(" ".join(code.split())):
             for words in in_shell(written):
                 if (found := fault(words, whole=False)) is not None:
@@ -127,6 +134,22 @@ def test_the_operations_guide_says_what_to_do_at_each_alert() -> None:
     assert alerts and guide == alerts
 
 
+def test_the_architecture_page_names_every_room_in_order() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for package, rooms in ROOMS.items():
+        table = text.partition(f"**`{package}/`**\n")[2].partition("\n\n**")[0].partition("\n\n## ")[0]
+        rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+        assert [name.rstrip("/") for row in rows for name in re.findall("`([a-z/]+)`", row)] == list(rooms)
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_for_contributors_names_exist(name: str) -> None:
+    top = "|".join([*ROOMS, "dashboards", "deploy", "helm", "tests"])
+    named = re.findall(rf"(?<![\w/])(?:{top})/[\w./]*[\w/]", (ROOT / name).read_text(encoding="utf-8"))
+    missing = {path for path in named if "NAME" not in path and not (ROOT / path).exists()}
+    assert named and not missing
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda path: path.name)
 def test_pictures_are_self_contained_and_say_what_they_show(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
@@ -145,10 +168,12 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
     )
     assert anchors(page) == {"a-b--c", "a-b--c-1"}
     assert list(links(page))[:2] == ["#a-b--c", "other.md#z"]
+    page.write_text("now\n<!-- audit URL: x -->\n`truespec then`\n<!-- end of audit URL -->\nagain\n")
+    assert current(page) == "now\nagain\n"
     found = list(
-        in_shell("X=1 truespec audit --clean 5 | tee log  # comment\nray job submit -- .venv/bin/truespec serve F\n")
+        in_shell("X=1 truespec audit clean 5 | tee log  # comment\nray job submit -- .venv/bin/truespec serve F\n")
     )
-    assert found == [["audit", "--clean", "5"], ["serve", "F"]]
+    assert found == [["audit", "clean", "5"], ["serve", "F"]]
     assert list(in_shell("pip install truespec\nhelm install truespec helm/truespec\n")) == []
     assert fault(["serve", "FILE"]) is None
     assert fault(["serve"]) is not None and fault(["serve"], whole=False) is None

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from dashboards.label_meanings import meaning_of
 from dashboards.reference import metrics_page
-from serve_app.config import POOLS_OF_TOPOLOGY
-from serve_app.label_meanings import meaning_of
-from serve_app.metric_names import CATALOGUE, COMMON_LABELS, METRICS, REPLAY_ALARMS, TRIP_REASONS, Metric
-from serve_app.replays import STRATA, Verdict
+from serve_app.config.base import POOLS_OF_TOPOLOGY
+from serve_app.integrity.replays import Verdict
+from serve_app.telemetry.metric_names import (
+    CATALOGUE,
+    COMMON_LABELS,
+    METRICS,
+    REPLAY_ALARMS,
+    STRATA,
+    TRIP_REASONS,
+    Metric,
+)
 from speculative.request import FinishReason
 
 SOURCE = Path(__file__).parents[2] / "serve_app"
@@ -18,7 +26,7 @@ LABELS = [(metric, label) for metric in CATALOGUE for label in metric.labels]
 
 
 @pytest.mark.parametrize(("metric", "label"), LABELS, ids=lambda value: getattr(value, "name", value))
-def test_every_label_has_a_meaning_and_the_page_tells_it(metric: Metric, label: str) -> None:
+def test_every_label_has_a_meaning_and_the_page_reports_it(metric: Metric, label: str) -> None:
     meaning, page = meaning_of(metric, label), metrics_page()
     section = page.split(f"### `{label}`")[1].split("###")[0]
     assert f"`{metric.name}`" in section

@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 
 from dashboards.build import dashboards
 from dashboards.push import FOLDER_UID, PushError, Server, push
-from deploy.cli import main
-from tests.dashboards.fake_grafana import TOKEN, FakeGrafana, running_grafana
+from deploy.cli.main import main
+from tests.support.fake_grafana import TOKEN, FakeGrafana, running_grafana
 
 PAGES = dashboards()
 UIDS = {page["uid"] for page in PAGES}
@@ -78,7 +78,7 @@ def test_a_folder_that_was_renamed_gets_its_title_again(grafana: FakeGrafana) ->
     assert grafana.folders[FOLDER_UID]["title"] == "truespec"
 
 
-def test_a_dry_run_tells_and_writes_nothing(grafana: FakeGrafana) -> None:
+def test_a_dry_run_reports_and_writes_nothing(grafana: FakeGrafana) -> None:
     result = command(grafana, "--dry-run")
     assert result.exit_code == 0
     assert result.output.count("would be created: ") == 1 + len(PAGES)
@@ -112,27 +112,27 @@ def test_a_page_that_appears_meanwhile_is_a_conflict_too(grafana: FakeGrafana) -
         pushed(grafana)
 
 
-def test_a_namesake_in_the_folder_is_told(grafana: FakeGrafana) -> None:
+def test_a_namesake_in_the_folder_is_reported(grafana: FakeGrafana) -> None:
     pushed(grafana)
     grafana.dashboards["other"] = grafana.dashboards.pop("truespec-latency")
     with pytest.raises(PushError, match=r"truespec / Latency.*412.*has its title"):
         pushed(grafana)
 
 
-def test_a_namesake_of_the_folder_is_told(grafana: FakeGrafana) -> None:
+def test_a_namesake_of_the_folder_is_reported(grafana: FakeGrafana) -> None:
     grafana.folders["theirs"] = {"uid": "theirs", "title": "truespec", "version": 1}
     with pytest.raises(PushError, match=r"folder truespec.*409.*that name already exists"):
         pushed(grafana)
 
 
-def test_a_folder_that_vanishes_is_told(grafana: FakeGrafana) -> None:
+def test_a_folder_that_vanishes_is_reported(grafana: FakeGrafana) -> None:
     grafana.folders[FOLDER_UID] = {"uid": FOLDER_UID, "title": "truespec", "version": 1}
     grafana.before_write = grafana.folders.clear
     with pytest.raises(PushError, match=r"404: folder not found.*Push again"):
         pushed(grafana)
 
 
-def test_a_wrong_token_is_told_and_not_shown(grafana: FakeGrafana) -> None:
+def test_a_wrong_token_is_reported_and_not_shown(grafana: FakeGrafana) -> None:
     wrong = "glsa_wrong-but-still-secret"
     result = command(grafana, token=wrong)
     assert result.exit_code == 1
@@ -142,7 +142,7 @@ def test_a_wrong_token_is_told_and_not_shown(grafana: FakeGrafana) -> None:
     assert wrong not in repr(Server(grafana.url, wrong))
 
 
-def test_a_token_that_may_only_read_is_told(grafana: FakeGrafana) -> None:
+def test_a_token_that_may_only_read_is_reported(grafana: FakeGrafana) -> None:
     grafana.role = "Viewer"
     with pytest.raises(PushError, match=r"403.*role Editor"):
         pushed(grafana)
@@ -156,14 +156,14 @@ def test_the_token_may_come_from_a_file(grafana: FakeGrafana, tmp_path: Path) ->
     assert grafana.dashboards.keys() == UIDS
 
 
-def test_no_token_at_all_is_told(grafana: FakeGrafana) -> None:
+def test_no_token_at_all_is_reported(grafana: FakeGrafana) -> None:
     result = command(grafana, token="")
     assert result.exit_code == 1
     assert "GRAFANA_TOKEN" in result.output
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "reported"),
     [
         ("127.0.0.1:3000", "not the URL of a server"),
         ("ftp://host/", "not the URL of a server"),
@@ -171,26 +171,26 @@ def test_no_token_at_all_is_told(grafana: FakeGrafana) -> None:
         ("http://127.0.0.1:1", "cannot be reached"),
     ],
 )
-def test_a_url_that_leads_nowhere_is_told(url: str, told: str) -> None:
-    with pytest.raises(PushError, match=told) as caught:
+def test_a_url_that_leads_nowhere_is_reported(url: str, reported: str) -> None:
+    with pytest.raises(PushError, match=reported) as caught:
         push(Server(url, TOKEN), PAGES)
     assert "pass@" not in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["", "/grafana/login"])
-def test_a_wrong_path_is_told(grafana: FakeGrafana, path: str) -> None:
+def test_a_wrong_path_is_reported(grafana: FakeGrafana, path: str) -> None:
     with pytest.raises(PushError, match="Is the path right"):
         push(Server(grafana.url.removesuffix("/grafana") + path, TOKEN), PAGES)
 
 
 @pytest.mark.parametrize("body", ["<html>Please log in</html>", "[]", "{}x", ""])
-def test_something_else_that_answers_is_told(grafana: FakeGrafana, body: str) -> None:
+def test_something_else_that_answers_is_reported(grafana: FakeGrafana, body: str) -> None:
     grafana.body_of_everything = body
     with pytest.raises(PushError, match="answers not as Grafana does"):
         pushed(grafana)
 
 
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "ünicode"])
-def test_a_token_that_cannot_be_one_is_told(grafana: FakeGrafana, token: str) -> None:
+def test_a_token_that_cannot_be_one_is_reported(grafana: FakeGrafana, token: str) -> None:
     with pytest.raises(PushError, match="The token is empty or holds"):
         push(Server(grafana.url, token), PAGES)

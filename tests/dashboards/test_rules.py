@@ -2,18 +2,28 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from dashboards.build import PAGES
+from dashboards.panels import Panel
 from dashboards.rules import ALERTS, Alert
-from serve_app.metric_names import CATALOGUE, COMMON_LABELS
-from serve_app.metrics import Metrics, PrometheusSink
-from tests.dashboards.prometheus import promtool
-from tests.dashboards.rule_cases import CASES
+from dashboards.sanity import ALARMS, VIOLATIONS
+from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from tests.support.prometheus import promtool
+from tests.support.rule_cases import CASES, in_two_namespaces
 
 RULES = Path(__file__).parents[2] / "dashboards" / "generated" / "rules"
+
+
+def promtool_test(folder: Path, tests: list[Any]) -> None:
+    """Run promtool's unit tests with our rules; fails where one of them does."""
+    file = {"rule_files": [str(RULES / "truespec.yaml")], "evaluation_interval": "1m", "tests": tests}
+    (folder / "cases.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
+    promtool("test", "rules", str(folder / "cases.yaml"))
 
 
 @pytest.mark.parametrize("path", sorted(RULES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -33,22 +43,64 @@ def test_promtool_can_read_every_query_of_the_panels(tmp_path: Path) -> None:
 def test_an_alert_fires_when_it_should_and_only_then(alert: Alert, tmp_path: Path) -> None:
     cases = [case for case in CASES if case.alert == alert.name]
     assert any(case.fires for case in cases) and not all(case.fires for case in cases)
-    file = {
-        "rule_files": [str(RULES / "truespec.yaml")],
-        "evaluation_interval": "1m",
-        "tests": [case.as_dict() for case in cases],
+    promtool_test(tmp_path, tests=[case.as_dict() for case in cases])
+
+
+@pytest.mark.parametrize(
+    "alert", [alert for alert in ALERTS if alert.name != "TruespecMetricsMissing"], ids=lambda a: a.name
+)
+def test_an_alert_is_on_the_release_that_is_ill_and_names_its_namespace(alert: Alert, tmp_path: Path) -> None:
+    promtool_test(tmp_path, tests=[in_two_namespaces(alert.name).as_dict()])
+
+
+@pytest.mark.parametrize("panel", [ALARMS, VIOLATIONS], ids=lambda panel: panel.title)
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ("_x70 1x60", 1),  # as Ray's agent exports it
+        ("_x70 2x10 3x60", 3),
+        ("0x70 1x60", 1),  # as the application does
+        ("7x70 0x3 1x60", 1),  # a restart
+        ("7x200", 0),
+        ("7x40 _x40 7x60", 0),  # a gap in scraping
+        ("_x200", None),
+    ],
+)
+def test_a_figure_counts_the_first_event_of_a_series(
+    panel: Panel, values: str, shown: int | None, tmp_path: Path
+) -> None:
+    names = {
+        "selfcheck_alarms_total": "check",
+        "selfcheck_violations_total": "kind",
+        "logprob_violations_total": "kind",
     }
-    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
-    promtool("test", "rules", str(tmp_path / "cases.yaml"))
+    tests = []
+    for query in panel.queries:
+        (name,) = set(re.findall(r"truespec_(\w+)", query.expr))
+        labels = f'namespace="ill",job="j",model_name="m",pool="decode",{names.get(name, "alarm")}="x"'
+        beside = labels.replace("ill", "other")
+        expr = query.expr
+        for key, value in {"$namespace": "ill", "$job": "j", "$model": ".*", "$pool": ".*", "$__range": "1h"}.items():
+            expr = expr.replace(key, value)
+        expected = [] if shown is None else [{"labels": "{}", "value": shown}]
+        tests.append(
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": f"truespec_{name}{{{labels}}}", "values": values},
+                    {"series": f"truespec_{name}{{{beside}}}", "values": "_x75 5x60"},
+                ],
+                "promql_expr_test": [{"expr": f"round({expr})", "eval_time": "110m", "exp_samples": expected}],
+            }
+        )
+    promtool_test(tmp_path, tests=tests)
 
 
 def test_a_case_that_is_wrong_is_noticed(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.alert == "TruespecBreakerOpen").as_dict()
     case["alert_rule_test"][0]["exp_alerts"] = []
-    file = {"rule_files": [str(RULES / "truespec.yaml")], "evaluation_interval": "1m", "tests": [case]}
-    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
     with pytest.raises(AssertionError, match="FAILED"):
-        promtool("test", "rules", str(tmp_path / "cases.yaml"))
+        promtool_test(tmp_path, tests=[case])
 
 
 def test_promtool_has_nothing_to_say_about_the_exposition() -> None:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from deploy.audit import run
 from deploy.audit.model import AuditedModel
 from deploy.audit.mutants import MUTANTS
-from deploy.cli import main
+from deploy.cli.main import main
 from speculative.stats import CheckSums
 
 FIRST = {  # the detector that is to find it, where it is not one of the terms
@@ -20,8 +20,10 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F9": "invariant support",
     "F11": "replay drift (prompt)",
     "F13": "replay",
+    "F13 the handoff drops the drafter's keys and values": "acceptance floor",
+    "F14 blocks of the prefix cache lack the drafter's keys and values": "acceptance floor",
     "F14": "replay",
-    "F15": "replay law",
+    "F15": "replay distribution",
     "F16": "invariant",
     "F17": "repeated random streams",
     "F18": "invariant metrics",
@@ -29,6 +31,10 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F20": "acceptance floor",
     "F21": "invariant stop",
     "F22": "no drafts while logprobs are asked for",
+    "F25 one token beyond the model's length": "invariant length",
+    "F25 a limit that is one too high for the whole engine": "replay refused",
+    "F26 q is lost at its source": "invariant q_missing",
+    "F26 sampled drafts are said to be chosen ones": "acceptance floor",
 }
 
 
@@ -36,13 +42,13 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
 def test_every_fault_is_found(name: str) -> None:
     finding = run.audit_mutant(name, patience=1.0)
     assert finding.delay is not None, f"nobody found it within {run.MAX_POSITIONS} positions"
-    expected = FIRST.get(name.split()[0])
+    expected = FIRST.get(name, FIRST.get(name.split()[0]))
     if expected is not None:
         assert next(iter(finding.detectors)).startswith(expected)
 
 
 def test_the_catalogue_is_covered() -> None:
-    assert {mutant.fault for mutant in MUTANTS.values()} == {f"F{number}" for number in range(1, 23)}
+    assert {mutant.fault for mutant in MUTANTS.values()} == {f"F{number}" for number in (*range(1, 23), 25, 26)}
 
 
 def test_sound_engines_raise_no_alarm() -> None:
@@ -62,13 +68,13 @@ def test_sound_engines_raise_no_alarm_in_two_million_positions() -> None:
 def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run.Finding("F8 something", {"term f": 416, "term c": 717}, "positions", 416, 0.43, 0.45)
     lost = run.Finding("F9 something else", {}, "requests", None, 0.2, 0.2)
-    monkeypatch.setattr(run, "audit_mutants", lambda **_: [found, lost])
+    monkeypatch.setattr(run, "audit_mutants", lambda *_, **__: [found, lost])
     page, figures = tmp_path / "docs" / "detection.md", tmp_path / "audit.json"
-    result = CliRunner().invoke(main, ["audit", "--mutants", "--page", str(page), "--json", str(figures)])
+    result = CliRunner().invoke(main, ["audit", "faults", "--page", str(page), "--json", str(figures)])
     assert result.exit_code == 1
     assert "nobody found it" in result.output
-    CliRunner().invoke(main, ["audit", "--mutants", "--page", str(page)])
-    assert page.read_text("utf-8").count("## Faults put back") == 1, "a section is written anew in its place"
+    CliRunner().invoke(main, ["audit", "faults", "--page", str(page)])
+    assert page.read_text("utf-8").count("## Faults put back") == 1, "a section is rewritten in its place"
     assert "| F8 something | term f (416), term c (717) | 416 positions | 43.0% (45.0%) |" in page.read_text("utf-8")
     assert json.loads(figures.read_text("utf-8"))[0] == {
         "fault": "F8 something",
@@ -86,20 +92,54 @@ def test_a_clean_run_is_written_beside_the_faults(tmp_path: Path, monkeypatch: p
     page = tmp_path / "detection.md"
     page.write_text("# Mine\n", encoding="utf-8")
     monkeypatch.setattr(run, "audit_clean", lambda *_: [run.CleanRun("block, drawn", 1234, {}, {}, {"a": sums})])
-    result = CliRunner().invoke(main, ["audit", "--clean", "1234", "--page", str(page)])
+    result = CliRunner().invoke(main, ["audit", "clean", "1234", "--page", str(page)])
     assert result.exit_code == 0, result.output
     text = page.read_text("utf-8")
     assert text.startswith("# Mine\n")
     assert "| block, drawn | 1,234 | none |" in text
     assert f"| `a` | 100 | {sums.mean:+.2e} | {sums.z:+.2f} |" in text
     monkeypatch.setattr(run, "audit_clean", lambda *_: [run.CleanRun("block, drawn", 1234, {}, {}, {"a": crooked})])
-    result = CliRunner().invoke(main, ["audit", "--clean", "1234"])
+    result = CliRunner().invoke(main, ["audit", "clean", "1234"])
     assert result.exit_code == 1
     assert "standard deviations from 0" in result.output
 
 
+def test_spellings_of_earlier_versions_still_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run.Finding("F8 something", {"term f": 416}, "positions", 416, 0.43, 0.45)
+    sound = run.CleanRun("block, drawn", 10, {}, {}, {"a": CheckSums(100, 10.0, 9.0, 40.0)})
+    monkeypatch.setattr(run, "audit_mutants", lambda *_, **__: [found])
+    monkeypatch.setattr(run, "audit_clean", lambda *_: [sound])
+    page, figures = tmp_path / "detection.md", tmp_path / "audit.json"
+    words = ["audit", "--mutants", "--clean", "10", "--page", str(page), "--json", str(figures)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "is now `truespec audit faults`" in said and "is now `truespec audit clean N`" in said
+    assert "## Faults put back" in page.read_text("utf-8") and "## Sound engines" in page.read_text("utf-8")
+    assert json.loads(figures.read_text("utf-8"))[0]["fault"] == "F8 something"
+    result = CliRunner().invoke(main, ["audit", "http://127.0.0.1:9"])
+    assert result.exit_code == 2 and "is now `truespec audit server URL`" in " ".join(result.output.split())
+
+
+def test_clean_runs_and_chosen_faults_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = run.CleanRun("block, drawn", 10, {}, {"support": 1}, {"a": CheckSums(100, 10.0, 9.0, 40.0)})
+    monkeypatch.setattr(run, "audit_clean", lambda *_: [sound])
+    figures = tmp_path / "audit.json"
+    assert CliRunner().invoke(main, ["audit", "clean", "10", "--json", str(figures)]).exit_code == 1
+    (written,) = json.loads(figures.read_text("utf-8"))
+    assert written["violations"] == {"support": 1} and written["worst_z"] > 0
+    asked: list[str] = []
+    monkeypatch.setattr(run, "audit_mutants", lambda names, **_: asked.extend(names) or [])
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(main, ["audit", "faults", "--only", "F12"])
+    assert len(asked) == 2 and all(name.startswith("F12") for name in asked)
+    assert not (tmp_path / "docs").exists(), "the page holds all faults, or is left as it is"
+    refused = CliRunner().invoke(main, ["audit", "faults", "--only", "F99"])
+    assert refused.exit_code == 1 and "no fault begins with 'F99'" in refused.output
+
+
 def test_a_model_wants_its_head() -> None:
-    result = CliRunner().invoke(main, ["audit", "--clean", "10", "--model", "smollm2-135m"])
+    result = CliRunner().invoke(main, ["audit", "clean", "10", "--model", "smollm2-135m"])
     assert result.exit_code == 1
     assert "--head is missing" in result.output
 

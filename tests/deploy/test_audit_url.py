@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from fake_audited import DIES, FakeAudited, Reply, uniform_reply
 
 from deploy.audit.blackbox import command
 from deploy.audit.blackbox.audit import Audit, run_audit
@@ -25,17 +24,18 @@ from deploy.audit.blackbox.reference import Reference
 from deploy.audit.blackbox.statistics import binomial_tail, departs, mean_departs, not_uniform, too_many
 from deploy.audit.blackbox.tiny import write_tiny_pair
 from deploy.audit.mutants import MUTANTS
-from deploy.cli import main
+from deploy.cli.main import main
 from speculative.errors import ConfigError
 from speculative.request import SamplingParams
+from tests.support.fake_audited import DIES, FakeAudited, Reply, uniform_reply
 
 NAMED = {  # faults that are to be found and named, and probes that suffice for it
     "F2 scored ids gathered from the logits": ["scored ids"],
-    "F5 a reused slot's last token after a handoff": ["replayed logprobs", "law of the tokens"],
+    "F5 a reused slot's last token after a handoff": ["replayed logprobs", "distribution of the tokens"],
     "F9 sampling parameters skipped on drafted positions": ["sampling parameters"],
     "F10 logprob 0 for every token": ["replayed logprobs", "logprob contract"],
     "F11 prompt logprobs damaged at chunk borders": ["prompt logprobs"],
-    "F12 the first draft is committed unverified": ["law of the tokens"],
+    "F12 the first draft is committed unverified": ["distribution of the tokens"],
     "F17 unseeded requests share a stream": ["unseeded answers"],
     "F18 every draft counts as accepted": ["counters"],
     "F21 a stop inside an accepted run is overlooked": ["ends"],
@@ -58,8 +58,8 @@ def audit_of(name: str, folders: tuple[Path, Path], reference: Reference, only: 
     return audit_faulty(server, reference, only=only)
 
 
-def told(audit: Audit) -> str:
-    return "\n".join(f"{one.probe}: {one.verdict} {one.told}" for one in audit.outcomes)
+def reported(audit: Audit) -> str:
+    return "\n".join(f"{one.probe}: {one.verdict} {one.reported}" for one in audit.outcomes)
 
 
 # -- servers with a real engine --------------------------------------------------------------------------------------
@@ -68,15 +68,15 @@ def told(audit: Audit) -> str:
 def test_a_sound_server_passes(folders: tuple[Path, Path], reference: Reference) -> None:
     server = faulty_servers("sound", *folders, guarded=True)["draft model"]
     audit = audit_faulty(server, reference, SMALL)
-    assert not audit.findings, told(audit)
-    assert {one.verdict for one in audit.outcomes} == {Verdict.PASSED}, told(audit)
+    assert not audit.findings, reported(audit)
+    assert {one.verdict for one in audit.outcomes} == {Verdict.PASSED}, reported(audit)
     assert {one.probe for one in audit.outcomes} == set(PROBES)
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_fault_is_found_and_named(name: str, folders: tuple[Path, Path], reference: Reference) -> None:
     audit = audit_of(name, folders, reference, NAMED[name])
-    assert name.split()[0] in audit.faults, told(audit)
+    assert name.split()[0] in audit.faults, reported(audit)
     assert all(finding.expected and finding.observed for finding in audit.findings)
 
 
@@ -84,14 +84,14 @@ def test_a_fault_is_found_and_named(name: str, folders: tuple[Path, Path], refer
 @pytest.mark.parametrize("way", ["n-gram", "n-gram, handoffs", "draft model, handoffs"])
 def test_other_sound_servers_pass(way: str, folders: tuple[Path, Path], reference: Reference) -> None:
     audit = audit_faulty(faulty_servers("sound", *folders, guarded=False)[way], reference)
-    assert not audit.findings, told(audit)
+    assert not audit.findings, reported(audit)
 
 
-def test_a_guarded_server_tells_of_its_own_alarms(folders: tuple[Path, Path], reference: Reference) -> None:
+def test_a_guarded_server_reports_of_its_own_alarms(folders: tuple[Path, Path], reference: Reference) -> None:
     name = "F9 sampling parameters skipped on drafted positions"
     audit = audit_of(name, folders, reference, ["sampling parameters", "own alarms"], guarded=True)
     alarms = next(one for one in audit.outcomes if one.probe == "own alarms")
-    assert any("F9" in finding.faults for finding in alarms.findings), told(audit)
+    assert any("F9" in finding.faults for finding in alarms.findings), reported(audit)
 
 
 # -- servers that talk otherwise, refuse, or die ---------------------------------------------------------------------
@@ -132,11 +132,13 @@ def test_ids_and_candidates_are_read_as_vllm_writes_them(server: Server) -> None
     assert scored.answer.scored == ({901: -1.39},)
 
 
-def test_what_cannot_be_asked_is_told(server: Server) -> None:
-    audit = run_audit(Lab(server, find_dialect(server), QUICK), only=["law of the tokens", "counters", "greedy twins"])
+def test_what_cannot_be_asked_is_reported(server: Server) -> None:
+    audit = run_audit(
+        Lab(server, find_dialect(server), QUICK), only=["distribution of the tokens", "counters", "greedy twins"]
+    )
     verdicts = {one.probe: one for one in audit.outcomes}
-    assert verdicts["law of the tokens"].verdict is Verdict.UNSUPPORTED
-    assert "weights" in verdicts["law of the tokens"].told
+    assert verdicts["distribution of the tokens"].verdict is Verdict.UNSUPPORTED
+    assert "weights" in verdicts["distribution of the tokens"].reported
     assert verdicts["counters"].verdict is Verdict.UNSUPPORTED
     assert verdicts["greedy twins"].verdict is Verdict.UNSUPPORTED, "without a tokenizer it has no tokens to send"
 
@@ -167,14 +169,14 @@ def test_what_kills_a_server_is_asked_last_and_named(
     lab = Lab(server, find_dialect(server), QUICK, reference, destructive=True)
     fake.answer = dying
     audit = run_audit(lab, only=["top_k", "scored ids", "neighbours of scored ids"])
-    told = {one.probe: one for one in audit.outcomes}
-    assert list(told) == ["scored ids", "top_k", "neighbours of scored ids"]
-    assert told["scored ids"].findings[0].faults == ("F2", "request fails")
-    assert "server dies" in {fault for one in told["top_k"].findings for fault in one.faults}
-    assert told["neighbours of scored ids"].verdict is Verdict.INCONCLUSIVE
+    reported = {one.probe: one for one in audit.outcomes}
+    assert list(reported) == ["scored ids", "top_k", "neighbours of scored ids"]
+    assert reported["scored ids"].findings[0].faults == ("F2", "request fails")
+    assert "server dies" in {fault for one in reported["top_k"].findings for fault in one.faults}
+    assert reported["neighbours of scored ids"].verdict is Verdict.INCONCLUSIVE
     careful = Lab(server, lab.dialect, QUICK, reference, scores_wrongly=True)
     (left,) = run_audit(careful, only=["neighbours of scored ids"]).outcomes
-    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.told
+    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.reported
 
 
 def test_top_k_is_kept_from_a_server_whose_parameters_do_not_hold(
@@ -190,7 +192,7 @@ def test_top_k_is_kept_from_a_server_whose_parameters_do_not_hold(
     careful = Lab(server, find_dialect(server), QUICK, reference)
     mixed, left = run_audit(careful, only=["sampling parameters", "top_k"]).outcomes
     assert mixed.verdict is Verdict.FAILED
-    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.told
+    assert left.verdict is Verdict.UNSUPPORTED and "--destructive" in left.reported
     assert not any(asked)
 
 
@@ -211,8 +213,8 @@ def test_a_rounding_server_is_judged_on_ordinary_text_only(server: Server, refer
     lab.modes = {}  # type: ignore[misc]
     one = lab.ask(Ask((7, 8), SamplingParams(max_tokens=4, logprobs=2)))
     raw = np.array([-1.4, -2.39, -14.0, -1.0])
-    law: Any = type("SomeLaw", (), {"raw": raw, "processed": raw, "__len__": lambda _: 4})()
-    one.law = law
+    distribution: Any = type("SomeLaw", (), {"raw": raw, "processed": raw, "__len__": lambda _: 4})()
+    one.distribution = distribution
     for tolerance, expected in ((EXACT, [0.01, 1.0, 12.61, 0.39]), (ROUNDED, [0.01, 1.0])):
         lab.tolerance = tolerance  # type: ignore[misc]
         assert lab.drifts([one]) == pytest.approx(expected)
@@ -240,34 +242,34 @@ def test_who_does_not_answer_cannot_be_audited(fake: FakeAudited, server: Server
     fake.answer = lambda body: (500, {"error": "broken"})
     with pytest.raises(AuditFailed, match="does not answer a plain completion"):
         find_dialect(server)
-    result = CliRunner().invoke(main, ["audit", fake.url])
+    result = CliRunner().invoke(main, ["audit", "server", fake.url])
     assert result.exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (["--only", "lenghts-typo"], "there is no probe 'lenghts-typo'; the nearest are '"),
         (["--only", "ends", "--only", "End"], "there is no probe 'End'; the nearest are 'ends', "),
         (["--beside", "host:8000"], "--beside 'host:8000' is not the URL of a server"),
     ],
 )
-def test_an_audit_of_nothing_is_refused(fake: FakeAudited, options: list[str], told: str) -> None:
-    result = CliRunner().invoke(main, ["audit", fake.url, *options])
-    assert result.exit_code == 2 and told in " ".join(result.output.split())
+def test_an_audit_of_nothing_is_refused(fake: FakeAudited, options: list[str], reported: str) -> None:
+    result = CliRunner().invoke(main, ["audit", "server", fake.url, *options])
+    assert result.exit_code == 2 and reported in " ".join(result.output.split())
     assert "no findings" not in result.output
 
 
 @pytest.mark.parametrize("key", ["sk-\u00e9", "sk-1\nsk-2"])
 def test_an_audit_with_a_key_that_cannot_be_sent_is_refused(fake: FakeAudited, key: str) -> None:
-    result = CliRunner().invoke(main, ["audit", fake.url], env={"TRUESPEC_API_KEY": key})
+    result = CliRunner().invoke(main, ["audit", "server", fake.url], env={"TRUESPEC_API_KEY": key})
     assert result.exit_code == 2 and "TRUESPEC_API_KEY holds" in result.output and "sk-" not in result.output
-    assert CliRunner().invoke(main, ["audit", "127.0.0.1:9"]).exit_code == 2
+    assert CliRunner().invoke(main, ["audit", "server", "127.0.0.1:9"]).exit_code == 2
 
 
 def test_faults_that_there_are_not_are_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    result = CliRunner().invoke(main, ["audit", "--mutants", "--outside", "--only", "zzz", "--page", str(page)])
+    result = CliRunner().invoke(main, ["audit", "faults", "--outside", "--only", "zzz", "--page", str(page)])
     assert result.exit_code == 1 and "no fault that can be served begins with 'zzz'; the nearest are" in result.output
     assert not page.exists()
     with pytest.raises(ConfigError, match="begins with 'F99'"):
@@ -280,7 +282,7 @@ def test_faults_that_there_are_not_are_refused(tmp_path: Path) -> None:
 def test_the_command_reports_and_exits_by_what_it_found(fake: FakeAudited, tmp_path: Path) -> None:
     files = {name: tmp_path / f"audit.{name}" for name in ("json", "html", "md")}
     options = ["--json", str(files["json"]), "--html", str(files["html"]), "--page", str(files["md"])]
-    result = CliRunner().invoke(main, ["audit", fake.url, "--section", "A fake", *options])
+    result = CliRunner().invoke(main, ["audit", "server", fake.url, "--section", "A fake", *options])
     found = json.loads(files["json"].read_text("utf-8"))
     failed = [one["probe"] for one in found["probes"] if one["findings"]]
     assert result.exit_code == (1 if failed else 0), result.output
@@ -292,9 +294,9 @@ def test_the_command_reports_and_exits_by_what_it_found(fake: FakeAudited, tmp_p
 
 
 def test_a_report_shows_findings_and_plots(folders: tuple[Path, Path], reference: Reference) -> None:
-    audit = audit_of("F12 the first draft is committed unverified", folders, reference, ["law of the tokens"])
+    audit = audit_of("F12 the first draft is committed unverified", folders, reference, ["distribution of the tokens"])
     page = html_page(audit)
-    assert page.count("<svg") >= len([name for name in PROBES if name == "law of the tokens"])
+    assert page.count("<svg") >= len([name for name in PROBES if name == "distribution of the tokens"])
     assert "uniform if right" in page
     assert "A request that shows it" in page
     assert "&lt;" not in audit.findings[0].expected
@@ -318,9 +320,9 @@ def test_false_alarms_stay_below_their_bound() -> None:
     alarms = sum(not_uniform(random.random(300), 0.0, 0.05) is not None for _ in range(400))
     assert alarms <= 36, "at 5 % of 400: 36 or more have probability 2e-4"
     assert not_uniform(random.random(2000) ** 1.3, 0.0, 1e-6) is not None
-    coins = random.integers(0, 2, (200, 300)) * 2.0 - 1
-    assert sum(mean_departs(row, 0.0, 0.05) for row in coins) <= 22
-    assert mean_departs(coins.ravel()[:3000] * 0.5 + 0.2, 0.0, 1e-6)
+    accept_uniforms = random.integers(0, 2, (200, 300)) * 2.0 - 1
+    assert sum(mean_departs(row, 0.0, 0.05) for row in accept_uniforms) <= 22
+    assert mean_departs(accept_uniforms.ravel()[:3000] * 0.5 + 0.2, 0.0, 1e-6)
     assert 0 < delta_per_test() < 1e-5
     assert EXACT.nats < 0.01
 
@@ -333,12 +335,12 @@ def test_every_fault_of_the_catalogue_can_be_served(folders: tuple[Path, Path]) 
     assert command.BUDGETS["full"].answers > command.BUDGETS["quick"].answers
 
 
-def test_an_interrupted_audit_tells_what_it_knows(fake: FakeAudited, server: Server, monkeypatch: Any) -> None:
+def test_an_interrupted_audit_reports_what_it_knows(fake: FakeAudited, server: Server, monkeypatch: Any) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(PROBES, "structured output", replace(PROBES["structured output"], run=interrupted))
     monkeypatch.setattr("deploy.audit.blackbox.audit._in_order", lambda only: [PROBES[name] for name in only])
     audit = run_audit(Lab(server, find_dialect(server), QUICK), only=["nonsense", "structured output", "own alarms"])
-    assert [one.told for one in audit.outcomes[1:]] == ["the audit was interrupted"] * 2
+    assert [one.reported for one in audit.outcomes[1:]] == ["the audit was interrupted"] * 2
     assert audit.outcomes[0].verdict is Verdict.PASSED

@@ -1,5 +1,6 @@
 """`truespec batch`: each request answered once and none lost, through kills, refusals and broken servers."""
 
+import io
 import json
 import os
 import signal
@@ -12,17 +13,18 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner, Result
-from fake_openai import BREAK, FakeOpenAI, Reply, completion, failure, wait_until
 from rich.console import Console
 
-from deploy.cli import main
+from deploy.cli.main import main
 from deploy.jobs.batch import BatchOptions, BatchStopped, retry_wait_s, run_batch
 from deploy.jobs.batch_engine import batch_application
 from deploy.jobs.batch_files import BatchInput, BatchLine, BatchOutput
 from deploy.jobs.view import View
 from speculative.errors import ConfigError
+from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure, wait_until
 
 TRUESPEC = Path(sys.executable).with_name("truespec")
 
@@ -57,11 +59,12 @@ def echo(prompt: str, times: int) -> Reply:
     return completion(f"to {prompt}")
 
 
-def run_here(requests: Path, answers: Path, url: str, **options: Any) -> dict[str, Any]:
+def run_here(
+    requests: Path, answers: Path, url: str, said: io.StringIO | None = None, **options: Any
+) -> dict[str, Any]:
     """Without the command line, so that waits can be short."""
-    read = BatchInput(requests)
-    silent = Console(file=open(os.devnull, "w"))  # noqa: SIM115
-    with silent.file, BatchOutput.opened(answers, read.custom_ids) as output, View(silent) as view:
+    read, console = BatchInput(requests), Console(file=said or io.StringIO())
+    with BatchOutput.opened(answers, read.custom_ids) as output, View(console) as view:
         return run_batch(read, output, BatchOptions(url=url, backoff_s=0.01, **options), view)
 
 
@@ -87,7 +90,7 @@ def test_500_requests_killed_in_the_middle_and_resumed(tmp_path: Path) -> None:
         torn = b'{"id": "batch_req_0123", "custom_id": "request-499", "respo'  # as a kill within a write leaves it
         answers.write_bytes(before + torn)
         gate.set()
-        again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert again.returncode == 0, again.stderr
         assert "500 of 500 requests done, 230 of them before" in again.stdout
         assert answers.read_bytes().startswith(before), "what was answered stays as it was"
@@ -97,7 +100,7 @@ def test_500_requests_killed_in_the_middle_and_resumed(tmp_path: Path) -> None:
         assert all(server.asked[name] <= 2 for name in ids)
         assert sum(server.asked.values()) == 508, "only those that were in flight were asked twice"
         asked = server.asked.total()
-        third = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        third = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert third.returncode == 0 and "500 of them before" in third.stdout
         assert server.asked.total() == asked, "nothing was left to ask"
 
@@ -222,15 +225,50 @@ def test_a_server_that_is_gone_stops_the_batch_and_marks_nothing_as_failed(tmp_p
         pass
     run = batch(requests, answers, server.url, "--retries", "0")
     assert run.exit_code == 1
-    assert "cannot be reached" in run.output and "0 of 2 requests are done; the same command goes on" in run.output
+    assert "cannot be reached" in run.output and "0 of 2 requests are done; the same command continues" in run.output
     assert answers.read_bytes() == b""
     with FakeOpenAI(echo).running() as server:
         assert batch(requests, answers, server.url).exit_code == 0
     assert by_id(answers).keys() == {"a", "b"}
 
 
+def test_a_server_that_does_not_answer_is_reported_at_once_and_given_up_soon(tmp_path: Path) -> None:
+    requests, said = write_lines(tmp_path / "in.jsonl", map(line, "abcd")), io.StringIO()
+    with FakeOpenAI(echo).running() as server:
+        pass
+    with pytest.raises(BatchStopped, match=r"cannot be reached: .*, tried 5 times. Start the server, or check --url"):
+        run_here(requests, tmp_path / "out.jsonl", server.url, said, retries=8)
+    failures = [line for line in said.getvalue().splitlines() if f"{server.url} does not answer (" in line]
+    assert len(failures) == 4, "once for all requests in flight"
+    assert all(f"retry {number} of 4 in 0 s" in line for number, line in enumerate(failures, start=1))
+
+
+def test_a_server_that_is_started_again_is_waited_for_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, said = write_lines(tmp_path / "in.jsonl", map(line, "ab")), io.StringIO()
+    sent = httpx.AsyncClient.post
+    failures = iter([None, *[httpx.ConnectError("refused")] * 7])  # after the first answer
+
+    async def post(client: httpx.AsyncClient, *args: Any, **options: Any) -> httpx.Response:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return await sent(client, *args, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", post)
+    with FakeOpenAI(echo).running() as server:
+        figures = run_here(requests, tmp_path / "out.jsonl", server.url, said, retries=8, concurrency=1)
+    assert (figures["done"], figures["failed"], figures["retries"]) == (2, 0, 7)
+    reported = said.getvalue()
+    assert (
+        reported.count("does not answer (refused)") == 7
+        and "retry 7 of 8" in reported
+        and reported.count("answers again") == 1
+    )
+
+
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_refused_key_stops_the_batch_at_once_and_is_not_told(
+def test_a_refused_key_stops_the_batch_at_once_and_is_not_reported(
     tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRUESPEC_API_KEY", "key-of-the-environment")
@@ -280,9 +318,12 @@ def test_what_cannot_be_sent_at_all_stops_the_batch_and_marks_nothing_as_failed(
     tmp_path: Path, scheme: str, key: str | None
 ) -> None:
     requests = write_lines(tmp_path / "in.jsonl", map(line, "ab"))
-    with FakeOpenAI(echo).running() as server, pytest.raises(BatchStopped, match=r"cannot be asked \(\w+\)") as told:
+    with (
+        FakeOpenAI(echo).running() as server,
+        pytest.raises(BatchStopped, match=r"cannot be asked \(\w+\)") as reported,
+    ):
         run_here(requests, tmp_path / "out.jsonl", server.url.replace("http", scheme), api_key=key, retries=0)
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(reported.value)
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
@@ -298,7 +339,7 @@ def test_an_input_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_requests_that_were_not_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_were_not_read_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = write_lines(tmp_path / "in.jsonl", map(line, "abc"))
     checked = BatchInput.lines
 
@@ -344,7 +385,7 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path: Path, number: int) -> No
         wait_until(lambda: server.asked.total() == 7, "a stop in the middle")
         wait_until(lambda: answers.read_bytes().count(b"\n") == 5, "five lines on the disk")
         process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=300)[1]
         gate.set()
     assert process.returncode == 1
     assert "Interrupted. 5 of 20 requests are done" in said and "Traceback" not in said
@@ -366,10 +407,10 @@ GOOD = {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, 
 @pytest.mark.parametrize(
     ("found", "fault"),
     [
-        ("my notes\n", "line 1 is no line of a batch output"),
-        ("my notes", "line 1 is no line of a batch output"),
-        ('{"id": 7}\n', "line 1 is no line of a batch output"),
-        (json.dumps(GOOD) + "\n{torn\n" + json.dumps(GOOD) + "\n", "line 2 is no line of a batch output"),
+        ("my notes\n", "line 1 is not a line of a batch output"),
+        ("my notes", "line 1 is not a line of a batch output"),
+        ('{"id": 7}\n', "line 1 is not a line of a batch output"),
+        (json.dumps(GOOD) + "\n{torn\n" + json.dumps(GOOD) + "\n", "line 2 is not a line of a batch output"),
         (json.dumps(GOOD) + "\n" + json.dumps(GOOD) + "\n", "line 2 answers 'a' a second time"),
         (json.dumps(GOOD | {"custom_id": "z"}) + "\n", "line 1 answers 'z', which the input does not have"),
     ],
@@ -431,12 +472,12 @@ def test_a_wrong_input_is_refused_before_anything_is_sent(tmp_path: Path, lines:
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_faults_of_many_lines_are_told_together_but_not_without_end(tmp_path: Path) -> None:
+def test_faults_of_many_lines_are_reported_together_but_not_without_end(tmp_path: Path) -> None:
     requests = tmp_path / "in.jsonl"
     requests.write_text("\n{\n" * 25)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         BatchInput(requests)
-    said = str(told.value)
+    said = str(reported.value)
     assert "line 2: not JSON" in said and "line 4: not JSON" in said, "empty lines are passed over, and counted"
     assert said.endswith("... and 15 more")
 

@@ -19,12 +19,12 @@ from deploy.bench.workers.http_load import Server, ServerFailed
 from speculative.errors import ConfigError
 
 
-def sample(engine: str, speed: float, number: int = 0, kind: str = "chat", **told: Any) -> Sample:
+def sample(engine: str, speed: float, number: int = 0, kind: str = "chat", **reported: Any) -> Sample:
     """10 tokens at `speed` after a first token that took 0.5 s."""
     timing = {"wall_s": 0.5 + 10 / speed, "num_tokens": 11, "decode_s": 10 / speed, "decode_tokens": 10}
     memory = {"memory": {"resident_mib": 1.0, "peak_mib": 2.0}}
     common = {"first_token_s": [0.5], "token_ids": [[1, 2, 3, 4]], **memory}
-    return Sample(engine, Case(kind, 1, 0.0), number, {**timing, **common, **told})
+    return Sample(engine, Case(kind, 1, 0.0), number, {**timing, **common, **reported})
 
 
 def result(samples: Sequence[Sample], against: Sequence[str], **changes: Any) -> BenchResult:
@@ -44,7 +44,7 @@ def result(samples: Sequence[Sample], against: Sequence[str], **changes: Any) ->
     )
     about = {"date": "today", "command": "truespec bench", "commit": "abc", "cpu": "a cpu", "cpu_flags": ["avx2"]}
     machine = {"cores": 2, "memory_gib": 8.0, "gpu": None, "python": "3", "versions": {"torch": "1"}}
-    load = {"load_before": 2.5}
+    load = {"others_before": 0.02, "others_meanwhile": 2.5}
     return BenchResult(plan, {**about, **machine, **load}, list(samples), versions={name: {"x": "1"} for name in names})
 
 
@@ -121,19 +121,19 @@ def test_how_much_of_a_greedy_answer_is_the_first_engines() -> None:
 
 
 def test_acceptance_adds_up_over_rounds_of_several_lengths() -> None:
-    told = [
+    reported = [
         {"rounds_with_drafts": 4, "drafted_per_position": [4, 2], "accepted_per_position": [3, 1]},
         {"rounds_with_drafts": 6, "drafted_per_position": [6], "accepted_per_position": [3]},
         {"rounds_with_drafts": 0, "drafted_per_position": [], "accepted_per_position": []},
     ]
-    found = acceptance([sample("a/x", 1.0, **one) for one in told])
+    found = acceptance([sample("a/x", 1.0, **one) for one in reported])
     assert found is not None
     assert found.length == pytest.approx(1 + 7 / 10)
     assert found.per_position == pytest.approx((6 / 10, 1 / 2))
     assert acceptance([sample("a/x", 1.0)]) is None
 
 
-def test_a_section_is_written_anew_in_its_place(tmp_path: Path) -> None:
+def test_a_section_is_written_again_in_its_place(tmp_path: Path) -> None:
     page = tmp_path / "docs" / "page.md"
     for section, speed in (("one", 11.0), ("two", 22.0), ("one", 33.0)):
         write_markdown(result([sample("a/x", speed)], ["a/x"]), page, section)
@@ -141,7 +141,7 @@ def test_a_section_is_written_anew_in_its_place(tmp_path: Path) -> None:
     assert text.count("## one") == text.count("## two") == 1
     assert "| 33.0 |" in text and "| 22.0 |" in text and "| 11.0 |" not in text
     assert text.index("## one") < text.index("## two")
-    assert "The machine was not quiet: its load was 2.5" in text
+    assert "**The machine was not quiet**: others used up to 2.50 cores" in text
 
 
 def test_every_engine_is_in_the_tables() -> None:
@@ -176,7 +176,7 @@ def test_prompts_of_the_package_are_many_and_differ(tmp_path: Path, bench_tokeni
 
 @pytest.fixture(scope="module")
 def bench_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny_models import write_tiny_model
+    from tests.support.tiny_models import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("bench") / "tiny", tokenizer=True)
 
@@ -207,7 +207,7 @@ def test_the_load_reads_streams_cut_anywhere() -> None:
     assert served(body)["token_ids"] == [[5, 6, 7]]
 
 
-def test_the_load_tells_what_a_server_refused() -> None:
+def test_the_load_reports_what_a_server_refused() -> None:
     with pytest.raises(ServerFailed, match=r"503 .*\n?.*busy"):
         served(b"busy", b"503 No")
     with pytest.raises(ServerFailed, match="lost"):

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 from deploy.bench import handoff
 from deploy.bench.handoff import Receiver, Sender, synthetic_handoff
-from deploy.cli import main
-from serve_app.config import HandoffSection
-from serve_app.transport.choice import TRANSPORTS, make_transport
+from deploy.cli.main import main
+from serve_app.config.app_config import HandoffSection
+from serve_app.transport.selection import TRANSPORTS, make_transport
 from speculative.errors import ConfigError, HandoffRefused
 
 
@@ -37,9 +37,9 @@ def test_an_unknown_transport_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, names: str, stranger: str
 ) -> None:
     monkeypatch.setattr(handoff.ray, "init", lambda **_: pytest.fail("Ray was started"))
-    told = CliRunner().invoke(main, ["bench-handoff", "--transports", names])
-    assert told.exit_code == 1
-    assert f"--transports: there is no {stranger!r}, only plasma, inline, nixl." in told.output
+    reported = CliRunner().invoke(main, ["bench-handoff", "--transports", names])
+    assert reported.exit_code == 1
+    assert f"--transports: there is no {stranger!r}, only plasma, inline, nixl." in reported.output
     with pytest.raises(ConfigError, match="There is no transport"):
         make_transport(stranger)
 

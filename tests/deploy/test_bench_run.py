@@ -1,21 +1,26 @@
 """`truespec bench` asks engines in turn, survives those that fail, and writes what it found."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from tiny_models import write_tiny_model
 
-from deploy.bench import rounds
+from deploy.bench import engines, quiet, rounds
 from deploy.bench.command import BenchOptions, make_plan
 from deploy.bench.engines import Launch, gpu_names, resolve
 from deploy.bench.plan import BenchPlan, EngineName
 from deploy.bench.rounds import BenchResult, run_bench
-from deploy.cli import main
+from deploy.cli.main import main
 from speculative.errors import ConfigError
+from tests.support.tiny_models import write_tiny_model
+
+WAITING = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
 
 
 def plan(*names: str, **changes: Any) -> BenchPlan:
@@ -41,14 +46,15 @@ def run_fakes(
     log = folder / "asked"
     log.touch()
     launches = [
-        Launch(EngineName.parse(name), "tests.deploy.fake_bench_worker", {"name": name, "log": str(log), **own})
+        Launch(EngineName.parse(name), "tests.support.fake_bench_worker", {"name": name, "log": str(log), **own}, 3)
         for name, own in settings.items()
     ]
     monkeypatch.setattr(rounds, "resolve", lambda _: (launches, []))
+    monkeypatch.setattr(rounds, "_SETTLE_S", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    told: list[str] = []
-    found = run_bench(plan(*settings, **changes), told.append)
-    return found, log.read_text().splitlines(), told
+    reported: list[str] = []
+    found = run_bench(plan(*settings, **changes), {}, reported.append)
+    return found, log.read_text().splitlines(), reported
 
 
 def test_engines_are_asked_in_turn_on_the_same_prompts_and_seeds(
@@ -62,7 +68,81 @@ def test_engines_are_asked_in_turn_on_the_same_prompts_and_seeds(
         ("fake/a", 1),
         ("fake/b", 1),
     ], "the warm-up counts for nothing"
-    assert all(sample.told["memory"]["peak_mib"] > 1 for sample in found.samples)
+    assert all(sample.reported["memory"]["peak_mib"] > 1 for sample in found.samples)
+
+
+def test_each_engine_has_its_threads_and_waits_as_it_likes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    found, *_ = run_fakes(monkeypatch, tmp_path, {"fake/a": {}})
+    environment = found.samples[0].reported["environment"]
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert not [name for name in WAITING if name in environment]
+
+
+def test_engines_are_measured_with_each_number_of_threads(bench_model: Path) -> None:
+    made = make_plan(bench_options(bench_model, engines="ours/off,ours/ngram:threads=4", threads="1,2"), print)
+    launches, left_out = resolve(made)
+    assert not left_out
+    assert {launch.name.text: launch.threads for launch in launches} == {
+        "ours/off:threads=1": 1,
+        "ours/off:threads=2": 2,
+        "ours/ngram:threads=4": 4,
+    }
+    best_of = bench_options(bench_model, engines="ours/off,ours/ngram", threads="1,2", against="ours/ngram")
+    assert make_plan(best_of, print).against == ("ours/ngram:threads=1", "ours/ngram:threads=2")
+
+
+def test_vllm_runs_with_the_libraries_that_its_documentation_preloads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "lib").mkdir()
+    openmp = tmp_path / "lib" / "libiomp5.so"
+    openmp.touch()
+    python = tmp_path / "python"  # has vllm, and names this folder as its environment
+    python.write_text(f"#!/bin/sh\ncase $2 in *prefix*) echo {tmp_path};; esac\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(engines, "_view_for_vllm", lambda folder: folder)
+    launches, _ = resolve(plan("vllm/off", "vllm/off:preload=no", pythons={"vllm": str(python)}))
+    with_them, without = (launch.environment for launch in launches)
+    assert str(openmp) in with_them["LD_PRELOAD"].split(":")
+    assert "LD_PRELOAD" not in without
+
+
+BUSY = "import time; began = time.process_time()\nwhile time.process_time() < began + 1: pass"
+
+
+def test_only_the_work_of_strangers_counts_as_others() -> None:
+    before, busy = quiet.others_s(), quiet.busy_s()
+    subprocess.run([sys.executable, "-c", BUSY], check=True)
+    others, all_of_us = quiet.others_s(), quiet.busy_s()
+    assert None not in (before, busy, others, all_of_us)
+    assert all_of_us - busy - (others - before) > 0.9, "a child's work is this process's own"
+    read, write = os.pipe()  # it ends when the last process that has it does
+    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BUSY!r}], close_fds=False)"
+    subprocess.run([sys.executable, "-c", orphan], pass_fds=[write], check=True)
+    os.close(write)
+    assert os.read(read, 1) == b""
+    os.close(read)
+    assert quiet.others_s() - others > 0.9, "one that is nobody's child is a stranger"
+
+
+def test_a_page_of_a_noisy_machine_is_not_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bench_model: Path
+) -> None:
+    page = tmp_path / "page.md"
+    wanted = ["--engines", "ours/off", "--streams", "1", "--temperatures", "0", "--rounds", "1", "--markdown", page]
+    monkeypatch.setattr(quiet.Others, "now", lambda: 0.5)
+    reported = bench(bench_model, *wanted)
+    assert reported.exit_code == 1 and "before anything was started" in reported.output and "--noisy" in reported.output
+    monkeypatch.setattr(quiet.Others, "now", lambda: 0.0)
+    monkeypatch.setattr(quiet.Others, "cores", lambda self: 0.5)
+    reported = bench(bench_model, *wanted, "--json", tmp_path / "all.json")
+    assert reported.exit_code == 1 and "while this was measured" in reported.output
+    assert not page.exists()
+    assert json.loads((tmp_path / "all.json").read_text())["samples"], "what was measured is kept"
+    reported = bench(bench_model, *wanted, "--noisy")
+    assert reported.exit_code == 0 and "**The machine was not quiet**" in page.read_text()
 
 
 @pytest.mark.parametrize(("dies", "words"), [(False, "it would not"), (True, "status 3: a last word")])
@@ -70,9 +150,9 @@ def test_an_engine_that_fails_is_left_out_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dies: bool, words: str
 ) -> None:
     fakes = {"fake/a": {}, "fake/b": {"fails_at": 3, "dies": dies}, "fake/c": {"fails_at": 0}}
-    found, _, told = run_fakes(monkeypatch, tmp_path, fakes)
+    found, _, reported = run_fakes(monkeypatch, tmp_path, fakes)
     assert {one.name: words in one.reason for one in found.left_out} == {"fake/b": True, "fake/c": False}
-    assert any("left out: fake/c: it did not start: ValueError: no such fake" in line for line in told)
+    assert any("left out: fake/c: it did not start: ValueError: no such fake" in line for line in reported)
     counts = [sample.engine for sample in found.samples]
     assert (counts.count("fake/a"), counts.count("fake/b")) == (2, 1)
 
@@ -101,9 +181,9 @@ def test_no_engine_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_an_engine_of_few_streams_is_not_asked_for_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fakes: dict[str, dict[str, Any]] = {"fake/a": {}, "fake/b": {"max_streams": 1}}
-    found, _, told = run_fakes(monkeypatch, tmp_path, fakes, streams=(1, 2))
+    found, _, reported = run_fakes(monkeypatch, tmp_path, fakes, streams=(1, 2))
     assert {sample.engine for sample in found.samples if sample.case.streams == 2} == {"fake/a"}
-    assert any("without fake/b" in line for line in told)
+    assert any("without fake/b" in line for line in reported)
 
 
 def bench(model: Path, *options: object) -> Result:
@@ -116,7 +196,7 @@ def test_the_command_compares_real_engines(tmp_path: Path) -> None:
     out, page = tmp_path / "figures.json", tmp_path / "page.md"
     options = ["--engines", "ours/off,ours/ngram:k=2,transformers/plain,ours/eagle3"]
     options += ["--streams", "2", "--temperatures", "0", "--rounds", "1", "--profile", "--json", str(out)]
-    result = bench(model, *options, "--markdown", page, "--section", "two words")
+    result = bench(model, *options, "--markdown", page, "--section", "two words", "--noisy")
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
     assert len(found["samples"]) == 3
@@ -137,7 +217,7 @@ def test_the_command_compares_real_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (["--engines", "ours"], "family/variant"),
         (["--engines", "theirs/off"], "no engine 'theirs'"),
@@ -159,16 +239,24 @@ def test_the_command_compares_real_engines(tmp_path: Path) -> None:
         (["--engines", "vllm/off", "--vllm-python", "/no/python"], "cannot be run"),
     ],
 )
-def test_wrong_options_are_told_before_anything_starts(bench_model: Path, options: list[str], told: str) -> None:
+def test_wrong_options_are_reported_before_anything_starts(
+    bench_model: Path, options: list[str], reported: str
+) -> None:
     result = bench(bench_model, *options)
     assert result.exit_code == 1, result.output
-    assert told in " ".join(result.output.split())
+    assert reported in " ".join(result.output.split())
 
 
-def test_a_missing_library_is_told_with_how_to_get_it(bench_model: Path) -> None:
+def test_a_missing_library_is_reported_with_how_to_get_it(bench_model: Path) -> None:
     result = bench(bench_model, "--engines", "vllm/off", "--vllm-python", "/usr/bin/false")
     assert "vllm is not installed in /usr/bin/false" in " ".join(result.output.split())
     assert "--vllm-python V/bin/python" in " ".join(result.output.split())
+
+
+def bench_options(model: Path, **changes: Any) -> BenchOptions:
+    given = {"model": str(model), "kinds": "chat", "temperatures": "0", "rounds": 1, "tokens": 4, "threads": "1"}
+    given |= {"dtype": "bfloat16", "measure": "decode", "profile": False, "gpu": False, "section": "any"}
+    return BenchOptions(**dict.fromkeys(BenchOptions.__annotations__) | given | changes)
 
 
 @pytest.fixture(scope="module")
@@ -178,18 +266,15 @@ def bench_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_gpu_plan_without_a_gpu_says_so_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = CliRunner().invoke(main, ["bench", "--gpu"])
-    assert told.exit_code == 1
-    assert "--gpu: torch sees no CUDA device here" in told.output
+    reported = CliRunner().invoke(main, ["bench", "--gpu"])
+    assert reported.exit_code == 1
+    assert "--gpu: torch sees no CUDA device here" in reported.output
 
 
 def test_a_gpu_plan_compares_drafters_with_and_without_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     folder = write_tiny_model(tmp_path / "model", tokenizer=True)
-    options = dict.fromkeys(BenchOptions.__annotations__)
-    given = {"model": str(folder), "kinds": "chat", "temperatures": "0,1", "rounds": 1, "tokens": 4, "threads": 1}
-    given |= {"dtype": "bfloat16", "measure": "decode", "profile": False, "gpu": True, "section": "gpu"}
-    made = make_plan(BenchOptions(**options | given), print)  # type: ignore[arg-type]
+    made = make_plan(bench_options(folder, gpu=True, temperatures="0,1"), print)
     assert made.streams == (1, 4, 16, 64)
     launches, left_out = resolve(made)
     assert not left_out

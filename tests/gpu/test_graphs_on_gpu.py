@@ -10,11 +10,11 @@ import torch
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.gpu.capture import Capturer, Outputs
-from speculative.gpu.staging import Field, StagedInputs
-from speculative.gpu.step import graph_bytes
-from speculative.model.paged_attention import AttentionSizes
+from speculative.gpu.graph_step import graph_bytes
+from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.request import Request, SamplingParams
-from tests.engines import NO_DRAFTS, Answer, assert_idle, decoder_of, run, settings
+from tests.support.engines import NO_DRAFTS, Answer, assert_idle, decoder_of, run, settings
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
@@ -84,7 +84,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones(
     cuda: torch.device, gpu_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
     replayed = answers(gpu_engine(gpu_folder, dtype=dtype, drafter=drafter(kind, gpu_folder)), PLAIN)
-    monkeypatch.setattr("speculative.gpu.step.Capturer", EagerCapturer)
+    monkeypatch.setattr("speculative.gpu.graph_step.Capturer", EagerCapturer)
     eager = answers(gpu_engine(gpu_folder, dtype=dtype, drafter=drafter(kind, gpu_folder)), PLAIN)
     assert {name: (one.token_ids, one.values) for name, one in replayed.items()} == {
         name: (one.token_ids, one.values) for name, one in eager.items()
@@ -131,7 +131,9 @@ def test_full_rounds_find_their_graphs_captured_and_the_memory_estimate_holds(
     assert engine.graphs.capturer.num_captured - captured <= 6, "only rounds cut short by the end of an answer"
 
 
-def test_sampled_tokens_follow_the_law_on_the_gpu(cuda: torch.device, gpu_folder: Path, stranger_folder: Path) -> None:
+def test_sampled_tokens_follow_the_distribution_on_the_gpu(
+    cuda: torch.device, gpu_folder: Path, stranger_folder: Path
+) -> None:
     """Self-checks over thousands of positions raise no alarm, and none of their means is far from 0."""
     own = drafter("draft_model", stranger_folder)
     engine = gpu_engine(gpu_folder, drafter=own, self_check_share=1.0, max_num_seqs=32)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.kv_cache import KVCache, KVShape
-from speculative.model.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
+from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5
@@ -50,7 +50,7 @@ def scene(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_kernels_agree_with_torch(cuda: torch.device, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    from speculative.model.triton_attention import TritonAttend
+    from speculative.gpu.triton_attention import TritonAttend
 
     contexts = [0, 1, 15, 16, SPLIT_TOKENS - 3, SPLIT_TOKENS, 1000, -1, 2000]
     for num_queries in (1, 2, 4, MAX_QUERIES):
@@ -64,7 +64,7 @@ def test_the_kernels_agree_with_torch(cuda: torch.device, heads: tuple[int, int,
 def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
     cuda: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    from speculative.model.triton_attention import TritonAttend
+    from speculative.gpu.triton_attention import TritonAttend
 
     attend, contexts = TritonAttend(SIZES), [700, 3, -1, 1500, 255, 256]
     whole = attend(*scene(cuda, heads, contexts, MAX_QUERIES, dtype)).unflatten(0, (-1, MAX_QUERIES))

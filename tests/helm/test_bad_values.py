@@ -8,7 +8,7 @@ import yaml
 from deploy.chart import CHART, ChartError
 from serve_app.app import build_app
 from speculative.errors import ConfigError
-from tests.helm.chart import MINIMAL, merged, pod_templates, template
+from tests.support.chart import MINIMAL, merged, pod_templates, template
 
 
 def engine(**fields: Any) -> dict[str, Any]:
@@ -180,6 +180,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"ingress": {"enabled": True}}, "ingress.hosts empty; add at least one host"),
     ({"ingress": {"enabled": True, "hosts": [{"path": "/"}]}}, "host is required"),
     ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs empty; name the gateway"),
+    (
+        {"ingress": {"enabled": True, "hosts": [{"host": "h"}]}},
+        "ingress.enabled is true, but networkPolicy.clients names no controller or gateway that may reach the pods",
+    ),
+    (
+        {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}, "networkPolicy": {"clients": []}},
+        "httpRoute.enabled is true, but networkPolicy.clients names no controller or gateway that may reach the pods",
+    ),
+    (
+        {"service": {"type": "LoadBalancer"}, "networkPolicy": {"clients": [{"namespaceSelector": {}}]}},
+        "service.type is LoadBalancer, but networkPolicy.clients has no ipBlock, so nobody outside the cluster gets in",
+    ),
     ({"networkPolicy": {"operator": []}}, "KubeRay could not deploy the application; give the operator's namespace"),
     (
         {"networkPolicy": {"allowHttps": False}, "config": {"model": {"source": "org/name"}}},
@@ -205,6 +217,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"networkPolicy": {"kubernetesApiPorts": None}}, "networkPolicy: kubernetesApiPorts is required"),
     ({"hub": {"token": "t", "existingSecret": "s"}}, "hub.token and hub.existingSecret are both set; remove the token"),
     ({"podDisruptionBudget": {"maxUnavailable": 0}}, "podDisruptionBudget.maxUnavailable"),
+    ({"podDisruptionBudget": {"minAvailable": 1}}, "Additional property minAvailable is not allowed"),
+    ({"worker": {"readOnlyRootFilesystem": "no"}}, "worker.readOnlyRootFilesystem: Invalid type. Expected: boolean"),
     (
         {"monitoring": {"podMonitor": {"enabled": "yes"}}},
         "podMonitor.enabled: Invalid type. Expected: [boolean,null]",
@@ -213,7 +227,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), BAD, ids=[message[:50] for _, message in BAD])
-def test_bad_values_are_refused_with_the_mend(values: dict[str, Any], message: str) -> None:
+def test_bad_values_are_refused_with_the_fix(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ChartError) as refused:
         template(merged(MINIMAL, values))
     assert message in str(refused.value)
@@ -241,6 +255,14 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "config.observability.traces_endpoint is collector:4318/v1/traces; give a URL with its path",
     ),
     ({"config": {"observability": {"traces_endpoint": "http://collector:4318"}}}, "give a URL with its path, such as"),
+]
+INGRESS = {"ingress": {"enabled": True, "hosts": [{"host": "h"}]}}
+AGREEING_CLIENTS: list[dict[str, Any]] = [
+    merged(INGRESS, {"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "nginx"}}}]}}),
+    merged(INGRESS, {"networkPolicy": {"clients": [{"podSelector": {}}, {"namespaceSelector": {}}]}}),
+    merged(INGRESS, {"networkPolicy": {"enabled": False}}),
+    {"service": {"type": "NodePort"}, "networkPolicy": {"clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}},
+    {"service": {"type": "LoadBalancer"}, "networkPolicy": {"enabled": False}},
 ]
 AGREEING: list[dict[str, Any]] = [
     merged(drafter(kind="none"), engine(max_num_seqs=512)),
@@ -272,6 +294,11 @@ def test_what_the_application_refuses_the_chart_refuses_first(values: dict[str, 
 @pytest.mark.parametrize("values", AGREEING, ids=str)
 def test_what_the_application_takes_the_chart_takes(values: dict[str, Any]) -> None:
     build(values)
+    assert template(merged(MINIMAL, values))
+
+
+@pytest.mark.parametrize("values", AGREEING_CLIENTS, ids=str)
+def test_clients_that_name_whoever_leads_in_are_enough(values: dict[str, Any]) -> None:
     assert template(merged(MINIMAL, values))
 
 

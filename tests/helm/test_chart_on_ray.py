@@ -12,8 +12,8 @@ import pytest
 
 from deploy.chart import CHART
 from deploy.models import fetch_model
-from tests.helm.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
-from tests.ray_head import RayHead, free_ports, ray_head
+from tests.support.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
+from tests.support.ray_head import RayHead, free_ports, ray_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
 

@@ -10,9 +10,9 @@ import yaml
 
 from deploy.chart import ROOT
 from serve_app.app import build_app
-from serve_app.config import load_config
-from tests.commands import fault
-from tests.helm import crds
+from serve_app.config.files import load_config
+from tests.support import crds
+from tests.support.command_lines import fault, in_shell
 
 FOLDER = ROOT / "deploy" / "configs" / "jobs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -42,8 +42,8 @@ def test_there_is_one_for_each_verb_that_runs_long() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_entrypoint_is_a_command_of_ours(name: str) -> None:
-    words = shlex.split(job(name)["spec"]["entrypoint"])
-    assert fault(words[1:]) is None
+    commands = list(in_shell(job(name)["spec"]["entrypoint"]))
+    assert commands and all(fault(words) is None for words in commands)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from deploy.chart import EXAMPLES, ROOT
-from serve_app.config import load_config
-from tests.helm.chart import example, of_kind, pod_templates
+from serve_app.config.files import load_config
+from tests.support.chart import example, of_kind, pod_templates
 
 DOCKER = ROOT / "deploy" / "docker"
 # checkov is heavy and has an environment of its own: `make checkov`.
@@ -90,6 +90,27 @@ def test_the_image_is_built_from_what_the_context_holds() -> None:
     }
     assert copied == kept
     assert all((ROOT / source).exists() for source in copied)
+
+
+def installed_packages() -> dict[str, set[str]]:
+    """Stage of the Dockerfile -> the Debian packages in it, those of the stages it begins with included."""
+    found: dict[str, set[str]] = {}
+    stage = ""
+    for line in (DOCKER / "Dockerfile").read_text().replace("\\\n", " ").splitlines():
+        words = line.split()
+        if words[:1] == ["FROM"]:
+            _, parent, _, stage = words
+            found[stage] = set(found.get(parent, ()))
+        for command in line.removeprefix("RUN").split("&&") if words[:1] == ["RUN"] else ():
+            if command.split()[:2] == ["apt-get", "install"]:
+                found[stage] |= {word for word in command.split()[2:] if not word.startswith("-")}
+    return found
+
+
+@pytest.mark.parametrize("image", ["cpu", "gpu"])
+def test_an_image_can_compile_the_kernels_it_runs(image: str) -> None:
+    # kernels.py compiles C++ in both, Triton C against the headers of the C library, which gcc alone does not bring.
+    assert installed_packages()[image] >= {"g++", "libc6-dev"}
 
 
 @pytest.mark.slow

@@ -15,10 +15,12 @@ from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeAppli
 
 from deploy.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema
 from serve_app.app import build_app
-from serve_app.config import AppConfig, ServeFile, load_config
+from serve_app.config.app_config import AppConfig
+from serve_app.config.files import load_config
+from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
-from tests.helm import crds
-from tests.helm.chart import (
+from tests.support import crds
+from tests.support.chart import (
     EXAMPLE_NAMES,
     MINIMAL,
     MONITORING,
@@ -87,6 +89,7 @@ AWKWARD = merged(
         "modelCache": {"existingClaim": "123"},
         "serviceAccount": {"name": "123"},
         "ingress": {"enabled": True, "className": "123", "hosts": [{"host": "*.example.com", "path": "/a: b"}]},
+        "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
         "httpRoute": {"enabled": True, "parentRefs": [{"name": "123"}], "timeout": "1s"},
     },
 )
@@ -388,6 +391,67 @@ def test_every_mount_has_its_volume_and_no_secret_is_in_the_environment(rendered
         assert mounted == volumes, component
 
 
+def test_the_root_file_system_can_be_made_writable_by_pool() -> None:
+    def writable(values: dict[str, Any]) -> set[str]:
+        pods = pod_templates(template(merged(MINIMAL, {"modelCache": {"fetch": ["smollm2-135m"]}}, values)))
+        found = {name: pod["spec"] for name, pod in pods.items()}
+        contexts = {
+            name: {
+                container["securityContext"]["readOnlyRootFilesystem"]
+                for container in [*spec["containers"], *spec.get("initContainers", ())]
+            }
+            for name, spec in found.items()
+        }
+        assert all(len(values) == 1 for values in contexts.values())
+        return {name for name, values in contexts.items() if values == {False}}
+
+    assert writable({}) == set()
+    assert writable({"worker": {"readOnlyRootFilesystem": False}}) == {"decode", "prefill"}
+    assert writable({"pools": {"decode": {"readOnlyRootFilesystem": False}}}) == {"decode"}
+    assert writable({"head": {"readOnlyRootFilesystem": False}}) == {"head"}
+    scaled = merged(MINIMAL, {"head": {"readOnlyRootFilesystem": False}, "worker": {"autoscaling": {"enabled": True}}})
+    autoscaler = one(template(scaled), "RayService")["spec"]["rayClusterConfig"]["autoscalerOptions"]
+    assert autoscaler["securityContext"]["readOnlyRootFilesystem"] is False
+
+
+def budgets(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pool -> its disruption budget, without the selector."""
+    found = of_kind(objects, "PodDisruptionBudget")
+    return {
+        budget["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]: {
+            key: value for key, value in budget["spec"].items() if key != "selector"
+        }
+        for budget in found
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disruption_budget_needs_no_scale_subresource_and_lets_a_pod_of_each_pool_go(
+    rendered: Any, name: str
+) -> None:
+    groups = one(rendered[name], "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    fewest = {group["groupName"]: group["minReplicas"] for group in groups}
+    for pool, budget in budgets(rendered[name]).items():
+        assert budget.keys() == {"minAvailable"}
+        assert isinstance(budget["minAvailable"], int)
+        assert 0 < budget["minAvailable"] < fewest[pool]
+    assert budgets(rendered[name]).keys() == {pool for pool, pods in fewest.items() if pods > 1}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "pods", "kept"),
+    [(1, 4, 3), (3, 4, 1), (4, 4, None), (9, 4, None), ("50%", 4, 2), ("10%", 4, 3), ("30%", 4, 2), ("100%", 4, None)],
+)
+def test_a_budget_keeps_the_pods_that_may_not_be_evicted(allowed: int | str, pods: int, kept: int | None) -> None:
+    # Kubernetes rounds a share of pods that may be unavailable up.
+    expected = {"minAvailable": kept} if kept else None
+    scaled = {"autoscaling": {"enabled": True, "minReplicas": pods, "maxReplicas": 50}}
+    values = {"pools": {"prefill": {"replicas": pods}, "decode": scaled}}
+    made = budgets(template(merged(MINIMAL, values, {"podDisruptionBudget": {"maxUnavailable": allowed}})))
+    assert (made.get("prefill"), made.get("decode")) == (expected, expected)
+    assert not budgets(template(merged(MINIMAL, values, {"podDisruptionBudget": {"enabled": False}})))
+
+
 def test_labels_that_change_with_a_release_are_not_on_pods(rendered: Any) -> None:
     for name, objects in rendered.items():
         for component, pod in pod_templates(objects).items():
@@ -472,12 +536,59 @@ def test_the_network_policy_opens_what_is_needed_and_no_more(rendered: Any) -> N
     assert not of_kind(closed, "NetworkPolicy")
 
 
+def selects(selector: dict[str, Any] | None, labels: dict[str, str]) -> bool:
+    """Whether a label selector takes these labels; without one nothing is asked. It knows `matchLabels` only."""
+    assert not selector or selector.keys() == {"matchLabels"}
+    return not selector or selector["matchLabels"].items() <= labels.items()
+
+
+def admits(objects: list[dict[str, Any]], namespace: str, labels: dict[str, str], port: int) -> bool:
+    """Whether the release's pods take a connection from a pod of another namespace, by the network policy."""
+    for rule in one(objects, "NetworkPolicy")["spec"]["ingress"]:
+        ports = {entry["port"] for entry in rule.get("ports", ())}
+        for peer in rule["from"]:
+            named = "namespaceSelector" in peer and selects(
+                peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace}
+            )
+            if named and selects(peer.get("podSelector"), labels) and (not ports or port in ports):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("name", EXAMPLE_NAMES)
+def test_the_network_policy_of_an_example_admits_what_it_is_reached_through(rendered: Any, name: str) -> None:
+    controllers = {"nginx": ("ingress-nginx", {"app.kubernetes.io/name": "ingress-nginx"})}
+    objects = rendered[name]
+    (port,) = one(objects, "RayService")["spec"]["serveService"]["spec"]["ports"]
+    containers = [pod["spec"]["containers"][0] for pod in pod_templates(objects).values()]
+    targets = [p for container in containers for p in container.get("ports", ()) if p["name"] == port["targetPort"]]
+    assert {target["containerPort"] for target in targets} == {port["port"]}
+    for ingress in of_kind(objects, "Ingress"):
+        assert admits(objects, *controllers[ingress["spec"]["ingressClassName"]], port["port"])
+    for route in of_kind(objects, "HTTPRoute"):
+        assert all(admits(objects, parent["namespace"], {}, port["port"]) for parent in route["spec"]["parentRefs"])
+    assert admits(objects, "anywhere", {"app.kubernetes.io/name": "prometheus"}, 8080)
+    assert admits(objects, "anywhere", {"app.kubernetes.io/name": "kuberay-operator"}, 8265)
+    assert not admits(objects, "anywhere", {"app.kubernetes.io/name": "prometheus"}, 8265)
+    assert not admits(objects, "anywhere", {}, port["port"])
+
+
 def test_monitoring_objects_follow_what_the_cluster_knows() -> None:
     assert not {"PodMonitor", "PrometheusRule"} & {found["kind"] for found in template(MINIMAL)}
     forced = template(merged(MINIMAL, {"monitoring": {"podMonitor": {"enabled": True}}}))
     assert one(forced, "PodMonitor")
     off = merged(MINIMAL, {"monitoring": {"podMonitor": {"enabled": False}}})
     assert not of_kind(template(off, "--api-versions", MONITORING[0]), "PodMonitor")
+
+
+def test_each_release_is_a_job_of_its_own() -> None:
+    def job(release: str) -> str:
+        objects = template(MINIMAL, "--api-versions", MONITORING[0], name=release)
+        label = one(objects, "PodMonitor")["spec"]["jobLabel"]
+        (name,) = {pod["metadata"]["labels"][label] for pod in pod_templates(objects).values()}
+        return name
+
+    assert (job("blue"), job("green")) == ("blue", "green")
 
 
 def test_relabelling_gives_metrics_the_names_that_dashboards_use(rendered: Any) -> None:
@@ -521,7 +632,7 @@ def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
         assert ("\n  curl -H 'authorization: Bearer KEY' http" in text) is keyed
         assert ("\n  curl http" in text) is not keyed
     assert "test demo" not in shown(EVERYTHING), "an incremental upgrade has no service for the test"
-    wildcard = {"ingress": {"enabled": True, "hosts": [{"host": "*.example.com"}]}}
+    wildcard = {"ingress": {"enabled": True, "hosts": [{"host": "*.example.com"}]}, "networkPolicy": {"enabled": False}}
     assert "curl http://NAME.example.com/v1/models" in shown(merged(MINIMAL, wildcard))
 
 

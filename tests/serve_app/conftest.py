@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from fake_serving import BackendSource, Served, ServeFake, make_backend
 from fastapi import FastAPI
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from serve_app.admin import Admin
-from serve_app.frontend import FrontEnd, Limits
-from serve_app.gate import Gate
-from serve_app.ingress import HealthCheck, MetricsPage, Operations, VerdictPage, build_ingress
+from serve_app.access.request_gate import Gate
+from serve_app.http.admin import Admin
+from serve_app.http.routes import HealthCheck, MetricsPage, Operations, VerdictPage, build_ingress
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.prepared_request import Limits
 from serve_app.page.feed import StatusFeed
-from serve_app.page.routes import add_page
-from serve_app.tokenizer import Tokenizer
+from serve_app.page.page_routes import add_page
+from serve_app.text.tokenizer import Tokenizer
+from tests.support.fake_serving import BackendSource, Served, ServeFake, make_backend
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS = "<|im_end|>"
@@ -92,7 +93,7 @@ def serve_http() -> Iterator[Callable[[FastAPI], int]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         running.append((server, thread))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while not server.started:
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.01)

@@ -11,12 +11,12 @@ import openai
 import pytest
 import yaml
 
-from serve_app.access import Scope
-from serve_app.keys import Limits, create_key, revoke_key
-from tests.ray_head import free_ports, ray_head
-from tests.serving.conftest import MODEL, app_args, deployed, wait_for
+from serve_app.access.access import Scope
+from serve_app.access.keys import Limits, create_key, revoke_key
+from tests.support.ray_head import free_ports, ray_head
+from tests.support.services import MODEL, app_args, deployed, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 
 def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_folder: Path, tmp_path: Path) -> None:
@@ -42,10 +42,10 @@ def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_fo
             client.completions.create(model=MODEL, prompt="one", max_tokens=1)
         assert int(refused.value.response.headers["retry-after"]) >= 1
         headers = {"authorization": f"Bearer {operator}"}
-        told = httpx.get(f"{service.base_url}/metrics", headers=headers).text
-        spent = [line for line in told.splitlines() if line.startswith("truespec_key_tokens_total{")]
+        reported = httpx.get(f"{service.base_url}/metrics", headers=headers).text
+        spent = [line for line in reported.splitlines() if line.startswith("truespec_key_tokens_total{")]
         assert any('key="alice"' in line and float(line.rsplit(" ", 1)[1]) > 20 for line in spent), spent
-        assert alice not in told and operator not in told
+        assert alice not in reported and operator not in reported
 
         carol = create_key(path, "carol", [Scope.USER], None, Limits())
         wait_for(lambda: code(carol) == 200, "the new key is known")

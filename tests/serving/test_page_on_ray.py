@@ -5,10 +5,10 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import Visit, chromium, needs_chromium
-from tests.serving.conftest import Service, wait_for
+from tests.support.browser import Visit, chromium, needs_chromium
+from tests.support.services import Service, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), needs_chromium]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200), needs_chromium]
 
 LOOPING = "one two three one two three one two three one two"
 
@@ -29,7 +29,7 @@ def test_the_page_answers_and_shows_what_became_of_it(disaggregated: Service) ->
         page.fill("#prompt", LOOPING)
         page.fill("#max-tokens", "24")
         page.get_by_role("button", name="Send").click()
-        expect(page.locator(".answer .pill")).to_have_text("verified")
+        expect(page.locator(".answer .pill")).to_have_text("verified: logprobs, support, distribution")
         tokens = page.locator(".answer .tok")
         count = tokens.count()
         assert 0 < count <= 24

@@ -17,11 +17,11 @@ from deploy.chaos.replicas import Killer, replica_pids
 from deploy.chaos.run import Strikes, run_chaos
 from deploy.chaos.traffic import plan
 from serve_app.app import build_app
-from tests.serving.conftest import MODEL, Service, app_args, deployed, gauge_total, wait_for
-from tests.serving.faulty import slow_steps, with_fault
-from tests.tiny_models import write_tiny_model
+from tests.support.faulty_services import hold_long_answers, slow_steps, with_fault
+from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for
+from tests.support.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 LOOPING = "one two three one two three one two three one two"
 HALF = {"num_cpus": 0.5}
@@ -30,15 +30,23 @@ TOKEN = "operator-token"
 
 
 @pytest.fixture(scope="module")
-def routed(ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, no answer of `routed` ends that is long."""
+    return tmp_path_factory.mktemp("faults") / "held"
+
+
+@pytest.fixture(scope="module")
+def routed(ray_port: int, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, held: Path) -> Iterator[Service]:
     pools = {"prefill": {"replicas": 2, **HALF}, "decode": {"replicas": 2, **HALF}, "router": HALF}
     recovery = {"resume": True, "max_resumes": 20, "decode_timeout_s": 10}
     token_file = tmp_path_factory.mktemp("secrets") / "token"
     token_file.write_text(TOKEN)
     admin = {"token_file": str(token_file)}
     args = app_args(tiny_folder, "disaggregated", pools=pools, recovery=recovery, admin=admin)
-    with deployed(ray_port, "routed", args) as service:
-        yield service
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_app.app, "DecodeServer", with_fault(serve_app.app.DecodeServer, hold_long_answers, held))
+        with deployed(ray_port, "routed", args) as service:
+            yield service
 
 
 def stream(service: Service, **body: Any) -> Iterator[dict[str, Any]]:
@@ -49,9 +57,9 @@ def stream(service: Service, **body: Any) -> Iterator[dict[str, Any]]:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
-                    told = json.loads(line.removeprefix("data: "))
-                    assert "error" not in told, told
-                    yield from told["choices"]
+                    reported = json.loads(line.removeprefix("data: "))
+                    assert "error" not in reported, reported
+                    yield from reported["choices"]
 
 
 def whole(choices: Iterator[dict[str, Any]]) -> tuple[str, list[int], str]:
@@ -98,27 +106,34 @@ def resumed(service: Service) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in counts)
 
 
-def test_a_stream_goes_on_when_its_replica_is_killed(routed: Service) -> None:
+@pytest.fixture
+def holding(held: Path) -> Iterator[Path]:
+    held.touch()
+    yield held
+    held.unlink(missing_ok=True)
+
+
+def test_a_stream_goes_on_when_its_replica_is_killed(routed: Service, holding: Path) -> None:
     """Every decode replica is killed: the stream waits for a new one, and goes on there."""
-    body = {"prompt": LOOPING, "max_tokens": 1500, "seed": 11, "reproducible": True, "ignore_eos": True}
-    undisturbed = whole(stream(routed, **body, speculate=False))
-    assert len(undisturbed[1]) == 1500
+    body = {"prompt": LOOPING, "max_tokens": 400, "seed": 11, "reproducible": True, "ignore_eos": True}
     before = resumed(routed)
     with contextlib.closing(stream(routed, **body, speculate=False)) as choices:
         begun = [next(choices) for _ in range(5)]
         killed = replica_pids("routed", "DecodeServer")
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        assert whole(iter([*begun, *choices])) == undisturbed
+        holding.unlink()
+        disturbed = whole(iter([*begun, *choices]))
     assert killed
+    assert len(disturbed[1]) == 400
+    assert disturbed == whole(stream(routed, **body, speculate=False))
     assert resumed(routed) > before
     wait_for(lambda: _idle(routed), "return to idle")
 
 
-def test_a_stream_goes_on_when_its_replica_hangs(routed: Service) -> None:
+def test_a_stream_goes_on_when_its_replica_hangs(routed: Service, holding: Path) -> None:
     """Every decode replica stands still: none is dead, and the stream is given up. One of them comes round."""
-    body = {"prompt": LOOPING, "max_tokens": 1500, "seed": 12, "reproducible": True, "ignore_eos": True}
-    undisturbed = whole(stream(routed, **body, speculate=False))
+    body = {"prompt": LOOPING, "max_tokens": 400, "seed": 12, "reproducible": True, "ignore_eos": True}
     before = resumed(routed)
     with contextlib.closing(stream(routed, **body, speculate=False)) as choices:
         begun = [next(choices) for _ in range(5)]
@@ -126,12 +141,15 @@ def test_a_stream_goes_on_when_its_replica_hangs(routed: Service) -> None:
         try:
             for pid in stopped:
                 os.kill(pid, signal.SIGSTOP)
+            holding.unlink()
             wait_for(lambda: resumed(routed) > before, "the stream being given up")
             os.kill(stopped[0], signal.SIGCONT)
-            assert whole(iter([*begun, *choices])) == undisturbed
+            disturbed = whole(iter([*begun, *choices]))
         finally:
             for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # Serve replaces one that fails its health checks
+                    os.kill(pid, signal.SIGCONT)
+    assert disturbed == whole(stream(routed, **body, speculate=False))
     wait_for(lambda: _idle(routed), "return to idle")
 
 
@@ -150,8 +168,8 @@ def test_twenty_requests_under_fire(routed: Service) -> None:
     killer = Killer("routed", SIZES, seed=3)
     killer.wait_until_whole()
     bodies = plan(MODEL, 20, seed=2, max_tokens=600)
-    told: list[str] = []
-    figures = run_chaos(routed.base_url, killer, bodies, 8, Strikes(0.5, 600.0, most=2), told.append)
+    reported: list[str] = []
+    figures = run_chaos(routed.base_url, killer, bodies, 8, Strikes(0.5, 600.0, most=2), reported.append)
     assert figures.sound, figures
     assert (figures.requests, figures.errors) == (20, [])
     assert figures.kills == 2
@@ -163,15 +181,15 @@ def test_twenty_requests_under_fire(routed: Service) -> None:
 def test_two_hundred_requests_under_fire(routed: Service, tmp_path: Path) -> None:
     killer = Killer("routed", SIZES, seed=1)
     killer.wait_until_whole()
-    told: list[str] = []
+    reported: list[str] = []
     bodies = plan(MODEL, 200, seed=1, max_tokens=200)
-    figures = run_chaos(routed.base_url, killer, bodies, 16, Strikes(3.0, 600.0), told.append)
+    figures = run_chaos(routed.base_url, killer, bodies, 16, Strikes(3.0, 600.0), reported.append)
     assert figures.sound, figures
     (tmp_path / "chaos.json").write_text(json.dumps(figures.as_dict(), indent=2))
     assert figures.requests == 200 and figures.kills >= 3 and figures.resumed > 0
 
 
-def test_replies_tell_new_weights_from_the_first_on(routed: Service, tmp_path: Path) -> None:
+def test_replies_report_new_weights_from_the_first_on(routed: Service, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", tokenizer=True, max_position_embeddings=2048, seed=1)
     Killer("routed", SIZES, seed=1).wait_until_whole()
     body = {"prompt": LOOPING, "max_tokens": 4}
@@ -181,10 +199,11 @@ def test_replies_tell_new_weights_from_the_first_on(routed: Service, tmp_path: P
         done = http.post("/admin/weights", json=order, headers={"authorization": f"Bearer {TOKEN}"})
     assert done.status_code == 200 and done.json()["complete"], done.text
     (fingerprint,) = {one["fingerprint"][:12] for one in done.json()["replicas"]}
-    assert before != f"fp_{fingerprint}"
+    assert not before.startswith(f"fp_{fingerprint}")
     for _ in range(4):  # whichever replica answers
         reply = routed.completion(**body)
-        assert (reply["system_fingerprint"], reply["metadata"]) == (f"fp_{fingerprint}", {"weight_version": "step-1"})
+        assert reply["system_fingerprint"].startswith(f"fp_{fingerprint}")
+        assert reply["metadata"] == {"weight_version": "step-1"}
 
 
 def test_a_redeployment_keeps_streams_alive(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.serving.conftest import MODEL, Service, app_args, deployed, wait_for
+from tests.support.services import MODEL, Service, app_args, deployed, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 POOLS = {"prefill": {"replicas": 2, "num_cpus": 0.5}, "decode": {"replicas": 2, "num_cpus": 0.5}}
 SESSIONS = "abcdefghijklmn"  # all of one replica: one time in eight thousand
@@ -47,7 +47,7 @@ def test_the_same_prefix_goes_to_the_prefill_replica_that_has_it(service: Servic
     def found_by_all() -> bool:  # other sessions are another replica's, which knows only what is told
         return all(cached(ask(service, prompt, f"session-{number}")) == 64 for number in range(6) for prompt in PROMPTS)
 
-    wait_for(found_by_all, "every decode replica knowing what the prefill replicas have cached", timeout_s=60)
+    wait_for(found_by_all, "every decode replica knowing what the prefill replicas have cached")
 
 
 def test_a_session_stays_with_its_replica_and_sessions_are_shared_out(service: Service) -> None:
@@ -58,13 +58,13 @@ def test_a_session_stays_with_its_replica_and_sessions_are_shared_out(service: S
         ask(service, PROMPTS[0], session, length)
         replicas: list[str] = []
 
-        def told() -> bool:
+        def reported() -> bool:
             with service.http() as http:
                 latest = http.get("/status").json()["latest"]
             replicas[:] = [one["replica"] for one in latest if one["num_tokens"] == length]
             return bool(replicas)
 
-        wait_for(told, "the replay of an answer")
+        wait_for(reported, "the replay of an answer")
         return replicas[0]
 
     homes = {session: served_by(session) for session in SESSIONS}

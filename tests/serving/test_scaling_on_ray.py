@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from ray import serve
 
-from tests.serving.conftest import MODEL, app_args, deployed, wait_for
+from tests.support.services import MODEL, app_args, deployed, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 POOLS = {
     "decode": {

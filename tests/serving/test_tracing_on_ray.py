@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ray
 
-from tests.otlp_collector import Collector, running_collector
-from tests.serving.conftest import MODEL, Service, app_args, deployed, wait_for
+from tests.support.otlp_collector import Collector, running_collector
+from tests.support.services import MODEL, Service, app_args, deployed, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 APP = "traced"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -86,8 +86,8 @@ def test_spans_and_log_lines_of_a_request_lead_through_all_replicas(traced: Serv
 def _check_lines(reply_id: str) -> None:
     lines = log_lines()
     assert lines.keys() == {"DecodeServer", "PrefillServer", "RefereeServer"}
-    for deployment, told in lines.items():
-        own = [line for line in told if "time" in line]  # since the replica set up its lines
+    for deployment, reported in lines.items():
+        own = [line for line in reported if "time" in line]  # since the replica set up its lines
         assert all({"time", "level", "logger", "message"} <= line.keys() for line in own)
         assert len({line["replica"] for line in own}) == 1
         twice = [line for line in own if re.search(r" (200|OK) [\d.]+ms$", line["message"])]

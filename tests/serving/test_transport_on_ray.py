@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.conftest import Service, app_args, deployed, wait_for
+from tests.support.services import Service, app_args, deployed, wait_for
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PROMPT = [3 + (index * 7) % 400 for index in range(700)]
 

@@ -10,16 +10,16 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engines import settings, teacher_forced
 from safetensors.torch import load_file
 
 from deploy.rl import push_weights
 from serve_app.errors import UpdateRefused
 from speculative.engine import EngineCore
-from tests.serving.conftest import MODEL, Service, app_args, deployed, wait_for
-from tests.tiny_models import write_tiny_model
+from tests.support.engines import settings, teacher_forced
+from tests.support.services import MODEL, Service, app_args, deployed, wait_for
+from tests.support.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 TOKEN = "trainer-token"
 PROMPT = list(range(3, 60))
@@ -60,8 +60,8 @@ def assert_made_by(reply: dict[str, Any], version: str, checkpoint: Path) -> Non
     """The reply names this version, and its logprobs are those of this checkpoint, computed afresh without a cache."""
     assert reply["metadata"] == {"weight_version": version}
     (choice,) = reply["choices"]
-    law = teacher_forced(EngineCore.load(checkpoint, settings()), PROMPT, choice["token_ids"])
-    wanted = law[range(len(choice["token_ids"])), choice["token_ids"]]
+    distribution = teacher_forced(EngineCore.load(checkpoint, settings()), PROMPT, choice["token_ids"])
+    wanted = distribution[range(len(choice["token_ids"])), choice["token_ids"]]
     torch.testing.assert_close(torch.tensor(choice["token_logprobs"]), wanted, atol=1e-4, rtol=0)
 
 
@@ -127,7 +127,7 @@ def test_a_replica_that_starts_later_serves_what_the_others_serve(service: Servi
         assert_made_by(answer(service, 4), "step-2", checkpoints[2])
         return bool(service.metrics()["handoffs_by_result"].get("ok", 0) > before)
 
-    wait_for(handed_off, "a handoff from the new prefill replica", timeout_s=120)
+    wait_for(handed_off, "a handoff from the new prefill replica")
     assert service.metrics()["handoffs_by_result"].get("refused", 0) <= 8, "its handoffs were of other weights"
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import write_tiny_model
+
+from tests.support.tiny_models import write_tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,7 +25,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny16_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with 16 tokens: its law can be enumerated."""
+    """A random Llama with 16 tokens: its distribution can be enumerated."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny16"), vocab_size=16, seed=3)
 
 

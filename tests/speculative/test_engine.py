@@ -13,7 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import (
+from torch import Tensor
+
+from speculative.config import DrafterConfig
+from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.engine import EngineCore
+from speculative.errors import InvalidRequest
+from speculative.request import FinishReason, Request, SamplingParams, TokenKind
+from speculative.sampling.probs import draw
+from speculative.state.batch import Batch, Entry
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.draft_probs import PointMass
+from speculative.verification.token_wise import verify_token_wise
+from tests.support.distributions import assert_departs, assert_follows
+from tests.support.engines import (
     NGRAM,
     NO_DRAFTS,
     Answer,
@@ -27,19 +40,7 @@ from engines import (
     teacher_forced,
     tiny_engine,
 )
-from laws import assert_departs, assert_follows
-from near_ties import assert_same_up_to_near_tie
-from torch import Tensor
-
-from speculative.batch import Batch, Entry
-from speculative.config import DrafterConfig
-from speculative.drafting import Drafter, DraftOutput
-from speculative.engine import EngineCore
-from speculative.errors import InvalidRequest
-from speculative.request import FinishReason, Request, SamplingParams, TokenKind
-from speculative.sampling import draw
-from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.token_wise import verify_token_wise
+from tests.support.near_ties import assert_same_up_to_near_tie
 
 CYCLE = [(token + 1) % 16 for token in range(16)]
 PROMPTS = {
@@ -171,9 +172,9 @@ def test_bfloat16_text_parts_only_where_rounding_decides(tiny_folder: Path) -> N
 # -- handoff --------------------------------------------------------------------------------------------------------
 
 
-def hand_off(prefill: EngineCore, decode: EngineCore, request: Request, hold_after: int = 1) -> Answer:
+def hand_off(prefill: EngineCore, decode: EngineCore, request: Request, prefill_only_after: int = 1) -> Answer:
     """Prefill here, decode there; what the client gets from both."""
-    prefill.add(request, hold_after=hold_after)
+    prefill.add(request, prefill_only_after=prefill_only_after)
     answers = run(prefill)
     answer = answers[request.request_id]
     if answer.finish_reason is None:
@@ -206,13 +207,13 @@ def test_handed_off_is_the_monolith_bit_for_bit(
 
 
 @pytest.mark.parametrize("sizes", [(1, 16), (16, 1), (4, 7), (64, 4)], ids=str)
-@pytest.mark.parametrize("hold_after", [0, 1, 5])
-def test_block_sizes_need_not_agree(tiny_folder: Path, sizes: tuple[int, int], hold_after: int) -> None:
+@pytest.mark.parametrize("prefill_only_after", [0, 1, 5])
+def test_block_sizes_need_not_agree(tiny_folder: Path, sizes: tuple[int, int], prefill_only_after: int) -> None:
     prefill, decode = (
         tiny_engine(tiny_folder, block_size=size, kv_cache_tokens=size * (1024 // size)) for size in sizes
     )
     monolith = tiny_engine(tiny_folder, prefix_caching=False)
-    answers = {request.request_id: hand_off(prefill, decode, request, hold_after) for request in requests()}
+    answers = {request.request_id: hand_off(prefill, decode, request, prefill_only_after) for request in requests()}
     assert_alike(monolith, answers, answer_singly(monolith, requests()))
     assert_idle(prefill)
     assert_idle(decode)
@@ -222,7 +223,7 @@ def test_block_sizes_need_not_agree(tiny_folder: Path, sizes: tuple[int, int], h
 def test_choices_from_one_handoff_are_separate_requests(tiny_folder: Path, name: str) -> None:
     """One prefill for n choices, each with a seed of its own; the last prompt token is computed by each."""
     prefill, decode, monolith = (tiny_engine(tiny_folder) for _ in range(3))
-    prefill.add(Request("p", PROMPTS[name], SAMPLED), hold_after=0)
+    prefill.add(Request("p", PROMPTS[name], SAMPLED), prefill_only_after=0)
     assert not run(prefill)
     blob = prefill.export("p")
     blob.flags.writeable = False
@@ -255,7 +256,7 @@ def test_a_handoff_whose_prompt_is_known_takes_only_what_is_new(tiny_folder: Pat
     decode.add(Request("keeper", PROMPTS["plain"], GREEDY))
     decode.step()
     held = decode.usage().num_free_blocks
-    prefill.add(request, hold_after=1)
+    prefill.add(request, prefill_only_after=1)
     run(prefill)
     decode.insert(request, prefill.export("a"))
     decode.step()
@@ -271,7 +272,7 @@ def test_a_handed_off_request_that_is_preempted_comes_out_the_same(tiny_folder: 
     wanted = [request for request in requests() if request.request_id in names]
     answers: dict[str, Answer] = defaultdict(Answer)
     for request in wanted:
-        prefill.add(request, hold_after=1)
+        prefill.add(request, prefill_only_after=1)
         for name, answer in run(prefill).items():
             answers[name] = answer
         tight.insert(request, prefill.export(request.request_id))
@@ -338,8 +339,8 @@ def test_served_logprobs_are_those_of_teacher_forcing(tiny_folder: Path, params:
         replayed = scored[f"score {name}"]
         assert [entry.token_id for entry in replayed.logprobs] == answer.token_ids
         assert answer.values == pytest.approx(replayed.values, abs=1e-4)
-        law = teacher_forced(engine, PROMPTS[name], answer.token_ids)
-        expected = law.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        distribution = teacher_forced(engine, PROMPTS[name], answer.token_ids)
+        expected = distribution.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert answer.values == pytest.approx(expected.tolist(), abs=1e-4)
     assert_idle(referee)
 
@@ -352,8 +353,8 @@ def test_scoring_counts_from_anywhere(tiny_folder: Path, score_from: int) -> Non
     answer = run(engine)["s"]
     assert answer.finish_reason is FinishReason.STOP
     assert answer.token_ids == []
-    law = teacher_forced(engine, text[:score_from], text[score_from:])
-    expected = law.gather(1, torch.tensor(text[score_from:])[:, None])[:, 0]
+    distribution = teacher_forced(engine, text[:score_from], text[score_from:])
+    expected = distribution.gather(1, torch.tensor(text[score_from:])[:, None])[:, 0]
     assert answer.values == pytest.approx(expected.tolist(), abs=1e-4)
 
 
@@ -383,11 +384,11 @@ def engine_in_phases(folder: Path) -> Iterator[tuple[str, EngineCore]]:
             engine.add(Request("a", PROMPTS["longer than a chunk"], score_from=3))
         elif phase in ("inserted", "restored"):
             prefill = tiny_engine(folder)
-            prefill.add(request, hold_after=1)
+            prefill.add(request, prefill_only_after=1)
             run(prefill)
             engine.insert(request, prefill.export("a"))
         else:
-            engine.add(request, hold_after=0 if phase == "held" else None)
+            engine.add(request, prefill_only_after=0 if phase == "held" else None)
         num_steps = {"waiting": 0, "inserted": 0, "prefilling": 1, "scoring": 2, "restored": 2, "held": 5}.get(phase, 6)
         if phase == "preempted":
             while not engine.stats.num_preemptions:
@@ -433,7 +434,7 @@ def test_an_aborted_name_may_be_used_again(tiny_folder: Path) -> None:
 
 def poison(engine: EngineCore, victim: str, value: float) -> None:
     """Spoil one logit of every verify row of one request."""
-    healthy_draw = engine.drawer.draw
+    healthy_draw = engine.sampler.draw
 
     def draw_spoiled(layout: Any, logits: Tensor, *rest: Any) -> Any:
         names = [layout.drawing[entry].sequence.request.request_id for entry in layout.verify_entries]
@@ -441,7 +442,7 @@ def poison(engine: EngineCore, victim: str, value: float) -> None:
         spoiled[[name == victim for name in names], 7] = value
         return healthy_draw(layout, spoiled, *rest)
 
-    engine.drawer.draw = draw_spoiled  # type: ignore[method-assign]
+    engine.sampler.draw = draw_spoiled  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "inf"])
@@ -604,77 +605,91 @@ def test_counts_obey_their_identities(tiny_folder: Path) -> None:
     assert stats.num_prompt_tokens >= sum(len(prompt) for prompt in PROMPTS.values()) - len(PROMPTS)
 
 
-# -- the law --------------------------------------------------------------------------------------------------------
+# -- the distribution --------------------------------------------------------------------------------------------------
 
-LAW_PROMPT = (4, 3, 15, 7, 10, 2, 1, 6, 0, 8, 9, 11, 12, 14, 13, 5)  # holds every token: whatever comes, n-grams draft
-LAW_LENGTH = 4
-WIDE = SamplingParams(max_tokens=4 * LAW_LENGTH, temperature=1.0, ignore_eos=True)
-NARROW = SamplingParams(max_tokens=4 * LAW_LENGTH, temperature=0.7, top_k=4, ignore_eos=True)
+DISTRIBUTION_PROMPT = (
+    4,
+    3,
+    15,
+    7,
+    10,
+    2,
+    1,
+    6,
+    0,
+    8,
+    9,
+    11,
+    12,
+    14,
+    13,
+    5,
+)  # holds every token: whatever comes, n-grams draft
+DISTRIBUTION_LENGTH = 4
+WIDE = SamplingParams(max_tokens=4 * DISTRIBUTION_LENGTH, temperature=1.0, ignore_eos=True)
+NARROW = SamplingParams(max_tokens=4 * DISTRIBUTION_LENGTH, temperature=0.7, top_k=4, ignore_eos=True)
 Verify = Callable[[VerifyInput], VerifyOutput]
 
 
 @pytest.fixture(scope="module")
-def law_logits(tiny16_folder: Path) -> list[Tensor]:
+def distribution_logits(tiny16_folder: Path) -> list[Tensor]:
     """Logits [16**n, 16] float64 after every continuation of n = 0..3 tokens, from the whole model without a cache."""
     decoder = decoder_of(tiny_engine(tiny16_folder))
-    every = [itertools.product(range(16), repeat=length) for length in range(LAW_LENGTH)]
-    contexts = [torch.tensor([[*LAW_PROMPT, *tail] for tail in tails]) for tails in every]
+    every = [itertools.product(range(16), repeat=length) for length in range(DISTRIBUTION_LENGTH)]
+    contexts = [torch.tensor([[*DISTRIBUTION_PROMPT, *tail] for tail in tails]) for tails in every]
     return [naive_logits(decoder, ids)[:, -1].double() for ids in contexts]
 
 
-def exact_law(law_logits: list[Tensor], params: SamplingParams) -> np.ndarray:
+def exact_distribution(distribution_logits: list[Tensor], params: SamplingParams) -> np.ndarray:
     """P of every continuation of four tokens [V, V, V, V], float64."""
-    law = np.ones(())
-    for length, raw in enumerate(law_logits):
+    distribution = np.ones(())
+    for length, raw in enumerate(distribution_logits):
         logits = raw / params.temperature
         if params.top_k:
             logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
-        law = law[..., None] * logits.softmax(-1).numpy().reshape((raw.shape[-1],) * (length + 1))
-    return law
+        distribution = distribution[..., None] * logits.softmax(-1).numpy().reshape((raw.shape[-1],) * (length + 1))
+    return distribution
 
 
-class LikelyDrafter:
+class LikelyDrafter(WeightlessDrafter):
     """Drafts the likeliest token, after every third context the second likeliest: most rounds accept and reject."""
 
-    def __init__(self, law_logits: list[Tensor]) -> None:
-        self._best = [logits.topk(2).indices.tolist() for logits in law_logits]
+    def __init__(self, distribution_logits: list[Tensor]) -> None:
+        self._best = [logits.topk(2).indices.tolist() for logits in distribution_logits]
 
     def propose(self, batch: Batch) -> DraftOutput:
-        return DraftOutput.pack([self._draft(entry) for entry in batch.entries])
-
-    def forget(self, request_id: str) -> None:
-        pass
+        return DraftOutput.pack([self._draft(entry) for entry in batch.entries], PointMass())
 
     def _draft(self, entry: Entry) -> list[int]:
-        tail = entry.sequence.tokens[len(LAW_PROMPT) :]
+        tail = entry.sequence.tokens[len(DISTRIBUTION_PROMPT) :]
         for _ in range(entry.max_drafts):
             context = functools.reduce(lambda number, token: 16 * number + token, tail, 0)
-            known = len(tail) < LAW_LENGTH
+            known = len(tail) < DISTRIBUTION_LENGTH
             tail = [*tail, self._best[len(tail)][context][context % 3 == 0] if known else 0]
         return tail[len(tail) - entry.max_drafts :]
 
 
 def sample_counts(engine: EngineCore, params: SamplingParams, num_samples: int) -> tuple[np.ndarray, Answer]:
     """How often each continuation came, over requests numbered by their seeds; and what became of all drafts."""
-    counts, total = np.zeros((engine.model.vocab_size,) * LAW_LENGTH), Answer()
+    counts, total = np.zeros((engine.model.vocab_size,) * DISTRIBUTION_LENGTH), Answer()
     answers: dict[str, Answer] = defaultdict(Answer)
     seed = 0
     while seed < num_samples or engine.has_work:
         while seed < num_samples and engine.usage().num_waiting < engine.config.max_num_seqs:
-            engine.add(Request(str(seed), LAW_PROMPT, params, seed=seed))
+            engine.add(Request(str(seed), DISTRIBUTION_PROMPT, params, seed=seed))
             seed += 1
         take(answers, engine.step())
-        for name in [name for name, answer in answers.items() if len(answer.token_ids) >= LAW_LENGTH]:
+        for name in [name for name, answer in answers.items() if len(answer.token_ids) >= DISTRIBUTION_LENGTH]:
             engine.abort(name)
             answer = answers.pop(name)
-            counts[tuple(answer.token_ids[:LAW_LENGTH])] += 1
+            counts[tuple(answer.token_ids[:DISTRIBUTION_LENGTH])] += 1
             total.num_drafted += answer.num_drafted
             total.num_accepted += answer.num_accepted
     assert counts.sum() == num_samples
     return counts, total
 
 
-def law_engine(folder: Path, drafter: Drafter | None = None, verify: Verify = verify_token_wise) -> EngineCore:
+def distribution_engine(folder: Path, drafter: Drafter | None = None, verify: Verify = verify_token_wise) -> EngineCore:
     engine = tiny_engine(
         folder,
         max_num_seqs=64,
@@ -682,29 +697,29 @@ def law_engine(folder: Path, drafter: Drafter | None = None, verify: Verify = ve
         kv_cache_tokens=4096,
         drafter=DrafterConfig(num_draft_tokens=3, ngram_max=3, ngram_min=1),
     )
-    engine.drafter, engine.drawer.verify = drafter or engine.drafter, verify
+    engine.drafter, engine.sampler.verify = drafter or engine.drafter, verify
     return engine
 
 
-def assert_joint_law(counts: np.ndarray, law: np.ndarray, check: Callable[[Any, Any], None]) -> None:
-    """The whole joint law, and the law of each pair of places."""
-    check(counts.reshape(-1), law.reshape(-1))
+def assert_joint_distribution(counts: np.ndarray, distribution: np.ndarray, check: Callable[[Any, Any], None]) -> None:
+    """The whole joint distribution, and the distribution of each pair of places."""
+    check(counts.reshape(-1), distribution.reshape(-1))
     if check is assert_follows:
-        for pair in itertools.combinations(range(LAW_LENGTH), 2):
-            others = tuple(set(range(LAW_LENGTH)) - set(pair))
-            check(counts.sum(others).reshape(-1), law.sum(others).reshape(-1))
+        for pair in itertools.combinations(range(DISTRIBUTION_LENGTH), 2):
+            others = tuple(set(range(DISTRIBUTION_LENGTH)) - set(pair))
+            check(counts.sum(others).reshape(-1), distribution.sum(others).reshape(-1))
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "likely"])
 @pytest.mark.parametrize("params", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_tokens_of_several_rounds_follow_the_joint_law(
-    tiny16_folder: Path, law_logits: list[Tensor], params: SamplingParams, drafter: str
+def test_tokens_of_several_rounds_follow_the_joint_distribution(
+    tiny16_folder: Path, distribution_logits: list[Tensor], params: SamplingParams, drafter: str
 ) -> None:
-    engine = law_engine(tiny16_folder, LikelyDrafter(law_logits) if drafter == "likely" else None)
+    engine = distribution_engine(tiny16_folder, LikelyDrafter(distribution_logits) if drafter == "likely" else None)
     counts, total = sample_counts(engine, params, num_samples=12_000)
     assert total.num_drafted > 36_000
     assert total.num_accepted > (5_000 if drafter == "likely" else 1_000)
-    assert_joint_law(counts, exact_law(law_logits, params), assert_follows)
+    assert_joint_distribution(counts, exact_distribution(distribution_logits, params), assert_follows)
     expected = engine.take_stats().expected_accepted
     assert abs(total.num_accepted - expected) < 5 * (total.num_drafted / 4) ** 0.5
 
@@ -712,26 +727,28 @@ def test_tokens_of_several_rounds_follow_the_joint_law(
 def accept_always(step: VerifyInput) -> VerifyOutput:
     """A fault: whatever was drafted survives."""
     rows = step.first_rows + step.counts
-    return VerifyOutput(step.counts, draw(step.probs[rows], step.finals[rows]), step.counts.float())
+    return VerifyOutput(step.counts, draw(step.probs[rows], step.sample_uniforms[rows]), step.counts.float())
 
 
 def residual_from_p(step: VerifyInput) -> VerifyOutput:
     """A fault: after a rejection the token is drawn from p, the rejected draft included."""
     right = verify_token_wise(step)
     rows = step.first_rows + right.num_accepted
-    return VerifyOutput(right.num_accepted, draw(step.probs[rows], step.finals[rows]), right.expected_accepted)
+    return VerifyOutput(right.num_accepted, draw(step.probs[rows], step.sample_uniforms[rows]), right.expected_accepted)
 
 
 def coin_is_residual(step: VerifyInput) -> VerifyOutput:
     """A fault: one uniform decides whether a draft survives and what replaces it."""
-    return verify_token_wise(dataclasses.replace(step, finals=step.coins))
+    return verify_token_wise(dataclasses.replace(step, sample_uniforms=step.accept_uniforms))
 
 
 @pytest.mark.parametrize("faulty", [accept_always, residual_from_p, coin_is_residual])
-def test_the_joint_law_sees_a_faulty_verifier(tiny16_folder: Path, law_logits: list[Tensor], faulty: Verify) -> None:
-    engine = law_engine(tiny16_folder, LikelyDrafter(law_logits), faulty)
+def test_the_joint_distribution_sees_a_faulty_verifier(
+    tiny16_folder: Path, distribution_logits: list[Tensor], faulty: Verify
+) -> None:
+    engine = distribution_engine(tiny16_folder, LikelyDrafter(distribution_logits), faulty)
     counts, _ = sample_counts(engine, WIDE, num_samples=4_000)
-    assert_joint_law(counts, exact_law(law_logits, WIDE), assert_departs)
+    assert_joint_distribution(counts, exact_distribution(distribution_logits, WIDE), assert_departs)
 
 
 def test_a_hand_made_chain_is_followed_through_rounds_of_every_length() -> None:

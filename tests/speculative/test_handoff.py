@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from engines import markov_engine
 
 from speculative.errors import EngineFault, HandoffRefused, InvalidRequest
 from speculative.handoff import ComputedTokenState, Manifest, decode_state, encode_state
 from speculative.request import Request, SamplingParams
+from tests.support.engines import markov_engine
 
 MANIFEST = Manifest(
     fingerprint="a1b2",
@@ -213,9 +213,9 @@ def test_a_header_of_a_wrong_length_is_refused(claimed: int) -> None:
 CYCLE = [(token + 1) % 16 for token in range(16)]
 
 
-def exported(prompt: tuple[int, ...] = (1, 2, 3, 4, 5), hold_after: int = 0, **engine: Any) -> np.ndarray:
+def exported(prompt: tuple[int, ...] = (1, 2, 3, 4, 5), prefill_only_after: int = 0, **engine: Any) -> np.ndarray:
     core = markov_engine(CYCLE, **engine)
-    core.add(Request("a", prompt, SamplingParams(max_tokens=9)), hold_after=hold_after)
+    core.add(Request("a", prompt, SamplingParams(max_tokens=9)), prefill_only_after=prefill_only_after)
     while core.has_work:
         core.step()
     return core.export("a")
@@ -239,14 +239,14 @@ def test_a_handoff_of_another_type_is_refused() -> None:
 def test_a_handoff_that_leaves_no_room_is_no_valid_request() -> None:
     request = Request("b", (1, 2, 3, 4, 5), SamplingParams(max_tokens=1))
     with pytest.raises(InvalidRequest, match="max_tokens"):
-        markov_engine(CYCLE).insert(request, exported(hold_after=1))
+        markov_engine(CYCLE).insert(request, exported(prefill_only_after=1))
     with pytest.raises(InvalidRequest) as caught:
-        markov_engine(CYCLE, max_model_len=6).insert(Request("b", (1, 2, 3, 4, 5)), exported(hold_after=1))
+        markov_engine(CYCLE, max_model_len=6).insert(Request("b", (1, 2, 3, 4, 5)), exported(prefill_only_after=1))
     assert caught.value.field == "prompt"
 
 
 def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
-    blob = resealed(exported(hold_after=1), token_ids=[1, 2, 3, 4, 5, 10**30])
+    blob = resealed(exported(prefill_only_after=1), token_ids=[1, 2, 3, 4, 5, 10**30])
     engine = markov_engine(CYCLE)
     with pytest.raises(InvalidRequest):
         engine.insert(Request("b", (1, 2, 3, 4, 5)), blob)
@@ -270,7 +270,7 @@ def test_only_what_is_held_is_exported() -> None:
 
 def test_what_is_no_number_early_in_the_last_layer_is_not_handed_off() -> None:
     engine = markov_engine([(token + 1) % 16 for token in range(16)])
-    engine.add(Request("r", tuple(range(1, 12)), SamplingParams(max_tokens=4)), hold_after=0)
+    engine.add(Request("r", tuple(range(1, 12)), SamplingParams(max_tokens=4)), prefill_only_after=0)
     while "r" not in engine.held_ids:
         engine.step()
     sequence = engine.scheduler.find("r")
@@ -284,7 +284,7 @@ def test_what_is_no_number_is_not_handed_off_and_not_found_again() -> None:
     engine = markov_engine([(token + 1) % 16 for token in range(16)])
     prompt = tuple(range(1, 12))
     for name, damaged in (("bad", True), ("good", False)):
-        engine.add(Request(name, prompt, SamplingParams(max_tokens=4)), hold_after=0)
+        engine.add(Request(name, prompt, SamplingParams(max_tokens=4)), prefill_only_after=0)
         while name not in engine.held_ids:
             engine.step()
         sequence = engine.scheduler.find(name)

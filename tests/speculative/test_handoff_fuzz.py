@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from engines import tiny_engine
-from tiny_models import write_tiny_model
 
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import HandoffRefused, InvalidRequest
 from speculative.handoff import Blob
 from speculative.request import Request, SamplingParams
+from tests.support.engines import tiny_engine
+from tests.support.tiny_models import write_tiny_model
 
 NUM_CASES = 10_000
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=1)
@@ -92,10 +92,10 @@ def other_version(blobs: Blobs, rng: Rng) -> bytes:
 def other_meaning(blobs: Blobs, rng: Rng) -> bytes:
     """A field of the header with another value, resealed."""
     header, values = parts(blobs.own)
-    told = json.loads(header)
+    reported = json.loads(header)
     strange: list[Any] = [None, -1, 0, 1, 2**31, 2**70, 1.5, True, "", "x", [], {}, [0], {"a": [1]}]
     value = strange[rng.integers(len(strange))]
-    section = told["manifest"] if rng.random() < 0.5 else told
+    section = reported["manifest"] if rng.random() < 0.5 else reported
     name = list(section)[rng.integers(len(section))]
     if isinstance(section[name], list) and section[name] and rng.random() < 0.7:
         section[name][int(rng.integers(len(section[name])))] = value
@@ -103,7 +103,7 @@ def other_meaning(blobs: Blobs, rng: Rng) -> bytes:
         section[name][list(section[name])[rng.integers(len(section[name]))]] = value
     else:
         section[name] = value
-    return sealed(json.dumps(told).encode(), values)
+    return sealed(json.dumps(reported).encode(), values)
 
 
 def noisy_header(blobs: Blobs, rng: Rng) -> bytes:
@@ -147,7 +147,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def handed_off(engine: EngineCore, request: Request) -> bytes:
     """Its last prompt token pending, so that every token of the handoff is the request's own."""
-    engine.add(request, hold_after=0)
+    engine.add(request, prefill_only_after=0)
     while request.request_id not in engine.held_ids:
         engine.step()
     return engine.export(request.request_id).tobytes()
@@ -156,12 +156,12 @@ def handed_off(engine: EngineCore, request: Request) -> bytes:
 def answer(engine: EngineCore, blob: Blob) -> list[tuple[int, float]]:
     """Tokens and logprobs, nats."""
     engine.insert(REQUEST, blob)
-    told = []
+    reported = []
     while engine.has_work:
         for delta in engine.step():
             assert delta.error is None
-            told += [(entry.token_id, round(entry.logprob, 4)) for entry in delta.logprobs or ()]
-    return told
+            reported += [(entry.token_id, round(entry.logprob, 4)) for entry in delta.logprobs or ()]
+    return reported
 
 
 def outcome(engine: EngineCore, mutated: bytes) -> str | list[tuple[int, float]]:
@@ -190,9 +190,9 @@ def test_no_mutation_breaks_the_engine_or_the_answer(folders: tuple[Path, Path],
     outcomes: Counter[str] = Counter()
     for number in range(NUM_CASES // 2):
         mutate = MUTATIONS[number % len(MUTATIONS)]
-        told = outcome(engine, mutate(blobs, rng))
-        assert isinstance(told, str) or told == undisturbed, mutate.__name__
-        outcomes[told if isinstance(told, str) else "taken in"] += 1
+        reported = outcome(engine, mutate(blobs, rng))
+        assert isinstance(reported, str) or reported == undisturbed, mutate.__name__
+        outcomes[reported if isinstance(reported, str) else "taken in"] += 1
         assert not engine.has_work
     assert REFUSALS <= set(outcomes) <= REFUSALS | {"drafter", "prompt", "max_tokens", "taken in"}
     assert outcomes["taken in"] < NUM_CASES // 20

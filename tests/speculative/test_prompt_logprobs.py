@@ -5,12 +5,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from engines import assert_idle, assert_pool_is_whole, decoder_of, naive_logits, tiny_engine
 from transformers import AutoModelForCausalLM
 
 from speculative.config import LogprobsMode
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from tests.support.engines import assert_idle, assert_pool_is_whole, decoder_of, naive_logits, tiny_engine
 
 BLOCK = 16
 TEXT = tuple((7 * position * position + position // 3) % 64 for position in range(80))
@@ -36,14 +36,16 @@ def drain(engine: EngineCore) -> list[TokenDelta]:
     return deltas
 
 
-def assert_told_once(deltas: list[TokenDelta], engine: EngineCore, prompt: tuple[int, ...], num_top: int = 4) -> None:
+def assert_reported_once(
+    deltas: list[TokenDelta], engine: EngineCore, prompt: tuple[int, ...], num_top: int = 4
+) -> None:
     """Only the first delta tells the prompt, and what it tells is the model's own."""
     assert [delta.prompt_logprobs is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
-    told = deltas[0].prompt_logprobs
-    assert told is not None
-    assert [entry.token_id for entry in told] == list(prompt[1:])
+    reported = deltas[0].prompt_logprobs
+    assert reported is not None
+    assert [entry.token_id for entry in reported] == list(prompt[1:])
     reference = naive_logits(decoder_of(engine), torch.tensor([prompt]))[0].log_softmax(-1)
-    for row, entry in zip(reference, told, strict=False):
+    for row, entry in zip(reference, reported, strict=False):
         assert abs(float(row[entry.token_id]) - entry.logprob) < 1e-4
         assert len(entry.top) == num_top
         assert entry.scored == ()
@@ -60,7 +62,7 @@ def assert_told_once(deltas: list[TokenDelta], engine: EngineCore, prompt: tuple
 def test_chunks_and_blocks_of_any_size_give_the_same(tiny_folder: Path, num_prompt: int, chunk: int) -> None:
     engine = engine_of(tiny_folder, max_batched_tokens=chunk)
     engine.add(asking("a", TEXT[:num_prompt]))
-    assert_told_once(drain(engine), engine, TEXT[:num_prompt])
+    assert_reported_once(drain(engine), engine, TEXT[:num_prompt])
     assert_idle(engine)
 
 
@@ -68,12 +70,12 @@ def test_they_are_those_of_transformers(tiny_folder: Path) -> None:
     prompt = TEXT[:50]
     engine = engine_of(tiny_folder, max_batched_tokens=20)
     engine.add(asking("a", prompt, 20))
-    told = drain(engine)[0].prompt_logprobs
-    assert told is not None
+    reported = drain(engine)[0].prompt_logprobs
+    assert reported is not None
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     with torch.inference_mode():
         reference = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    for row, token, entry in zip(reference, prompt[1:], told, strict=False):
+    for row, token, entry in zip(reference, prompt[1:], reported, strict=False):
         assert abs(float(row[token]) - entry.logprob) < 1e-4
         assert [token for token, _ in entry.top] == row.topk(20).indices.tolist()
 
@@ -83,7 +85,7 @@ def test_as_many_candidates_as_asked_for(tiny_folder: Path, num_top: int) -> Non
     engine = engine_of(tiny_folder)
     engine.add(asking("a", TEXT[:20], num_top, logprobs=2))
     deltas = drain(engine)
-    assert_told_once(deltas, engine, TEXT[:20], num_top)
+    assert_reported_once(deltas, engine, TEXT[:20], num_top)
     assert all(len(entry.top) == 2 for delta in deltas for entry in delta.logprobs or ())
 
 
@@ -92,11 +94,11 @@ def test_nothing_processes_a_prompt(tiny_folder: Path, mode: str) -> None:
     prompt = TEXT[:20]
     engine = engine_of(tiny_folder, logprobs_mode=mode)
     engine.add(asking("a", prompt, temperature=3.0, top_k=2, repetition_penalty=2.0))
-    told = drain(engine)[0].prompt_logprobs
+    reported = drain(engine)[0].prompt_logprobs
     reference = naive_logits(decoder_of(engine), torch.tensor([prompt]))[0]
     reference = reference.log_softmax(-1) if mode.endswith("logprobs") else reference
-    assert told is not None
-    for row, entry in zip(reference, told, strict=False):
+    assert reported is not None
+    for row, entry in zip(reference, reported, strict=False):
         assert [value for _, value in entry.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
 
 
@@ -107,7 +109,7 @@ def test_they_read_no_cache_and_leave_one(tiny_folder: Path, num_prompt: int) ->
     for name in ("first", "again"):
         engine.add(asking(name, prompt))
         deltas = drain(engine)
-        assert_told_once(deltas, engine, prompt)
+        assert_reported_once(deltas, engine, prompt)
         assert all(delta.num_cached_tokens == 0 for delta in deltas)
     assert engine.stats.prefix_cache_queries == 0, "nobody looked"
     engine.add(Request("plain", (*prompt, 1), SamplingParams(max_tokens=1)))
@@ -124,8 +126,8 @@ def test_neighbours_that_draft_do_not_enter(tiny_folder: Path, chunk: int) -> No
     engine.add(asking("a", TEXT[:50]))
     engine.add(asking("b", LOOP, 2))
     deltas = drain(engine)
-    assert_told_once([delta for delta in deltas if delta.request_id == "a"], engine, TEXT[:50])
-    assert_told_once([delta for delta in deltas if delta.request_id == "b"], engine, LOOP, 2)
+    assert_reported_once([delta for delta in deltas if delta.request_id == "a"], engine, TEXT[:50])
+    assert_reported_once([delta for delta in deltas if delta.request_id == "b"], engine, LOOP, 2)
     spoken = [delta for delta in deltas if delta.request_id == "loop"]
     assert sum(delta.num_accepted for delta in spoken) > 0
     assert all(delta.prompt_logprobs is None for delta in spoken)
@@ -140,10 +142,10 @@ def test_a_prompt_that_was_preempted_begins_again(tiny_folder: Path, num_steps: 
     sequence = engine.scheduler.find("a")
     assert sequence is not None
     engine.scheduler._preempt(sequence)
-    assert_told_once(drain(engine), engine, TEXT[:50])
+    assert_reported_once(drain(engine), engine, TEXT[:50])
 
 
-def test_after_the_first_token_a_preemption_tells_nothing_again(tiny_folder: Path) -> None:
+def test_after_the_first_token_a_preemption_reports_nothing_again(tiny_folder: Path) -> None:
     engine = engine_of(tiny_folder)
     engine.add(asking("a", TEXT[:50]))
     deltas = engine.step()
@@ -151,11 +153,11 @@ def test_after_the_first_token_a_preemption_tells_nothing_again(tiny_folder: Pat
     assert sequence is not None
     engine.scheduler._preempt(sequence)
     assert sequence.scored_positions == range(1, 1)
-    assert_told_once(deltas + drain(engine), engine, TEXT[:50])
+    assert_reported_once(deltas + drain(engine), engine, TEXT[:50])
     assert deltas[0].num_cached_tokens == 0
 
 
-def test_tokens_that_were_emitted_elsewhere_were_told_of_there(tiny_folder: Path) -> None:
+def test_tokens_that_were_emitted_elsewhere_were_reported_of_there(tiny_folder: Path) -> None:
     engine = engine_of(tiny_folder)
     engine.add(asking("a", TEXT[:20]), emitted=(3,))
     assert all(delta.prompt_logprobs is None for delta in drain(engine))
@@ -164,18 +166,20 @@ def test_tokens_that_were_emitted_elsewhere_were_told_of_there(tiny_folder: Path
 # -- handed off -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hold_after", [0, 1])
+@pytest.mark.parametrize("prefill_only_after", [0, 1])
 @pytest.mark.parametrize("chunk", [15, 64])
 @pytest.mark.parametrize("num_prompt", [2, 16, 17, 33])
-def test_a_handoff_tells_them_before_it_leaves(tiny_folder: Path, hold_after: int, chunk: int, num_prompt: int) -> None:
+def test_a_handoff_reports_them_before_it_leaves(
+    tiny_folder: Path, prefill_only_after: int, chunk: int, num_prompt: int
+) -> None:
     prompt = TEXT[:num_prompt]
     prefill, decode = engine_of(tiny_folder, max_batched_tokens=chunk), engine_of(tiny_folder)
     request = asking("a", prompt)
-    prefill.add(request, hold_after=hold_after)
+    prefill.add(request, prefill_only_after=prefill_only_after)
     deltas = drain(prefill)
     assert len(deltas) == 1
-    assert len(deltas[0].token_ids) == hold_after
-    assert_told_once(deltas, prefill, prompt)
+    assert len(deltas[0].token_ids) == prefill_only_after
+    assert_reported_once(deltas, prefill, prompt)
     decode.insert(request, prefill.export("a"))
     decode.step()
     sequence = decode.scheduler.find("a")
@@ -188,10 +192,10 @@ def test_a_handoff_tells_them_before_it_leaves(tiny_folder: Path, hold_after: in
     assert_idle(decode)
 
 
-def test_a_handoff_preempted_before_its_first_step_tells_nothing_again(tiny_folder: Path) -> None:
+def test_a_handoff_preempted_before_its_first_step_reports_nothing_again(tiny_folder: Path) -> None:
     prefill, decode = engine_of(tiny_folder), engine_of(tiny_folder)
     request = asking("a", TEXT[:33])
-    prefill.add(request, hold_after=0)
+    prefill.add(request, prefill_only_after=0)
     drain(prefill)
     decode.insert(request, prefill.export("a"))
     decode.scheduler.schedule()
@@ -201,13 +205,15 @@ def test_a_handoff_preempted_before_its_first_step_tells_nothing_again(tiny_fold
     assert all(delta.prompt_logprobs is None for delta in drain(decode))
 
 
-@pytest.mark.parametrize("hold_after", [None, 0, 1])
-def test_a_prompt_of_one_token_has_nothing_to_tell_and_says_so(tiny_folder: Path, hold_after: int | None) -> None:
+@pytest.mark.parametrize("prefill_only_after", [None, 0, 1])
+def test_a_prompt_of_one_token_has_nothing_to_report_and_says_so(
+    tiny_folder: Path, prefill_only_after: int | None
+) -> None:
     engine, decode = engine_of(tiny_folder), engine_of(tiny_folder)
     request = asking("a", (5,))
-    engine.add(request, hold_after=hold_after)
+    engine.add(request, prefill_only_after=prefill_only_after)
     deltas = drain(engine)
-    if hold_after is not None:
+    if prefill_only_after is not None:
         decode.insert(request, engine.export("a"))
         deltas += drain(decode)
     assert [delta.prompt_logprobs for delta in deltas] == [()] + [None] * (len(deltas) - 1)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams
-from speculative.rng import gumbel
-from speculative.sequence import Phase
-from tests.engines import (
+from speculative.sampling.rng import gumbel
+from speculative.state.sequence import Phase
+from tests.support.engines import (
     Answer,
     assert_idle,
     assert_pool_is_whole,
@@ -24,7 +24,7 @@ from tests.engines import (
     take,
     tiny_engine,
 )
-from tests.tiny_models import write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 VOCABULARY = 48
 NEAR_TIE = 1e-4
@@ -90,7 +90,7 @@ class Service:
             case ("add", prompt, params):
                 self.decode.add(self._request(prompt, params))
             case ("prefill", prompt, params):
-                self.prefill.add(self._request(prompt, params), hold_after=len(self.requests) % 2)
+                self.prefill.add(self._request(prompt, params), prefill_only_after=len(self.requests) % 2)
             case ("abort", number) if self.requests:
                 name = f"r{number % len(self.requests)}"
                 self.aborted |= {name} if any([self.decode.abort(name), self.prefill.abort(name)]) else set()
@@ -138,26 +138,26 @@ class Service:
 
 
 @torch.inference_mode()
-def naive_text(engine: EngineCore, request: Request, told: list[int]) -> tuple[list[int], float]:
+def naive_text(engine: EngineCore, request: Request, reported: list[int]) -> tuple[list[int], float]:
     """The text by the loop one would write first, and how near a tie was where it parts from the one that was told."""
     params, output = request.params, list[int]()
     eos = () if params.ignore_eos else engine.model.eos_token_ids
     while len(output) < params.max_tokens and len(request.prompt_token_ids) + len(output) < 72:
         logits = naive_logits(decoder_of(engine), torch.tensor([[*request.prompt_token_ids, *output]]))[0, -1].double()
-        scores = naive_law(logits, request, output)
+        scores = naive_distribution(logits, request, output)
         if not params.greedy:
             position = torch.tensor([len(request.prompt_token_ids) + len(output)])
             scores = scores + gumbel(torch.tensor([request.seed]), position, VOCABULARY)[0]
         best = scores.topk(2)
         output.append(int(best.indices[0]))
-        if len(told) < len(output) or told[len(output) - 1] != output[-1]:
+        if len(reported) < len(output) or reported[len(output) - 1] != output[-1]:
             return output, float(best.values[0] - best.values[1])
         if output[-1] in eos or output[-1] in params.stop_token_ids:
             break
     return output, 0.0
 
 
-def naive_law(logits: torch.Tensor, request: Request, output: list[int]) -> torch.Tensor:
+def naive_distribution(logits: torch.Tensor, request: Request, output: list[int]) -> torch.Tensor:
     """Log-probabilities of the next token, parameter by parameter, in float64."""
     params = request.params
     logits = logits.clone()
@@ -209,9 +209,9 @@ def test_the_reference_sees_a_changed_text(reference: EngineCore, folder: Path) 
     request = Request("r", (3, 4, 5), SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     engine = tiny_engine(folder, drafter=DRAFTER)
     engine.add(request)
-    told = run(engine)["r"].token_ids
-    assert naive_text(reference, request, told)[0] == told
-    changed = [*told[:4], (told[4] + 1) % VOCABULARY, *told[5:]]
+    reported = run(engine)["r"].token_ids
+    assert naive_text(reference, request, reported)[0] == reported
+    changed = [*reported[:4], (reported[4] + 1) % VOCABULARY, *reported[5:]]
     expected, gap = naive_text(reference, request, changed)
     assert expected != changed
     assert gap > NEAR_TIE

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import Answer, assert_idle, run
-from near_ties import NEAR_TIE, assert_same_up_to_near_tie
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +21,8 @@ from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
+from tests.support.engines import Answer, assert_idle, run
+from tests.support.near_ties import NEAR_TIE, assert_same_up_to_near_tie
 
 PROMPTS = json.loads((Path(__file__).parents[1] / "data" / "prompts.json").read_text(encoding="utf-8"))
 NAMES = [prompt["name"] for prompt in PROMPTS]
@@ -181,7 +181,7 @@ def test_prefill_handoff_decode_is_the_monolith_bit_for_bit(model: RealModel) ->
         params = SamplingParams(max_tokens=24, temperature=temperature, top_p=0.95, logprobs=3, ignore_eos=True)
         request = Request(name, model.prompts[name], params, seed=7)
         expected = answer_all(monolith, [request])[name]
-        prefill.add(request, hold_after=1)
+        prefill.add(request, prefill_only_after=1)
         first = run(prefill)[name]
         decode.insert(request, prefill.export(name))
         rest = run(decode)[name]

@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 import torch
-from engines import NO_DRAFTS, Answer, run, teacher_forced, tiny_engine
 
 from speculative.config import LogprobsMode
 from speculative.errors import InvalidRequest
-from speculative.logprobs import gather_logprobs, mode_matrix
 from speculative.request import Request, SamplingParams, TokenKind
+from speculative.sampling.logprobs import gather_logprobs, mode_matrix
+from tests.support.engines import NO_DRAFTS, Answer, run, teacher_forced, tiny_engine
 
 MODES = get_args(LogprobsMode)
 VOCAB = 64
@@ -54,7 +54,7 @@ def test_scored_values_are_those_of_every_other_report(answers_of: dict[str, dic
     for name, answer in answers_of[mode].items():
         assert answer.error is None
         params = PARAMS[name]
-        assert len(answer.logprobs) == (len(answer.token_ids) if params.tells_logprobs else 0)
+        assert len(answer.logprobs) == (len(answer.token_ids) if params.returns_logprobs else 0)
         assert [entry.token_id for entry in answer.logprobs] == answer.token_ids[: len(answer.logprobs)]
         for entry in answer.logprobs:
             assert tuple(token for token, _ in entry.scored) == params.logprob_token_ids
@@ -68,7 +68,7 @@ def test_scored_values_are_those_of_every_other_report(answers_of: dict[str, dic
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_scores_of_all_tokens_are_a_law(answers_of: dict[str, dict[str, Answer]], mode: str) -> None:
+def test_scores_of_all_tokens_are_a_distribution(answers_of: dict[str, dict[str, Answer]], mode: str) -> None:
     for name, answer in answers_of[mode].items():
         if PARAMS[name].logprob_token_ids == EVERY_ID:
             for entry in answer.logprobs:

@@ -11,16 +11,16 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from engines import NGRAM, NO_DRAFTS, Answer, assert_idle, decoder_of, naive_logits, run, settings
-from laws import assert_departs, assert_follows
-from tiny_models import write_tiny_model
 
-from serve_app.structured import StructureCompiler
-from serve_app.tokenizer import Tokenizer
+from serve_app.text.grammar import StructureCompiler
+from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig
-from speculative.constraint import Bools
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams, Structure
+from speculative.state.token_constraint import Bools
+from tests.support.distributions import assert_departs, assert_follows
+from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, decoder_of, naive_logits, run, settings
+from tests.support.tiny_models import write_tiny_model
 
 VOCAB_SIZE = 512
 EOS = (2,)
@@ -152,11 +152,11 @@ def test_a_neighbour_with_a_structure_changes_nothing(
         assert together[request.request_id].token_ids == alone[request.request_id].token_ids
 
 
-@pytest.mark.parametrize("hold_after", [0, 1, 7])
+@pytest.mark.parametrize("prefill_only_after", [0, 1, 7])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_handoff_goes_on_within_the_structure(
     temperature: float,
-    hold_after: int,
+    prefill_only_after: int,
     engine_of: Callable[..., EngineCore],
     prompt: tuple[int, ...],
     tokenizer: Tokenizer,
@@ -164,7 +164,7 @@ def test_a_handoff_goes_on_within_the_structure(
     requests = [request for request in some_requests(prompt, temperature) if request.params.structure is not None]
     prefill, decode = engine_of(max_num_seqs=16), engine_of()
     for request in requests:
-        prefill.add(request, hold_after=hold_after)
+        prefill.add(request, prefill_only_after=prefill_only_after)
     answers = run(prefill)
     for request in requests:
         if request.request_id in prefill.held_ids:
@@ -223,15 +223,15 @@ def test_a_dead_end_fails_its_request_alone(
     assert assert_valid(answers, tokenizer) >= 2
 
 
-# -- the law ------------------------------------------------------------------------------------------------------
+# -- the distribution --------------------------------------------------------------------------------------------------
 
 
-def law_of_choices(
+def distribution_of_choices(
     engine: EngineCore, compiler: StructureCompiler, prompt: tuple[int, ...], tokenizer: Tokenizer
 ) -> dict[str, float]:
     """The probability of every answer, by walking all its tokenisations with plain forward passes."""
     constraint_of = VALID["choice"][0]
-    law: Counter[str] = Counter()
+    distribution: Counter[str] = Counter()
     beginnings: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while beginnings:
         longer = []
@@ -245,11 +245,11 @@ def law_of_choices(
             for token in mask.nonzero().flatten().tolist():
                 probability = chance * float(last.softmax(-1)[token])
                 if token in EOS:
-                    law[tokenizer.decode(output)] += probability
+                    distribution[tokenizer.decode(output)] += probability
                 else:
                     longer.append(((*output, token), probability))
         beginnings = longer
-    return dict(law)
+    return dict(distribution)
 
 
 def count_choices(
@@ -271,7 +271,7 @@ def count_choices(
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
-def test_the_law_is_the_models_own_within_the_structure(
+def test_the_distribution_is_the_models_own_within_the_structure(
     verifier: str,
     engine_of: Callable[..., EngineCore],
     compiler: StructureCompiler,
@@ -279,14 +279,16 @@ def test_the_law_is_the_models_own_within_the_structure(
 ) -> None:
     prompt = tuple(tokenizer.encode("in the hat, in the tree, in the hat, no, on the sea, in the"))
     engine = engine_of(verifier=verifier, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=8192)
-    law = law_of_choices(engine, compiler, prompt, tokenizer)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-5)
-    expected = [law[choice] for choice in CHOICES]
-    assert sorted(expected)[-2] > 0.05, "a law with one likely answer tests nothing"
+    distribution = distribution_of_choices(engine, compiler, prompt, tokenizer)
+    assert sum(distribution.values()) == pytest.approx(1, abs=1e-5)
+    expected = [distribution[choice] for choice in CHOICES]
+    assert sorted(expected)[-2] > 0.05, "a distribution with one likely answer tests nothing"
     with_drafts, drafted, accepted = count_choices(engine, prompt, tokenizer, range(2000))
     assert drafted > 2000 and 0.05 < accepted / drafted < 0.95
     assert_follows(with_drafts, expected)
     plain = engine_of(NO_DRAFTS, max_num_seqs=64, max_batched_tokens=512, kv_cache_tokens=8192)
     without, _, _ = count_choices(plain, prompt, tokenizer, range(2000, 4000))
     assert_follows(without, expected)
-    assert_departs(with_drafts, [1 / len(CHOICES)] * len(CHOICES))  # the sample is large enough to tell laws apart
+    assert_departs(
+        with_drafts, [1 / len(CHOICES)] * len(CHOICES)
+    )  # the sample is large enough to tell distributions apart

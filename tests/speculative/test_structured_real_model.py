@@ -7,15 +7,15 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from engines import assert_idle
 
 from deploy.models import FetchFailed, fetch_model
-from serve_app.structured import StructureCompiler
-from serve_app.tokenizer import Tokenizer
+from serve_app.text.grammar import StructureCompiler
+from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.model.config import ModelConfig
 from speculative.request import FinishReason, Request, SamplingParams, Structure
+from tests.support.engines import assert_idle
 
 NUM_ANSWERS = 200
 COLOURS = ["red", "green", "dark blue", "black"]

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import NGRAM, NO_DRAFTS, Answer, assert_idle, run, settings, take, teacher_forced
-from tiny_heads import write_tiny_head
-from tiny_models import write_tiny_model
 
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
 from speculative.request import Request, SamplingParams, Speculation
 from speculative.weights import check_same_model, load_weights
+from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, run, settings, take, teacher_forced
+from tests.support.tiny_heads import write_tiny_head
+from tests.support.tiny_models import write_tiny_model
 
 PROMPT = tuple(3 + (7 * index) % 41 for index in range(30))
 CPU = torch.device("cpu")
@@ -65,9 +65,9 @@ def config(drafter: DrafterConfig = NO_DRAFTS, **changes: object) -> EngineConfi
 def assert_follows(engine: EngineCore, given: Answer, tokens: slice = slice(None)) -> None:
     """These tokens' logprobs are what the engine's present weights say, computed without a cache."""
     expected = teacher_forced(engine, PROMPT, given.token_ids)
-    told = torch.tensor(given.values)[tokens]
+    reported = torch.tensor(given.values)[tokens]
     wanted = expected[range(len(given.token_ids)), given.token_ids][tokens]
-    torch.testing.assert_close(told, wanted, atol=2e-5, rtol=0)
+    torch.testing.assert_close(reported, wanted, atol=2e-5, rtol=0)
 
 
 def test_after_an_update_the_engine_is_a_fresh_one_with_the_new_weights(
@@ -128,10 +128,10 @@ def test_requests_under_way_are_computed_again_and_say_which_weights_made_a_toke
     while engine.has_work:
         step()
     for request in requests:
-        given, told = answers[request.request_id], versions[request.request_id]
-        assert len(given.token_ids) == len(told) == 12
-        num_old = told.count("default")
-        assert told == ["default"] * num_old + ["v1"] * (12 - num_old) and 4 <= num_old < 12
+        given, reported = answers[request.request_id], versions[request.request_id]
+        assert len(given.token_ids) == len(reported) == 12
+        num_old = reported.count("default")
+        assert reported == ["default"] * num_old + ["v1"] * (12 - num_old) and 4 <= num_old < 12
         assert_follows(reference, given, slice(num_old))
         assert_follows(engine, given, slice(num_old, None))
     assert_idle(engine)
@@ -141,7 +141,7 @@ def test_a_handoff_of_other_weights_is_refused_and_computed_again(old: Path, new
     prefill, decode = (EngineCore.load(old, config(NGRAM)) for _ in range(2))
     updated(decode, new)
     for sender, receiver in ((prefill, decode), (decode, prefill)):
-        sender.add(asked(), hold_after=0)
+        sender.add(asked(), prefill_only_after=0)
         run(sender)
         blob = sender.export("r")
         with pytest.raises(HandoffRefused, match="fingerprint") as refused:
@@ -152,7 +152,7 @@ def test_a_handoff_of_other_weights_is_refused_and_computed_again(old: Path, new
 
 def test_what_came_by_handoff_and_waits_is_computed_again(old: Path, new: Path, drafter: DrafterConfig) -> None:
     prefill, decode = (EngineCore.load(old, config(drafter)) for _ in range(2))
-    prefill.add(asked(), hold_after=0)
+    prefill.add(asked(), prefill_only_after=0)
     run(prefill)
     decode.insert(asked(), prefill.export("r"))
     updated(decode, new)
@@ -162,7 +162,7 @@ def test_what_came_by_handoff_and_waits_is_computed_again(old: Path, new: Path, 
 
 def test_what_is_held_for_export_is_computed_again(old: Path, new: Path, drafter: DrafterConfig) -> None:
     prefill = EngineCore.load(old, config(drafter))
-    prefill.add(asked(), hold_after=0)
+    prefill.add(asked(), prefill_only_after=0)
     run(prefill)
     assert prefill.held_ids == ("r",)
     updated(prefill, new)
@@ -183,8 +183,8 @@ def test_a_teacher_forced_request_under_way_is_scored_by_one_set_of_weights(old:
     (last,) = deltas
     expected = teacher_forced(engine, PROMPT[:1], (PROMPT * 3)[1:])
     assert last.weight_version == "v1" and last.logprobs is not None
-    told = torch.tensor([entry.logprob for entry in last.logprobs])
-    torch.testing.assert_close(told, expected[range(len(told)), (PROMPT * 3)[1:]], atol=2e-5, rtol=0)
+    reported = torch.tensor([entry.logprob for entry in last.logprobs])
+    torch.testing.assert_close(reported, expected[range(len(reported)), (PROMPT * 3)[1:]], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("step", ["_model_drafter", "_make_runner"])
@@ -201,13 +201,13 @@ def test_an_engine_whose_switch_fails_does_not_say_that_it_has_the_new_weights(
     with pytest.raises(torch.OutOfMemoryError):
         updated(decode, new)
     assert (decode.manifest, decode.weight_version) == (manifest, "default")
-    prefill.add(asked(), hold_after=0)
+    prefill.add(asked(), prefill_only_after=0)
     run(prefill)
     with pytest.raises(HandoffRefused, match="fingerprint"):
         decode.insert(asked(), prefill.export("r"))
 
 
-def test_self_checks_begin_anew_and_the_breakers_word_stays(old: Path, new: Path) -> None:
+def test_self_checks_begin_again_and_the_breakers_word_stays(old: Path, new: Path) -> None:
     engine = EngineCore.load(old, config(NGRAM, self_check_share=1.0))
     engine.set_speculation(Speculation.OFF)
     answer(engine, asked())
@@ -227,7 +227,7 @@ def test_self_checks_begin_anew_and_the_breakers_word_stays(old: Path, new: Path
 def test_a_rollout_group_is_one_prefill_and_many_inserts(old: Path, num_choices: int) -> None:
     prefill = EngineCore.load(old, config(NGRAM))
     decode = EngineCore.load(old, config(NGRAM, kv_cache_tokens=8192))
-    prefill.add(asked("r0"), hold_after=0)
+    prefill.add(asked("r0"), prefill_only_after=0)
     run(prefill)
     blob = prefill.export("r0")
     requests = [asked(f"r{number}", seed=number) for number in range(num_choices)]

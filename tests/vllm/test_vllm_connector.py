@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.installed import NEEDS_VLLM
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
 BLOCK = 4
@@ -152,7 +152,7 @@ def test_what_waits_is_recalled_and_what_comes_later_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "long"])
-def test_a_file_that_does_not_fit_is_told_and_not_used(tmp_path: Path, damage: str) -> None:
+def test_a_file_that_does_not_fit_is_reported_and_not_used(tmp_path: Path, damage: str) -> None:
     prompt, path = list(range(10)), str(tmp_path / "kv")
     sender, receiver = connector(), connector()
     sender.register_kv_caches(caches(1))

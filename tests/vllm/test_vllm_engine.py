@@ -17,7 +17,7 @@ from speculative.errors import ConfigError, EngineFault, InvalidRequest
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams, Structure
 from speculative.training.heads import initial_head, save_head
-from tests.serve_app.backends.conformance import (
+from tests.support.backend_conformance import (
     GREEDY,
     LONG,
     PLAIN,
@@ -27,8 +27,8 @@ from tests.serve_app.backends.conformance import (
     idle,
     tokens,
 )
-from tests.tiny_models import write_tiny_model
-from tests.vllm.installed import NEEDS_VLLM
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 CONFIG = EngineConfig(
@@ -92,7 +92,7 @@ async def test_prompts_of_every_length_around_blocks_and_chunks_are_handed_over(
         whole = tokens(await collect(backend.generate(request)))
         handoff = (await backend.prefill(request, first_token=True)).handoff
         assert handoff is not None
-        other.distrust()
+        other.invalidate_cache()
         other.take_stats()
         assert tokens(await collect(other.resume(request, handoff))) == whole
         computed = other.take_stats().num_prompt_tokens
@@ -108,7 +108,7 @@ async def test_the_drafters_keys_and_values_come_with_the_handoff(
     request = Request("r", PROMPT, GREEDY)
     handoff = (await backend.prefill(request, first_token=True)).handoff
     assert handoff is not None
-    other.distrust()
+    other.invalidate_cache()
     deltas = await collect(other.resume(request, handoff))
     num_drafted, num_accepted = (sum(getattr(d, f"num_{what}") for d in deltas) for what in ("drafted", "accepted"))
     assert num_accepted == num_drafted - (deltas[-1].num_drafted - deltas[-1].num_accepted) > 10
@@ -117,13 +117,13 @@ async def test_the_drafters_keys_and_values_come_with_the_handoff(
 async def test_a_file_that_is_gone_only_means_that_the_prompt_is_computed(backend: VllmBackend) -> None:
     whole = tokens(await collect(backend.generate(Request("whole", PROMPT, GREEDY))))
     transfer = {"load": "/nonexistent/folder/file", "num_tokens": len(PROMPT) - 1}
-    backend.distrust()
+    backend.invalidate_cache()
     deltas = await collect(backend._deltas(Request("r", PROMPT, GREEDY), (), transfer))
     assert tokens(deltas) == whole
     backend.check_health()
 
 
-async def test_requests_whose_law_it_does_not_keep_are_refused_by_name(backend: VllmBackend) -> None:
+async def test_requests_whose_distribution_it_does_not_keep_are_refused_by_name(backend: VllmBackend) -> None:
     for name, params in (
         ("reproducible", SamplingParams(reproducible=True)),
         ("min_p", SamplingParams(min_p=0.1)),
@@ -133,20 +133,20 @@ async def test_requests_whose_law_it_does_not_keep_are_refused_by_name(backend: 
             await collect(backend.generate(Request("r", PROMPT, params)))
         assert caught.value.field == name
     for params in (SamplingParams(frequency_penalty=1.0), SamplingParams(structure=Structure("choice", '["a"]'))):
-        with pytest.raises(EngineFault, match="cannot go on elsewhere"):
+        with pytest.raises(EngineFault, match="cannot be resumed on another replica"):
             await collect(backend.generate(Request("r", PROMPT, params), emitted=(5, 6)))
     backend.check_health()
 
 
-async def test_the_law_of_greedy_requests_is_replayed_and_breaks_where_tokens_are_wrong(
+async def test_the_distribution_of_greedy_requests_is_replayed_and_breaks_where_tokens_are_wrong(
     backend: VllmBackend, other: VllmBackend
 ) -> None:
     said = tokens(await collect(backend.generate(Request("r", PROMPT, PLAIN))))
     right = await other.replay(Request("right", (*PROMPT, *said), PLAIN, score_from=len(PROMPT)))
-    assert right.law is not None and max(row.gap for row in right.law) < 1e-3
+    assert right.replayed is not None and max(row.gap for row in right.replayed) < 1e-3
     said[4] = (said[4] + 1) % 512
     wrong = await other.replay(Request("wrong", (*PROMPT, *said), PLAIN, score_from=len(PROMPT)))
-    assert wrong.law is not None and wrong.law[4].gap > 1e-3
+    assert wrong.replayed is not None and wrong.replayed[4].gap > 1e-3
 
 
 async def test_the_longest_sequence_ends_by_length_and_is_replayed_whole(
@@ -164,7 +164,7 @@ async def test_the_longest_sequence_ends_by_length_and_is_replayed_whole(
 async def test_a_seed_names_the_text_of_a_prompt_in_chunks_too(backend: VllmBackend) -> None:
     """Behind each chunk vLLM samples a token for nobody; none of that may move the request's own numbers."""
     prompt, hot = (PROMPT * 10)[:190], SamplingParams(max_tokens=24, temperature=1, ignore_eos=True)
-    backend.distrust()
+    backend.invalidate_cache()
     in_chunks = tokens(await collect(backend.generate(Request("chunks", prompt, hot, seed=3))))
     at_once = tokens(await collect(backend.generate(Request("cached", prompt, hot, seed=3))))
     assert in_chunks == at_once

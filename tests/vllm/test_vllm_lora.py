@@ -22,15 +22,15 @@ from speculative.errors import ConfigError, HandoffRefused, InvalidRequest
 from speculative.model.loading import load_decoder
 from speculative.request import Request, TokenDelta
 from speculative.training.heads import initial_head, save_head
-from tests.serve_app.backends.conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
-from tests.tiny_adapters import write_merged, write_tiny_adapter
-from tests.tiny_models import write_tiny_model
-from tests.vllm.installed import NEEDS_VLLM
+from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
+from tests.support.tiny_adapters import write_merged, write_tiny_adapter
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_engine import CONFIG, TARGET
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 LONG_PROMPT = (PROMPT * 10)[:129]  # several blocks and chunks
-NAMES = ("", "sql", "law")
+NAMES = ("", "sql", "legal")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def adapters(folder: Path) -> dict[str, Path]:
     """One that changes all linear layers; one that changes few, of another rank."""
     return {
         "sql": write_tiny_adapter(folder.parent / "sql", folder, seed=1),
-        "law": write_tiny_adapter(folder.parent / "law", folder, seed=2, rank=10, modules=("q_proj", "v_proj")),
+        "legal": write_tiny_adapter(folder.parent / "legal", folder, seed=2, rank=10, modules=("q_proj", "v_proj")),
     }
 
 
@@ -117,10 +117,10 @@ class TestAdapterConformance(EngineConformance):
     """What holds for any engine holds under an adapter."""
 
 
-Said = dict[str, list[TokenDelta]]
+ParsedDelta = dict[str, list[TokenDelta]]
 
 
-async def said_by(engine: Any, prompt: Sequence[int] = LONG_PROMPT, names: Sequence[str] = NAMES) -> Said:
+async def said_by(engine: Any, prompt: Sequence[int] = LONG_PROMPT, names: Sequence[str] = NAMES) -> ParsedDelta:
     """What each adapter says, all in the same steps."""
     answers = await asyncio.gather(
         *(collect(engine.generate(Request(f"r-{name}", tuple(prompt), GREEDY, adapter=name))) for name in names)
@@ -128,17 +128,17 @@ async def said_by(engine: Any, prompt: Sequence[int] = LONG_PROMPT, names: Seque
     return dict(zip(names, answers, strict=True))
 
 
-async def merged_says(folder: Path, scratch: Path, adapters: dict[str, Path], prompt: Sequence[int]) -> Said:
+async def merged_says(folder: Path, scratch: Path, adapters: dict[str, Path], prompt: Sequence[int]) -> ParsedDelta:
     """The same of our own engine, with each adapter merged into the model."""
-    told: Said = {}
+    reported: ParsedDelta = {}
     for name in NAMES:
         merged = write_merged(scratch / f"merged-{name}", folder, adapters[name]) if name else folder
         plain = dataclasses.replace(CONFIG, drafter=DrafterConfig(kind="none"))
         reference = TorchBackend(str(merged), "merged", plain)
         await reference.start()
-        told[name] = await collect(reference.generate(Request("r", tuple(prompt), GREEDY)))
+        reported[name] = await collect(reference.generate(Request("r", tuple(prompt), GREEDY)))
         await reference.stop()
-    return told
+    return reported
 
 
 def logprobs(deltas: Sequence[TokenDelta]) -> list[float]:
@@ -150,7 +150,7 @@ async def test_each_adapter_says_what_the_model_with_it_merged_says_also_in_one_
 ) -> None:
     for number, prompt in enumerate((LONG_PROMPT, PROMPT)):
         right = await merged_says(folder, tmp_path / str(number), adapters, prompt)
-        assert len({tuple(tokens(deltas)) for deltas in right.values()}) == len(NAMES), "they must be told apart"
+        assert len({tuple(tokens(deltas)) for deltas in right.values()}) == len(NAMES), "they must be distinguished"
         for _ in range(2):
             said = await said_by(engine, prompt)
             for name in NAMES:
@@ -164,7 +164,7 @@ async def test_each_adapter_says_what_the_model_with_it_merged_says_also_in_one_
 
 
 async def test_what_one_adapter_has_cached_another_does_not_find(engine: VllmBackend) -> None:
-    engine.distrust()
+    engine.invalidate_cache()
     for again in (False, True):
         for name in NAMES:
             (deltas,) = (await said_by(engine, names=[name])).values()
@@ -178,7 +178,7 @@ async def test_a_prompt_is_handed_over_with_its_adapter_only(engine: VllmBackend
         request = Request("r", LONG_PROMPT, GREEDY, adapter=name)
         handoff = (await engine.prefill(request, first_token=False)).handoff
         assert handoff is not None
-        elsewhere.distrust()
+        elsewhere.invalidate_cache()
         elsewhere.take_stats()
         assert tokens(await collect(elsewhere.resume(request, handoff))) == tokens(whole[name])
         assert elsewhere.take_stats().num_prompt_tokens == 1, name
@@ -216,7 +216,7 @@ async def test_blocks_are_read_from_memory_for_their_adapter_only(
                     with pytest.raises(HandoffRefused, match="adapter"):
                         await collect(resumed)
                     continue
-                consumer.distrust()
+                consumer.invalidate_cache()
                 assert tokens(await collect(resumed)) == tokens(whole[name])
                 assert consumer.take_stats().num_prompt_tokens <= 1, name
         await idle(consumer)
@@ -232,13 +232,15 @@ async def test_an_answer_is_computed_again_with_its_adapter(engine: VllmBackend,
     replays = await asyncio.gather(*(elsewhere.replay(request) for request in forced))
     for name, replayed in zip(NAMES, replays, strict=True):
         assert list(replayed.logprobs) == pytest.approx(logprobs(said[name]), abs=1e-4), name
-        assert replayed.law is not None and max(row.gap for row in replayed.law) < 1e-3
+        assert replayed.replayed is not None and max(row.gap for row in replayed.replayed) < 1e-3
     of_model = await elsewhere.replay(dataclasses.replace(forced[1], adapter=""))
-    assert of_model.law is not None and max(row.gap for row in of_model.law) > 0.1, "a wrong adapter must show"
+    assert of_model.replayed is not None and max(row.gap for row in of_model.replayed) > 0.1, (
+        "a wrong adapter must show"
+    )
 
 
 async def test_an_adapter_that_is_not_there_is_refused_by_name(engine: VllmBackend) -> None:
-    assert [one.name for one in engine._info().adapters] == ["sql", "law"]
+    assert [one.name for one in engine._info().adapters] == ["sql", "legal"]
     request = Request("r", PROMPT, GREEDY, adapter="alien")
     for ask in (collect(engine.generate(request)), engine.prefill(request, first_token=False)):
         with pytest.raises(InvalidRequest) as caught:
@@ -275,10 +277,10 @@ async def test_weights_do_not_change_where_an_adapters_files_have(
     engine: VllmBackend, folder: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     """vLLM would read them again."""
-    weights = adapters["law"] / "adapter_model.safetensors"
+    weights = adapters["legal"] / "adapter_model.safetensors"
     shutil.copy(weights, tmp_path)
-    write_tiny_adapter(adapters["law"], folder, seed=3, rank=10, modules=("q_proj", "v_proj"))
-    with pytest.raises(ConfigError, match=r"vllm.lora_modules.law has changed in .* Restart"):
+    write_tiny_adapter(adapters["legal"], folder, seed=3, rank=10, modules=("q_proj", "v_proj"))
+    with pytest.raises(ConfigError, match=r"vllm.lora_modules.legal has changed in .* Restart"):
         await engine.load_weights(str(folder))
     shutil.copy(tmp_path / weights.name, weights)
     await engine.load_weights(str(folder))

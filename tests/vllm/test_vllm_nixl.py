@@ -23,10 +23,10 @@ from speculative.errors import HandoffRefused
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from speculative.training.heads import initial_head, save_head
-from tests.serve_app.backends.conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
-from tests.tiny_models import write_tiny_model
-from tests.vllm.installed import NEEDS_VLLM
-from tests.vllm.processes import alive, children
+from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
+from tests.support.processes import alive, children
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_engine import CONFIG, TARGET
 
 pytestmark = [
@@ -118,7 +118,7 @@ async def test_prompts_of_every_length_are_read_whole_and_their_blocks_come_back
         whole = tokens(await collect(backend.generate(request)))
         handoff = await handed_off(backend, request)
         assert len(handoff) < 2000, "what is sent says where to read"
-        other.distrust()
+        other.invalidate_cache()
         other.take_stats()
         assert tokens(await collect(other.resume(request, handoff))) == whole
         assert other.take_stats().num_prompt_tokens <= 1, length
@@ -134,7 +134,7 @@ async def test_the_drafters_keys_and_values_are_read_too(
     if drafter.kind != "draft_model":
         pytest.skip("this drafter is never sure")
     request = Request("r", PROMPT, GREEDY)
-    other.distrust()
+    other.invalidate_cache()
     deltas = await collect(other.resume(request, await handed_off(backend, request)))
     unfinished = deltas.pop()  # its drafts reach beyond the end
     assert unfinished.finished
@@ -178,9 +178,9 @@ async def test_what_lies_there_instead_is_never_taken_for_what_was_computed(
     request = Request("r", prompt_of(7), GREEDY)
     whole = tokens(await collect(other.generate(request)))
     handoff = await handed_off(backend, request)
-    backend.distrust()
+    backend.invalidate_cache()
     await fill(backend, 300)
-    other.distrust()
+    other.invalidate_cache()
     with pytest.raises(HandoffRefused) as caught:
         await collect(other.resume(request, handoff))
     assert caught.value.reason == "lost"
@@ -201,7 +201,7 @@ async def test_it_is_distrusted_and_paused_while_handoffs_are_under_way(
         ]
         for one in (other, backend):
             if mode is None:
-                one.distrust()
+                one.invalidate_cache()
             else:
                 await one.pause(mode)
         if mode is not None:
@@ -248,7 +248,7 @@ async def test_a_prefill_side_that_is_gone_is_found_out(
     async with engine(folder, drafter, "kv_producer") as doomed:
         if known:
             await collect(other.resume(request, await handed_off(doomed, request)))
-        other.distrust()
+        other.invalidate_cache()
         handoff = await handed_off(doomed, request)
         engines = [process.pid for process in doomed._llm.engine_core.resources.engine_manager.processes]
         gone = [pid for engine in engines for pid in (*children(engine), engine)]

@@ -15,19 +15,19 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
-from serve_app.config import load_config
+from serve_app.config.files import load_config
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
-from tests.serving.conftest import Service, deployed, gauge_total, wait_for
-from tests.tiny_adapters import write_tiny_adapter
-from tests.vllm.installed import NEEDS_VLLM
-from tests.vllm.processes import alive, children
+from tests.support.processes import alive, children
+from tests.support.services import Service, deployed, gauge_total, wait_for
+from tests.support.tiny_adapters import write_tiny_adapter
+from tests.support.vllm_installed import NEEDS_VLLM
 
 SOURCE = "smollm2-135m"
 MODEL = "SmolLM2-135M-Instruct"
 FILE = Path(__file__).parents[2] / "deploy" / "configs" / "vllm.yaml"
 TOKEN = "trainer-token"
-ADAPTERS = ("sql", "law")
+ADAPTERS = ("sql", "legal")
 COUNTING = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 1 2 3 4 5 6 7 8 9 10 11"
 
 
@@ -115,7 +115,8 @@ def test_answers_are_replayed_and_found_right(service: Service) -> None:
     sampled = complete(service, prompt=COUNTING, verify=True, temperature=1.0, seed=4)
     assert sampled["verdict"] == "verified"
     of_both = gauge_total(service.metrics_text(), "truespec_replay_law_terms_total")
-    assert (of_both > of_greedy) == service.name.endswith("eagle3"), "our own engine knows the law of sampled answers"
+    assert (of_both > of_greedy) == service.name.endswith("eagle3"), "our own engine knows the distribution of "
+    "sampled answers"
     metrics = service.metrics()
     assert metrics["replayed_tokens"] >= 48 and metrics["tme"] is not None and metrics["tme"] < 1.05
 
@@ -125,8 +126,8 @@ def test_sampled_answers_are_sampled_from_the_model(service: Service) -> None:
 
     def surprisal(number: int) -> float:
         reply = complete(service, prompt=COUNTING, temperature=1.0, seed=number, logprobs=0)
-        told = reply["choices"][0]["logprobs"]["token_logprobs"]
-        return -sum(told) / len(told)
+        reported = reply["choices"][0]["logprobs"]["token_logprobs"]
+        return -sum(reported) / len(reported)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         greedy = [pool.submit(complete, service, prompt=COUNTING) for _ in range(4)]
@@ -196,15 +197,18 @@ def test_other_weights_are_taken_by_every_replica(service: Service, tmp_path: Pa
     before = complete(service, **asked)
     for path, version in ((tmp_path, "step-1"), (served, "step-2")):
         with service.http() as http:
-            told = http.post(
+            reported = http.post(
                 "/admin/weights",
                 json={"path": str(path), "weight_version": version, "mode": "keep"},
                 headers={"authorization": f"Bearer {TOKEN}"},
                 timeout=300,
             )
-        assert told.status_code == 200 and told.json()["complete"], told.text
-        assert {one["weight_version"] for one in told.json()["replicas"]} == {version}
-        assert len({one["fingerprint"] for one in told.json()["replicas"]}) == 1 and len(told.json()["replicas"]) == 2
+        assert reported.status_code == 200 and reported.json()["complete"], reported.text
+        assert {one["weight_version"] for one in reported.json()["replicas"]} == {version}
+        assert (
+            len({one["fingerprint"] for one in reported.json()["replicas"]}) == 1
+            and len(reported.json()["replicas"]) == 2
+        )
         after = complete(service, **asked)
         assert after["metadata"] == {"weight_version": version} and after["verdict"] == "verified"
         logprobs = [reply["choices"][0]["logprobs"]["token_logprobs"][0] for reply in (before, after)]

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from serve_app.backends.base import Talk
-from serve_app.tools import call_form
+from serve_app.backends.base import ChatPrompt
+from serve_app.openai.tools import call_form
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, Structure
-from tests.vllm.installed import NEEDS_VLLM
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
 PROMPT = (5, 9, 17)
 
 
-def told(params: SamplingParams, emitted: tuple[int, ...] = (), room: int = 1000, **request: Any) -> Any:
+def reported(params: SamplingParams, emitted: tuple[int, ...] = (), room: int = 1000, **request: Any) -> Any:
     from serve_app.backends.vllm_parts.params import to_vllm
 
     return to_vllm(Request("r", PROMPT, params, **request), emitted=emitted, room=room, transfer={})
@@ -39,7 +39,7 @@ def test_every_parameter_reaches_vllm() -> None:
         logprobs=3,
         prompt_logprobs=1,
     )
-    got = told(params)
+    got = reported(params)
     same = (
         *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty"),
         *("frequency_penalty", "repetition_penalty", "ignore_eos", "logprobs", "prompt_logprobs"),
@@ -50,12 +50,12 @@ def test_every_parameter_reaches_vllm() -> None:
     assert got.detokenize is False and got.n == 1
 
 
-def test_top_k_never_goes_alone_and_its_law_stays() -> None:
+def test_top_k_never_goes_alone_and_its_distribution_stays() -> None:
     import torch
 
-    alone = told(SamplingParams(top_k=5)).top_p
+    alone = reported(SamplingParams(top_k=5)).top_p
     assert alone < 1 and torch.tensor(alone, dtype=torch.float32) == 1
-    assert told(SamplingParams(top_k=5, top_p=0.8)).top_p == 0.8 and told(SamplingParams()).top_p == 1
+    assert reported(SamplingParams(top_k=5, top_p=0.8)).top_p == 0.8 and reported(SamplingParams()).top_p == 1
 
 
 def test_forms_keep_their_text() -> None:
@@ -66,42 +66,42 @@ def test_forms_keep_their_text() -> None:
         (Structure("choice", '["yes", "no"]'), "choice", ["yes", "no"]),
         (Structure("json_object"), "json_object", True),
     ):
-        got = told(SamplingParams(structure=structure))
+        got = reported(SamplingParams(structure=structure))
         assert getattr(got.structured_outputs, name) == value
         assert got.extra_args["truespec"]["speculate"] is False
 
 
 def test_what_was_emitted_elsewhere_counts_and_its_draws_are_not_drawn_again() -> None:
     params = SamplingParams(max_tokens=30, min_tokens=4)
-    whole, rest = told(params, seed=5), told(params, (1, 2, 3), seed=5)
+    whole, rest = reported(params, seed=5), reported(params, (1, 2, 3), seed=5)
     assert (whole.max_tokens, rest.max_tokens) == (30, 27)
     assert (whole.min_tokens, rest.min_tokens) == (4, 1)
-    assert len({whole.seed, rest.seed, told(params, (1, 2), seed=5).seed, told(params, seed=6).seed}) == 4
-    assert whole.seed == told(params, seed=5).seed and 0 <= whole.seed < 2**63
-    assert told(params, room=8).max_tokens == 8
+    assert len({whole.seed, rest.seed, reported(params, (1, 2), seed=5).seed, reported(params, seed=6).seed}) == 4
+    assert whole.seed == reported(params, seed=5).seed and 0 <= whole.seed < 2**63
+    assert reported(params, room=8).max_tokens == 8
 
 
-def test_laws_that_look_at_what_was_emitted_do_not_go_on_elsewhere() -> None:
+def test_distributions_that_look_at_what_was_emitted_do_not_go_on_elsewhere() -> None:
     for params in (
         SamplingParams(presence_penalty=0.1),
         SamplingParams(frequency_penalty=0.1),
         SamplingParams(bad_words=((1, 2),)),
         SamplingParams(structure=Structure("regex", "a")),
     ):
-        told(params)
-        with pytest.raises(EngineFault, match="cannot go on elsewhere"):
-            told(params, (1,))
-    told(SamplingParams(repetition_penalty=1.3, bad_words=((1,),)), (1,))
+        reported(params)
+        with pytest.raises(EngineFault, match="cannot be resumed on another replica"):
+            reported(params, (1,))
+    reported(SamplingParams(repetition_penalty=1.3, bad_words=((1,),)), (1,))
 
 
 def test_drafts_are_left_to_the_scheduler() -> None:
-    assert told(SamplingParams()).extra_args["truespec"] == {"speculate": True, "canary": False}
-    assert told(SamplingParams(speculate=False)).extra_args["truespec"]["speculate"] is False
-    assert told(SamplingParams(), canary=True).extra_args["truespec"]["canary"] is True
+    assert reported(SamplingParams()).extra_args["truespec"] == {"speculate": True, "canary": False}
+    assert reported(SamplingParams(speculate=False)).extra_args["truespec"]["speculate"] is False
+    assert reported(SamplingParams(), canary=True).extra_args["truespec"]["canary"] is True
 
 
 def test_single_tokens_logprobs_are_read_from_all() -> None:
-    got = told(SamplingParams(logprob_token_ids=(4, 5), logprobs=2))
+    got = reported(SamplingParams(logprob_token_ids=(4, 5), logprobs=2))
     assert got.logprobs == -1 and got.logprob_token_ids is None
 
 
@@ -131,13 +131,13 @@ def test_what_vllm_would_pass_over_is_refused_where_it_would() -> None:
     ("structure", "same"),
     [
         (None, True),
-        (call_form(Talk(tools=({"type": "function", "function": {"name": "f"}},), use="required")), True),
+        (call_form(ChatPrompt(tools=({"type": "function", "function": {"name": "f"}},), use="required")), True),
         (Structure("grammar", 'start: "a"'), False),
         (Structure("json_object"), False),
         (Structure("choice", '["a"]'), False),
     ],
 )
-def test_another_law_is_not_taken_for_ours(structure: Structure | None, same: bool) -> None:
+def test_another_distribution_is_not_taken_for_ours(structure: Structure | None, same: bool) -> None:
     from serve_app.backends.vllm_parts.params import allows_what_ours_allows
 
     assert allows_what_ours_allows(structure) == same

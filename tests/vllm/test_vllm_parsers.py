@@ -17,14 +17,15 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from serve_app.backends.base import ModelInfo, Talk
-from serve_app.frontend import FrontEnd
-from serve_app.protocol import ChatCompletionRequest, parse
-from serve_app.tokenizer import Tokenizer
-from serve_app.tools import behind_thought, call_form
+from serve_app.backends.base import ChatPrompt, ModelInfo
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.requests import ChatCompletionRequest
+from serve_app.openai.tools import behind_thought, call_form
+from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta
-from tests.vllm.installed import NEEDS_VLLM
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
 EOS = "<|im_end|>"
@@ -103,7 +104,7 @@ class Answered:
         (choice,) = ChatCompletion.model_validate(reply).choices
         message = reply["choices"][0]["message"]
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        return self._told(message["content"], message.get("reasoning"), calls, choice.finish_reason)
+        return self._reported(message["content"], message.get("reasoning"), calls, choice.finish_reason)
 
     async def _streamed(self) -> dict[str, Any]:
         wire = parse(json.dumps(self._fields | {"stream": True}).encode(), ChatCompletionRequest)
@@ -122,19 +123,21 @@ class Answered:
                     assert part["index"] == len(calls) and part["type"] == "function"
                     calls.append({"name": part["function"]["name"], "arguments": ""})
                 calls[part["index"]]["arguments"] += part["function"]["arguments"]
-        return self._told(content, reasoning, calls, reason)
+        return self._reported(content, reasoning, calls, reason)
 
     @staticmethod
-    def _told(content: str | None, reasoning: str | None, calls: list[dict[str, str]], reason: str) -> dict[str, Any]:
-        told = [(call["name"], json.loads(call["arguments"])) for call in calls]
+    def _reported(
+        content: str | None, reasoning: str | None, calls: list[dict[str, str]], reason: str
+    ) -> dict[str, Any]:
+        reported = [(call["name"], json.loads(call["arguments"])) for call in calls]
         # vLLM keeps the white space around calls in streams, and not in whole answers.
-        return {"content": (content or "").strip(), "reasoning": reasoning or "", "calls": told, "reason": reason}
+        return {"content": (content or "").strip(), "reasoning": reasoning or "", "calls": reported, "reason": reason}
 
 
 def hermes(calls: Sequence[tuple[str, Any]]) -> str:
     """Calls as Hermes and Qwen write them."""
-    told = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in told)
+    reported = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in reported)
 
 
 def qwen_coder(calls: Sequence[tuple[str, Any]]) -> str:
@@ -247,7 +250,7 @@ def test_forms_of_ours_are_kept_by_vllms_guidance(folder: Path, tokenizer: Token
 
     vocabulary = from_tokenizer(get_tokenizer(str(folder)), tokenizer.vocab_size)
     calls = '[{"name": "weather", "arguments": {"city": "x"}}, {"name": "clock", "arguments": {}}]'
-    form = call_form(Talk((), (TOOL, CLOCK), "required"))
+    form = call_form(ChatPrompt((), (TOOL, CLOCK), "required"))
     thinking = behind_thought(form, "</think>", tokenizer.added_id("</think>"), tokenizer.eos_token_ids)
     spelled = behind_thought(Structure("json_object"), "|end|", None, tokenizer.eos_token_ids)
     for structure, text, right in (
@@ -271,7 +274,7 @@ def test_forms_of_ours_are_kept_by_vllms_guidance(folder: Path, tokenizer: Token
 
 def test_a_front_end_without_parsers_pays_no_import() -> None:
     found = subprocess.run(
-        [sys.executable, "-c", "import sys, serve_app.deployments; print('vllm' in sys.modules)"],
+        [sys.executable, "-c", "import sys, serve_app.deployments.pools; print('vllm' in sys.modules)"],
         capture_output=True,
         text=True,
         check=True,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.installed import NEEDS_VLLM
+from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_connector import new, step
 
 pytestmark = NEEDS_VLLM
@@ -66,16 +66,16 @@ def request(name: str, **transfer: Any) -> Any:
     )
 
 
-def tell(one: Any, **order: Any) -> Any:
-    """What the workers are told in the step after an order."""
+def report(one: Any, **order: Any) -> Any:
+    """What the workers are reported in the step after an order."""
     one.on_new_request(request("order", **order))
     return one.build_connector_meta(step())
 
 
 def computed(one: Any, name: str) -> None:
     """A prompt is computed, and waits to be read."""
-    keeps, told = one.request_finished_all_groups(request(name, do_remote_decode=True), ([7, 2, 5],))
-    assert keeps and told["remote_block_ids"] == ([7, 2, 5],)
+    keeps, reported = one.request_finished_all_groups(request(name, do_remote_decode=True), ([7, 2, 5],))
+    assert keeps and reported["remote_block_ids"] == ([7, 2, 5],)
     assert one.build_connector_meta(step()).reqs_to_send.keys() == {name}
 
 
@@ -83,19 +83,19 @@ def test_what_nobody_takes_is_let_go_and_nothing_else() -> None:
     one = connector()
     for name in ("p-0123abcd", "q-0123abcd"):
         computed(one, name)
-    assert tell(one, release="other").reqs_to_send == {}
-    assert tell(one, release="p").reqs_to_send == {"p-0123abcd": 0.0}
+    assert report(one, release="other").reqs_to_send == {}
+    assert report(one, release="p").reqs_to_send == {"p-0123abcd": 0.0}
     one.update_connector_output(SimpleNamespace(finished_sending={"p-0123abcd"}, finished_recving=None))
-    assert tell(one, release="p").reqs_to_send == {}
-    assert tell(one, recall=True).reqs_to_send == {"q-0123abcd": 0.0}
+    assert report(one, release="p").reqs_to_send == {}
+    assert report(one, recall=True).reqs_to_send == {"q-0123abcd": 0.0}
 
 
 def test_a_handoff_that_is_declined_is_not_read_and_the_other_side_hears_of_it() -> None:
-    told = tell(connector(), decline=True, **SOURCE)
-    (name,) = told.reqs_to_recv
-    asked = told.reqs_to_recv[name]
+    reported = report(connector(), decline=True, **SOURCE)
+    (name,) = reported.reqs_to_recv
+    asked = reported.reqs_to_recv[name]
     assert asked.remote.request_id == "p-0123abcd" and asked.remote.engine_id == "there"
-    assert not asked.awaiting_kvs and not asked.local_block_ids and told.reading == {}
+    assert not asked.awaiting_kvs and not asked.local_block_ids and reported.reading == {}
 
 
 def test_what_waits_to_read_is_recalled_and_what_comes_later_is_read() -> None:
@@ -103,15 +103,15 @@ def test_what_waits_to_read_is_recalled_and_what_comes_later_is_read() -> None:
     early, late = (request(name, do_remote_prefill=True, load=name, **SOURCE) for name in ("early", "late"))
     one.on_new_request(early)
     assert one.get_num_new_matched_tokens(early, 0) == (10, True)
-    told = tell(one, recall=True)
-    assert not told.reqs_to_recv["early"].awaiting_kvs
+    reported = report(one, recall=True)
+    assert not reported.reqs_to_recv["early"].awaiting_kvs
     assert one.get_num_new_matched_tokens(early, 0) == (0, False)
     one.on_new_request(late)
     blocks = SimpleNamespace(blocks=([],), get_unhashed_block_ids_all_groups=lambda: ([1, 3, 0],))
     one.update_state_after_alloc(late, blocks, 10)
-    told = one.build_connector_meta(step())
-    assert told.reqs_to_recv["late"].awaiting_kvs and told.reading == {"late": "late"}
-    assert tell(one, recall=True).reqs_to_recv == {}, "it is being read already"
+    reported = one.build_connector_meta(step())
+    assert reported.reqs_to_recv["late"].awaiting_kvs and reported.reading == {"late": "late"}
+    assert report(one, recall=True).reqs_to_recv == {}, "it is being read already"
 
 
 @pytest.mark.parametrize("damage", [None, "word", "layer", "gone", "cut"])
@@ -126,10 +126,10 @@ def test_only_what_was_computed_is_taken(tmp_path: Path, damage: str | None) -> 
         cache[[1, 3, 0]] = ours[name][[7, 2, 5]]
     sender._caches, receiver._caches = ours, theirs
     path = tmp_path / "sums"
-    told = sender.build_connector_meta(
+    reported = sender.build_connector_meta(
         step((new("p", list(range(10)), [7, 2, 5, 8], save=str(path)),), scheduled={"p": 10})
     )
-    (copy,) = told.saves
+    (copy,) = reported.saves
     assert copy.blocks == ([7, 2, 5],), "without those for drafts"
     (sums,) = sender._sums(copy.blocks)
     Path(f"{path}.0").write_bytes(sums.tobytes())

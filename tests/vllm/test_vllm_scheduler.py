@@ -1,4 +1,4 @@
-"""Our scheduler without an engine: whose drafts are verified, and what is told of each round."""
+"""Our scheduler without an engine: whose drafts are verified, and what is reported of each round."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from speculative.request import Speculation
-from tests.vllm.installed import NEEDS_VLLM
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
 
@@ -23,7 +23,7 @@ def scheduler(
     """One of ours over vLLM's, of which nothing runs but what is called here."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from serve_app.backends.vllm_parts.scheduler import SpeculationScheduler
+    from serve_app.backends.vllm_parts.vllm_scheduler import SpeculationScheduler
 
     def begin(self: Any) -> None:
         terms = {"truespec": {"sampled_drafts_fail": not sampled_drafts}}
@@ -36,7 +36,7 @@ def scheduler(
     monkeypatch.setattr(
         Scheduler, "schedule", lambda self: {n: list(r.spec_token_ids) for n, r in self.requests.items()}
     )
-    monkeypatch.setattr("serve_app.backends.vllm_parts.scheduler.end_with_parent", lambda: None)
+    monkeypatch.setattr("serve_app.backends.vllm_parts.vllm_scheduler.end_with_parent", lambda: None)
     return SpeculationScheduler()
 
 
@@ -46,10 +46,10 @@ def test_only_who_may_draft_is_verified(monkeypatch: pytest.MonkeyPatch, specula
     ours = scheduler(monkeypatch, requests)
     terms = {"truespec": {"speculation": speculation.value}}
     ours.add_request(SimpleNamespace(sampling_params=SimpleNamespace(extra_args=terms)))
-    told = ours.schedule()
-    assert told["plain"] == []
-    assert bool(told["client"]) == (speculation is Speculation.ON)
-    assert bool(told["canary"]) == (speculation is not Speculation.OFF)
+    reported = ours.schedule()
+    assert reported["plain"] == []
+    assert bool(reported["client"]) == (speculation is Speculation.ON)
+    assert bool(reported["canary"]) == (speculation is not Speculation.OFF)
 
 
 def test_where_sampled_drafts_fail_one_sampled_request_keeps_drafts_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_where_sampled_drafts_fail_one_sampled_request_keeps_drafts_from_all(mon
     assert scheduler(monkeypatch, alone, sampled_drafts=False).schedule()["greedy"] == [5, 6]
 
 
-def test_rounds_are_told_without_the_placeholders_that_nobody_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_reported_without_the_placeholders_that_nobody_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     requests = {"r": asking()}
@@ -74,12 +74,12 @@ def test_rounds_are_told_without_the_placeholders_that_nobody_drafted(monkeypatc
         return {0: SimpleNamespace(outputs=[output])}
 
     monkeypatch.setattr(Scheduler, "update_from_output", update)
-    told = []
+    reported = []
     for drafts in ({"r": [-1, -1]}, {"r": [8, 4, 4]}, {}):
         step = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
         (output,) = ours.update_from_output(step, None)[0].outputs
-        told.append(output.kv_transfer_params["truespec"]["rounds"])
-    assert told[-1] == [(1, 0), (3, 3), (4, 0)]
+        reported.append(output.kv_transfer_params["truespec"]["rounds"])
+    assert reported[-1] == [(1, 0), (3, 3), (4, 0)]
     requests.clear()
     monkeypatch.setattr(Scheduler, "update_from_output", lambda self, *args: {})
     ours.update_from_output(SimpleNamespace(scheduled_spec_decode_tokens={}), None)

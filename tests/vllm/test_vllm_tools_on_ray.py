@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.config import load_config
-from tests.serving.conftest import Service, deployed
-from tests.vllm.installed import NEEDS_VLLM
+from serve_app.config.files import load_config
+from tests.support.services import Service, deployed
+from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_on_ray import MODEL, SOURCE, has_model
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"

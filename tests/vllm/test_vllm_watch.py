@@ -10,9 +10,9 @@ from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, Faults, VllmSettings
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.request import Request, SamplingParams
-from tests.serve_app.backends.conformance import collect
-from tests.tiny_models import write_tiny_model
-from tests.vllm.installed import NEEDS_VLLM
+from tests.support.backend_conformance import collect
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
 CONFIG = EngineConfig(

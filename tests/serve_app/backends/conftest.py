@@ -1,3 +1,3 @@
 import pytest
 
-pytest.register_assert_rewrite("tests.serve_app.backends.conformance")
+pytest.register_assert_rewrite("tests.support.backend_conformance")

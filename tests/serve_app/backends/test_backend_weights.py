@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from engines import settings
-from tiny_models import write_tiny_model
 
 from serve_app.backends.base import PauseMode
 from serve_app.backends.torch_backend import TorchBackend
 from speculative.errors import ConfigError, EngineFault
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from tests.support.engines import settings
+from tests.support.tiny_models import write_tiny_model
 
 PROMPT = tuple(range(3, 20))
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.5, speculate=False)
@@ -57,7 +57,7 @@ class Running:
             self._began.set()
 
     async def begun(self) -> "Running":
-        await asyncio.wait_for(self._began.wait(), 30)
+        await asyncio.wait_for(self._began.wait(), 300)
         return self
 
 
@@ -152,9 +152,9 @@ async def test_a_switch_that_fails_ends_the_engine(
         backend.check_health()
     with pytest.raises(EngineFault, match="stopped: CUDA out of memory"):
         await collected(backend, "later")
-    await asyncio.wait_for(running.task, 20)
-    (told,) = await asyncio.wait_for(newcomer, 20)
-    assert told.finish_reason is FinishReason.ERROR and told.error == "CUDA out of memory"
+    await asyncio.wait_for(running.task, 300)
+    (reported,) = await asyncio.wait_for(newcomer, 300)
+    assert reported.finish_reason is FinishReason.ERROR and reported.error == "CUDA out of memory"
     assert running.deltas[-1].finish_reason is (FinishReason.ERROR if frozen else FinishReason.LENGTH)
 
 
@@ -162,7 +162,7 @@ async def test_wait_after_keep_lets_them_finish(backend: TorchBackend) -> None:
     running = await Running(backend).begun()
     await backend.pause(PauseMode.KEEP)
     newcomer = asyncio.create_task(collected(backend, "newcomer"))
-    await asyncio.wait_for(backend.pause(PauseMode.WAIT), 30)
+    await asyncio.wait_for(backend.pause(PauseMode.WAIT), 300)
     assert running.deltas[-1].finish_reason is FinishReason.LENGTH
     assert not newcomer.done() and backend.usage().num_running == 0
     await backend.unpause()
@@ -172,7 +172,7 @@ async def test_wait_after_keep_lets_them_finish(backend: TorchBackend) -> None:
 async def test_abort_after_keep_ends_them_and_keep_after_wait_stands_still(backend: TorchBackend) -> None:
     running = await Running(backend).begun()
     await backend.pause(PauseMode.KEEP)
-    await asyncio.wait_for(backend.pause(PauseMode.ABORT), 30)
+    await asyncio.wait_for(backend.pause(PauseMode.ABORT), 300)
     assert running.deltas[-1].finish_reason is FinishReason.ABORT
     await backend.pause(PauseMode.WAIT)
     await backend.pause(PauseMode.KEEP)

@@ -4,7 +4,7 @@ import pytest
 from serve_app.backends.fake import FakeBackend, FakeConfig, fake_logprob
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind
-from tests.serve_app.backends.conformance import Conformance
+from tests.support.backend_conformance import Conformance
 
 CONFIG = FakeConfig(vocab_size=97, multiplier=3, run_length=4)
 

@@ -1,17 +1,20 @@
 """The engine on its thread: what goes in comes out, and one request's trouble is nobody else's."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from serve_app.backends.torch_backend import TorchBackend
-from speculative.config import DrafterConfig, EngineConfig
+from speculative.config import DrafterConfig, EngineConfig, WeightsName
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
+from speculative.model.quantized import save_quantized
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
-from tests.serve_app.backends.conformance import (
+from tests.support.backend_conformance import (
     GREEDY,
     LONG,
     PLAIN,
@@ -21,7 +24,7 @@ from tests.serve_app.backends.conformance import (
     idle,
     tokens,
 )
-from tests.tiny_models import write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 CONFIG = EngineConfig(
     dtype="float32", device="cpu", kv_cache_tokens=2048, drafter=DrafterConfig(ngram_min=1), max_num_seqs=4
@@ -49,6 +52,23 @@ async def other(folder: Path) -> AsyncIterator[TorchBackend]:
     await made.stop()
 
 
+@pytest.mark.parametrize(
+    ("weights", "came_quantized", "reported"),
+    [("auto", False, None), ("float32", True, "int4"), ("auto", True, "int4")],
+)
+async def test_rounded_weights_are_reported_in_whatever_form_they_are_kept(
+    weights: WeightsName, came_quantized: bool, reported: str | None, folder: Path, tmp_path: Path
+) -> None:
+    made = shutil.copytree(folder, tmp_path / "model")
+    if came_quantized:
+        save_quantized(made, {})
+    backend = TorchBackend(str(made), "tiny", replace(CONFIG, weights=weights))
+    assert (await backend.start()).quantization == reported
+    await backend.load_weights(str(folder))
+    assert (await backend.switch_weights("other")).quantization is None
+    await backend.stop()
+
+
 class TestConformance(EngineConformance):
     """Our engine passes the kit of all backends."""
 
@@ -58,14 +78,14 @@ async def test_a_request_goes_on_plainly_when_what_was_computed_is_no_longer_tru
     stream = backend.generate(Request("r", PROMPT, GREEDY))
     deltas = [await anext(stream)]
     backend.set_speculation(Speculation.OFF)
-    backend.distrust()
+    backend.invalidate_cache()
     rest = await collect(stream)
     assert tokens(deltas + rest) == plain
     assert rest[-1].preempted and not deltas[0].preempted
     assert not any(delta.num_drafted for delta in rest if delta.preempted)
     again = await collect(backend.generate(Request("again", PROMPT, PLAIN)))
-    assert again[0].num_cached_tokens > 0, "what was computed since is cached anew"
-    backend.distrust()
+    assert again[0].num_cached_tokens > 0, "what was computed since is cached again"
+    backend.invalidate_cache()
     afresh = await collect(backend.generate(Request("afresh", PROMPT, PLAIN)))
     assert afresh[0].num_cached_tokens == 0
     await idle(backend)
@@ -88,7 +108,7 @@ async def test_an_engine_that_breaks_fails_its_requests_and_says_so(folder: Path
 
     backend = TorchBackend(str(folder), "tiny", CONFIG, breaking)
     await backend.start()
-    deltas = await asyncio.wait_for(collect(backend.generate(Request("r", PROMPT, LONG))), 30)
+    deltas = await asyncio.wait_for(collect(backend.generate(Request("r", PROMPT, LONG))), 300)
     assert deltas[-1].finish_reason is FinishReason.ERROR
     with pytest.raises(EngineFault, match="out of order"):
         backend.check_health()
@@ -97,6 +117,6 @@ async def test_an_engine_that_breaks_fails_its_requests_and_says_so(folder: Path
     await backend.stop()
 
 
-async def test_a_model_that_is_not_there_is_told_at_the_start(tmp_path: Path) -> None:
+async def test_a_model_that_is_not_there_is_reported_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No model"):
         await TorchBackend(str(tmp_path / "nothing"), "tiny", CONFIG).start()

@@ -15,14 +15,14 @@ from serve_app.backends.fake import FakeBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import settings
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
-from serve_app.backends.vllm_parts.handoff import Manifest, pack, unpack
 from serve_app.backends.vllm_parts.settings import VllmSettings
-from serve_app.config import parse_args
+from serve_app.backends.vllm_parts.vllm_handoff import Manifest, pack, unpack
+from serve_app.config.files import parse_args
 from speculative.config import EngineConfig
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
 from speculative.request import Request, SamplingParams
-from tests.tiny_adapters import LINEAR, write_tiny_adapter
-from tests.tiny_models import write_tiny_model
+from tests.support.tiny_adapters import LINEAR, write_tiny_adapter
+from tests.support.tiny_models import write_tiny_model
 
 WEIGHTS = "adapter_model.safetensors"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -80,22 +80,22 @@ def test_adapters_reach_the_engine_and_its_cpu_build_wants_them_uncompiled() -> 
 
 
 def test_each_adapter_has_a_number_of_its_own_whatever_their_order(model: Path, sql: Path, tmp_path: Path) -> None:
-    law = write_tiny_adapter(tmp_path / "law", model, seed=2, rank=10, modules=("q_proj",))
-    orders = ({"sql": str(sql), "law": str(law)}, {"law": str(law), "sql": str(sql)})
+    legal = write_tiny_adapter(tmp_path / "legal", model, seed=2, rank=10, modules=("q_proj",))
+    orders = ({"sql": str(sql), "legal": str(legal)}, {"legal": str(legal), "sql": str(sql)})
     for folders in orders:
         read = read_adapters(folders, model)
         assert [one.adapter.name for one in read] == list(folders)
-        assert {one.adapter.name: one.number for one in read} == {"law": 1, "sql": 2}
+        assert {one.adapter.name: one.number for one in read} == {"legal": 1, "sql": 2}
     assert read.find("") is None and read.identity("") == ""
     with pytest.raises(InvalidRequest, match="no adapter 'alien'"):
         read.find("alien")
 
 
 def test_vllm_makes_room_for_all_and_wraps_only_what_they_change(model: Path, sql: Path, tmp_path: Path) -> None:
-    law = write_tiny_adapter(tmp_path / "law", model, seed=2, rank=10, modules=("q_proj",))
-    both = read_adapters({"sql": str(sql), "law": str(law)}, model)
-    told = both.arguments({})
-    assert told == {
+    legal = write_tiny_adapter(tmp_path / "legal", model, seed=2, rank=10, modules=("q_proj",))
+    both = read_adapters({"sql": str(sql), "legal": str(legal)}, model)
+    reported = both.arguments({})
+    assert reported == {
         "enable_lora": True,
         "max_loras": 2,
         "max_cpu_loras": 2,
@@ -105,7 +105,11 @@ def test_vllm_makes_room_for_all_and_wraps_only_what_they_change(model: Path, sq
     few = both.arguments({"max_loras": 1, "max_lora_rank": 64})
     assert (few["max_loras"], few["max_cpu_loras"], few["max_lora_rank"]) == (1, 2, 64), "none is read again"
     assert both.arguments({"max_loras": 4})["max_cpu_loras"] == 4
-    with pytest.raises(ConfigError, match=r"lora_modules.law has rank 10, and 8 is the most: raise .*max_lora_rank"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lora_modules.legal has rank 10, and 8 is the most: raise "
+        r".*max_lora_rank",
+    ):
         both.arguments({"max_lora_rank": 8})
     assert Adapters({}).arguments({}) == {}
     pattern = write_tiny_adapter(tmp_path / "p", model, seed=2, config={"rank_pattern": {"q_proj": 700}})
@@ -188,8 +192,8 @@ def test_experts_and_packed_weights_are_left_to_vllm(model: Path, sql: Path, tmp
     tensors = load_file(sql / WEIGHTS)
     expert = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
     save_file({**tensors, expert: torch.zeros(4, 8)}, sql / WEIGHTS)
-    told = read_adapters({"sql": str(sql)}, model).arguments({})
-    assert told["lora_target_modules"] == sorted([*LINEAR, "experts"])
+    reported = read_adapters({"sql": str(sql)}, model).arguments({})
+    assert reported["lora_target_modules"] == sorted([*LINEAR, "experts"])
     packed = tmp_path / "packed"
     shutil.copytree(model, packed)
     whole = load_file(packed / "model.safetensors")
@@ -231,10 +235,10 @@ def read_adapters_fingerprint(folder: Path, model: Path) -> str:
 
 def test_a_handoff_of_another_adapter_or_of_none_is_refused() -> None:
     ours, prompt = Manifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 1), (5, 9, 17)
-    told = [dataclasses.replace(ours, adapter=adapter) for adapter in ("", "sql a1", "sql a2", "law a1")]
-    for computed in told:
+    reported = [dataclasses.replace(ours, adapter=adapter) for adapter in ("", "sql a1", "sql a2", "distribution a1")]
+    for computed in reported:
         sent = unpack(pack(computed, prompt, [b"abcd"]))
-        for wanted in told:
+        for wanted in reported:
             if wanted == computed:
                 sent.check(wanted, prompt)
                 continue

@@ -19,9 +19,9 @@ from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import checkpoint, settings
 from serve_app.backends.vllm_parts.block_sums import block_sums
 from serve_app.backends.vllm_parts.deltas import DeltaReader, scored
-from serve_app.backends.vllm_parts.handoff import Manifest, Readings, pack, source_of, unpack
 from serve_app.backends.vllm_parts.settings import VllmSettings
-from serve_app.config import parse_args
+from serve_app.backends.vllm_parts.vllm_handoff import Manifest, Readings, pack, source_of, unpack
+from serve_app.config.files import parse_args
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, HandoffRefused
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
@@ -42,7 +42,7 @@ def args(**sections: Any) -> dict[str, Any]:
         ({"vllm": {"engine_args": {"seed": 4}}}, "args.vllm.engine_args.seed", "remove it"),
         ({"vllm": {"engine_arg": {}}}, "args.vllm.engine_arg", "did you mean engine_args"),
         ({"engine": {"kind": "vllm", "verifier": "block"}}, "args.engine.verifier", "token by token"),
-        ({"engine": {"kind": "vllm", "weights": "int8"}}, "args.engine.weights", "quantised checkpoint"),
+        ({"engine": {"kind": "vllm", "weights": "int8"}}, "args.engine.weights", "quantized checkpoint"),
         ({"engine": {"kind": "vllm", "cuda_graphs": True}}, "args.engine.cuda_graphs", "enforce_eager"),
         ({"drafter": {"length": "dynamic"}}, "args.drafter.length", "must be static"),
     ],
@@ -62,20 +62,25 @@ def test_our_settings_become_vllms_and_cannot_be_overwritten() -> None:
             vllm={"engine_args": {"tensor_parallel_size": 2, "enforce_eager": True}},
         )
     )
-    told = settings.engine_arguments(config.vllm_settings("decode"), "/m", None, most_tokens=101)
-    assert (told["model"], told["dtype"], told["max_num_seqs"], told["max_model_len"]) == ("/m", "float32", 3, 101)
-    assert told["num_gpu_blocks_override"] > 10 and told["block_size"] == 32
-    assert told["tensor_parallel_size"] == 2 and told["enforce_eager"] is True
-    assert told["async_scheduling"] is False and told["kv_transfer_config"]["kv_connector"] == "CopyConnector"
-    assert told["speculative_config"] == {
+    reported = settings.engine_arguments(config.vllm_settings("decode"), "/m", None, most_tokens=101)
+    assert (reported["model"], reported["dtype"], reported["max_num_seqs"], reported["max_model_len"]) == (
+        "/m",
+        "float32",
+        3,
+        101,
+    )
+    assert reported["num_gpu_blocks_override"] > 10 and reported["block_size"] == 32
+    assert reported["tensor_parallel_size"] == 2 and reported["enforce_eager"] is True
+    assert reported["async_scheduling"] is False and reported["kv_transfer_config"]["kv_connector"] == "CopyConnector"
+    assert reported["speculative_config"] == {
         "method": "ngram",
         "num_speculative_tokens": 5,
         "prompt_lookup_max": 6,
         "prompt_lookup_min": 3,
     }
     ours = {"distributed_executor_backend", "enforce_eager", "tensor_parallel_size", *settings.OWN_ARGUMENTS}
-    assert told.keys() - ours == set(), "an argument that we set can be set by the file, too"
-    assert told["kv_transfer_config"]["kv_role"] == "kv_consumer"
+    assert reported.keys() - ours == set(), "an argument that we set can be set by the file, too"
+    assert reported["kv_transfer_config"]["kv_role"] == "kv_consumer"
     alone = parse_args(args(topology="monolith")).vllm_settings("monolith")
     chosen = settings.engine_arguments(alone, "/m", None, most_tokens=None)
     left = {"kv_transfer_config", "num_gpu_blocks_override", "block_size", "max_num_batched_tokens"}
@@ -84,23 +89,23 @@ def test_our_settings_become_vllms_and_cannot_be_overwritten() -> None:
 
 def test_nixl_is_vllms_own_and_what_we_send_is_small() -> None:
     config = parse_args(args(handoff={"transport": "nixl"}))
-    told = {
+    reported = {
         pool: settings.engine_arguments(config.vllm_settings(pool), "/m", None, most_tokens=None)
         for pool in ("prefill", "decode")
     }
     for pool, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-        transfer = told[pool]["kv_transfer_config"]
+        transfer = reported[pool]["kv_transfer_config"]
         assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", role)
         assert transfer["kv_connector_module_path"].startswith("serve_app."), "ours, under its name"
         assert transfer["kv_load_failure_policy"] == "fail", "what vLLM recomputes by itself is not counted"
-        assert told[pool]["disable_hybrid_kv_cache_manager"] is True
+        assert reported[pool]["disable_hybrid_kv_cache_manager"] is True
     assert config.parcels == "inline"
     assert parse_args({"model": {"source": "m"}, "handoff": {"transport": "nixl"}}).parcels == "nixl"
     alone = parse_args(args(topology="monolith", handoff={"transport": "nixl"})).vllm_settings("monolith")
     assert alone.handoff == "none"
 
 
-def test_what_handoffs_do_not_hold_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_handoffs_do_not_hold_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_args(args(vllm={"engine_args": {"decode_context_parallel_size": 2}}))
     with pytest.raises(ConfigError, match=r"decode_context_parallel_size splits a sequence .* leave it out"):
         settings.check_build(config.vllm_settings("decode"), cpu=False)
@@ -111,7 +116,7 @@ def test_what_handoffs_do_not_hold_is_refused_with_the_mend(monkeypatch: pytest.
 
 
 def test_each_drafter_has_vllms_name_or_is_refused() -> None:
-    for kind, told in (
+    for kind, reported in (
         ("draft_model", {"method": "draft_model", "model": "/d", "draft_sample_method": "probabilistic"}),
         ("eagle3", {"method": "eagle3", "model": "/d", "draft_sample_method": "probabilistic"}),
         ("mtp", {"method": "mtp", "model": "/d", "draft_sample_method": "probabilistic"}),
@@ -122,15 +127,15 @@ def test_each_drafter_has_vllms_name_or_is_refused() -> None:
         arguments = settings.engine_arguments(
             VllmSettings(EngineConfig(drafter=drafter)), "/m", "/d" if model else None, most_tokens=9
         )
-        assert arguments["speculative_config"] == told | {"num_speculative_tokens": 4}
+        assert arguments["speculative_config"] == reported | {"num_speculative_tokens": 4}
         config = EngineConfig(drafter=drafter)
         if kind == "draft_model":
             settings.check_build(VllmSettings(config), cpu=True)
             with pytest.raises(ConfigError, match="block_size must be a multiple of 32"):
                 settings.check_build(VllmSettings(config, frozenset(["block_size"])), cpu=True)
             continue
-        mend = "enforce_eager: true" if kind == "eagle3" else "ngram"
-        with pytest.raises(ConfigError, match=f"drafter.kind is {kind}.*{mend}"):
+        fix = "enforce_eager: true" if kind == "eagle3" else "ngram"
+        with pytest.raises(ConfigError, match=f"drafter.kind is {kind}.*{fix}"):
             settings.check_build(VllmSettings(config), cpu=True)
         if kind == "eagle3":
             settings.check_build(VllmSettings(config, engine_args={"enforce_eager": True}), cpu=True)
@@ -200,8 +205,8 @@ def test_a_damaged_handoff_is_refused_wherever_the_damage_is() -> None:
 
 
 def test_where_a_prompt_is_to_be_read_is_known_when_it_is_computed() -> None:
-    told = {"remote_request_id": "r-1", "remote_block_ids": [[3]], settings.TERMS: {"rounds": []}}
-    assert source_of(SimpleNamespace(kv_transfer_params=told)) == {
+    reported = {"remote_request_id": "r-1", "remote_block_ids": [[3]], settings.TERMS: {"rounds": []}}
+    assert source_of(SimpleNamespace(kv_transfer_params=reported)) == {
         "remote_request_id": "r-1",
         "remote_block_ids": [[3]],
     }
@@ -230,8 +235,8 @@ def test_blocks_are_summed_so_that_nothing_can_change_its_place(monkeypatch: pyt
     caches = [torch.randn(6, 2, 4, 3, generator=generator).to(torch.bfloat16) for _ in range(2)]
 
     def sums(*layers: torch.Tensor, blocks: Sequence[int] = (4, 1)) -> list[int]:
-        told: list[int] = block_sums([(layer, blocks) for layer in layers], 6).tolist()
-        return told
+        reported: list[int] = block_sums([(layer, blocks) for layer in layers], 6).tolist()
+        return reported
 
     first, second = sums(*caches)
     assert sums(*caches, blocks=(1, 4)) == [second, first]
@@ -254,13 +259,13 @@ def test_blocks_are_summed_so_that_nothing_can_change_its_place(monkeypatch: pyt
 def output(token_ids: list[int], rounds: list[tuple[int, int]], finish: str | None = None) -> SimpleNamespace:
     """What vLLM gives, as far as it is read."""
     completion = SimpleNamespace(token_ids=token_ids, logprobs=None, finish_reason=finish)
-    told = {settings.TERMS: {"rounds": rounds, "preempted": False}}
+    reported = {settings.TERMS: {"rounds": rounds, "preempted": False}}
     return SimpleNamespace(
-        outputs=[completion], kv_transfer_params=told, prompt_logprobs=None, num_cached_tokens=16, metrics=None
+        outputs=[completion], kv_transfer_params=reported, prompt_logprobs=None, num_cached_tokens=16, metrics=None
     )
 
 
-def test_rounds_tell_how_each_token_came_to_be() -> None:
+def test_rounds_report_how_each_token_came_to_be() -> None:
     reader = DeltaReader(Request("r", PROMPT))
     steps = [
         (output([7], [(1, 0)]), (FIRST,), 0, 0),
@@ -269,37 +274,37 @@ def test_rounds_tell_how_each_token_came_to_be() -> None:
         (output([14], [(7, 2), (8, 0)]), (BONUS,), 0, 0),
         (output([15], [(8, 0), (9, 3)], "stop"), (RECOVERED,), 3, 0),
     ]
-    for told, kinds, num_drafted, num_accepted in steps:
-        delta, _ = reader.read(told, "v")
+    for reported, kinds, num_drafted, num_accepted in steps:
+        delta, _ = reader.read(reported, "v")
         assert (delta.kinds, delta.num_drafted, delta.num_accepted) == (kinds, num_drafted, num_accepted)
     assert (delta.finish_reason, delta.stop_token_id) == (FinishReason.STOP, 15)
 
 
-def test_rounds_that_a_slow_reader_finds_together_are_told_apart() -> None:
+def test_rounds_that_a_slow_reader_finds_together_are_reported_apart() -> None:
     rounds = [(1, 0), (4, 4), (5, 4)]
     delta, found = DeltaReader(Request("r", PROMPT)).read(output([7, 8, 9, 10, 11], rounds), "v")
     assert delta.kinds == (FIRST, ACCEPTED, ACCEPTED, RECOVERED, RECOVERED)
     assert [(one.num_emitted, one.num_drafted) for one in found] == [(1, 0), (3, 4), (1, 4)]
 
 
-def test_what_was_cached_is_told_once_and_not_for_what_was_handed_over() -> None:
+def test_what_was_cached_is_reported_once_and_not_for_what_was_handed_over() -> None:
     reader = DeltaReader(Request("r", PROMPT))
     assert [reader.read(output([1], [(n, 0)]), "v")[0].num_cached_tokens for n in (1, 2)] == [16, 0]
     handed = DeltaReader(Request("r", PROMPT), handed_off=True)
     assert handed.read(output([1], [(1, 0)]), "v")[0].num_cached_tokens == 0
 
 
-def test_a_replay_tells_the_law_where_logprobs_hold_it() -> None:
+def test_a_replay_reports_the_distribution_where_logprobs_hold_it() -> None:
     rows = [
         {token: SimpleNamespace(logprob=-1.5, rank=2), 99: SimpleNamespace(logprob=-0.5, rank=1)} for token in PROMPT
     ]
-    told = SimpleNamespace(prompt_logprobs=[None, *rows[1:]], num_cached_tokens=0, metrics=None)
+    reported = SimpleNamespace(prompt_logprobs=[None, *rows[1:]], num_cached_tokens=0, metrics=None)
     greedy = Request("r", PROMPT, SamplingParams(temperature=0), score_from=2)
-    delta, _ = scored(greedy, told, "v")
+    delta, _ = scored(greedy, reported, "v")
     assert delta.logprobs is not None and [entry.token_id for entry in delta.logprobs] == [17, 33]
-    assert delta.law is not None and [row.gap for row in delta.law] == [1.0, 1.0]
+    assert delta.replayed is not None and [row.gap for row in delta.replayed] == [1.0, 1.0]
     for params in (SamplingParams(), SamplingParams(temperature=0, frequency_penalty=1.0)):
-        assert scored(Request("r", PROMPT, params, score_from=2), told, "v")[0].law is None
+        assert scored(Request("r", PROMPT, params, score_from=2), reported, "v")[0].replayed is None
 
 
 def test_an_engine_ends_when_its_replica_is_killed() -> None:
@@ -321,7 +326,7 @@ def test_vllm_sees_a_checkpoint_without_what_is_only_ours(tmp_path: Path) -> Non
         (folder / name).write_text("{}")
     before = checkpoint.folder_fingerprint(folder)
     assert checkpoint.plain_view(folder, scratch) == folder
-    (folder / "quantised.safetensors").write_text("packed")
+    (folder / "quantized.safetensors").write_text("packed")
     view = checkpoint.plain_view(folder, scratch)
     assert sorted(path.name for path in view.iterdir()) == ["config.json", "model.safetensors"]
     assert checkpoint.folder_fingerprint(folder) == before
@@ -332,7 +337,7 @@ def test_vllm_sees_a_checkpoint_without_what_is_only_ours(tmp_path: Path) -> Non
         checkpoint.folder_fingerprint(folder)
 
 
-def test_a_checkpoint_tells_its_longest_sequence_and_what_ends_it(tmp_path: Path) -> None:
+def test_a_checkpoint_reports_its_longest_sequence_and_what_ends_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "eos_token_id": 2}))
     assert [checkpoint.most_tokens(tmp_path, wanted) for wanted in (None, 50, 99, 100)] == [100, 51, 100, 100]
     assert checkpoint.eos_token_ids(tmp_path) == (2,)
@@ -340,7 +345,7 @@ def test_a_checkpoint_tells_its_longest_sequence_and_what_ends_it(tmp_path: Path
     assert checkpoint.eos_token_ids(tmp_path) == (2, 7)
 
 
-def test_weights_of_another_model_are_told_apart(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_reported_apart(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for number, folder in enumerate(folders):
         folder.mkdir()

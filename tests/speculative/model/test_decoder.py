@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, write_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -12,6 +11,7 @@ from speculative.model.config import Llama3RopeScaling
 from speculative.model.decoder import Decoder
 from speculative.model.layers import rope_frequencies
 from speculative.model.loading import load_decoder
+from tests.support.tiny_models import FAMILIES, write_tiny_model
 
 LENGTHS = (37, 5)  # tokens of the two sequences packed into one forward
 

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny_model
 from transformers import AutoConfig
 
-from speculative.batch import AttentionRows
+from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.kv_cache import KVCache, KVShape
+from speculative.kernels.bindings import cpu_kernels
 from speculative.model.attention import StepAttention
+from speculative.model.cpu.native import Kind, NativeLinear
+from speculative.model.cpu.packed import prefers_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers, load_eagle3, save_eagle3
-from speculative.model.kernels import cpu_kernels
 from speculative.model.loading import load_decoder
-from speculative.model.native import Kind, NativeLinear
-from speculative.model.packed import prefers_onednn
+from speculative.state.batch import AttentionRows
 from speculative.training.heads import draft_vocabulary, initial_head
+from tests.support.tiny_models import write_tiny_model
 
 VOCAB = 64
 DRAFT_IDS = torch.tensor([0, 1, 2, *range(20, 49)])
@@ -178,7 +178,7 @@ def test_a_config_survives_its_file(folder: Path, target: Decoder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"fc.weight": None}, "missing tensors.*fc.weight"),
         ({"stray": torch.zeros(2)}, "unexpected tensors.*stray"),
@@ -191,16 +191,16 @@ def test_a_config_survives_its_file(folder: Path, target: Decoder) -> None:
     ],
 )
 def test_weights_that_do_not_fit_are_named(
-    folder: Path, target: Decoder, change: dict[str, torch.Tensor | None], told: str
+    folder: Path, target: Decoder, change: dict[str, torch.Tensor | None], reported: str
 ) -> None:
     tensors = load_file(folder / "model.safetensors") | change
     save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         load_eagle3(folder, target, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "told"),
+    ("change", "error", "reported"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModel, "no EAGLE-3 head"),
         ({"num_hidden_layers": 2}, UnsupportedModel, "num_hidden_layers is 2"),
@@ -212,11 +212,11 @@ def test_weights_that_do_not_fit_are_named(
     ],
 )
 def test_heads_that_do_not_fit_are_refused(
-    folder: Path, target: Decoder, change: dict[str, object], error: type[Exception], told: str
+    folder: Path, target: Decoder, change: dict[str, object], error: type[Exception], reported: str
 ) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=reported):
         load_eagle3(folder, target, dtype=torch.float32, device="cpu")
 
 

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from speculative.model.fingerprint import CACHE_FILE, model_fingerprint
+from tests.support.tiny_models import write_tiny_model
 
 
 def set_config(folder: Path, **changes: object) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
-from tiny_models import CHAT_TEMPLATE, write_tiny_gguf, write_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from deploy.models import CATALOGUE, download_gguf
@@ -15,7 +14,8 @@ from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config import ModelConfig
 from speculative.model.gguf import convert_gguf
 from speculative.model.loading import load_decoder
-from speculative.model.quantised import load_quantised
+from speculative.model.quantized import load_quantized
+from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny_gguf, write_tiny_model
 
 
 def converted(folder: Path, family: str = "llama", **changes: object) -> tuple[Path, Path]:
@@ -99,22 +99,22 @@ def test_a_tensor_of_some_other_model_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0])
-def test_quantised_numbers_are_kept_as_they_are(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+def test_quantized_numbers_are_kept_as_they_are(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     origin, made = write_tiny_model(tmp_path / "origin", tokenizer=True), tmp_path / "made"
     types = dict.fromkeys(("attn_q", "attn_k", "attn_v", "ffn_down"), kind) | {"output": GGMLQuantizationType.Q8_0}
     gguf_path = write_tiny_gguf(tmp_path / "model.gguf", origin, types)
     made.mkdir()
     convert_gguf(gguf_path, made)
-    weights, quantised = load_file(made / "model.safetensors"), load_quantised(made)
-    assert len(quantised) == 2 * 4 + 1, "two layers and the LM head"
-    for name, weight in quantised.items():
+    weights, quantized = load_file(made / "model.safetensors"), load_quantized(made)
+    assert len(quantized) == 2 * 4 + 1, "two layers and the LM head"
+    for name, weight in quantized.items():
         assert weight.bits == (8 if name == "lm_head.weight" else int(kind.name[1]))
         assert torch.equal(weight.to_float().bfloat16(), weights[name]), name
 
 
-def test_a_file_without_quantised_tensors_leaves_none(tmp_path: Path) -> None:
+def test_a_file_without_quantized_tensors_leaves_none(tmp_path: Path) -> None:
     _, made = converted(tmp_path)
-    assert load_quantised(made) == {}
+    assert load_quantized(made) == {}
 
 
 def test_the_real_model_equals_transformers_own_conversion(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_the_real_model_equals_transformers_own_conversion(tmp_path: Path) -> No
     )
     expected, found = reference.state_dict(), load_file(made / "model.safetensors")
     assert expected.keys() - found.keys() == {"lm_head.weight"}, "tied to the embedding"
-    quantised = load_quantised(made)
-    assert len(quantised) == 30 * 7 + 1
-    assert all(torch.equal(weight.to_float().bfloat16(), found[name]) for name, weight in quantised.items())
+    quantized = load_quantized(made)
+    assert len(quantized) == 30 * 7 + 1
+    assert all(torch.equal(weight.to_float().bfloat16(), found[name]) for name, weight in quantized.items())
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
     config = json.loads((made / "config.json").read_text())

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +15,7 @@ from speculative.model import loading
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.loading import load_decoder, resolve_model
+from tests.support.tiny_models import write_tiny_model
 
 WEIGHTS = "model.safetensors"
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_a_nan_that_remains_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     folder = edit_weights(
         write_tiny_model(tmp_path), lambda weights: weights.update({name: weights[name].to(torch.int8)})

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import FAMILIES, write_tiny_model
 
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.config import Llama3RopeScaling, ModelConfig
+from tests.support.tiny_models import FAMILIES, write_tiny_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -115,7 +115,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "field"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_is_unknown_is_refused_with_the_field_and_the_mend(
+def test_what_is_unknown_is_refused_with_the_field_and_the_fix(
     config: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel, match=f"`{field}`.*engine: vllm"):

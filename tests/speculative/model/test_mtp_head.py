@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny_model
 from torch.nn import functional
 
 from speculative.errors import ConfigError, UnsupportedModel
@@ -14,6 +13,7 @@ from speculative.model.decoder import Decoder
 from speculative.model.loading import load_decoder
 from speculative.model.mtp import MtpConfig, MtpHead, load_mtp, save_mtp
 from speculative.training.heads import initial_head
+from tests.support.tiny_models import write_tiny_model
 
 VOCAB = 64
 LAYERS = 4
@@ -102,7 +102,7 @@ def test_a_module_for_the_cpu_in_bfloat16_says_the_same(head: MtpHead, folder: P
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"eh_proj.weight": None}, r"missing tensors.*eh_proj"),
         ({"shared_head.head.weight": torch.zeros(2)}, r"unexpected tensors.*shared_head\.head"),
@@ -111,17 +111,17 @@ def test_a_module_for_the_cpu_in_bfloat16_says_the_same(head: MtpHead, folder: P
     ],
 )
 def test_weights_that_do_not_fit_are_named(
-    folder: Path, target: Decoder, change: dict[str, torch.Tensor | None], told: str
+    folder: Path, target: Decoder, change: dict[str, torch.Tensor | None], reported: str
 ) -> None:
     named = {f"model.layers.{LAYERS}.{name}": one for name, one in change.items()}
     tensors = load_file(folder / "model.safetensors") | named
     save_file({name: one for name, one in tensors.items() if one is not None}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         load_mtp(folder, target, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "told"),
+    ("change", "error", "reported"),
     [
         ({"architectures": ["DeepSeekMTPModel"]}, UnsupportedModel, "no MTP module with a Llama layer"),
         ({"num_nextn_predict_layers": 2}, UnsupportedModel, "num_nextn_predict_layers is 2"),
@@ -131,15 +131,15 @@ def test_weights_that_do_not_fit_are_named(
     ],
 )
 def test_modules_that_do_not_fit_are_refused(
-    folder: Path, target: Decoder, change: dict[str, object], error: type[Exception], told: str
+    folder: Path, target: Decoder, change: dict[str, object], error: type[Exception], reported: str
 ) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=reported):
         load_mtp(folder, target, dtype=torch.float32)
 
 
-def test_a_damaged_file_is_told(folder: Path, target: Decoder) -> None:
+def test_a_damaged_file_is_reported(folder: Path, target: Decoder) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(ConfigError, match="damaged"):

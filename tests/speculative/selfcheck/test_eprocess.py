@@ -28,9 +28,9 @@ def test_the_wealth_is_the_mean_of_the_products() -> None:
 
 
 def test_a_fair_game_is_a_martingale() -> None:
-    """Exactly: over all 2^10 outcomes of ten fair coins the mean wealth is 1."""
-    coins = np.array(np.meshgrid(*[(-1.0, 1.0)] * 10)).reshape(10, -1).T
-    gains = np.log1p(np.array(STAKES) * coins[:, :, None]).sum(axis=1)
+    """Exactly: over all 2^10 outcomes of ten fair accept uniforms the mean wealth is 1."""
+    accept_uniforms = np.array(np.meshgrid(*[(-1.0, 1.0)] * 10)).reshape(10, -1).T
+    gains = np.log1p(np.array(STAKES) * accept_uniforms[:, :, None]).sum(axis=1)
     assert np.exp(log_wealth(gains)).mean() == pytest.approx(1)
 
 
@@ -61,7 +61,7 @@ def test_thresholds_spend_delta_once() -> None:
     assert 0.99e-6 < spent < 1e-6
 
 
-def test_it_alarms_anew_after_an_alarm() -> None:
+def test_it_alarms_again_after_an_alarm() -> None:
     process = FreshStarts(1e-6)
     fault = np.full(2000, 0.5)
     assert feed(process, fault) is not None

@@ -1,4 +1,4 @@
-"""What a replay can tell: drift beyond the noise, and tokens that do not follow the law."""
+"""What a replay can tell: drift beyond the noise, and tokens that do not follow the distribution."""
 
 import math
 from dataclasses import replace
@@ -6,56 +6,56 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from speculative.request import SURPRISAL_CLIP_NATS, LawRow
-from speculative.selfcheck.replay import DriftTest, LawTest
+from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken
+from speculative.selfcheck.replay import CalibrationTest, DriftTest
 
 
-def rows(law: np.ndarray, tokens: np.ndarray) -> list[LawRow]:
-    surprisals = np.minimum(-np.log(law), SURPRISAL_CLIP_NATS)
+def rows(distribution: np.ndarray, tokens: np.ndarray) -> list[ReplayedToken]:
+    surprisals = np.minimum(-np.log(distribution), SURPRISAL_CLIP_NATS)
     return [
-        LawRow(
-            probability=law[token],
-            expected_probability=float((law**2).sum()),
+        ReplayedToken(
+            probability=distribution[token],
+            expected_probability=float((distribution**2).sum()),
             surprisal=surprisals[token],
-            expected_surprisal=float((law * surprisals).sum()),
-            gap=float(np.log(law.max() / law[token])),
+            expected_surprisal=float((distribution * surprisals).sum()),
+            gap=float(np.log(distribution.max() / distribution[token])),
             outside=0.0,
         )
         for token in tokens
     ]
 
 
-LAW = np.random.default_rng(0).dirichlet(np.full(50, 0.3)) + 1e-12
-LAW /= LAW.sum()
+DISTRIBUTION = np.random.default_rng(0).dirichlet(np.full(50, 0.3)) + 1e-12
+DISTRIBUTION /= DISTRIBUTION.sum()
 
 
-def test_tokens_of_the_law_raise_no_alarm() -> None:
-    test = LawTest()
-    test.add(rows(LAW, np.random.default_rng(1).choice(50, 50_000, p=LAW)), greedy=False)
+def test_tokens_of_the_distribution_raise_no_alarm() -> None:
+    test = CalibrationTest()
+    test.add(rows(DISTRIBUTION, np.random.default_rng(1).choice(50, 50_000, p=DISTRIBUTION)), greedy=False)
     assert test.alarm is None
     assert abs(test.mean_probability) < 0.01
 
 
 def test_garbage_tokens_are_found_at_once() -> None:
-    test = LawTest()
-    test.add(rows(LAW, np.random.default_rng(1).choice(50, 200)), greedy=False)
+    test = CalibrationTest()
+    test.add(rows(DISTRIBUTION, np.random.default_rng(1).choice(50, 200)), greedy=False)
     assert test.alarm in ("probability", "surprisal")
 
 
 def test_a_tolerance_is_no_alarm() -> None:
-    warmer = LAW**0.97
+    warmer = DISTRIBUTION**0.97
     warmer /= warmer.sum()
     tokens = np.random.default_rng(1).choice(50, 100_000, p=warmer)
-    strict, tolerant = LawTest(), LawTest(tolerance=0.02)
-    strict.add(rows(LAW, tokens), greedy=False)
-    tolerant.add(rows(LAW, tokens), greedy=False)
+    strict, tolerant = CalibrationTest(), CalibrationTest(tolerance=0.02)
+    strict.add(rows(DISTRIBUTION, tokens), greedy=False)
+    tolerant.add(rows(DISTRIBUTION, tokens), greedy=False)
     assert strict.alarm is not None
     assert tolerant.alarm is None
 
 
 def test_one_forbidden_token_is_enough_and_rounding_at_an_edge_is_not() -> None:
-    (row,) = rows(LAW, np.array([3]))
-    test = LawTest(edge_nats=0.01)
+    (row,) = rows(DISTRIBUTION, np.array([3]))
+    test = CalibrationTest(edge_nats=0.01)
     test.add([replace(row, outside=0.005)] * 100, greedy=False)
     assert test.alarm is None
     test.add([replace(row, outside=math.inf)], greedy=False)
@@ -63,8 +63,8 @@ def test_one_forbidden_token_is_enough_and_rounding_at_an_edge_is_not() -> None:
 
 
 def test_greedy_tokens_are_the_likeliest() -> None:
-    best, other = rows(LAW, np.array([LAW.argmax(), LAW.argmin()]))
-    test = LawTest()
+    best, other = rows(DISTRIBUTION, np.array([DISTRIBUTION.argmax(), DISTRIBUTION.argmin()]))
+    test = CalibrationTest()
     test.add([best] * 5000, greedy=True)
     assert test.alarm is None
     test.add([other] * 12, greedy=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.watch import SamplerWatch
+from speculative.selfcheck.sampler_watch import SamplerWatch
 from speculative.stats import StepStats
 
 VOCAB, ROUNDS = 24, 500
@@ -49,8 +49,8 @@ class Sampler:
                     out[index, offset] = x
                     continue
                 left = (p[row + offset] - q[row + offset]).clamp(min=0)
-                law = p[row + offset] if self.fault == "recovered from p" else left
-                out[index, offset] = int(torch.multinomial(law, 1, generator=self.random))
+                distribution = p[row + offset] if self.fault == "recovered from p" else left
+                out[index, offset] = int(torch.multinomial(distribution, 1, generator=self.random))
                 break
             else:
                 out[index, count] = bonus_token_ids[index, 0]
@@ -62,7 +62,7 @@ class Sampler:
 def run(sampler: Callable[..., Tensor], *, sampled: bool, rounds: int = ROUNDS, **changes: object) -> SelfCheck:
     """The state of the self-checks after some rounds of drafts near the target."""
     random = torch.Generator().manual_seed(3)
-    watch = SamplerWatch(1.0, lambda: ["a", "b", "c", "d"])
+    watch = SamplerWatch(1.0, drawn=sampled, request_ids=lambda: ["a", "b", "c", "d"])
     watched, check, stats = watch.around(sampler), SelfCheck(1.0), StepStats()
     metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(4), generators={})
     metadata.__dict__.update(changes)
@@ -112,12 +112,28 @@ def test_a_faulty_sampler_raises_alarms(fault: str, sampled: bool) -> None:
 
 
 def test_what_is_returned_is_what_vllm_drew() -> None:
-    plain, watched = Sampler(), SamplerWatch(1.0, lambda: ["a"]).around(Sampler())
+    plain, watched = Sampler(), SamplerWatch(1.0, drawn=False, request_ids=lambda: ["a"]).around(Sampler())
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(1), generators={})
     given = (torch.tensor([3, 4]), [2], 2, torch.tensor([2]), None)
     rest = (torch.tensor([[7]]), metadata)
     assert torch.equal(watched(*given, logits.clone(), *rest), plain(*given, logits.clone(), *rest))
+
+
+@pytest.mark.parametrize(("greedy", "steps_without_q"), [(False, 3), (True, 0)])
+def test_a_step_whose_drawn_drafts_lost_their_q_is_reported_of_and_never_takes_them_for_chosen(
+    greedy: bool, steps_without_q: int
+) -> None:
+    """Greedy requests draw nothing: for them vLLM makes no q."""
+    watch = SamplerWatch(1.0, drawn=True, request_ids=lambda: ["a"])
+    metadata = SimpleNamespace(all_greedy=greedy, temperature=None if greedy else torch.ones(1), generators={})
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    given = (torch.tensor([3, 4]), [2], 2, torch.tensor([2]), None)
+    for _ in range(3):
+        emitted = watch.around(Sampler())(*given, logits.clone(), torch.tensor([[7]]), metadata)
+        assert torch.equal(emitted, Sampler()(*given, logits.clone(), torch.tensor([[7]]), metadata))
+    assert watch.take() == []
+    assert [watch.take_num_without_q() for _ in range(2)] == [steps_without_q, 0]
 
 
 def test_greedy_requests_and_repeated_seeds_do_not_count() -> None:

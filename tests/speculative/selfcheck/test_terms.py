@@ -5,43 +5,46 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from deploy.audit.toy import table_engine
-from speculative.draft_law import Dense, DraftLaw, PointMass, SubVocabulary
 from speculative.request import Request, SamplingParams
+from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope, take_terms
-from speculative.sequence import Sequence
+from speculative.selfcheck.terms import Scope, terms_to_host
+from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
-from speculative.verification.base import VerifyInput
-from speculative.verification.token_wise import verify_token_wise
+from speculative.verification.base import VerifyInput, residual
+from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
+from speculative.vocabulary.ops import VocabularyOps
+from tests.support.vocabulary import with_both_ops
 
 V = 700  # more than a run of the sum over a part of the vocabulary, and not a multiple of it
 
 
-def one_round(law: DraftLaw, drafts: list[int], seed: int = 0) -> VerifyInput:
+def one_round(distribution: DraftProbs, drafts: list[int], seed: int = 0) -> VerifyInput:
     """One entry whose rows judge `drafts`."""
     noise = torch.Generator().manual_seed(seed)
     num_rows = len(drafts) + 1
     offsets = torch.arange(num_rows)
     return VerifyInput(
         probs=(torch.randn(num_rows, V, generator=noise) * 3).softmax(-1),
-        law=law,
+        draft_probs=distribution,
         drafts=torch.tensor([*drafts, -1]),
         packed=offsets,
         entries=torch.zeros(num_rows, dtype=torch.int64),
         offsets=offsets,
         first_rows=torch.tensor([0]),
         counts=torch.tensor([len(drafts)]),
-        coins=torch.rand(num_rows, generator=noise).double(),
-        finals=torch.rand(num_rows, generator=noise).double(),
+        accept_uniforms=torch.rand(num_rows, generator=noise).double(),
+        sample_uniforms=torch.rand(num_rows, generator=noise).double(),
         seeds=offsets,
         positions=offsets,
     )
 
 
-def laws(drafts: list[int]) -> dict[str, DraftLaw]:
+def distributions(drafts: list[int]) -> dict[str, DraftProbs]:
     noise = torch.Generator().manual_seed(9)
     q = (torch.randn(len(drafts), V, generator=noise) * 3).softmax(-1)
     ids = torch.arange(0, V, 2)
@@ -57,9 +60,9 @@ def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]
     """Token-wise verification's terms, by the definitions."""
     p = step.probs.double().numpy()
     drafts = step.drafts.tolist()[:-1]
-    q = step.law.at(step.drafts, step.packed, V).double().numpy()
+    q = step.draft_probs.at(step.drafts, step.packed, V).double().numpy()
     emitted = [*drafts[:accepted], final]
-    chosen = isinstance(step.law, PointMass)
+    chosen = isinstance(step.draft_probs, PointMass)
     terms: dict[str, list[float]] = {name: [] for name in ("a", "a_prime", "b", "c", "d", "e", "f", "g", "r")}
     for row, x in enumerate(drafts):
         alpha, chance = np.minimum(p[row], q[row]).sum(), min(1, p[row, x] / q[row, x])
@@ -88,25 +91,21 @@ def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]
     return {name: values for name, values in terms.items() if values}
 
 
-@pytest.mark.parametrize("native", [True, False])
+@with_both_ops
 @pytest.mark.parametrize("kind", ["dense", "part", "chosen"])
 @pytest.mark.parametrize("seed", range(6))
-def test_terms_are_what_the_definitions_say(
-    kind: str, seed: int, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native:
-        monkeypatch.setattr(VerifyInput, "native", None)
+def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed: int) -> None:
     drafts = [40, 512, 698]
-    step = one_round(laws(drafts)[kind], drafts, seed)
+    step = one_round(distributions(drafts)[kind], drafts, seed)
     if seed % 2:  # drafts that are likely, so that some survive
         step = replace(step, probs=step.probs.scatter(1, step.drafts.clamp(min=0)[:, None], 3.0) / 4)
         step = replace(step, probs=step.probs / step.probs.sum(-1, keepdim=True))
-    verified = verify_token_wise(step)
+    verified = ops.verify_token_wise(step)
     accepted, final = int(verified.num_accepted[0]), int(verified.token_ids[0])
     emitted = torch.tensor([*drafts[:accepted], *[final] * (len(drafts) + 1 - accepted)])
     yes, no = torch.tensor([True]), torch.tensor([False])
     scope = Scope("token_wise", torch.arange(3), counted=yes, coupled=no, any_coupled=False, all_coupled=False)
-    found = take_terms(step, verified, emitted, scope)
+    found = ops.take_terms(step, verified, emitted, scope)
     expected = naive(step, accepted, final)
     for check, row in zip(found.checks, found.sums.numpy(), strict=True):
         values = np.array(expected.get(check, []))
@@ -117,14 +116,13 @@ def test_terms_are_what_the_definitions_say(
         assert row[: len(STAKES)] == pytest.approx(np.log1p(np.outer(STAKES, values)).sum(-1), abs=1e-5), check
 
 
-@pytest.mark.parametrize("native", [True, False])
+@with_both_ops
 @pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
 @pytest.mark.parametrize("chosen", [False, True], ids=["drawn", "chosen"])
 def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
-    verifier: str, chosen: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+    ops: VocabularyOps, verifier: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not native:
-        monkeypatch.setattr(VerifyInput, "native", None)
+    monkeypatch.setattr("speculative.engine.choose_ops", lambda device: ops)
     engine = table_engine(64, verifier=verifier, chosen=chosen, self_check_share=1.0)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=30)
     for number in range(60):
@@ -136,6 +134,86 @@ def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
     assert (stats.alarms, stats.violations) == ({}, {})
     assert {name for name in stats.checks if name.endswith("d")}
     assert all(abs(sums.z) < 5 for sums in stats.checks.values())
+
+
+ROUNDS = 4096
+CANDIDATES = {  # how likely each is, up to a factor: the least and the most
+    "two": ((0.05, 0.05), (1.0, 1.0)),
+    "two and a trace": ((0.05, 0.05, 1e-5), (1.0, 1.0, 1e-5)),
+    "three, of which two are alike": ((0.4, 0.3, 0.3), (2.0, 0.3, 0.3)),
+    "three": ((0.1, 0.1, 0.1), (1.0, 1.0, 1.0)),
+}
+
+
+def rounds_of(candidates: str, *, chosen: bool) -> VerifyInput:
+    """Rounds of one draft each: of the likeliest candidate, or drawn from a q that is more peaked than p."""
+    noise = torch.Generator().manual_seed(3)
+    least, most = torch.tensor(CANDIDATES[candidates])
+    probs = torch.zeros(ROUNDS, 40)
+    probs[:, 7 : 7 + len(least)] = least + (most - least) * torch.rand(ROUNDS, len(least), generator=noise)
+    probs, q = probs / probs.sum(-1, keepdim=True), probs**3
+    q = q / q.sum(-1, keepdim=True)
+    drafts = draw(q, torch.rand(ROUNDS, generator=noise).double())
+    rows = torch.arange(2 * ROUNDS)
+    judged = rows % 2 == 0
+    return VerifyInput(
+        probs=probs.repeat_interleave(2, 0),
+        draft_probs=PointMass() if chosen else Dense(q),
+        drafts=torch.where(judged, (probs.argmax(-1) if chosen else drafts).repeat_interleave(2), -1),
+        packed=rows // 2,
+        entries=rows // 2,
+        offsets=rows % 2,
+        first_rows=rows[::2],
+        counts=torch.ones(ROUNDS, dtype=torch.int64),
+        accept_uniforms=torch.rand(2 * ROUNDS, generator=noise).double(),
+        sample_uniforms=torch.rand(2 * ROUNDS, generator=noise).double(),
+        seeds=rows,
+        positions=rows,
+    )
+
+
+def take(
+    ops: VocabularyOps, step: VerifyInput, token_ids: Tensor | None = None
+) -> tuple[dict[str, CheckSums], dict[str, int]]:
+    """The sums of the self-checks over the rounds, and the alarms they raise.
+
+    token_ids: what a broken verifier draws last; None = what ours draws.
+    """
+    verified = ops.verify_token_wise(step)
+    verified = verified if token_ids is None else replace(verified, token_ids=token_ids)
+    yes, no = torch.ones(ROUNDS, dtype=torch.bool), torch.zeros(ROUNDS, dtype=torch.bool)
+    judged = (step.drafts >= 0).nonzero()[:, 0]
+    scope = Scope("token_wise", judged, counted=yes, coupled=no, any_coupled=False, all_coupled=False)
+    found = terms_to_host(ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope))
+    stats = StepStats()
+    SelfCheck().take(found, stats)
+    return stats.checks, stats.alarms
+
+
+@with_both_ops
+@pytest.mark.parametrize("chosen", [False, True], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("candidates", CANDIDATES)
+def test_a_residual_that_leaves_no_choice_is_no_evidence(ops: VocabularyOps, candidates: str, chosen: bool) -> None:
+    """Its terms are rounding, and so is their spread: whatever they are divided by makes a fault of it."""
+    sums, alarms = take(ops, rounds_of(candidates, chosen=chosen))
+    assert not alarms
+    assert {name: round(one.z, 1) for name, one in sums.items() if abs(one.z) > 5} == {}
+    assert sums["g"].num > ROUNDS / 10, "the bonus tokens are drawn in any case"
+    if candidates == "three":
+        assert sums["r" if chosen else "f"].num > ROUNDS / 10
+    elif chosen:
+        assert "r" not in sums
+
+
+@with_both_ops
+@pytest.mark.parametrize("chosen", [False, True], ids=["drawn", "chosen"])
+def test_a_broken_residual_is_found_where_it_has_a_choice(ops: VocabularyOps, chosen: bool) -> None:
+    step = rounds_of("three", chosen=chosen)
+    sound = ops.verify_token_wise(step)
+    left = residual(step.probs[step.first_rows], step.q_at(step.first_rows))
+    first, likeliest = (left > 0).float().argmax(-1), left.argmax(-1)
+    for always, check in ((first, "g"), (likeliest, "r" if chosen else "f")):
+        assert check in take(ops, step, torch.where(sound.num_accepted == 0, always, sound.token_ids))[1]
 
 
 def test_a_seed_that_comes_again_counts_once() -> None:

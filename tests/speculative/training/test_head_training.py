@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import NO_DRAFTS, run, settings
-from tiny_models import write_tiny_model
 from torch import Tensor
 from torch.nn import functional
 
@@ -36,8 +34,10 @@ from speculative.training.heads import (
     save_head,
 )
 from speculative.training.loop import Point, Trainer, TrainingConfig
-from speculative.training.loss import TargetLaw, draft_loss, step_weights
+from speculative.training.loss import TargetDistribution, draft_loss, step_weights
 from speculative.training.unrolling import drafted_hidden, make_batch
+from tests.support.engines import NO_DRAFTS, run, settings
+from tests.support.tiny_models import write_tiny_model
 
 VOCAB = 64
 NUM_STEPS = 3
@@ -45,7 +45,7 @@ NUM_STEPS = 3
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose law is sharp enough to be guessed."""
+    """A random Llama whose distribution is sharp enough to be guessed."""
     return write_tiny_model(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=4)
 
 
@@ -151,20 +151,20 @@ def test_training_sees_what_drafting_gives(head: DraftHead, features: Features, 
     assert seen == int((weights > 0).sum()), "every draft that counts was compared, and no other counts"
 
 
-def test_features_and_laws_are_the_targets(target: Decoder, features: Features) -> None:
+def test_features_and_distributions_are_the_targets(target: Decoder, features: Features) -> None:
     conversations = features.conversations
     start, length = int(conversations.starts[5]), int(conversations.lengths[5])
     tokens = torch.from_numpy(conversations.token_ids[start : start + length]).long()
     with torch.inference_mode():
         hidden, aux = target.run(tokens, torch.arange(length), PlainAttention([length]), (0, 2, 3))
-        law = target.logits(hidden).log_softmax(-1)
+        distribution = target.logits(hidden).log_softmax(-1)
     batch = make_batch(features, [5], torch.device("cpu"))
     torch.testing.assert_close(batch.inputs, (hidden if features.aux is None else aux).bfloat16())
     draft_ids = torch.tensor([1, 5, 40])
-    of_draft = TargetLaw.of(batch, target.lm_head.weight[draft_ids]).log_probs(slice(None))
+    of_draft = TargetDistribution.of(batch, target.lm_head.weight[draft_ids]).log_probs(slice(None))
     prompt = int(conversations.prompt_lengths[5])
-    torch.testing.assert_close(of_draft, law[prompt:-1, draft_ids], atol=0.1, rtol=0)  # kept in bfloat16
-    everything = TargetLaw.of(batch, target.lm_head.weight)
+    torch.testing.assert_close(of_draft, distribution[prompt:-1, draft_ids], atol=0.1, rtol=0)  # kept in bfloat16
+    everything = TargetDistribution.of(batch, target.lm_head.weight)
     torch.testing.assert_close(everything.log_probs(slice(None)).logsumexp(-1), torch.zeros(length - 1 - prompt))
 
 
@@ -200,14 +200,14 @@ def test_the_loss_and_its_gradient_are_the_plain_ones(target: Decoder, features:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, len(batch.depths), 16, generator=generator, requires_grad=True)
     weight = torch.randn(40, 16, generator=generator, requires_grad=True)
-    law = TargetLaw.of(batch, target.lm_head.weight[draft_ids])
+    distribution = TargetDistribution.of(batch, target.lm_head.weight[draft_ids])
     weights = step_weights(batch.depths, 2, 0.8)
-    loss, acceptance = draft_loss(hidden, weight, law, weights, mix)
+    loss, acceptance = draft_loss(hidden, weight, distribution, weights, mix)
     (3 * loss).backward()
     ours = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
 
-    p, q = law.log_probs(slice(None)).exp(), functional.linear(hidden, weight).softmax(-1)
+    p, q = distribution.log_probs(slice(None)).exp(), functional.linear(hidden, weight).softmax(-1)
     renormalised = p / p.sum(-1, keepdim=True)
     kl = (renormalised * (renormalised / q).log()).sum(-1)
     accepted = torch.minimum(p, q).sum(-1)
@@ -261,7 +261,7 @@ def test_what_is_trained_is_what_loads(
     ids, lm_head = drafted_ids(head), lm_weight(head, target.lm_head.weight)
     held_out = make_trainer(kind, target, features, tmp_path)._held_out_ids
     matches: list[list[float]] = [[] for _ in range(NUM_STEPS)]
-    laws: list[list[float]] = [[] for _ in range(NUM_STEPS)]
+    distributions: list[list[float]] = [[] for _ in range(NUM_STEPS)]
     for index in held_out:
         start, length = int(features.conversations.starts[index]), int(features.conversations.lengths[index])
         tokens = torch.from_numpy(features.conversations.token_ids[start : start + length]).long()
@@ -272,12 +272,14 @@ def test_what_is_trained_is_what_loads(
             inputs = features.inputs[start : start + length].float()
             for step, position, logits in naive_drafting(head, lm_head, tokens, inputs, int(prompt) - 1):
                 if temperature == 1:
-                    laws[step].append(float(torch.minimum(p[position - 1], logits.softmax(-1)).sum()))
+                    distributions[step].append(float(torch.minimum(p[position - 1], logits.softmax(-1)).sum()))
                 elif temperature == 0:
                     matches[step].append(float(ids[logits.argmax()] == tokens[position]))
-    told = points[-1].held_out
-    assert [np.mean(one) for one in laws] == pytest.approx(told.acceptance, abs=0.01)  # bfloat16 in the file
-    assert [np.mean(one) for one in matches] == pytest.approx(told.top1, abs=0.03)
+    reported = points[-1].held_out
+    assert [np.mean(one) for one in distributions] == pytest.approx(
+        reported.acceptance, abs=0.01
+    )  # bfloat16 in the file
+    assert [np.mean(one) for one in matches] == pytest.approx(reported.top1, abs=0.03)
 
 
 def test_a_trained_head_is_accepted_more_often_in_the_engine(
@@ -372,8 +374,32 @@ def test_a_resumed_training_ends_with_the_same_weights(
     curve = json.loads((tmp_path / "broken" / "report.json").read_text())["curve"]
     assert [point["step"] for point in curve] == [0, 1, 2, 3, 4, 8]
     for name in ("elapsed_s", "cpu_s"):
-        told = [point[name] for point in curve]
-        assert told == sorted(told) and told[0] == 0 and told[-1] > told[-2], "what came before it was resumed counts"
+        reported = [point[name] for point in curve]
+        assert reported == sorted(reported) and reported[0] == 0 and reported[-1] > reported[-2], "what came before "
+        "it was resumed counts"
+
+
+def test_the_best_head_is_saved_and_not_the_last(
+    kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
+) -> None:
+    """A training that makes a head worse leaves the better one; also when it was interrupted in between."""
+    make_trainer(kind, target, features, tmp_path).run()
+    good = (tmp_path / "head" / "model.safetensors").read_bytes()
+
+    def spoil(trainer: Trainer) -> None:
+        assert trainer.resume()
+        with torch.no_grad():  # all that was learnt is lost
+            for parameter in trainer.head.parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+        last = trainer.run()
+        assert last.held_out.acceptance[0] < trainer.best.held_out.acceptance[0] - 0.05
+        assert (last.step, trainer.best.step) == (trainer.config.steps, 60)
+        assert (tmp_path / "head" / "model.safetensors").read_bytes() == good
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert (report["best"]["step"], report["final"]["step"]) == (60, last.step)
+
+    for steps in (64, 68):
+        spoil(make_trainer(kind, target, features, tmp_path, steps=steps, report_every_s=0.0))
 
 
 def test_a_checkpoint_of_another_head_is_refused(
@@ -390,7 +416,7 @@ def test_a_checkpoint_of_another_head_is_refused(
         other.resume()
 
 
-def test_a_damaged_checkpoint_is_told_with_the_way_out(
+def test_a_damaged_checkpoint_is_reported_with_the_way_out(
     kind: HeadKind, target: Decoder, features: Features, tmp_path: Path
 ) -> None:
     make_trainer(kind, target, features, tmp_path, steps=1).run()
@@ -535,7 +561,7 @@ def test_damaged_files_of_conversations_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"token_ids": [1, -2, 3, 4]}, "below 0"),
         ({"token_ids": [1, 2, 3, 2**40]}, "no vector of int32"),
@@ -549,13 +575,13 @@ def test_damaged_files_of_conversations_are_named(tmp_path: Path) -> None:
         ({"temperatures": [[0.0], [0.0]]}, "differ in number"),
     ],
 )
-def test_conversations_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], told: str) -> None:
+def test_conversations_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], reported: str) -> None:
     good = {"token_ids": [1, 2, 3, 4], "lengths": [2, 2], "prompt_lengths": [1, 1], "temperatures": [0.0, 1.0]}
     path = tmp_path / "some.npz"
     np.savez(path, **{name: np.array(value) for name, value in good.items()})
     Conversations.load(path).require_fit(vocab_size=5, max_length=2)
     np.savez(path, **{name: np.array(value) for name, value in {**good, **change}.items()})
-    with pytest.raises(ConfigError, match=rf"some\.npz.*{told}"):
+    with pytest.raises(ConfigError, match=rf"some\.npz.*{reported}"):
         Conversations.load(path)
 
 

@@ -1,0 +1,231 @@
+"""What cannot be served is refused before anything starts, with its field and the fix."""
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Never
+
+import pytest
+import ray
+import yaml
+from click.testing import CliRunner
+
+from deploy import preflight
+from deploy.cli.console import CONFIGS
+from deploy.cli.main import main
+from deploy.machine import Machine
+from deploy.preflight import faults_here, faults_on_cluster
+from serve_app.config.app_config import AppConfig
+from serve_app.config.files import parse_args
+from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_models import write_tiny_model
+
+GIB = 2**30
+MACHINE = Machine(num_cpus=2, memory_bytes=8 * GIB)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Folders by what they hold."""
+    root = tmp_path_factory.mktemp("models")
+    model = write_tiny_model(root / "model", tokenizer=True, num_hidden_layers=4)
+    return {
+        "model": str(model),
+        "short": str(write_tiny_model(root / "short", max_position_embeddings=64)),
+        "other": str(write_tiny_model(root / "other", vocab_size=96)),
+        "eagle3": str(write_tiny_head(root / "head", model)),
+        "mtp": str(write_tiny_module(root / "module", model)),
+    }
+
+
+def config(models: Mapping[str, str], **changes: Any) -> AppConfig:
+    args = {"model": {"source": models["model"], "name": "tiny"}, "topology": "monolith"}
+    engine = {"kv_cache_tokens": 1024, "max_num_seqs": 4, "max_batched_tokens": 64}
+    return parse_args(args | {"engine": engine} | {"engine": engine | changes.pop("engine", {})} | changes)
+
+
+def faults(checked: AppConfig, machine: Machine = MACHINE) -> list[str]:
+    return [str(fault) for fault in faults_here(checked, machine)]
+
+
+def only(found: list[str]) -> str:
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_what_can_be_served_has_no_fault(models: Mapping[str, str], tmp_path: Path) -> None:
+    keys, token = tmp_path / "keys.yaml", tmp_path / "token"
+    keys.write_text("keys: []")
+    token.write_text("secret")
+    used = {"access": {"keys_file": str(keys)}, "admin": {"token_file": str(token)}}
+    for kind in ("eagle3", "mtp"):
+        assert faults(config(models, drafter={"kind": kind, "model": models[kind]}, **used)) == []
+    assert faults(config(models, drafter={"kind": "draft_model", "model": models["model"]})) == []
+    pools = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}  # they share two cores
+    assert faults(config(models, topology="disaggregated", pools=pools)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reported"),
+    [
+        ({"model": {"source": "./missing"}}, r"model\.source: No model '\./missing': there is no such folder"),
+        ({"drafter": {"kind": "eagle3", "model": "missing"}}, r"drafter\.model: No model 'missing'"),
+        (
+            {"pools": {"monolith": {"num_gpus": 1}}},
+            r"pools\.monolith\.num_gpus: .* 1 GPUs .* 0 that torch .* set it to 0",
+        ),
+        (
+            {"pools": {"monolith": {"num_cpus": 64}}},
+            r"num_cpus: one replica asks for 64 CPUs, .* has 2: .* to 2 at most",
+        ),
+        (
+            {"pools": {"monolith": {"label_selector": {"pool": "a"}}}},
+            r"label_selector: asks for a node with pool: a, .* remove it, or serve on the cluster",
+        ),
+        ({"access": {"keys_file": "/missing/keys"}}, r"access\.keys_file: /missing/keys: cannot be read"),
+        ({"admin": {"token_file": "/missing/token"}}, r"admin\.token_file: /missing/token cannot be read"),
+        ({"model": {"source": "{model}", "chat_template": "/missing.jinja"}}, r"chat_template: .*/missing.jinja"),
+        ({"engine": {"max_model_len": 900, "kv_cache_tokens": 1024}}, r"max_model_len: is 900, .* 512 positions"),
+        (
+            {"drafter": {"kind": "draft_model", "model": "{eagle3}"}},
+            r"drafter\.kind: is draft_model, but .*head holds an EAGLE-3 head; set it to eagle3\.",
+        ),
+        (
+            {"drafter": {"kind": "eagle3", "model": "{model}"}},
+            r"drafter\.kind: is eagle3, but .*model holds a whole model; set it to draft_model\.",
+        ),
+        (
+            {"drafter": {"kind": "eagle3", "model": "{mtp}"}},
+            r"drafter\.kind: is eagle3, but .*module holds an MTP module; set it to mtp\.",
+        ),
+        (
+            {"model": {"source": "{eagle3}", "name": "x"}},
+            r"model\.source: .* holds an EAGLE-3 head, which drafts for a model; give .* as drafter\.model",
+        ),
+        (
+            {"drafter": {"kind": "draft_model", "model": "{other}"}},
+            r"drafter\.model: .* vocabulary of 96 tokens, and the model one of \d+; take a model of the same family",
+        ),
+        (
+            {"drafter": {"kind": "draft_model", "model": "{short}"}},
+            r"drafter\.model: .* has 64 positions, and requests may have 512; set engine\.max_model_len to 64",
+        ),
+        ({"handoff": {"transport": "nixl"}}, r"handoff\.transport: nixl needs NIXL: pip install"),
+    ],
+)
+def test_what_is_not_here_is_reported_with_its_field_and_the_fix(
+    changes: dict[str, Any], reported: str, models: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_is_installed", lambda package: False)
+    named = yaml.safe_load(re.sub(r"\{(\w+)\}", lambda found: models[found[1]], yaml.safe_dump(changes)))
+    assert re.search(r"^applications\[0\]\.args\..*" + reported, only(faults(config(models, **named))))
+
+
+def test_an_engine_that_is_not_installed_is_named(models: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_is_installed", lambda package: package != "vllm")
+    found = only(faults(config(models, engine={"kind": "vllm"})))
+    assert "args.engine.kind: vllm needs vLLM: pip install 'truespec[vllm]'" in found
+
+
+def test_a_cache_that_no_memory_holds_is_refused_with_what_would_fit(models: Mapping[str, str]) -> None:
+    wanted = {"kv_cache_tokens": 2**24, "dtype": "float32", "weights": "float32"}
+    found = only(faults(config(models, engine=wanted)))
+    assert (
+        "args.engine.kv_cache_tokens: 16777216 tokens take 16.0 GiB" in found
+    )  # 4 layers x 2 x 2 heads x 16 x 4 bytes
+    assert "of 1 replicas, and this machine has 8.0 GiB; set it well below 83" in found
+    assert faults(config(models, engine=wanted), Machine(2, 20 * GIB)) == []
+    pools = {"monolith": {"autoscaling": {"min_replicas": 2, "max_replicas": 9}}}
+    assert "each of 2 replicas" in only(faults(config(models, engine=wanted, pools=pools), Machine(2, 20 * GIB)))
+    pools = {"monolith": {"num_gpus": 1}}
+    on_a_gpu = config(models, engine=wanted, pools=pools)
+    assert faults(on_a_gpu, Machine(2, GIB, (20 * GIB,))) == []
+    assert "and one GPU has 8.0 GiB" in only(faults(on_a_gpu, Machine(2, 99 * GIB, (8 * GIB,))))
+
+
+def test_weights_that_no_memory_holds_are_refused(models: Mapping[str, str]) -> None:
+    found = only(faults(config(models, engine={"dtype": "float32"}), Machine(2, 2**16)))
+    assert "args.model.source: the weights take 0.0 GiB in float32 on each of 1 replicas" in found
+
+
+def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapping[str, str], tmp_path: Path) -> None:
+    for missing, reported in (
+        ("tokenizer.json", "holds no tokenizer.json"),
+        ("model.safetensors", "has neither model.safe"),
+    ):
+        broken = shutil.copytree(models["model"], tmp_path / missing)
+        (broken / missing).unlink()
+        found = only(faults(config(models, model={"source": str(broken), "name": "x"})))
+        assert f"args.model.source: {broken} {reported}" in found
+
+
+NODE = {"Alive": True, "Resources": {"CPU": 4.0}, "Labels": {"zone": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("pool", "reported"),
+    [
+        ({"num_cpus": 2, "replicas": 4}, None),
+        (
+            {"num_cpus": 2, "replicas": 5},
+            "pools.monolith.num_cpus: the pools ask for 10 CPUs together, and the cluster has 8",
+        ),
+        ({"num_cpus": 2, "autoscaling": {"max_replicas": 9}}, None),
+        ({"num_cpus": 8}, "pools.monolith: no node of the cluster has 8 CPUs, 0 GPUs"),
+        ({"num_gpus": 1}, "pools.monolith.num_gpus: the pools ask for 1 GPUs together, and the cluster has 0"),
+        ({"label_selector": {"zone": "a"}}, None),
+        ({"label_selector": {"zone": "in(b, a)"}}, None),
+        ({"label_selector": {"zone": "!a"}}, "and the labels {'zone': '!a'}"),
+        ({"label_selector": {"zone": "b"}}, "and the labels {'zone': 'b'}"),
+    ],
+)
+def test_what_a_cluster_lacks_is_refused(
+    pool: dict[str, Any], reported: str | None, models: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [NODE, NODE, NODE | {"Alive": False}])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    checked = config(models, pools={"monolith": pool}, model={"source": "/on/the/cluster", "name": "x"})
+    found = [str(fault) for fault in faults_on_cluster(checked)]
+    assert found == [] if reported is None else any(reported in fault for fault in found), found
+
+
+def test_config_check_looks_at_this_machine_unless_it_is_reported_not_to(
+    models: Mapping[str, str], tmp_path: Path
+) -> None:
+    data = yaml.safe_load((CONFIGS / "monolith.yaml").read_text())
+    args = data["applications"][0]["args"]
+    args["model"] = {"source": models["model"], "name": "tiny"}
+    args["engine"] |= {"max_model_len": 128, "kv_cache_tokens": 1024}
+    args["pools"]["monolith"] = {"num_cpus": 1}
+    file = tmp_path / "app.yaml"
+
+    def check(*options: str) -> tuple[int, str]:
+        file.write_text(yaml.safe_dump(data))
+        run = CliRunner().invoke(main, ["config", "check", str(file), *options])
+        assert run.exception is None or isinstance(run.exception, SystemExit), run.output
+        return run.exit_code, run.output
+
+    assert check() == (0, f"{file}: fine, and this machine can serve it\n")
+    args["model"]["source"] = str(tmp_path / "missing")
+    code, output = check()
+    assert code == 1 and f"Error: {file}: applications[0].args.model.source: No model" in output
+    assert check("--file-only") == (0, f"{file}: fine\n")
+    assert check("--file-only", "--address", "auto")[0] == 2
+
+
+def test_serve_refuses_before_ray_starts(
+    models: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object, **__: object) -> Never:
+        pytest.fail("Ray was started")
+
+    monkeypatch.setattr("ray.init", started)
+    monkeypatch.setattr("deploy.cluster.require_port", lambda http: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    pools = {"monolith": {"num_gpus": 99}}
+    args = {"model": {"source": models["model"], "name": "x"}, "topology": "monolith", "pools": pools}
+    file = tmp_path / "app.yaml"
+    file.write_text(yaml.safe_dump({"applications": [{"args": args}]}))
+    run = CliRunner().invoke(main, ["serve", str(file)])
+    assert run.exit_code == 1 and "args.pools.monolith.num_gpus: the pools ask for 99 GPUs" in run.output

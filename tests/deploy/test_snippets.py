@@ -1,0 +1,81 @@
+"""What the README and the quick start show as output is what the demo's service and the engine answer."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.chart import ROOT
+from deploy.cli.console import CONFIGS
+from deploy.cluster import running_app
+from deploy.models import FetchFailed, fetch_model
+from deploy.ports import free_port
+from serve_app.config.files import load_config
+from serve_app.config.serve_file import HttpOptions
+from speculative.kernels.bindings import cpu_kernels
+
+_DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
+_SHOWN = re.compile(
+    r"^```(python)?\n((?:from openai|curl -s \S+/v1/chat)[^`]*)^```\n(?:\n[^`]*`[^`]*`[^`]*)?\n```\n([^`]*)^```", re.M
+)
+_ENGINE = re.compile(r"^```python\n(from pathlib[^`]*)^```\n\n```\n([^`]*)^```", re.M)
+SNIPPETS = [(path.name, *found) for path in _DOCUMENTS for found in _SHOWN.findall(path.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Of the service that `make serve` starts, at another port."""
+    try:
+        fetch_model("smollm2-135m")
+    except FetchFailed as error:
+        pytest.skip(str(error))
+    file = load_config(CONFIGS / "demo.yaml")
+    http = file.http_options.model_copy(update={"port": free_port(HttpOptions())})
+    with running_app(file.model_copy(update={"http_options": http}), lambda _: None) as app:
+        yield app.base_url
+
+
+def test_both_documents_show_what_is_answered() -> None:
+    assert [(name, language) for name, language, _, _ in SNIPPETS] == [
+        ("README.md", "python"),
+        ("quickstart.md", ""),
+        ("quickstart.md", "python"),
+    ]
+    for name, _, code, _ in SNIPPETS:
+        assert "temperature" in code and "max_tokens" in code, name
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize(("name", "language", "code", "shown"), SNIPPETS, ids=lambda part: part[:12])
+def test_a_snippet_gives_the_output_that_is_shown(name: str, language: str, code: str, shown: str, url: str) -> None:
+    if "temperature=1" in code and cpu_kernels() is None:
+        pytest.skip("the answer that is shown is that of the CPU kernels")
+    ours = code.replace("http://127.0.0.1:8000", url)
+    assert ours != code
+    command = [sys.executable, "-c", ours] if language == "python" else ["bash", "-c", ours]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=Path(sys.prefix)).stdout
+    if language != "python":
+        reply = json.loads(said)
+        assert reply["verdict"] == "verified"
+        said = reply["choices"][0]["message"]["content"] + "\n"
+    assert said == shown, name
+
+
+@pytest.mark.slow
+def test_the_engine_without_a_server_gives_the_output_that_is_shown() -> None:
+    ((code, shown),) = _ENGINE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    try:
+        fetch_model("smollm2-135m")
+    except FetchFailed as error:
+        pytest.skip(str(error))
+    if cpu_kernels() is None:
+        pytest.skip("the answer that is shown is that of the CPU kernels")
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300, cwd=ROOT
+    )
+    assert made.stdout == shown

@@ -1,0 +1,399 @@
+"""The gate over HTTP: which routes need a key, what a refusal looks like, what a key may use; and no key is told."""
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from serve_app.access.access import Access
+from serve_app.access.keys import KeyStore, digest_of
+from serve_app.access.request_gate import Gate
+from serve_app.errors import AccessDenied
+from serve_app.http.admin import Admin, SpeculationOrder
+from serve_app.openai.prepared_request import Limits
+from serve_app.page.feed import StatusFeed
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from tests.support.fake_serving import Served, ServeFake
+
+KEYS: dict[str, dict[str, Any]] = {  # by id; the key itself is secret-<id>
+    "user": {},
+    "admin": {"scopes": ["admin"]},
+    "one-at-a-time": {"limits": {"max_concurrent": 1}},
+    "two-requests": {"limits": {"requests_per_minute": 2}},
+    "ten-tokens": {"limits": {"tokens_per_minute": 10}},
+    "short": {"limits": {"max_prompt_tokens": 8}},
+    "low": {"limits": {"earliest_priority": 5}},
+    "early": {"limits": {"earliest_priority": -3}},
+}
+HI = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+PROMPT = {"model": "fake", "prompt": "hello", "max_tokens": 4}
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Guarded:
+    """A server with keys, and all routes there are."""
+
+    def __init__(self, served: Served, sink: PrometheusSink, clock: Clock) -> None:
+        self.served = served
+        self.sink = sink
+        self.clock = clock
+
+    def ask(self, path: str, key: str | None, body: Any = None, **headers: str) -> httpx.Response:
+        """GET, or POST of a body, with the key of an id."""
+        if key is not None:
+            headers["authorization"] = f"Bearer secret-{key}"
+        url = self.served.url + path
+        if body is None:
+            return httpx.get(url, headers=headers, timeout=120)
+        return httpx.post(url, json=body, headers=headers, timeout=120)
+
+    def metric(self, name: str, **labels: str) -> float:
+        found = [value for what, own, value in self.sink.samples() if what == name and labels.items() <= own.items()]
+        return sum(found)
+
+
+async def nothing() -> list[dict[str, Any]]:
+    return []
+
+
+async def obey(order: SpeculationOrder) -> list[dict[str, Any]]:
+    return []
+
+
+async def page() -> tuple[bytes, str]:
+    return b"truespec_x 1\n", "text/plain"
+
+
+async def well() -> None:
+    return None
+
+
+async def status() -> dict[str, Any]:
+    return {"history": []}
+
+
+@pytest.fixture(scope="module")
+def make(serve_fake: ServeFake, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Guarded]:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys = [
+        {"id": name, "sha256": digest_of(f"secret-{name}"), "scopes": ["user"], **own} for name, own in KEYS.items()
+    ]
+    path.write_text(yaml.safe_dump({"keys": keys}))
+
+    def make(**options: bool) -> Guarded:
+        sink, clock = PrometheusSink(), Clock()
+        access = Access(KeyStore(path))
+        gate = Gate(access, Metrics([sink], model_name="fake", pool="decode"), clock=clock, **options)
+        admin = Admin(access, nothing, obey)
+        return Guarded(
+            serve_fake(metrics=page, health=well, admin=admin, page=StatusFeed(status), gate=gate, step_s=0.01),
+            sink,
+            clock,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def module_guarded(make: Callable[..., Guarded]) -> Guarded:
+    return make()
+
+
+@pytest.fixture
+def guarded(module_guarded: Guarded) -> Iterator[Guarded]:
+    module_guarded.served.script.clear()
+    module_guarded.clock.now += 600  # every bucket is full again
+    yield module_guarded
+    module_guarded.served.wait_until_idle()
+
+
+ROUTES: list[tuple[str, Any, str]] = [  # path, body of a POST, what it needs
+    ("/", None, "nothing"),
+    ("/page/page.js", None, "nothing"),
+    ("/healthz", None, "nothing"),
+    ("/metrics", None, "nothing"),
+    ("/openapi.json", None, "nothing"),
+    ("/status", None, "user"),
+    ("/status/events", None, "user"),
+    ("/v1/models", None, "user"),
+    ("/v1/models/fake", None, "user"),
+    ("/v1/chat/completions", HI, "user"),
+    ("/v1/completions", PROMPT, "user"),
+    ("/v1/completions", {"nonsense": 1}, "user"),
+    ("/v1/embeddings", {}, "user"),
+    ("/v1/whatever", None, "user"),
+    ("/admin/speculation", None, "admin"),
+    ("/admin/speculation", {"mode": "off"}, "admin"),
+]
+
+
+def code_of(guarded: Guarded, path: str, key: str | None, body: Any) -> int:
+    """The status, without waiting for the end of a stream that has none."""
+    headers = {} if key is None else {"authorization": f"Bearer secret-{key}"}
+    method = "GET" if body is None else "POST"
+    with httpx.stream(method, guarded.served.url + path, headers=headers, json=body, timeout=120) as response:
+        return response.status_code
+
+
+@pytest.mark.parametrize(("path", "body", "needs"), ROUTES)
+def test_what_each_route_needs(guarded: Guarded, path: str, body: Any, needs: str) -> None:
+    reported = {key: code_of(guarded, path, key, body) for key in (None, "unknown", "user", "admin")}
+    if needs == "nothing":
+        assert set(reported.values()) == {200}
+        return
+    assert (reported[None], reported["unknown"]) == (401, 401)
+    assert reported["admin" if needs == "user" else "user"] == 403
+    assert reported[needs] not in (401, 403)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//v1/models",
+        "/v1//models",
+        "/./v1/models",
+        "/V1/models",
+        "/%76%31/models",
+        "/v1%2fmodels",
+        "/page/../v1/models",
+    ],
+)
+def test_no_spelling_of_a_path_leads_around_the_gate(guarded: Guarded, path: str) -> None:
+    with httpx.Client() as client:
+        request = client.build_request("GET", guarded.served.url)
+        request.url = request.url.copy_with(raw_path=path.encode())
+        assert client.send(request).status_code in (401, 404)
+
+
+def test_every_route_lies_behind_the_gate(module_guarded: Guarded) -> None:
+    """Whatever is added later: a route that nobody thought of needs a key."""
+    gate = Gate(Access(admin_token="t"))
+    assert gate.admit("/v1/new", None).id == ""
+    for route in ("/admin/new", "/administer"):
+        with pytest.raises(AccessDenied):
+            gate.admit(route, None)
+
+
+def test_operations_can_be_closed(make: Callable[..., Guarded]) -> None:
+    closed = make(open_metrics=False, open_health=False)
+    for path in ("/metrics", "/healthz"):
+        assert [closed.ask(path, key).status_code for key in (None, "unknown", "user", "admin")] == [401, 401, 200, 200]
+
+
+def test_a_refusal_has_openais_form(guarded: Guarded) -> None:
+    denied = guarded.ask("/v1/models", None)
+    assert denied.headers["www-authenticate"] == "Bearer"
+    assert denied.headers["x-request-id"]
+    assert denied.json()["error"] == {
+        "message": "This needs a valid key: send it as 'Authorization: Bearer KEY'.",
+        "type": "authentication_error",
+        "param": None,
+        "code": "invalid_api_key",
+    }
+    forbidden = guarded.ask("/admin/speculation", "user").json()["error"]
+    assert (forbidden["type"], forbidden["code"]) == ("permission_error", "forbidden")
+    assert "admin" in forbidden["message"]
+    assert guarded.metric("truespec_refusals_total", reason="unauthenticated") >= 1
+    assert guarded.metric("truespec_refusals_total", reason="forbidden") >= 1
+
+
+def test_the_openai_client_sends_its_key(guarded: Guarded) -> None:
+    def client(key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{guarded.served.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    assert client("secret-user").chat.completions.create(**HI).choices  # type: ignore[call-overload]
+    with pytest.raises(openai.AuthenticationError) as denied:
+        client("secret-nobody").models.list()
+    assert denied.value.code == "invalid_api_key"
+    with pytest.raises(openai.PermissionDeniedError):
+        client("secret-admin").models.list()
+
+
+# ---- limits
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    return dict(response.json()["error"])
+
+
+def test_a_key_has_so_many_requests_under_way(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = guarded.served.backend
+    monkeypatch.setattr(backend, "config", dataclasses.replace(backend.config, step_s=0.15))  # 10 s, for a busy machine
+    before = guarded.metric("truespec_refusals_total", reason="key_concurrency")
+    long = HI | {"max_tokens": 200, "stream": True}
+    headers = {"authorization": "Bearer secret-one-at-a-time"}
+    url = f"{guarded.served.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=long, headers=headers, timeout=120) as first:
+        assert first.status_code == 200
+        lines = first.iter_lines()
+        next(lines)
+        refused = guarded.ask("/v1/completions", "one-at-a-time", PROMPT)
+        assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert guarded.ask("/v1/completions", "user", PROMPT).status_code == 200, "others go on"
+    guarded.served.wait_until_idle()  # the client left; what it held is free again
+    assert guarded.ask("/v1/completions", "one-at-a-time", PROMPT).status_code == 200
+    assert guarded.ask("/v1/completions", "one-at-a-time", {"nonsense": 1}).status_code == 400
+    assert guarded.ask("/v1/completions", "one-at-a-time", PROMPT).status_code == 200, "a refused one holds nothing"
+    assert guarded.metric("truespec_refusals_total", reason="key_concurrency") == before + 1
+
+
+def test_a_key_has_so_many_requests_a_minute(guarded: Guarded) -> None:
+    assert [guarded.ask("/v1/completions", "two-requests", PROMPT).status_code for _ in range(3)] == [200, 200, 429]
+    refused = guarded.ask("/v1/completions", "two-requests", PROMPT)
+    assert "2 requests a minute" in error_of(refused, 429)["message"]
+    assert refused.headers["retry-after"] == "30", "one of two a minute"
+    assert guarded.ask("/v1/models", "two-requests").status_code == 200, "what computes nothing is not counted"
+    guarded.clock.now += 30
+    assert [guarded.ask("/v1/completions", "two-requests", PROMPT).status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_key_has_so_many_tokens_a_minute(guarded: Guarded) -> None:
+    reply = guarded.ask("/v1/completions", "ten-tokens", PROMPT | {"max_tokens": 30, "ignore_eos": True})
+    used = reply.json()["usage"]["total_tokens"]
+    assert used > 30
+    assert guarded.metric("truespec_key_tokens_total", key="ten-tokens") == used
+    refused = guarded.ask("/v1/completions", "ten-tokens", PROMPT)
+    assert "10 tokens a minute" in error_of(refused, 429)["message"]
+    wait_s = int(refused.headers["retry-after"])
+    assert abs(wait_s - (used - 10 + 1) * 6) <= 1, "what was used too much is made up for first"
+    guarded.clock.now += wait_s - 7
+    assert guarded.ask("/v1/completions", "ten-tokens", PROMPT).status_code == 429
+    guarded.clock.now += 7
+    assert guarded.ask("/v1/completions", "ten-tokens", PROMPT).status_code == 200
+
+
+def test_a_prompt_that_is_refused_costs_nothing(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = guarded.metric("truespec_key_tokens_total", key="ten-tokens")
+    backend = guarded.served.backend
+    with monkeypatch.context() as full:
+        full.setattr(backend, "config", dataclasses.replace(backend.config, max_num_seqs=0))
+        for stream in (False, True, False):
+            body = PROMPT | {"prompt": [5] * 50, "stream": stream}
+            refused = guarded.ask("/v1/completions", "ten-tokens", body)
+            assert error_of(refused, 429)["code"] == "engine_overloaded", "the server has no room, the key has"
+    assert guarded.metric("truespec_key_tokens_total", key="ten-tokens") == before
+    assert guarded.ask("/v1/completions", "ten-tokens", PROMPT).status_code == 200
+
+
+def test_a_stream_is_paid_for_as_it_comes_also_when_its_client_leaves(guarded: Guarded) -> None:
+    before = guarded.metric("truespec_key_tokens_total", key="user")
+    headers = {"authorization": "Bearer secret-user"}
+    body = PROMPT | {"max_tokens": 200, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{guarded.served.url}/v1/completions", json=body, headers=headers) as response:
+        lines = response.iter_lines()
+        while "data" not in next(lines):
+            pass
+    guarded.served.wait_until_idle()
+    spent = guarded.metric("truespec_key_tokens_total", key="user") - before
+    num_prompt = len(guarded.served.source.requests[-1].prompt_token_ids)
+    assert num_prompt + 1 <= spent < num_prompt + 200
+
+
+def test_a_key_has_so_many_prompt_tokens(guarded: Guarded) -> None:
+    assert guarded.ask("/v1/completions", "short", PROMPT | {"prompt": [5] * 8}).status_code == 200
+    refused = error_of(guarded.ask("/v1/completions", "short", PROMPT | {"prompt": [5] * 9}), 400)
+    assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
+    assert "9 tokens, and may have 8" in refused["message"]
+
+
+def test_a_priority_is_asked_for_within_what_the_key_may(guarded: Guarded) -> None:
+    def priority(key: str, **body: int) -> int:
+        assert guarded.ask("/v1/completions", key, PROMPT | body).status_code == 200
+        return guarded.served.source.requests[-1].priority
+
+    assert (priority("user"), priority("user", priority=7), priority("user", priority=0)) == (0, 7, 0)
+    assert (priority("low"), priority("low", priority=5)) == (5, 5), "who may not be earlier is not by default either"
+    assert (priority("early"), priority("early", priority=-3)) == (0, -3)
+    for key, asked in (("user", -1), ("low", 4), ("early", -4)):
+        refused = error_of(guarded.ask("/v1/completions", key, PROMPT | {"priority": asked}), 403)
+        assert (refused["param"], refused["code"]) == ("priority", "priority_forbidden")
+    for wrong in (101, -101, 1.5, "0", True):
+        assert (
+            error_of(guarded.ask("/v1/completions", "early", PROMPT | {"priority": wrong}), 400)["param"] == "priority"
+        )
+
+
+# ---- secrets
+
+
+HOSTILE = "hunter2-s3cret"
+
+
+def hostile_requests(url: str) -> None:
+    """Requests that try to have a key written somewhere."""
+    attempts: list[tuple[str, str, dict[str, Any]]] = [
+        ("GET", "/v1/models", {}),
+        ("GET", f"/v1/models/{HOSTILE}", {"headers": {"authorization": "Bearer secret-user"}}),
+        ("POST", "/v1/completions", {"content": b"\xff{"}),
+        ("POST", "/v1/completions", {"json": {"model": "fake", "prompt": "x", "authorization": HOSTILE}}),
+        ("POST", "/v1/chat/completions", {"json": {"model": "fake", "messages": [{"role": HOSTILE, "content": "x"}]}}),
+        ("POST", "/admin/speculation", {"json": {"mode": "off"}}),
+        ("GET", "/status", {"headers": {"authorization": f"Basic {HOSTILE}"}}),
+        ("GET", "/metrics", {}),
+        ("GET", f"/nowhere?api_key={HOSTILE}", {}),
+    ]
+    for method, path, options in attempts:
+        headers = {"authorization": f"Bearer {HOSTILE}", "x-request-id": "r1"} | options.pop("headers", {})
+        response = httpx.request(method, url + path, headers=headers, timeout=120, **options)
+        assert "secret-user" not in response.text
+        if HOSTILE not in path:  # who puts it into a path is reported of that path
+            assert HOSTILE not in response.text
+
+
+def test_no_key_gets_into_logs_errors_or_metrics(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        hostile_requests(guarded.served.url)
+        for key in ("user", "admin", "ten-tokens", "ten-tokens", "low"):
+            body = PROMPT | {"priority": -1, "prompt": "a private prompt"}
+            guarded.ask("/v1/completions", key, body)
+        guarded.served.script.fail_at = 1
+        assert guarded.ask("/v1/completions", "user", PROMPT | {"max_tokens": 9}).status_code == 500
+    ours = [record for record in caplog.records if record.name.startswith(("serve_app", "truespec", "speculative"))]
+    assert ours, "something was logged at all"
+    reported = "\n".join(logging.Formatter("%(message)s").format(record) + repr(record.__dict__) for record in ours)
+    assert not re.search(r"secret-(user|admin|ten|low)", reported)
+    assert "private prompt" not in reported
+    for line in reported.splitlines():  # the path is what the client put there itself
+        assert HOSTILE not in re.sub(r"/v1/models/\S+", "", line), line
+    exposed = guarded.sink.exposition()[0].decode()
+    assert "secret-" not in exposed and HOSTILE not in exposed
+    assert 'key="ten-tokens"' in exposed
+
+
+def test_a_callers_key_is_in_no_object_that_could_be_printed(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(json.dumps({"keys": [{"id": "a", "sha256": digest_of("the-key"), "scopes": ["user"]}]}))
+    caller = Access(KeyStore(path)).require(None, "Bearer the-key")
+    assert "the-key" not in repr(caller) and digest_of("the-key") not in repr(caller)
+
+
+def test_the_service_has_a_limit_for_prompts_too(serve_fake: ServeFake) -> None:
+    served = serve_fake(Limits(max_prompt_tokens=6))
+    assert served.post("/v1/completions", **PROMPT | {"prompt": [5] * 6}).status_code == 200
+    for path, body, param in (
+        ("/v1/completions", PROMPT | {"prompt": [[5], [5] * 7]}, "prompt"),
+        ("/v1/chat/completions", HI | {"messages": [{"role": "user", "content": "a long question, this"}]}, "messages"),
+    ):
+        refused = error_of(served.post(path, **body), 400)
+        assert (refused["param"], refused["code"]) == (param, "context_length_exceeded")
+        assert "may have 6" in refused["message"]
+    assert not served.source.requests[1:], "none of a body is begun where one of its prompts is refused"

@@ -1,0 +1,343 @@
+"""The YAML: shipped files load, and each kind of fault is reported with its field."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from serve_app.config.app_config import AppConfig
+from serve_app.config.files import load_config, parse_args
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[3] / "deploy" / "configs"
+GOOD: dict[str, Any] = {
+    "proxy_location": "HeadOnly",
+    "http_options": {"host": "127.0.0.1", "port": 8000},
+    "applications": [
+        {
+            "name": "truespec",
+            "route_prefix": "/",
+            "import_path": "serve_app.app:build_app",
+            "args": {"version": 1, "model": {"source": "smollm2-135m"}},
+        }
+    ],
+}
+
+
+def written(tmp_path: Path, path: str, value: object) -> Path:
+    """The good file with one field changed; `args.` stands for the application's args."""
+    data = copy.deepcopy(GOOD)
+    *sections, last = path.split(".")
+    place = data
+    if sections[:1] == ["args"]:
+        place, sections = data["applications"][0]["args"], sections[1:]
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[last] = value
+    file = tmp_path / "app.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "monolith.yaml", "resilient.yaml", "vllm.yaml"])
+def test_shipped_files_load_and_are_ray_serve_configs(name: str) -> None:
+    schema = pytest.importorskip("ray.serve.schema")
+    ours = load_config(CONFIGS / name)
+    rays = schema.ServeDeploySchema.model_validate(yaml.safe_load((CONFIGS / name).read_text()))
+    assert rays.http_options.port == ours.http_options.port == 8000
+    assert rays.proxy_location.value == ours.proxy_location
+    assert rays.applications[0].import_path == ours.application.import_path
+    assert parse_args(rays.applications[0].args) == ours.application.args
+
+
+def test_the_demo_is_one_prefill_and_one_decode_replica_with_a_core_each() -> None:
+    config = load_config(CONFIGS / "demo.yaml").application.args
+    assert config.model.source == "smollm2-135m"
+    assert config.pool_names == ("prefill", "decode")
+    for name in config.pool_names:
+        assert (config.pool(name).replicas, config.pool(name).num_cpus) == (1, 1)
+        assert config.engine_config(name).num_threads == 1
+    assert config.engine_config("decode").dtype == "bfloat16"
+    drafter = config.engine_config("decode").drafter
+    assert (drafter.kind, drafter.model) == ("eagle3", "smollm2-135m-eagle3")
+
+
+def test_the_monolith_is_one_replica_with_two_cores() -> None:
+    config = load_config(CONFIGS / "monolith.yaml").application.args
+    assert config.pool_names == ("monolith",)
+    assert config.engine_config("monolith").num_threads == 2
+    with pytest.raises(ConfigError, match="no pool decode"):
+        config.pool("decode")
+
+
+def test_every_engine_setting_reaches_the_engine() -> None:
+    config = parse_args(
+        {
+            "model": {"source": "models/tiny/"},
+            "engine": {
+                "dtype": "float32",
+                "device": "cpu",
+                "max_model_len": 100,
+                "max_num_seqs": 3,
+                "max_batched_tokens": 64,
+                "kv_cache_tokens": 256,
+                "block_size": 32,
+                "prefix_caching": False,
+                "logprobs_mode": "processed_logprobs",
+                "verifier": "block",
+                "self_check_share": 0.25,
+            },
+            "replay": {"share": 0.0},
+            "drafter": {"kind": "ngram", "num_draft_tokens": 7, "ngram_max": 5, "ngram_min": 3},
+            "pools": {"prefill": {"num_cpus": 3.5}},
+        }
+    )
+    assert config.engine_config("prefill") == EngineConfig(
+        max_model_len=100,
+        max_num_seqs=3,
+        max_batched_tokens=64,
+        kv_cache_tokens=256,
+        block_size=32,
+        prefix_caching=False,
+        dtype="float32",
+        device="cpu",
+        num_threads=3,
+        logprobs_mode="processed_logprobs",
+        verifier="block",
+        self_check_share=0.25,
+        drafter=DrafterConfig(kind="ngram", num_draft_tokens=7, ngram_max=5, ngram_min=3),
+    )
+    assert config.model.served_name == "tiny"
+
+
+def test_the_suffix_drafter_and_the_draft_length_are_set_up() -> None:
+    drafter = {
+        "kind": "suffix",
+        "suffix_depth": 12,
+        "suffix_min_match": 3,
+        "suffix_min_probability": 0.5,
+        "suffix_max_tokens": 0,
+        "length": "dynamic",
+    }
+    config = parse_args({"model": {"source": "m"}, "drafter": drafter})
+    assert config.engine_config("decode").drafter == DrafterConfig(**drafter)  # type: ignore[arg-type]
+
+
+def test_a_replica_with_less_than_a_core_gets_one_thread() -> None:
+    config = parse_args({"model": {"source": "m"}, "pools": {"decode": {"num_cpus": 0.5}}})
+    assert config.engine_config("decode").num_threads == 1
+
+
+def test_our_defaults_are_the_engines() -> None:
+    config = parse_args({"model": {"source": "hub/name", "name": "served"}})
+    assert config.engine_config("decode") == EngineConfig()
+    assert config.model.served_name == "served"
+
+
+def test_what_rounding_does_depends_on_the_type_unless_it_is_set() -> None:
+    replay = parse_args({"model": {"source": "m"}}).replay
+    assert replay.edge_of("float32") < replay.edge_of("bfloat16")
+    assert parse_args({"model": {"source": "m"}, "replay": {"edge_nats": 0.5}}).replay.edge_of("float32") == 0.5
+
+
+def test_settings_are_frozen() -> None:
+    config = parse_args({"model": {"source": "m"}})
+    with pytest.raises(ValidationError, match="frozen"):
+        config.version = 2  # type: ignore[assignment, misc]
+
+
+FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told, part of the message)
+    ("proxy_location", "Everywhere", "proxy_location", "HeadOnly"),
+    ("http_options.port", 70000, "http_options.port", "65535"),
+    ("http_options.prot", 8000, "http_options.prot", "did you mean port?"),
+    ("grpc_options", {}, "grpc_options", "is not a field"),
+    ("applications", [], "applications", "at least 1"),
+    ("applications", GOOD["applications"] * 2, "applications", "at most 1"),
+    ("args.version", 2, "args.version", "should be 1"),
+    ("args.model", {}, "args.model.source", "is missing"),
+    ("args.model", "smollm2-135m", "args.model", "dictionary"),
+    ("args.model.source", "", "args.model.source", "at least 1 character"),
+    ("args.model.source", "/", "args.model.name", "source '/' ends in no name to ask for, so set one"),
+    ("args.modle", {}, "args.modle", "did you mean model?"),
+    ("args.engine.kind", "sglang", "args.engine.kind", "'torch' or 'vllm'"),
+    ("args.vllm", {}, "args.vllm", "engine.kind is torch; remove it"),
+    ("args.engine.dtype", "float16", "args.engine.dtype", "bfloat16"),
+    ("args.engine.device", "gpu", "args.engine.device", "cuda"),
+    ("args.engine.max_num_seqs", 0, "args.engine.max_num_seqs", "greater than or equal to 1"),
+    ("args.engine.max_num_seqs", "16", "args.engine.max_num_seqs", "valid integer"),
+    ("args.engine.max_num_seqs", True, "args.engine.max_num_seqs", "valid integer"),
+    ("args.engine.max_model_len", 1, "args.engine.max_model_len", "greater than or equal to 2"),
+    ("args.engine.max_model_len", 32768, "args.engine.kv_cache_tokens", "lower max_model_len"),
+    ("args.engine.max_batched_tokens", 79, "args.engine.max_batched_tokens", "= 80"),
+    ("args.engine.kv_cache_tokens", 1000, "args.engine.kv_cache_tokens", "multiple of block_size (16)"),
+    ("args.engine.prefix_caching", "yes", "args.engine.prefix_caching", "boolean"),
+    ("args.engine.logprobs_mode", "raw", "args.engine.logprobs_mode", "raw_logprobs"),
+    ("args.drafter.kind", "medusa", "args.drafter.kind", "ngram"),
+    ("args.drafter.kind", "eagle3", "args.drafter.model", "needs a folder"),
+    ("args.drafter.model", "heads/mine", "args.drafter.model", "remove it or change kind"),
+    ("args.drafter.num_draft_tokens", 65, "args.drafter.num_draft_tokens", "64"),
+    ("args.drafter.ngram_min", 9, "args.drafter.ngram_min", "at most ngram_max (4)"),
+    ("args.drafter.suffix_depth", 257, "args.drafter.suffix_depth", "256"),
+    ("args.drafter.suffix_min_match", 33, "args.drafter.suffix_min_match", "at most suffix_depth (32)"),
+    ("args.drafter.suffix_min_probability", 1.5, "args.drafter.suffix_min_probability", "less than or equal to 1"),
+    ("args.drafter.suffix_max_tokens", -1, "args.drafter.suffix_max_tokens", "greater than or equal to 0"),
+    ("args.drafter.length", "adaptive", "args.drafter.length", "dynamic"),
+    ("args.topology", "both", "args.topology", "monolith"),
+    ("args.pools.monolith", {"replicas": 1}, "args.pools.monolith", "remove it or change topology"),
+    ("args.pools.decode.replicas", 0, "args.pools.decode.replicas", "greater than or equal to 1"),
+    ("args.pools.decode.num_cpus", -1, "args.pools.decode.num_cpus", "greater than or equal to 0"),
+    ("args.pools.decode.num_cpus", float("nan"), "args.pools.decode.num_cpus", "finite"),
+    ("args.pools.decode.num_cpus", 1e-9, "args.pools.decode.num_cpus", "must be 0 or at least 0.0001"),
+    ("args.pools.decode.num_gpus", 1e-5, "args.pools.decode.num_gpus", "must be 0 or at least 0.0001"),
+    ("args.pools.router.num_cpus", 1e-5, "args.pools.router.num_cpus", "must be 0 or at least 0.0001"),
+    ("args.engine.logprobs_mode", "raw_logits", "args.replay.share", "set replay.share to 0"),
+    ("args.engine.verifier", "synthetic", "args.engine.verifier", "token_wise"),
+    ("args.replay.share", 1.5, "args.replay.share", "less than or equal to 1"),
+    ("args.replay.max_queue", 0, "args.replay.max_queue", "greater than or equal to 1"),
+    ("args.replay.max_tme", 1.0, "args.replay.max_tme", "greater than 1"),
+    ("args.replay.verify_timeout_s", float("inf"), "args.replay.verify_timeout_s", "finite"),
+    ("args.breaker.mode", "automatic", "args.breaker.mode", "'auto', 'on' or 'off'"),
+    ("args.breaker.mode", False, "args.breaker.mode", "'auto', 'on' or 'off'"),
+    ("args.breaker.cooldown_s", 0, "args.breaker.cooldown_s", "greater than 0"),
+    ("args.breaker.windows_s", 1, "args.breaker.windows_s", "did you mean window_s?"),
+    ("args.dumps.folder", "", "args.dumps.folder", "at least 1 character"),
+    ("args.admin.token", "s3cret", "args.admin.token", "did you mean token_file?"),
+    ("args.observability.log_format", "xml", "args.observability.log_format", "'text' or 'json'"),
+    ("args.observability.log_level", "INFO", "args.observability.log_level", "'info'"),
+    ("args.observability.traces_endpoint", "collector:4318", "args.observability.traces_endpoint", "with its path"),
+    ("args.observability.traces_endpoint", "http://collector:4318", "args.observability.traces_endpoint", "/v1/traces"),
+    ("args.observability.traces_share", 1.1, "args.observability.traces_share", "less than or equal to 1"),
+    ("args.limits.request_timeout_s", 0, "args.limits.request_timeout_s", "greater than 0"),
+    ("args.limits.max_choices", 2.5, "args.limits.max_choices", "valid integer"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "field", "part"), FAULTS, ids=[f"{f[0]}={f[1]!r}"[:60] for f in FAULTS])
+def test_a_bad_value_is_reported_with_file_and_field(
+    tmp_path: Path, path: str, value: object, field: str, part: str
+) -> None:
+    file = written(tmp_path, path, value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    (line,) = str(caught.value).splitlines()
+    field = re.sub(r"^args", "applications[0].args", field)
+    assert line.startswith(f"{file}: {field}: ")
+    assert part in line
+
+
+@pytest.mark.parametrize(
+    ("engine", "pools", "field"),
+    [
+        ({"device": "cpu"}, {"prefill": {"num_gpus": 1}}, "pools.prefill.num_gpus"),
+        ({"device": "cuda"}, {"prefill": {"num_gpus": 1}}, "pools.decode.num_gpus"),
+    ],
+)
+def test_device_and_gpus_must_agree(engine: dict[str, Any], pools: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^args\.{re.escape(field)}: ") as caught:
+        parse_args({"model": {"source": "m"}, "engine": engine, "pools": pools})
+    assert "set it to" in str(caught.value)
+
+
+def test_a_monolith_with_a_prefill_pool_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^args\.pools\.prefill: is set, but topology monolith has only monolith"):
+        parse_args({"model": {"source": "m"}, "topology": "monolith", "pools": {"prefill": {}}})
+
+
+def test_every_fault_gets_a_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args({"model": {"source": "m"}, "engine": {"dtype": "int8"}, "replay": {"share": -1}})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["args.engine.dtype", "args.replay.share"]
+
+
+WRONG_VALUES = [
+    "2026-99-99",
+    "!!int abc",
+    "!!bool abc",
+    "!!timestamp abc",
+    "9" * 5000,
+    f"0x{'f' * 5000}",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "the file: "),
+        ("- 1\n", "the file: "),
+        ("applications: [\n", "is not YAML: "),
+        ("a: 1\na: 2\n", "'a' is given twice"),
+        ("\ta: 1\n", "is not YAML: "),
+        *((f"a: {value}\n", f"is not YAML: {value.split()[-1][:40]!r} is no ") for value in WRONG_VALUES),
+        ("a: !!set [a]\n", "is not YAML: "),
+        (f"a: {'[' * 3000}", "is not YAML: "),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_file_that_is_no_config_is_reported(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "app.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: ")) as caught:
+        load_config(file)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "part"),
+    [("/llm/", "must not end with /"), ("//", "must not end with /"), ("/{x}", "without { and }"), ("llm", "match")],
+)
+def test_a_prefix_that_ray_refuses_is_reported(tmp_path: Path, prefix: str, part: str) -> None:
+    application = GOOD["applications"][0] | {"route_prefix": prefix}
+    file = written(tmp_path, "applications", [application])
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: applications[0].route_prefix: ")) as caught:
+        load_config(file)
+    assert part in str(caught.value)
+    assert load_config(written(tmp_path, "applications", [application | {"route_prefix": "/llm"}]))
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "field"),
+    [
+        ("kv_usage", 5, "policy.policy_kwargs.targets.kv_usage: Input should be less than or equal to 1, got 5.0."),
+        ("kv_usage", float("nan"), "policy.policy_kwargs: must be targets: above 0"),
+        ("running_share", float("inf"), "policy.policy_kwargs: must be targets: above 0"),
+    ],
+)
+def test_an_override_that_its_pool_cannot_take_is_reported(
+    tmp_path: Path, target: str, value: float, field: str
+) -> None:
+    policy = {
+        "policy_function": "serve_app.routing.autoscaling:LoadPolicy",
+        "policy_kwargs": {"targets": {target: value}},
+    }
+    override = {"name": "DecodeServer", "autoscaling_config": {"max_replicas": 2, "policy": policy}}
+    file = written(tmp_path, "applications", [GOOD["applications"][0] | {"deployments": [override]}])
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(f"{file}: applications[0].deployments[0].autoscaling_config.{field}")
+
+
+def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
+    file = tmp_path / "app.yaml"
+    file.write_text(
+        "applications:\n- args:\n    model: {source: m}\n    pools:\n      prefill: &pool {num_cpus: 2}\n"
+        "      decode: {<<: *pool, replicas: 3}\n"
+    )
+    decode = load_config(file).application.args.pool("decode")
+    assert (decode.num_cpus, decode.replicas) == (2, 3)
+
+
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_the_schema_of_the_args_can_be_written_down() -> None:
+    schema = AppConfig.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) == set(AppConfig.model_fields)

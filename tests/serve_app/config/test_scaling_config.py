@@ -1,0 +1,145 @@
+"""Numbers of replicas: in the pools, or as overrides of deployments, which Ray Serve changes without a restart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from ray.serve.config import AutoscalingConfig
+
+from serve_app.app import build_app
+from serve_app.config import app_config, scaling, serve_file
+from serve_app.config.files import load_config, parse_args
+from serve_app.config.serve_file import ServeFile
+from speculative.errors import ConfigError
+
+AUTO = {"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 3.0}  # in Ray Serve's words
+BY_REQUESTS = {**AUTO, "policy": "requests"}
+BY_LOAD = {"max_replicas": 4, "target_kv_usage": 0.5, "downscale_delay_s": 30.0}
+
+
+def written(tmp_path: Path, *deployments: dict[str, Any], **args: Any) -> Path:
+    application = {"args": {"model": {"source": "x"}, **args}, "deployments": list(deployments)}
+    file = tmp_path / "app.yaml"
+    file.write_text(yaml.safe_dump({"applications": [application]}))
+    return file
+
+
+def options(app: Any, name: str) -> Any:
+    """What Ray Serve was given for a deployment of the built application."""
+    waiting = [app._bound_deployment]
+    while waiting:
+        deployment = waiting.pop()
+        if deployment.name == name:
+            return deployment
+        waiting += [part._bound_deployment for part in deployment.init_args if hasattr(part, "_bound_deployment")]
+    raise AssertionError(f"no deployment {name}")
+
+
+def test_autoscaling_and_labels_reach_ray_serve() -> None:
+    pools = {"decode": {"autoscaling": BY_REQUESTS, "label_selector": {"pool": "decode"}}, "prefill": {"replicas": 3}}
+    app = build_app({"model": {"source": "x"}, "pools": pools})
+    decode, prefill = options(app, "DecodeServer"), options(app, "PrefillServer")
+    scale = decode._deployment_config.autoscaling_config
+    assert isinstance(scale, AutoscalingConfig)
+    assert (scale.min_replicas, scale.max_replicas, scale.target_ongoing_requests) == (2, 5, 3.0)
+    assert decode.ray_actor_options["label_selector"] == {"pool": "decode"}
+    assert prefill._deployment_config.autoscaling_config is None
+    assert prefill.num_replicas == 3
+
+
+def test_our_policy_and_its_targets_reach_ray_serve() -> None:
+    pools = {"decode": {"autoscaling": BY_LOAD}, "prefill": {"autoscaling": {"max_replicas": 3}}}
+    app = build_app({"model": {"source": "x"}, "pools": pools})
+    targets = {}
+    for name in ("DecodeServer", "PrefillServer"):
+        scale = options(app, name)._deployment_config.autoscaling_config
+        assert scale.policy.policy_function == "serve_app.routing.autoscaling:LoadPolicy"
+        assert scale.policy.get_policy().__name__ == "LoadPolicy"
+        targets[name] = scale.policy.policy_kwargs["targets"]
+    assert targets == {
+        "DecodeServer": {"kv_usage": 0.5, "running_share": 0.8},
+        "PrefillServer": {"backlog_s": 2.0},
+    }
+    decode = options(app, "DecodeServer")._deployment_config.autoscaling_config
+    assert (decode.min_replicas, decode.max_replicas, decode.downscale_delay_s) == (1, 4, 30)
+
+
+def test_an_override_may_name_our_policy(tmp_path: Path) -> None:
+    policy = {
+        "policy_function": "serve_app.routing.autoscaling:LoadPolicy",
+        "policy_kwargs": {"targets": {"backlog_s": 3}},
+    }
+    override = {"name": "PrefillServer", "autoscaling_config": {"max_replicas": 4, "policy": policy}}
+    file = written(tmp_path, override)
+    scale = load_config(file).application.effective_args.pool("prefill").autoscaling
+    assert scale is not None and (scale.policy, scale.target_backlog_s, scale.max_replicas) == ("load", 3.0, 4)
+    AutoscalingConfig(**override["autoscaling_config"])
+    policy["policy_kwargs"] = {"targets": {"latency": 1}}
+    with pytest.raises(ConfigError, match="policy_kwargs: must be targets: above 0, of backlog_s, kv_usage, running_s"):
+        load_config(written(tmp_path, override))
+
+
+def test_overrides_replace_the_pools_numbers_and_nothing_else(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"name": "PrefillServer", "num_replicas": 3},
+        {"name": "DecodeServer", "autoscaling_config": AUTO},
+        pools={"decode": {"replicas": 2, "num_cpus": 4}},
+    )
+    config = load_config(file).application.effective_args
+    assert (config.pool("prefill").replicas, config.pool("prefill").num_cpus) == (3, 1)
+    assert config.pool("decode").autoscaling is not None
+    assert (config.pool("decode").most_replicas, config.pool("decode").num_cpus) == (5, 4)
+    assert load_config(file).application.args.pool("decode").replicas == 2
+
+
+def test_without_overrides_the_effective_args_are_the_args(tmp_path: Path) -> None:
+    application = load_config(written(tmp_path, pools={"decode": {"replicas": 2}})).application
+    assert application.effective_args == application.args
+
+
+@pytest.mark.parametrize(
+    ("deployments", "message"),
+    [
+        (
+            [{"name": "MonolithServer", "num_replicas": 1}],
+            "deployments[0].name: is MonolithServer, but topology",
+        ),
+        ([{"name": "DecodeServer"}], "deployments[0].num_replicas: or autoscaling_config must be set, and not both"),
+        ([{"name": "DecodeServer", "num_replicas": 1, "autoscaling_config": AUTO}], "must be set, and not both"),
+        ([{"name": "DecodeServer", "num_replicas": 1}] * 2, "deployments[0].name: is DecodeServer twice; merge them"),
+        ([{"name": "DecodeServer", "max_ongoing_requests": 1}], "max_ongoing_requests: is not a field"),
+    ],
+)
+def test_wrong_overrides_are_reported_with_the_fix(
+    tmp_path: Path, deployments: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(written(tmp_path, *deployments))
+    assert message in str(refused.value)
+
+
+def test_wrong_pools_are_reported_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match=r"args\.pools\.decode\.replicas: is set beside autoscaling; remove one"):
+        parse_args({"model": {"source": "x"}, "pools": {"decode": {"replicas": 2, "autoscaling": BY_LOAD}}})
+    with pytest.raises(ConfigError, match="target_ongoing_requests: means nothing to policy load; remove it or change"):
+        parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": AUTO}}})
+    with pytest.raises(ConfigError, match="target_kv_usage: means nothing to policy requests"):
+        parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": {**BY_LOAD, "policy": "requests"}}}})
+    scale = {"min_replicas": 2, "max_replicas": 1}
+    with pytest.raises(ConfigError, match=r"min_replicas: must be at most max_replicas \(1\); lower it"):
+        parse_args({"model": {"source": "x"}, "pools": {"decode": {"autoscaling": scale}}})
+
+
+def test_every_field_says_what_it_is() -> None:
+    sections = [
+        value
+        for module in (app_config, scaling, serve_file)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.__name__
+    ]
+    assert ServeFile in sections
+    bare = [f"{s.__name__}.{name}" for s in sections for name, field in s.model_fields.items() if not field.description]
+    assert not bare, "write a docstring below each field: the reference and the chart are made from them"

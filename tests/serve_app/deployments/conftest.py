@@ -1,0 +1,5 @@
+"""What the tests of deployments share."""
+
+from tests.support.referees import referee
+
+__all__ = ["referee"]

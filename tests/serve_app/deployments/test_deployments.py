@@ -1,0 +1,142 @@
+"""What replicas do of their own accord, with a fake engine and a fake referee, and without Ray around them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from serve_app.config.files import parse_args
+from serve_app.integrity.breaker import BreakerState, Mode
+from serve_app.integrity.heartbeat import Finished
+from speculative.errors import InvalidRequest
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from speculative.stats import StepStats
+from tests.support.referees import CLIENT, RefereeHandle, Worker
+
+
+@pytest.fixture
+async def worker(referee: RefereeHandle) -> AsyncIterator[Worker]:
+    made = object.__new__(Worker)
+    await made.__init__(parse_args({"model": {"source": "fake"}}), "decode", referee)  # type: ignore[misc]
+    referee.reports.clear()  # of its start
+    referee.callers.clear()
+    yield made
+    tasks = list(made._tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["before_it_is_heard", "before_it_is_answered"])
+async def test_a_report_whose_caller_leaves_is_sent_and_its_answer_obeyed(
+    worker: Worker, referee: RefereeHandle, way: int
+) -> None:
+    await worker.report()
+    referee.referee.order(Mode.OFF, None)
+    worker._started_guard().inspect(StepStats(alarms={"f": 1}))
+    worker._finished.append(Finished("cmpl-1-0", 1.0, 2.0))
+    worker.metrics.count("truespec_requests_total", 7, outcome="stop")
+    referee.far[way].clear()
+    caller = asyncio.create_task(worker.report())
+    await _settle()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    referee.far[way].set()
+    await worker.report()
+    assert [trip.reason for report in referee.reports for trip in report.trips] == ["selfcheck"]
+    assert [one.request_id for report in referee.reports for one in report.finished] == ["cmpl-1-0"]
+    assert referee.counted("requests_total") == 7
+    assert worker._started_guard().status.mode is Mode.OFF
+
+
+async def test_reports_go_one_at_a_time_and_take_along_what_their_callers_counted(
+    worker: Worker, referee: RefereeHandle
+) -> None:
+    referee.far[0].clear()
+    callers = []
+    for _ in range(5):
+        worker.metrics.count("truespec_requests_total", outcome="stop")
+        callers.append(asyncio.create_task(worker.report()))
+        await _settle()
+    assert len(referee.callers) == 1, "the others wait"
+    referee.far[0].set()
+    await asyncio.gather(*callers)
+    assert len(referee.reports) == 2, "those that waited share one"
+    assert referee.counted("requests_total") == 5
+    await worker.report()
+    assert len(referee.reports) == 3
+
+
+async def test_a_report_is_no_part_of_the_request_that_asked_for_it(worker: Worker, referee: RefereeHandle) -> None:
+    """Serve would cancel the call with the request."""
+    CLIENT.set("a client")
+    await worker.report()
+    assert referee.callers == ["nobody"]
+
+
+async def test_a_report_that_fails_is_reported_to_its_caller_and_the_next_one_goes(
+    worker: Worker, referee: RefereeHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.backend, "take_stats", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await worker.report()
+    await worker.report()
+    assert len(referee.reports) == 1
+
+
+async def _settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_the_handoffs_of_canaries_are_known_to_the_records_and_leave_nothing_behind(
+    worker: Worker, referee: RefereeHandle
+) -> None:
+    assert await worker.canary.try_out() is True
+    assert {job.prefilled_by for job in referee.jobs} == {"prefill-1"}
+    assert worker._prefilled_by == {}
+    streamed = await worker.ask(Request("cmpl-1-0", (5, 6), SamplingParams(max_tokens=8, ignore_eos=True)))
+    assert [one.prefilled_by for one in streamed if one.prefilled_by] == ["prefill-1"], "the router is reported once"
+    assert worker._prefilled_by == {} and worker._streamed == set()
+
+
+def _gives_up(request: Request) -> TokenDelta:
+    return TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error="its own rules left no token")
+
+
+def _refuses(request: Request) -> TokenDelta:
+    raise InvalidRequest("bad_words", "it cannot be served")
+
+
+@pytest.mark.parametrize("answer", [_gives_up, _refuses])
+async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
+    worker: Worker,
+    referee: RefereeHandle,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Callable[[Request], TokenDelta],
+) -> None:
+    """As when a client forbids every token that it allows."""
+    generate = worker.backend.resume
+
+    async def resume(request: Request, handoff: Any) -> AsyncGenerator[TokenDelta, None]:
+        if request.params.bad_words:
+            yield answer(request)
+            return
+        async with contextlib.aclosing(generate(request, handoff)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    monkeypatch.setattr(worker.backend, "resume", resume)
+    plain = SamplingParams(max_tokens=8, ignore_eos=True)
+    impossible = SamplingParams(allowed_token_ids=(5,), bad_words=((5,),))
+    for number, params in enumerate((plain, impossible)):
+        with contextlib.suppress(InvalidRequest):
+            await worker.ask(Request(f"cmpl-{number}-0", (number + 5, 6), params))
+    assert await worker.canary.try_out() is True
+    assert {job.request.prompt_token_ids[0] for job in referee.jobs} >= {5}
+    assert [one.request_id for one in worker._finished] == ["cmpl-0-0", "cmpl-1-0"], "what it said may be suspect"
+    assert worker._started_guard().status.state is BreakerState.CLOSED

@@ -1,0 +1,253 @@
+"""Any request that the API's own description allows, and many that it does not: never a 500, and nothing is left held.
+
+The engine behind it is a fake; front end, admission, scoring, gate and HTTP server are the real ones. Requests are
+drawn from the document that the service serves, the same in every run.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from serve_app.access.access import Access
+from serve_app.access.request_gate import Gate
+from serve_app.backends.fake import FakeBackend
+from serve_app.http.admin import Admin, SpeculationOrder
+from serve_app.http.openapi import OPERATIONS, document
+from serve_app.http.routes import Operations, build_ingress
+from serve_app.integrity.replays import Records
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.prepared_request import Limits
+from serve_app.openai.scoring import Scorer
+from serve_app.page.feed import StatusFeed
+from serve_app.page.page_routes import add_page
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.text.tokenizer import Tokenizer
+from tests.support.fake_serving import make_backend
+
+CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+# The stream of the status page lasts 30 s; weights have tests of their own.
+LEFT_OUT = ("/status/events", "/admin/weights", "/admin/pause", "/admin/resume")
+# Of tool calls: JSON inside JSON, half of it what no template can show.
+ARGUMENTS = [
+    *(
+        "{}",
+        '{"city": "\\ud83d\\ude42"}',
+        '{"a": [null, 1e400, {"b": "</tool_call>"}]}',
+        '{"a": ' * 60 + "1" + "}" * 60,
+    ),
+    *('{"a": "\\ud800"}', '{"\\u0000": 1}', '{"a": ' + "[" * 900 + "]" * 900 + "}", "[" * 5000, "[]", "{", "\0"),
+]
+COMPUTING = ("/v1/completions", "/v1/chat/completions", "/v1/score")
+TOKEN = "operator"
+
+
+class Fuzzed:
+    """The service, and what it holds."""
+
+    def __init__(self, tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> None:
+        self.backend: FakeBackend
+        self.backend, _ = make_backend(tokenizer, max_model_len=96)
+        self.backend._started = True
+        self.sink = PrometheusSink()
+        metrics = Metrics([self.sink], model_name="fake", pool="monolith")
+        self.source = ObservedSource(
+            PooledTokenSource(self.backend, metrics),
+            metrics,
+            Records("r1", 96),
+            choose=lambda _: False,
+            ended=lambda record, job: None,
+            limits=SourceLimits(64, 20.0, max_queued_tokens=5000, max_first_token_s=20.0),
+        )
+        info = self.backend.info
+        access = Access(admin_token=TOKEN)
+        self.app = build_ingress(
+            FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8), aliases=["fake-alias"]),
+            scorer=Scorer(self.source, tokenizer, info, logprobs_mode="raw_logprobs"),
+            operations=Operations(self.exposition, self.well),
+            verdicts=self.verdict,
+            admin=Admin(access, self.replicas, self.order),
+            gate=Gate(access, metrics),
+        )
+        add_page(self.app, StatusFeed(self.status))
+        self.url = f"http://127.0.0.1:{serve_http(self.app)}"
+        self.session = requests.Session()
+        self.session.headers["authorization"] = f"Bearer {TOKEN}"
+
+    async def exposition(self) -> tuple[bytes, str]:
+        return self.sink.exposition()
+
+    async def well(self) -> None:
+        return None
+
+    async def verdict(self, reply_id: str) -> dict[str, Any] | None:
+        return {"id": reply_id, "verdict": "verified"} if reply_id.startswith("a") else None
+
+    async def replicas(self) -> list[dict[str, Any]]:
+        return [{"replica": "r1"}]
+
+    async def order(self, order: SpeculationOrder) -> list[dict[str, Any]]:
+        return await self.replicas()
+
+    async def status(self) -> dict[str, Any]:
+        return {"history": []}
+
+    def assert_idle(self) -> None:
+        """Fail unless all that was held is let go of in time."""
+        deadline = time.monotonic() + 120
+        while self.backend.num_live or self.source._watched:
+            assert time.monotonic() < deadline, f"{self.backend.num_live} requests are still held"
+            time.sleep(0.01)
+        assert self.source._backlog.num_tokens() == 0
+
+    def outcomes(self) -> dict[str, float]:
+        return {
+            labels["outcome"]: value for name, labels, value in self.sink.samples() if name == "truespec_requests_total"
+        }
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tooled: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Fuzzed:
+    return Fuzzed(tooled, serve_http)
+
+
+def narrowed(schema: Any) -> Any:
+    """A schema with no token id beyond the fake's vocabulary."""
+    if isinstance(schema, list):
+        return [narrowed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "integer" and schema.get("maximum", 2**31) == 2**31 - 1 and schema.get("minimum") == 0:
+        return schema | {"maximum": 300}
+    return {key: narrowed(part) for key, part in schema.items()}
+
+
+def described() -> dict[str, Any]:
+    """The document, with models and token ids that are there (others give one error each time), and with time enough: a
+    deadline that passes is a 504, and no fault."""
+    fuzzed = [one for one in OPERATIONS if one.path not in LEFT_OUT]
+    made = document({(one.method, one.path) for one in fuzzed}, version="1", needs_key=False)
+    for name in ("CompletionRequest", "ChatCompletionRequest", "ScoreRequest"):
+        fields = made["components"]["schemas"][name]["properties"]
+        fields["model"] = {"enum": ["fake", "fake-alias"]}
+        fields["timeout"] = {"type": "number", "minimum": 20, "maximum": 1000}
+    _narrow_chats(made["components"]["schemas"])
+    for methods in made["paths"].values():
+        for parameter in methods.get("post", {}).get("parameters", ()):
+            if parameter["name"] == "x-request-timeout":
+                parameter["schema"]["pattern"] = "^[2-9][0-9]$"
+    result: dict[str, Any] = narrowed(made)
+    return result
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """A schema of objects in one another."""
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+def _narrow_chats(schemas: dict[str, Any]) -> None:
+    """Mostly what fits together: fields of their role, and what this template and this engine have."""
+    message, fields = schemas["Message"], schemas["ChatCompletionRequest"]["properties"]
+    of_message = message["properties"]
+    del of_message["tool_call_id"]
+    message["required"] = ["role", "content"]
+    kinds = of_message["content"]["oneOf"]
+    of_message["content"] = {"oneOf": [kind for kind in kinds if kind != {"type": "null"}]}
+    of_assistant = ("tool_calls", "reasoning", "reasoning_content")
+    plain = {name: field for name, field in of_message.items() if name not in of_assistant}
+    calling = of_message | {"role": {"const": "assistant"}}
+    schemas["Message"] = {"anyOf": [message | {"properties": plain}, message | {"properties": calling}]}
+    schemas["CalledFunction"]["properties"]["arguments"] = {"enum": ARGUMENTS}
+    parameters = schemas["FunctionSpec"]["properties"]["parameters"]
+    parameters["anyOf"] = [*parameters["anyOf"], {"enum": [{"type": "object"}, nested(60), nested(100)]}]
+    fields["chat_template_kwargs"] = {"enum": [None, {}]}
+    fields["reasoning_effort"] = {"enum": [None, "none"]}
+
+
+API = {found.ok().label: found.ok() for found in schemathesis.openapi.from_dict(described()).get_all_operations()}
+
+
+def examples(label: str) -> int:
+    return 80 if label.partition(" ")[2] in COMPUTING else 20
+
+
+@pytest.mark.parametrize(
+    ("label", "mode"),
+    [(label, GenerationMode.POSITIVE) for label in API]
+    + [(label, GenerationMode.NEGATIVE) for label in API if label.startswith("POST")],
+)
+def test_no_request_breaks_the_service(fuzzed: Fuzzed, label: str, mode: GenerationMode) -> None:
+    seen: dict[int, int] = {}
+
+    @settings(
+        max_examples=examples(label),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=API[label].as_strategy(generation_mode=mode))
+    def fuzz(case: Case) -> None:
+        response = case.call(base_url=fuzzed.url, session=fuzzed.session, timeout=120)
+        seen[response.status_code] = seen.get(response.status_code, 0) + 1
+        case.validate_response(response, checks=CHECKS)
+
+    fuzz()
+    fuzzed.assert_idle()
+    if label.startswith("POST") and mode is GenerationMode.POSITIVE:
+        assert seen.get(200, 0) > 0, f"none of them was served, so little was tried: {seen}"
+    if mode is GenerationMode.NEGATIVE and label.startswith("POST"):
+        assert sum(count for status, count in seen.items() if 400 <= status < 500) > 0.5 * sum(seen.values()), seen
+
+
+@pytest.mark.parametrize("label", API)
+def test_no_value_at_an_edge_breaks_the_service(fuzzed: Fuzzed, label: str) -> None:
+    """Each field by itself at the edges of what it may be, just beyond them, and as another type; other methods."""
+    operation = API[label]
+    cases = operation.schema.iter_coverage_cases(
+        operation,
+        generation_modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE],
+        generation_config=operation.schema.config.generation_for(operation=operation, phase="coverage"),
+    )
+    for case in cases:
+        response = case.call(base_url=fuzzed.url, session=fuzzed.session, timeout=120)
+        case.validate_response(response, checks=CHECKS)
+    fuzzed.assert_idle()
+
+
+def test_the_document_is_the_one_of_the_routes(fuzzed: Fuzzed) -> None:
+    """Each route but those of the page is described, and nothing that is not there."""
+    served = httpx.get(f"{fuzzed.url}/openapi.json").json()
+    reported = {(method.upper(), path) for path, methods in served["paths"].items() for method in methods}
+    routes = {
+        (method, route.path_format)
+        for route in fuzzed.app.routes
+        for method in route.methods  # type: ignore[attr-defined]
+    }
+    of_the_page = {("GET", "/"), ("GET", "/page/{name}"), ("GET", "/openapi.json")}
+    catch_all = {(method, path) for method, path in routes if path == "/v1/{path}"}
+    assert routes - catch_all - of_the_page == reported
+    assert "security" not in served["paths"]["/v1/models"]["get"]
+    assert served["paths"]["/admin/speculation"]["get"]["security"] == [{"key": []}]
+    needing = document(reported, version="1", needs_key=True)["paths"]
+    assert needing["/v1/models"]["get"]["security"] == [{"key": []}]
+    assert "security" not in needing["/healthz"]["get"]

@@ -1,0 +1,123 @@
+"""A stream of events by itself: what goes out together, what goes at once, and how it ends."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from serve_app.http.event_stream import EventStream
+
+FOR_EVER = 1000.0  # seconds: what waits for this does not come
+
+
+class Client:
+    """Takes a stream; `messages` are the bodies it was sent, and it leaves when told to."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.leaves = asyncio.Event()
+        self.complete = False
+
+    async def take(self, stream: EventStream) -> None:
+        """Take all of it."""
+        async with asyncio.timeout(20):
+            await stream({"type": "http", "path": "/"}, self._receive, self._send)
+
+    async def until(self, text: bytes) -> None:
+        """Wait for a text to have come."""
+        async with asyncio.timeout(20):
+            while text not in b"".join(self.messages):
+                await asyncio.sleep(0.001)
+
+    async def _receive(self) -> Any:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            if message["body"]:
+                self.messages.append(message["body"])
+            self.complete = not message["more_body"]
+
+
+async def five_events() -> AsyncGenerator[bytes, None]:
+    for number in range(5):
+        yield b"%d;" % number
+        await asyncio.sleep(0.001)
+
+
+async def stream_of(events: AsyncGenerator[bytes, None], **settings: Any) -> EventStream:
+    return EventStream(await anext(events), events, **settings)
+
+
+async def test_without_an_interval_every_event_is_a_message() -> None:
+    client = Client()
+    await client.take(await stream_of(five_events()))
+    assert client.messages == [b"0;", b"1;", b"2;", b"3;", b"4;"]
+    assert client.complete
+
+
+async def test_events_of_one_interval_go_together_and_the_end_waits_for_none() -> None:
+    client = Client()
+    await client.take(await stream_of(five_events(), interval_s=FOR_EVER))
+    assert client.messages == [b"0;", b"1;2;3;4;"]
+    assert client.complete
+
+
+async def test_what_has_come_goes_out_while_the_source_still_works() -> None:
+    feed: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        while (event := await feed.get()) is not None:
+            yield event
+
+    client = Client()
+    feed.put_nowait(b"a;")
+    taking = asyncio.create_task(client.take(await stream_of(events(), interval_s=0.02)))
+    for event in (b"b;", b"c;", b"d;"):  # the source falls silent after each
+        feed.put_nowait(event)
+        await client.until(event)
+    assert not client.complete
+    feed.put_nowait(None)
+    await taking
+    assert b"".join(client.messages) == b"a;b;c;d;"
+    assert client.complete
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.01, FOR_EVER])
+async def test_a_source_that_fails_has_its_events_sent_and_its_error_raised(interval_s: float) -> None:
+    ended = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"a;"
+        yield b"b;"
+        raise ValueError("broken")
+
+    client = Client()
+    with pytest.raises(ValueError, match="broken"):
+        await client.take(await stream_of(events(), interval_s=interval_s, closed=lambda: ended.append("lease")))
+    assert b"".join(client.messages) == b"a;b;"
+    assert not client.complete
+    assert ended == ["lease"]
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.01, FOR_EVER])
+async def test_a_client_that_leaves_ends_the_source(interval_s: float) -> None:
+    ended = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"a;"
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)  # to end may take a while
+            ended.append("source")
+
+    client = Client()
+    stream = await stream_of(events(), interval_s=interval_s, closed=lambda: ended.append("lease"))
+    taking = asyncio.create_task(client.take(stream))
+    await client.until(b"a;")
+    client.leaves.set()
+    await taking
+    assert ended == ["source", "lease"]

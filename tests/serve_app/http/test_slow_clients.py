@@ -1,0 +1,75 @@
+"""Connections whose headers never come are ended; those that are in time, or wait for their answer, are not."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from uvicorn.config import HTTP_PROTOCOLS
+
+from deploy import cluster
+from serve_app.http import slow_clients
+from serve_app.http.slow_clients import PROXY_CALLBACK, PatientProtocol, bound_headers
+
+HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A server as Ray Serve's proxy makes it, after it has called back; answers take longer than headers may."""
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        await asyncio.sleep(0.6)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b"ok"})  # type: ignore[operator]
+
+    monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])  # put back afterwards
+    monkeypatch.setattr(PatientProtocol, "header_timeout_s", 0.3)
+    assert bound_headers() == []
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=300))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield int(listener.getsockname()[1])
+    server.should_exit = True
+    thread.join(10)
+
+
+def read(client: socket.socket, until: bytes = b"") -> bytes:
+    """What comes up to `until`, or to the end of the connection."""
+    reported = b""
+    while not (until and reported.endswith(until)) and (part := client.recv(4096)):
+        reported += part
+    return reported
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HEAD], ids=["nothing", "a byte", "half of the headers"])
+def test_a_client_that_does_not_finish_its_headers_is_let_go(port: int, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(sent)
+        assert read(client) == b"", "the connection ends, without an answer"
+
+
+def test_who_waits_for_an_answer_is_not_and_a_second_request_has_its_own_time(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        for _ in range(2):
+            client.sendall(HEAD + b"\r\n")
+            assert read(client, b"ok").startswith(b"HTTP/1.1 200")
+        client.sendall(HEAD)
+        assert read(client) == b""
+
+
+def test_a_cluster_of_ours_is_started_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    for name in PROXY_CALLBACK:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cluster.ray, "init", lambda *_, **__: started.append(dict(cluster.os.environ)))
+    config = cluster.AppConfig.model_validate({"model": {"source": "fake"}})
+    cluster._connect(config, lambda _: None, None)
+    (environment,) = started
+    (path,) = (environment[name] for name in PROXY_CALLBACK)
+    assert path == f"{slow_clients.__name__}.{bound_headers.__name__}"
+    for name in PROXY_CALLBACK:
+        monkeypatch.delenv(name)

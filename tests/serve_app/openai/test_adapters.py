@@ -1,0 +1,140 @@
+"""Adapters from the wire to the engine and back: who asks for one gets it, wherever the request goes from there.
+
+The engine is the fake; its rule of the next token depends on the adapter.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.backends.base import Adapter, ModelInfo
+from serve_app.backends.fake import FakeBackend, FakeConfig
+from serve_app.backends.torch_backend import load_engine
+from serve_app.errors import ModelNotFound
+from serve_app.integrity.canary import Canary, CanarySettings
+from serve_app.integrity.referee import Referee, RefereeSettings
+from serve_app.integrity.replays import Records, ReplayJob, Verdict
+from serve_app.integrity.verdicts import Checked
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.requests import CompletionRequest
+from serve_app.openai.scoring import Scorer, ScoreRequest
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.telemetry.metrics import Metrics
+from serve_app.text.tokenizer import Tokenizer
+from speculative.config import EngineConfig
+from speculative.errors import InvalidRequest
+from speculative.request import Request
+from tests.support.fake_serving import BackendSource
+from tests.support.referees import Replayer, served
+from tests.support.tiny_models import write_tiny_model
+
+ADAPTERS = (Adapter("sql", "/adapters/sql"), Adapter("legal", "/adapters/legal"))
+RULE = {"": 40, "sql": 50, "legal": 60}
+
+
+def next_token(request: Request, tokens: Sequence[int]) -> int:
+    return RULE[request.adapter] + len(tokens) % 7
+
+
+@pytest.fixture
+def backend(tokenizer: Tokenizer) -> FakeBackend:
+    config = FakeConfig(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_ids[0])
+    return FakeBackend(config, next_token)
+
+
+@pytest.fixture
+def info(backend: FakeBackend) -> ModelInfo:
+    return dataclasses.replace(backend.info, adapters=ADAPTERS)
+
+
+def completion(**body: Any) -> CompletionRequest:
+    fields = {"prompt": [5, 6, 7], "max_tokens": 6, "return_token_ids": True, **body}
+    return parse(json.dumps(fields).encode(), CompletionRequest)
+
+
+async def test_the_model_of_a_request_chooses_its_adapter_and_the_reply_names_it(
+    backend: FakeBackend, info: ModelInfo, tokenizer: Tokenizer
+) -> None:
+    front = FrontEnd(BackendSource(backend), tokenizer, info, aliases=["other-name"])
+    for model, adapter in (("fake", ""), ("other-name", ""), ("sql", "sql"), ("legal", "legal")):
+        job = await front.prepare(completion(model=model, n=2))
+        assert {request.adapter for request in job.requests} == {adapter}
+        reply = await front.collect(job)
+        assert reply["model"] == model
+        for choice in reply["choices"]:
+            assert choice["token_ids"] == [RULE[adapter] + position % 7 for position in range(3, 9)]
+    with pytest.raises(ModelNotFound, match="served: fake, other-name, sql, legal"):
+        await front.prepare(completion(model="alien"))
+
+
+def test_adapters_are_listed_with_their_parent_and_root(
+    backend: FakeBackend, info: ModelInfo, tokenizer: Tokenizer
+) -> None:
+    front = FrontEnd(BackendSource(backend), tokenizer, info)
+    listed = {card["id"]: card for card in front.models()["data"]}
+    assert {name: (card["parent"], card["root"]) for name, card in listed.items()} == {
+        "fake": (None, "fake"),
+        "sql": ("fake", "/adapters/sql"),
+        "legal": ("fake", "/adapters/legal"),
+    }
+    assert {card["max_model_len"] for card in listed.values()} == {256}
+    assert front.model("sql") == listed["sql"]
+
+
+async def test_labels_are_scored_by_the_adapter_that_was_asked_for(
+    backend: FakeBackend, info: ModelInfo, tokenizer: Tokenizer
+) -> None:
+    source = BackendSource(backend)
+    asked: list[str] = []
+
+    class Listening:
+        def stream(self, requests: Sequence[Request]) -> Any:
+            asked.extend(request.adapter for request in requests)
+            return source.stream(requests)
+
+        async def abort(self, request_id: str) -> None:
+            await source.abort(request_id)
+
+    scorer = Scorer(Listening(), tokenizer, info, logprobs_mode="raw_logprobs")
+    for model, adapter in (("sql", "sql"), ("fake", "")):
+        asked.clear()
+        body = {"model": model, "contexts": [[5, 6]], "labels": [[7], [8, 9]]}
+        await scorer.score(parse(json.dumps(body).encode(), ScoreRequest))
+        assert asked == [adapter, adapter]
+
+
+async def test_an_answer_is_replayed_with_its_adapter_and_so_is_its_prompt() -> None:
+    replayer = Replayer()
+    referee = Referee(replayer, Metrics([], model_name="m", pool="prefill"), RefereeSettings())
+    one = served(prompt_logprobs=(-1.0, -1.0))
+    job = dataclasses.replace(one, request=dataclasses.replace(one.request, adapter="sql"))
+    await referee._check(job)
+    assert [request.adapter for request in replayer.asked] == ["sql", "sql"]
+
+
+async def test_a_canary_tries_the_adapters_that_clients_use(backend: FakeBackend) -> None:
+    judged: list[ReplayJob] = []
+
+    async def judge(job: ReplayJob) -> Checked:
+        judged.append(job)
+        return Checked(Verdict.VERIFIED, "told so")
+
+    source = PooledTokenSource(backend, Metrics([], model_name="fake", pool="decode"))
+    canary = Canary(source, Records("r1", 256), judge, CanarySettings(num_requests=3))
+    for name in RULE:
+        canary.remember(Request(f"client-{name}-0", (5, 6, 7), adapter=name))
+    assert await canary.try_out()
+    assert {job.request.adapter for job in judged} == set(RULE)
+
+
+def test_an_engine_without_adapters_refuses_them(tmp_path: Path) -> None:
+    engine = load_engine(write_tiny_model(tmp_path / "m"), EngineConfig(dtype="float32", device="cpu"))
+    with pytest.raises(InvalidRequest, match="has no adapters; 'sql' was asked for") as caught:
+        engine.add(Request("r", (5, 6, 7), adapter="sql"))
+    assert caught.value.field == "model"
+    engine.add(Request("r", (5, 6, 7)))

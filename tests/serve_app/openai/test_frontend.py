@@ -1,0 +1,678 @@
+import asyncio
+import contextlib
+import dataclasses
+import json
+import pickle
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from serve_app.backends.base import ModelInfo
+from serve_app.backends.fake import fake_logprob
+from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, reply_for
+from serve_app.integrity.replays import Records
+from serve_app.openai.frontend import FrontEnd, choice_seed
+from serve_app.openai.parsing import parse
+from serve_app.openai.prepared_request import Limits
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.streams.merge import merge
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused, InvalidRequest, RequestTimeout
+from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from tests.support.fake_serving import BackendSource, Script, make_backend
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    body = {"model": "m", "prompt": "hello", "max_tokens": 50, **fields}
+    return parse(json.dumps(body).encode(), CompletionRequest)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], **fields}
+    return parse(json.dumps(body).encode(), ChatCompletionRequest)
+
+
+class ScriptedSource:
+    """Gives out prepared deltas, a pause after each; notes what is aborted and whether it was closed."""
+
+    def __init__(self, *deltas: TokenDelta | Exception) -> None:
+        self.deltas = deltas
+        self.aborted: list[str] = []
+        self.num_open = 0
+        self.num_given = 0
+        self.requests: tuple[Request, ...] = ()
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        self.num_open += 1
+        self.requests += tuple(requests)
+        try:
+            for delta in self.deltas:
+                await asyncio.sleep(0)
+                if isinstance(delta, Exception):
+                    raise delta
+                index = int(delta.request_id or 0)
+                self.num_given += 1
+                yield delta.replace(request_id=requests[index].request_id)
+        finally:
+            self.num_open -= 1
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+async def test_a_model_says_how_its_weights_are_rounded(tokenizer: Tokenizer) -> None:
+    backend, _ = make_backend(tokenizer, max_model_len=100)
+    served = dataclasses.replace(info(tokenizer), quantization="int4")
+    front = FrontEnd(BackendSource(backend), tokenizer, served)
+    assert front.model("m")["quantization"] == "int4"
+    front.weights_switched(info(tokenizer))
+    assert front.model("m")["quantization"] is None
+
+
+def info(tokenizer: Tokenizer, max_model_len: int = 100) -> ModelInfo:
+    return ModelInfo("m", max_model_len, tokenizer.vocab_size, "abcdef0123456789", "", tokenizer.eos_token_ids)
+
+
+def front_end(source: Any, tokenizer: Tokenizer, limits: Limits | None = None) -> FrontEnd:
+    return FrontEnd(source, tokenizer, info(tokenizer), limits)
+
+
+def fake_front_end(tokenizer: Tokenizer, **settings: Any) -> tuple[FrontEnd, BackendSource, Script]:
+    backend, script = make_backend(tokenizer, max_model_len=100, **settings)
+    source = BackendSource(backend)
+    return front_end(source, tokenizer), source, script
+
+
+async def reply_to(front: FrontEnd, wire: Any) -> dict[str, Any]:
+    return await front.collect(await front.prepare(wire))
+
+
+async def chunks_of(front: FrontEnd, wire: Any) -> list[Any]:
+    """The chunks of a stream; `[DONE]` stays text."""
+    raw = b"".join([event async for event in front.events(await front.prepare(wire))]).decode("ascii")
+    assert raw.endswith("\n\n")
+    data = [block.removeprefix("data: ") for block in raw[:-2].split("\n\n")]
+    return [text if text == "[DONE]" else json.loads(text) for text in data]
+
+
+def observed(source: Any, sink: PrometheusSink) -> ObservedSource:
+    """The source as it is deployed."""
+    return ObservedSource(
+        source,
+        Metrics([sink], model_name="m", pool="monolith"),
+        Records("r1", 100),
+        choose=lambda _: False,
+        ended=lambda record, job: None,
+        limits=SourceLimits(64, timeout_s=300),
+    )
+
+
+def outcomes(sink: PrometheusSink) -> dict[str, float]:
+    """How many requests ended in which way."""
+    return {labels["outcome"]: value for name, labels, value in sink.samples() if name == "truespec_requests_total"}
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return [item for part in lists for item in part]
+
+
+def run_of(tokenizer: Tokenizer, text: str, index: int = 0, **fields: Any) -> TokenDelta:
+    return TokenDelta(str(index), tuple(tokenizer.encode(text)), **fields)
+
+
+# ---- text and stop strings
+
+
+@pytest.mark.parametrize("run_length", [1, 2, 3, 7])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_character_split_over_deltas_is_never_shown_in_halves(
+    tokenizer: Tokenizer, run_length: int, stream: bool
+) -> None:
+    front, _, script = fake_front_end(tokenizer, run_length=run_length)
+    script.say("a🙂b你ö")
+    if not stream:
+        assert (await reply_to(front, completion()))["choices"][0]["text"] == "a🙂b你ö"
+        return
+    chunks = await chunks_of(front, completion(stream=True))
+    texts = [chunk["choices"][0]["text"] for chunk in chunks[:-1]]
+    assert "".join(texts) == "a🙂b你ö"
+    assert not any("\ufffd" in text for text in texts)
+
+
+async def test_a_character_that_stays_half_ends_as_a_replacement_mark(tokenizer: Tokenizer) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say(tokenizer.encode("ok🙂"))
+    half = len(tokenizer.encode("ok🙂")) - 1
+    choice = (await reply_to(front, completion(max_tokens=half)))["choices"][0]
+    assert choice["text"] == "ok\ufffd"
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("run_length", [1, 2, 3, 5, 40])
+async def test_a_stop_string_ends_the_text_before_it_wherever_deltas_end(tokenizer: Tokenizer, run_length: int) -> None:
+    front, source, script = fake_front_end(tokenizer, run_length=run_length)
+    text = "one two three STOP four five six seven"
+    script.say(text)
+    reply = await reply_to(front, completion(stop=["STOP", "never"], return_token_ids=True, logprobs=0))
+    choice = reply["choices"][0]
+    assert choice["text"] == "one two three "
+    assert choice["finish_reason"] == "stop"
+    # The tokens up to and including the one that completes the stop string, and no more.
+    ids = tokenizer.encode(text)
+    whole = next(n for n in range(len(ids)) if "STOP" in tokenizer.decode(ids[:n]))
+    assert choice["token_ids"] == ids[:whole]
+    assert reply["usage"]["completion_tokens"] == whole
+    assert len(choice["logprobs"]["tokens"]) == whole
+    assert source._backend.num_live == 0
+
+
+async def test_text_that_may_begin_a_stop_string_is_held_back_and_then_delivered(tokenizer: Tokenizer) -> None:
+    source = ScriptedSource(
+        run_of(tokenizer, "ab"),
+        run_of(tokenizer, "ST"),
+        run_of(tokenizer, "O"),
+        run_of(tokenizer, "ne"),
+        run_of(tokenizer, "ST", finish_reason=FinishReason.LENGTH),
+    )
+    chunks = await chunks_of(front_end(source, tokenizer), completion(stop="STOP", stream=True))
+    assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == ["ab", "STOne", "ST"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_choice_that_meets_its_stop_string_is_aborted_alone(tokenizer: Tokenizer) -> None:
+    source = ScriptedSource(
+        run_of(tokenizer, "x!y", 0),
+        run_of(tokenizer, "more", 1),
+        run_of(tokenizer, "late", 0),
+        run_of(tokenizer, "end", 1, finish_reason=FinishReason.LENGTH),
+    )
+    reply = await reply_to(front_end(source, tokenizer), completion(stop="!", n=2))
+    assert [choice["text"] for choice in reply["choices"]] == ["x", "moreend"]
+    assert [choice["finish_reason"] for choice in reply["choices"]] == ["stop", "length"]
+    assert source.aborted == [source.requests[0].request_id]
+    assert source.num_open == 0
+
+
+async def test_the_source_is_reported_of_a_stop_string_in_the_last_delta_and_of_no_other_end(
+    tokenizer: Tokenizer,
+) -> None:
+    for text, reason in (("x!y", "stop"), ("xy", "length")):
+        source = ScriptedSource(run_of(tokenizer, text, finish_reason=FinishReason.LENGTH))
+        reply = await reply_to(front_end(source, tokenizer), completion(stop="!"))
+        assert reply["choices"][0]["finish_reason"] == reason
+        assert source.aborted == ([source.requests[0].request_id] if reason == "stop" else [])
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b", "c"]])
+async def test_how_a_request_ended_is_counted_as_its_client_is_reported(
+    tokenizer: Tokenizer, prompts: list[str]
+) -> None:
+    backend, script = make_backend(tokenizer, max_model_len=100)
+    await backend.start()
+    ids = tokenizer.encode("one STOP")
+    script.say(ids)
+    sink = PrometheusSink()
+    source = observed(BackendSource(backend), sink)
+    reply = await reply_to(front_end(source, tokenizer), completion(prompt=prompts, stop="STOP", max_tokens=len(ids)))
+    assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
+    assert outcomes(sink) == {"stop": len(prompts)}
+    assert backend.aborted == [] and backend.num_live == 0
+
+
+async def test_a_choice_that_goes_on_after_its_stop_string_has_stopped(tokenizer: Tokenizer) -> None:
+    source = ScriptedSource(
+        run_of(tokenizer, "x!y", 0),
+        run_of(tokenizer, "late", 0, finish_reason=FinishReason.LENGTH),
+        run_of(tokenizer, "end", 1, finish_reason=FinishReason.LENGTH),
+    )
+    sink = PrometheusSink()
+    await reply_to(front_end(observed(source, sink), tokenizer), completion(stop="!", n=2))
+    assert outcomes(sink) == {"stop": 1, "length": 1}
+
+
+async def test_generation_is_not_drawn_further_once_all_choices_ended(tokenizer: Tokenizer) -> None:
+    source = ScriptedSource(run_of(tokenizer, "x!"), *[run_of(tokenizer, "late")] * 5)
+    await reply_to(front_end(source, tokenizer), completion(stop="!"))
+    assert source.num_given == 1
+    assert source.num_open == 0
+
+
+async def test_a_token_that_stops_counts_but_has_no_text(tokenizer: Tokenizer) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say("hello there")
+    ids = tokenizer.encode("hello there")
+    reply = await reply_to(front, completion(stop_token_ids=[ids[-1]], return_token_ids=True))
+    assert reply["choices"][0]["text"] == tokenizer.decode(ids[:-1])
+    assert reply["choices"][0]["token_ids"] == ids
+    assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_completion_keeps_the_space_between_itself_and_the_prompt(sentencepiece: Tokenizer) -> None:
+    ids = tuple(sentencepiece.encode("world"))
+    source = ScriptedSource(TokenDelta("0", ids, finish_reason=FinishReason.LENGTH))
+    reply = await reply_to(front_end(source, sentencepiece), completion())
+    assert reply["choices"][0]["text"] == " world"
+
+
+# ---- usage, logprobs, token ids
+
+
+async def test_usage_counts_prompts_once_and_drafts_as_predictions(tokenizer: Tokenizer) -> None:
+    front, _, script = fake_front_end(tokenizer, run_length=3, num_cached_tokens=2)
+    script.say(list(range(10, 18)))
+    reply = await reply_to(front, completion(n=2, prompt=[[5, 6, 7], [8, 9]], max_tokens=7))
+    # Each choice: the first token, then two rounds of three tokens with three drafts of which two are accepted.
+    assert reply["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 28,
+        "total_tokens": 33,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"accepted_prediction_tokens": 16, "rejected_prediction_tokens": 8},
+    }
+
+
+async def test_accepted_predictions_never_exceed_what_was_delivered(tokenizer: Tokenizer) -> None:
+    ids = tuple(tokenizer.encode("abcd"))
+    source = ScriptedSource(TokenDelta("0", (*ids, *tokenizer.encode("!!!!")), num_drafted=9, num_accepted=7))
+    usage = (await reply_to(front_end(source, tokenizer), completion(stop="!")))["usage"]
+    assert usage["completion_tokens"] == len(ids) + 1
+    details = usage["completion_tokens_details"]
+    assert details == {"accepted_prediction_tokens": len(ids) + 1, "rejected_prediction_tokens": 2}
+
+
+async def test_completion_logprobs_have_the_old_shape(tokenizer: Tokenizer) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say("hello 🙂")
+    ids = tokenizer.encode("hello 🙂")
+    choice = (await reply_to(front, completion(logprobs=2, return_token_ids=True)))["choices"][0]
+    logprobs = choice["logprobs"]
+    num_tokens = len(ids) + 1  # and the end token
+    assert [len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
+        num_tokens
+    ] * 4
+    assert logprobs["tokens"][-2] == "bytes:\\x82"
+    assert logprobs["token_logprobs"] == [fake_logprob(token) for token in [*ids, 2]]
+    assert logprobs["text_offset"][:2] == [0, len(tokenizer.token_text(ids[0]))]
+    assert logprobs["top_logprobs"][0] == {
+        tokenizer.token_text(ids[0]): fake_logprob(ids[0]),
+        tokenizer.token_text(ids[0] + 1): fake_logprob(ids[0]) - 0.5,
+    }
+    assert choice["token_logprobs"] == logprobs["token_logprobs"]
+    assert choice["prompt_token_ids"] == tokenizer.encode("hello")
+
+
+async def test_an_emitted_token_outside_the_top_is_listed_too(tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    entry = TokenLogprobs(a, -3.0, 9, ((b, -0.1),))
+    source = ScriptedSource(TokenDelta("0", (a,), logprobs=(entry,), finish_reason=FinishReason.LENGTH))
+    choice = (await reply_to(front_end(source, tokenizer), completion(logprobs=1)))["choices"][0]
+    assert choice["logprobs"]["top_logprobs"] == [{"b": -0.1, "a": -3.0}]
+
+
+async def test_chat_logprobs_carry_bytes_and_a_token_that_cannot_occur_is_finite(tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    entry = TokenLogprobs(a, -0.5, 1, ((a, -0.5), (b, float("-inf"))))
+    source = ScriptedSource(TokenDelta("0", (a,), logprobs=(entry,), finish_reason=FinishReason.LENGTH))
+    reply = await reply_to(front_end(source, tokenizer), chat(logprobs=True, top_logprobs=2))
+    content = reply["choices"][0]["logprobs"]["content"]
+    top = [{"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -9999.0, "bytes": [98]}]
+    assert content == [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": top}]
+
+
+async def test_missing_logprobs_are_a_fault_and_not_made_up(tokenizer: Tokenizer) -> None:
+    source = ScriptedSource(run_of(tokenizer, "ab", finish_reason=FinishReason.LENGTH))
+    with pytest.raises(EngineFault, match="logprobs"):
+        await reply_to(front_end(source, tokenizer), completion(logprobs=0))
+
+
+async def test_token_kinds_have_one_entry_a_delivered_token_and_come_only_when_asked_for(tokenizer: Tokenizer) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say("one two three STOP four")
+    fields = {"stop": ["STOP"], "return_token_ids": True}
+    assert "token_kinds" not in (await reply_to(front, completion(**fields)))["choices"][0]
+    choice = (await reply_to(front, completion(**fields, return_token_kinds=True)))["choices"][0]
+    assert choice["token_kinds"][:2] == ["first", "accepted"]
+    assert len(choice["token_kinds"]) == len(choice["token_ids"])
+    *chunks, _ = await chunks_of(front, completion(stop=["STOP"], return_token_kinds=True, stream=True))
+    assert joined(chunk["choices"][0]["token_kinds"] for chunk in chunks) == choice["token_kinds"]
+
+
+# ---- streams
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 2, "return_token_ids": True}, {"stop": ["ee", " f"]}])
+async def test_a_completion_stream_says_what_the_whole_reply_says(
+    tokenizer: Tokenizer, num_choices: int, extra: dict[str, Any]
+) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say("one two three four", "hello 🙂", "fox")
+    fields = {"n": num_choices, "seed": 5, **extra}
+    whole = await reply_to(front, completion(**fields))
+    *chunks, usage, done = await chunks_of(
+        front, completion(**fields, stream=True, stream_options={"include_usage": True})
+    )
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    for index, choice in enumerate(whole["choices"]):
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        if "return_token_ids" in extra:
+            assert joined(part["token_ids"] for part in parts) == choice["token_ids"]
+            assert joined(part["token_logprobs"] for part in parts) == choice["token_logprobs"]
+            assert joined(part["logprobs"]["text_offset"] for part in parts) == choice["logprobs"]["text_offset"]
+            assert [part.get("prompt_token_ids") for part in parts] == [choice["prompt_token_ids"]] + [None] * (
+                len(parts) - 1
+            )
+        else:
+            assert all("token_ids" not in part for part in parts)
+
+
+async def test_a_chat_stream_reports_the_role_first_and_usage_only_when_asked(tokenizer: Tokenizer) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say("one two three four")
+    chunks = await chunks_of(front, chat(stream=True, n=2, return_token_ids=True))
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:2]] == [{"role": "assistant", "content": ""}] * 2
+    assert [chunk["choices"][0]["index"] for chunk in chunks[:2]] == [0, 1]
+    assert chunks[0]["prompt_token_ids"] == tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    assert chunks[-1] == "[DONE]"
+    assert all("usage" not in chunk for chunk in chunks[:-1])
+    assert len({chunk["id"] for chunk in chunks[:-1]}) == 1
+    said = [chunk["choices"][0] for chunk in chunks[2:-1] if chunk["choices"][0]["index"] == 1]
+    assert "".join(choice["delta"].get("content", "") for choice in said) == "one two three four"
+
+
+async def test_one_event_carries_a_whole_accepted_run(tokenizer: Tokenizer) -> None:
+    front, _, _ = fake_front_end(tokenizer, run_length=4)
+    chunks = await chunks_of(
+        front, completion(prompt=[5], max_tokens=9, stream=True, return_token_ids=True, ignore_eos=True)
+    )
+    assert [len(chunk["choices"][0]["token_ids"]) for chunk in chunks[:-1]] == [1, 4, 4]
+
+
+# ---- what is paid for
+
+
+async def paid(front: FrontEnd, wire: Any) -> int:
+    """Tokens that were paid for, however it ended."""
+    spent: list[int] = []
+    job = await front.prepare(wire)
+    with contextlib.suppress(Exception):
+        if job.stream:
+            async for _ in front.events(job, spent.append):
+                pass
+        else:
+            await front.collect(job, spent.append)
+    return sum(spent)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_paid_for_once_when_something_comes_of_it(tokenizer: Tokenizer, stream: bool) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say(list(range(10, 18)))
+    wire = completion(prompt=[[5, 6, 7], [8, 9]], n=2, max_tokens=7, stream=stream)
+    assert await paid(front, wire) == 5 + 4 * 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "price"),
+    [
+        (EngineOverloaded("full"), 0),
+        (InvalidRequest("response_format", "no"), 0),
+        (EngineFault("no"), 0),
+        (RequestTimeout("too long"), 3),  # its time was the client's to choose
+    ],
+)
+async def test_a_prompt_that_was_refused_costs_nothing(
+    tokenizer: Tokenizer, stream: bool, error: Exception, price: int
+) -> None:
+    wire = completion(prompt=[5, 6, 7], stream=stream)
+    assert await paid(front_end(ScriptedSource(error), tokenizer), wire) == price
+    assert await paid(front_end(ScriptedSource(run_of(tokenizer, "a"), error), tokenizer), wire) == 3 + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_before_the_first_token_pays_for_the_prompt(tokenizer: Tokenizer, stream: bool) -> None:
+    front, source, _ = fake_front_end(tokenizer, step_s=60)
+    job, spent = await front.prepare(completion(prompt=[[5, 6, 7], [8, 9]])), []
+    work = anext(front.events(job, spent.append)) if stream else front.collect(job, spent.append)
+    waiting = asyncio.ensure_future(work)
+    while not source._backend.num_live:
+        await asyncio.sleep(0)
+    assert spent == []
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert spent == [5]
+
+
+async def test_an_error_before_the_first_token_is_raised(tokenizer: Tokenizer) -> None:
+    source = ScriptedSource(EngineOverloaded("full", 3.0))
+    with pytest.raises(EngineOverloaded):
+        await chunks_of(front_end(source, tokenizer), chat(stream=True))
+
+
+@pytest.mark.parametrize("error", [EngineFault("secret"), RuntimeError("secret"), RequestTimeout("too long")])
+async def test_a_later_error_ends_the_stream_with_an_error_event(tokenizer: Tokenizer, error: Exception) -> None:
+    source = ScriptedSource(run_of(tokenizer, "ab"), error)
+    chunks = await chunks_of(front_end(source, tokenizer), completion(stream=True))
+    assert chunks[0]["choices"][0]["text"] == "ab"
+    assert chunks[1] == reply_for(error).body()
+    assert len(chunks) == 2
+    assert "secret" not in json.dumps(chunks)
+    assert source.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("deltas", "expected"),
+    [
+        ([TokenDelta("0", finish_reason=FinishReason.ERROR, error="NaN row")], EngineFault),
+        ([TokenDelta("0", finish_reason=FinishReason.ABORT)], RequestAborted),
+        ([TokenDelta("0", (5,))], EngineFault),  # the stream ends, the request does not
+    ],
+)
+async def test_what_does_not_end_well_is_an_error(
+    tokenizer: Tokenizer, deltas: list[TokenDelta], expected: type[Exception]
+) -> None:
+    source = ScriptedSource(*deltas)
+    with pytest.raises(expected):
+        await reply_to(front_end(source, tokenizer), completion(prompt=[1]))
+    assert source.num_open == 0
+
+
+async def test_closing_a_stream_frees_the_engine(tokenizer: Tokenizer) -> None:
+    front, source, _ = fake_front_end(tokenizer, step_s=0.001)
+    job = await front.prepare(completion(stream=True, n=3, prompt=["a", "b"], ignore_eos=True))
+    async with aclosing(front.events(job)) as events:
+        await anext(events)
+        assert source._backend.num_live == 6
+    assert source._backend.num_live == 0
+    assert len(source._backend.aborted) == 6
+
+
+async def test_cancelling_frees_the_engine(tokenizer: Tokenizer) -> None:
+    front, source, _ = fake_front_end(tokenizer, step_s=0.01)
+    task = asyncio.create_task(reply_to(front, completion(n=2, ignore_eos=True)))
+    await asyncio.sleep(0.05)
+    assert source._backend.num_live == 2
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert source._backend.num_live == 0
+
+
+# ---- from the wire to requests
+
+
+async def requests_of(tokenizer: Tokenizer, wire: Any) -> tuple[Request, ...]:
+    return (await front_end(ScriptedSource(), tokenizer).prepare(wire)).requests
+
+
+async def test_a_body_that_could_never_run_at_once_is_refused_for_good(tokenizer: Tokenizer) -> None:
+    limited = front_end(ScriptedSource(), tokenizer, Limits(max_sequences=6))
+    for fits in (completion(prompt=["a"] * 3, n=2), completion(n=6), chat(n=6)):
+        assert len((await limited.prepare(fits)).requests) == 6
+    for wire, field, words in (
+        (completion(prompt=["a"] * 4, n=2), "prompt", "4 prompts with 2 choices each are 8 sequences"),
+        (completion(prompt=["a"] * 7), "prompt", "at most 6"),
+        (completion(n=7), "n", "n asks for 7 choices"),
+        (chat(n=7), "n", "at most 6"),
+    ):
+        with pytest.raises(InvalidRequest, match=words) as caught:
+            await limited.prepare(wire)
+        assert caught.value.field == field
+
+
+async def test_choices_of_one_prompt_share_all_but_id_and_seed(tokenizer: Tokenizer) -> None:
+    first, second, third = await requests_of(tokenizer, completion(n=3, seed=-1, temperature=0.5, top_k=-1))
+    assert first.prompt_token_ids == second.prompt_token_ids == tuple(tokenizer.encode("hello"))
+    assert first.params == second.params == third.params
+    assert first.params.top_k == 0
+    assert first.seed == 2**64 - 1  # the two's complement of -1
+    assert len({first.seed, second.seed, third.seed}) == 3
+    assert len({first.request_id, second.request_id, third.request_id}) == 3
+    again = await requests_of(tokenizer, completion(n=3, seed=-1, temperature=0.5))
+    assert [request.seed for request in again] == [first.seed, second.seed, third.seed]
+
+
+async def test_each_prompt_of_a_list_is_sampled_as_if_it_were_alone(tokenizer: Tokenizer) -> None:
+    requests = await requests_of(tokenizer, completion(prompt=["hello", "there"], n=2, seed=7))
+    assert [request.seed for request in requests] == [7, choice_seed(7, 1)] * 2
+    assert len({request.request_id for request in requests}) == 4
+
+
+async def test_requests_without_seed_never_share_one(tokenizer: Tokenizer) -> None:
+    first, second = await requests_of(tokenizer, completion(n=2))
+    assert first.seed != second.seed
+
+
+async def test_output_length_defaults_to_16_for_completions_and_to_all_that_fits_for_chat(tokenizer: Tokenizer) -> None:
+    (old,) = await requests_of(tokenizer, completion(max_tokens=None))
+    assert old.params.max_tokens == 16
+    (new,) = await requests_of(tokenizer, chat())
+    assert new.params.max_tokens == 100 - len(new.prompt_token_ids)
+    (near_the_end,) = await requests_of(tokenizer, completion(prompt=[5] * 95, max_tokens=None))
+    assert near_the_end.params.max_tokens == 5
+    limited = front_end(ScriptedSource(), tokenizer, Limits(default_max_tokens=7))
+    assert (await limited.prepare(chat())).requests[0].params.max_tokens == 7
+
+
+async def test_defaults_are_those_of_openai(tokenizer: Tokenizer) -> None:
+    (request,) = await requests_of(tokenizer, chat())
+    params = request.params
+    assert (params.temperature, params.top_p, params.top_k, params.logprobs) == (1.0, 1.0, 0, None)
+    assert params.speculate
+    (plain,) = await requests_of(tokenizer, chat(speculate=False, logprobs=True, temperature=0))
+    assert not plain.params.speculate
+    assert plain.params.logprobs == 0
+    assert plain.params.greedy
+
+
+async def test_developer_messages_and_text_parts_reach_the_template(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (request,) = await requests_of(
+        tokenizer, chat(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
+    )
+    assert "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>" in tokenizer.decode(
+        request.prompt_token_ids, skip_special=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("wire", "expected", "field", "words"),
+    [
+        (completion(model="other"), ModelNotFound, "model", "served: m"),
+        (completion(prompt=[5] * 100), ContextLengthExceeded, "prompt", "100 tokens, and prompt has 100"),
+        (chat(max_completion_tokens=99), ContextLengthExceeded, "max_completion_tokens", "may be at most"),
+        (completion(prompt=[5] * 60, max_tokens=41), ContextLengthExceeded, "max_tokens", "60 of prompt with 41"),
+        (completion(prompt=[5, 9999]), InvalidRequest, "prompt", "token id 9999"),
+        (completion(prompt=[[5], [-1]]), InvalidRequest, "prompt", "token id -1"),
+        (completion(stop_token_ids=[9999]), InvalidRequest, "stop_token_ids", "from 0 to"),
+        (completion(n=65), InvalidRequest, "n", "at most 64"),
+        (completion(prompt=["a"] * 65), InvalidRequest, "prompt", "at most 64 prompts"),
+        (completion(temperature=-1), InvalidRequest, "temperature", "between 0"),
+        (completion(top_p=0), InvalidRequest, "top_p", r"\(0, 1\]"),
+    ],
+)
+async def test_what_the_model_cannot_serve_is_refused_by_name(
+    tokenizer: Tokenizer, wire: Any, expected: type[InvalidRequest], field: str, words: str
+) -> None:
+    source = ScriptedSource()
+    with pytest.raises(expected, match=words) as caught:
+        await front_end(source, tokenizer).prepare(wire)
+    assert caught.value.field == field
+    assert source.requests == ()
+
+
+async def test_long_prompts_are_encoded_off_the_loop_and_equal(tokenizer: Tokenizer) -> None:
+    text = "hello world " * 1000
+    front = FrontEnd(ScriptedSource(), tokenizer, info(tokenizer, 100_000))
+    (request,) = (await front.prepare(completion(prompt=text))).requests
+    assert list(request.prompt_token_ids) == tokenizer.encode(text)
+
+
+# ---- merge, errors
+
+
+async def counted(closed: list[str], name: str, num_items: int) -> AsyncGenerator[str, None]:
+    try:
+        for index in range(num_items):
+            await asyncio.sleep(0)
+            yield f"{name}{index}"
+    finally:
+        closed.append(name)
+
+
+async def test_merge_keeps_each_order_and_closes_all() -> None:
+    closed: list[str] = []
+    items = [item async for item in merge([counted(closed, "a", 3), counted(closed, "b", 5)])]
+    assert [item for item in items if item[0] == "a"] == ["a0", "a1", "a2"]
+    assert [item for item in items if item[0] == "b"] == ["b0", "b1", "b2", "b3", "b4"]
+    assert sorted(closed) == ["a", "b"]
+
+
+async def test_merge_ends_all_when_one_fails() -> None:
+    async def failing() -> AsyncGenerator[str, None]:
+        yield "x"
+        raise EngineFault("broken")
+
+    closed: list[str] = []
+    with pytest.raises(EngineFault):
+        async for _ in merge([counted(closed, "a", 1000), failing()]):
+            pass
+    assert closed == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequest("top_p", "bad"), 400, "invalid_value"),
+        (ModelNotFound("model", "bad"), 404, "model_not_found"),
+        (EngineOverloaded("full", 2.1), 429, "engine_overloaded"),
+        (RequestAborted("gone"), 503, "request_aborted"),
+        (RequestTimeout("slow"), 504, "request_timeout"),
+        (EngineFault("secret"), 500, "engine_fault"),
+        (HandoffRefused("model", "secret"), 500, "handoff_refused"),
+        (ValueError("secret"), 500, "internal_error"),
+    ],
+)
+def test_errors_have_their_status_also_after_a_journey(error: Exception, status: int, code: str) -> None:
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        reply = reply_for(each)
+        assert (reply.status, reply.code) == (status, code)
+        assert "secret" not in reply.message
+    assert reply_for(error).headers == {"retry-after": {429: "3", 503: "1"}[status]} if status in (429, 503) else True
+
+
+def test_a_subclass_of_a_known_error_is_reported_like_it() -> None:
+    class Relayed(EngineOverloaded, RuntimeError):
+        """As a remote call wraps an exception."""
+
+    assert reply_for(Relayed("full")).status == 429

@@ -1,0 +1,336 @@
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from serve_app.errors import UnknownParameter, UnsupportedParameter
+from serve_app.openai.parsing import parse
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.openai.scoring import ScoreRequest
+from serve_app.openai.wire import MAX_LEVELS, UNSUPPORTED, Wire
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import InvalidRequest
+from speculative.request import SamplingParams, Structure
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), ChatCompletionRequest)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(json.dumps({"model": "m", "prompt": "hi", **fields}).encode(), CompletionRequest)
+
+
+def test_what_langchain_sends_by_default_is_taken() -> None:
+    wire = chat(
+        stream=False, n=1, temperature=0.7, max_completion_tokens=5, stop=None, logit_bias=None, seed=None, top_p=1,
+        frequency_penalty=0, presence_penalty=0.0, parallel_tool_calls=None, service_tier=None, store=False, user="u",
+        metadata={"a": "b"}, reasoning_effort=None, response_format={"type": "text"}, tools=[], tool_choice="none",
+    )  # fmt: skip
+    assert wire.token_budget == ("max_completion_tokens", 5)
+    old = completion(
+        prompt=["a", "b"], temperature=0.7, max_tokens=256, top_p=1, frequency_penalty=0, presence_penalty=0, n=2,
+        best_of=2, logit_bias={}, echo=False, suffix=None, logprobs=None,
+    )  # fmt: skip
+    assert old.prompts() == ["a", "b"]
+
+
+def test_an_answer_can_be_sent_back_as_the_client_library_dumps_it() -> None:
+    dumped = {
+        "role": "assistant", "content": "hello", "refusal": None, "annotations": [], "audio": None,
+        "function_call": None, "tool_calls": None,
+    }  # fmt: skip
+    wire = chat(messages=[*MESSAGES, dumped, {"role": "user", "content": "and?", "name": "ann"}])
+    assert [message.for_template() for message in wire.messages][1] == {"role": "assistant", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_prompts_come_in_four_forms(sent: Any, prompts: Any) -> None:
+    assert completion(prompt=sent).prompts() == prompts
+
+
+def test_null_means_the_default() -> None:
+    names = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
+    assert chat(**dict.fromkeys(names)) == chat()
+
+
+ASKING = {
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "chat_template_kwargs": {"a": 1},
+    "include_reasoning": False,
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "echo": True,
+    "suffix": "x",
+    "best_of": 2,
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x"},
+    "prediction": {"type": "content"},
+    "reasoning_effort": "high",
+    "verbosity": "high",
+    "web_search_options": {},
+    "moderation": {},
+    "store": True,
+    "guided_json": {"a": 1},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "a",
+    "chat_template": "x",
+    "lora_request": {"name": "x"},
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_field_is_refused_by_name_and_null_is_harmless(name: str) -> None:
+    for make in (completion,) if name in ChatCompletionRequest.model_fields else (chat, completion):
+        with pytest.raises(UnsupportedParameter) as caught:
+            make(**{name: ASKING[name]})
+        assert caught.value.field == name
+        assert caught.value.message.startswith(f"{name}: ")
+        assert make(**{name: None}) == make()
+
+
+def test_a_flag_is_not_taken_for_a_number() -> None:
+    with pytest.raises(InvalidRequest):
+        chat(frequency_penalty=False)
+    with pytest.raises(InvalidRequest):
+        chat(logit_bias={"5": True})
+    with pytest.raises(UnsupportedParameter):
+        chat(store=0)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": "ü"}}}
+
+
+@pytest.mark.parametrize(
+    ("sent", "structure"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Structure("json_object")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Structure("json_schema", json.dumps(SCHEMA)),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, Structure("json_schema", json.dumps(SCHEMA))),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Structure("json_schema", json.dumps(SCHEMA))),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, Structure("regex", "a+")),
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, Structure("choice", '["yes", "n\\"o"]')),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, Structure("grammar", "start: /a/")),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}, "min_tokens": 0},
+            Structure("regex", "a"),
+        ),
+    ],
+)
+def test_a_form_is_asked_for_as_openai_and_as_vllm_name_it(sent: Any, structure: Structure | None) -> None:
+    assert chat(**sent).structure == completion(**sent).structure == structure
+    assert completion(**sent).sampling_fields()["structure"] == structure
+
+
+def test_a_schema_too_deep_for_text_is_refused_and_not_a_crash() -> None:
+    for depth in range(100, 2000, 50):
+        body = (
+            b'{"model": "m", "prompt": "a", "structured_outputs": {"json": ' + b'{"a":' * depth + b"1" + b"}" * (depth)
+        )
+        with contextlib.suppress(InvalidRequest):
+            assert parse(body + b"}}", CompletionRequest).structure is not None
+
+
+def test_sampling_fields_are_those_of_the_engine_and_only_what_was_sent() -> None:
+    assert completion().sampling_fields() == {"logit_bias": (), "top_k": 0, "structure": None}
+    sent: dict[str, Any] = {
+        "min_tokens": 2, "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "presence_penalty": -1,
+        "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {"7": -100, "3": 0.5}, "ignore_eos": False,
+        "stop_token_ids": [4, 4, 5], "allowed_token_ids": [3, 7, 3], "logprob_token_ids": [9, 8, 9],
+        "prompt_logprobs": 0, "speculate": False, "reproducible": True,
+    }  # fmt: skip
+    changed = {
+        "top_k": 0, "logit_bias": ((7, -100.0), (3, 0.5)), "stop_token_ids": (4, 5), "allowed_token_ids": (3, 7),
+        "logprob_token_ids": (9, 8), "structure": None,
+    }  # fmt: skip
+    fields = chat(**sent).sampling_fields()
+    assert fields == sent | changed
+    assert SamplingParams(**fields).logit_bias == ((7, -100.0), (3, 0.5))
+
+
+@pytest.mark.parametrize("character", [chr(code) for code in (*range(32), 127, 0x85, 0x2028, 0xFEFF, 0xFFFF)])
+def test_text_for_the_model_may_hold_any_character(tokenizer: Tokenizer, character: str) -> None:
+    text = f"a{character}b"
+    assert completion(prompt=text).prompts() == [text]
+    assert completion(prompt=[text, "c"], stop=text, bad_words=[text]).stop_strings == (text,)
+    assert chat(messages=[{"role": "user", "content": text}]).messages[0].content == text
+    assert "".join(tokenizer.token_bytes(token).decode("latin-1") for token in tokenizer.encode(text)) == (
+        text.encode().decode("latin-1")
+    ), "and the tokenizer takes it as it is"
+
+
+@pytest.mark.parametrize("field", ["model", "user"])
+def test_a_nul_elsewhere_is_refused_by_name(field: str) -> None:
+    with pytest.raises(InvalidRequest, match="holds a NUL") as caught:
+        completion(**{field: "a\0"})
+    assert caught.value.field == field
+
+
+def test_an_escaped_emoji_is_whole_and_half_of_one_is_not() -> None:
+    assert chat(messages=[{"role": "user", "content": "🙂"}]).messages[0].content == "🙂"
+    assert completion(prompt="the text \\u0000 is not NUL").prompts() == ["the text \\u0000 is not NUL"]
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=[*MESSAGES, {"role": "user", "content": "\ud83d"}])
+    assert caught.value.field == "messages.1.content"
+
+
+@pytest.mark.parametrize("stop", [["a"] * 16, "a", ["a", "b"]])
+def test_stop_takes_a_string_or_up_to_sixteen(stop: Any) -> None:
+    assert completion(stop=stop).stop_strings == ((stop,) if isinstance(stop, str) else tuple(stop))
+
+
+def test_a_stop_string_is_short() -> None:
+    assert completion(stop=["a" * 1024]).stop_strings == ("a" * 1024,)
+    for stop in ("a" * 1025, ["a", "b" * 1025]):
+        with pytest.raises(InvalidRequest, match="at most 1024 characters") as caught:
+            completion(stop=stop)
+        assert caught.value.field == "stop"
+
+
+# ---- faults without number
+
+MANY = 3000
+UNKNOWN = {f"x{number}": 1 for number in range(MANY)}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "field"),
+    [
+        (ChatCompletionRequest, {"messages": [{}] * MANY}, "messages.0.role"),
+        (ChatCompletionRequest, {"messages": [MESSAGES[0] | {"content": [{}] * MANY}]}, "messages.0.content.0.type"),
+        (
+            ChatCompletionRequest,
+            {"messages": [{"role": "assistant", "tool_calls": [CALL] + [{}] * MANY}]},
+            "messages.0.tool_calls.1.function",
+        ),
+        (ChatCompletionRequest, {"messages": MESSAGES, "tools": [{}] * MANY}, "tools"),
+        (ChatCompletionRequest, {"messages": MESSAGES} | UNKNOWN, "x0"),
+        (ChatCompletionRequest, {"messages": [MESSAGES[0] | UNKNOWN]}, "messages.0.x0"),
+        (CompletionRequest, {"prompt": [1] + [""] * MANY}, "prompt.1"),
+        (CompletionRequest, {"prompt": ["a"] + [1] * MANY}, "prompt.1"),
+        (CompletionRequest, {"prompt": [[1]] + [["a"] * MANY] * MANY}, "prompt.1.0"),
+        (CompletionRequest, {"prompt": "a", "allowed_token_ids": [-1] * MANY}, "allowed_token_ids.0"),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * MANY}, "stop_token_ids"),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}, "stop"),
+        (CompletionRequest, {"prompt": "a", "bad_words": [1] * MANY}, "bad_words"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": UNKNOWN}, "logit_bias"),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * MANY}},
+         "structured_outputs.choice.0"),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": UNKNOWN}, "structured_outputs.x0"),
+        (ScoreRequest, {"contexts": [1] * MANY, "labels": ["a"]}, "contexts.0"),
+        (ScoreRequest, {"contexts": [["a"] * MANY] * MANY, "labels": ["a"]}, "contexts.0.0"),
+        (ScoreRequest, {"contexts": ["a"], "labels": [""] * MANY}, "labels.0"),
+    ],
+)  # fmt: skip
+def test_of_faults_without_number_few_are_collected(kind: type[Wire], sent: dict[str, Any], field: str) -> None:
+    """Each takes memory and time, and only the first is told."""
+    body = {"model": "m"} | sent
+    with pytest.raises(ValidationError) as collected:
+        kind.model_validate(body)
+    assert collected.value.error_count() < 10
+    with pytest.raises(InvalidRequest) as caught:
+        parse(json.dumps(body).encode(), kind)
+    assert caught.value.field == field
+
+
+# ---- names that clients make up
+
+
+@pytest.mark.parametrize(
+    ("sent", "field"),
+    [
+        ({"<x>": 1}, "<x>"),
+        ({"<text>": 1}, "<text>"),
+        ({"messages": [MESSAGES[0] | {"<text>": 1}]}, "messages.0.<text>"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "<parts>": 1}]}]},
+         "messages.0.content.0.<parts>"),
+        ({"y" * 10_000: 1}, "y" * 100),
+        ({"stream": True, "stream_options": {"<" * 10_000: 1}}, "stream_options." + "<" * 100),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_is_reported_by_its_own_name(sent: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnknownParameter) as caught:
+        chat(**sent)
+    assert caught.value.field == field
+    assert f"'{field}'" in caught.value.message
+
+
+def test_a_name_that_is_no_token_is_not_reported_as_a_path() -> None:
+    for name in ("<a>", "<text>", "z" * 10_000):
+        with pytest.raises(InvalidRequest, match="token ids as its keys") as caught:
+            chat(logit_bias={name: "x"})
+        assert caught.value.field == "logit_bias"
+    with pytest.raises(InvalidRequest) as caught:
+        chat(metadata={"z" * 10_000: "\0"})
+    assert caught.value.field == "metadata." + "z" * 100
+
+
+# ---- what a chat template is given
+
+
+def called_with(arguments: str) -> ChatCompletionRequest:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": "\\ud800"}',
+        '{"a": ["b", {"\\udc00": 1}]}',
+        nested(MAX_LEVELS + 1),
+        nested(900),
+        '{"a": ' + "[" * 100_000,
+    ],
+)
+def test_arguments_that_no_template_can_show_are_refused(arguments: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        called_with(arguments).talk()
+    assert caught.value.field == "messages.1.tool_calls.0.function.arguments"
+    assert len(caught.value.message) < 200
+
+
+def test_arguments_may_hold_any_character_and_some_levels() -> None:
+    for arguments in ('{"a": "\\ud83d\\ude42 \\\\u0000 \\\\ud800"}', nested(MAX_LEVELS), "{}", ""):
+        (message,) = called_with(arguments).talk().messages[1:]
+        assert message["tool_calls"][0]["function"]["arguments"] == json.loads(arguments or "{}")
+
+
+def test_parameters_may_be_nested_some_levels() -> None:
+    def tool(levels: int) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "f", "parameters": json.loads(nested(levels))}}
+
+    (shown,) = chat(tools=[tool(MAX_LEVELS)]).talk().tools
+    assert shown == tool(MAX_LEVELS)
+    for levels in (MAX_LEVELS + 1, 300, 900):
+        with pytest.raises(InvalidRequest, match="at most 64 levels") as caught:
+            chat(tools=[tool(1), tool(levels)])
+        assert caught.value.field == "tools.1.function.parameters"

@@ -1,0 +1,232 @@
+"""From a client's sampling parameters to the engine's, and what is reported in return."""
+
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import pytest
+
+from serve_app.backends.base import ModelInfo
+from serve_app.backends.fake import fake_logprob
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import EngineFault, InvalidRequest
+from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta, TokenLogprobs
+from tests.support.fake_serving import BackendSource, Script, make_backend
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(json.dumps({"model": "m", "prompt": "hello", "max_tokens": 50, **fields}).encode(), CompletionRequest)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    messages = [{"role": "user", "content": "hello"}]
+    return parse(json.dumps({"model": "m", "messages": messages, **fields}).encode(), ChatCompletionRequest)
+
+
+class DeltaSource:
+    """Gives out prepared deltas in the name of the first request."""
+
+    def __init__(self, *deltas: TokenDelta) -> None:
+        self._deltas = deltas
+
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        for delta in self._deltas:
+            yield delta.replace(request_id=requests[0].request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Nothing runs here."""
+
+
+def front_end(source: Any, tokenizer: Tokenizer) -> FrontEnd:
+    info = ModelInfo("m", 100, tokenizer.vocab_size, "abcdef0123456789", "", tokenizer.eos_token_ids)
+    return FrontEnd(source, tokenizer, info)
+
+
+def fake_front_end(tokenizer: Tokenizer, **settings: Any) -> tuple[FrontEnd, BackendSource, Script]:
+    backend, script = make_backend(tokenizer, max_model_len=100, **settings)
+    source = BackendSource(backend)
+    return front_end(source, tokenizer), source, script
+
+
+async def params_of(tokenizer: Tokenizer, wire: Any) -> SamplingParams:
+    return (await front_end(DeltaSource(), tokenizer).prepare(wire)).requests[0].params
+
+
+async def reply_to(front: FrontEnd, wire: Any) -> dict[str, Any]:
+    return await front.collect(await front.prepare(wire))
+
+
+async def chunks_of(front: FrontEnd, wire: Any) -> list[dict[str, Any]]:
+    events = [event.decode() async for event in front.events(await front.prepare(wire))]
+    blocks = "".join(events).removesuffix("\n\n").split("\n\n")
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+# ---- what reaches the engine
+
+
+async def test_every_parameter_reaches_the_engine(tokenizer: Tokenizer) -> None:
+    sent: dict[str, Any] = {
+        "min_tokens": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "presence_penalty": -1.0,
+        "frequency_penalty": 0.5, "repetition_penalty": 1.2, "ignore_eos": True, "speculate": False,
+        "reproducible": True, "prompt_logprobs": 3,
+    }  # fmt: skip
+    lists = {"stop_token_ids": [4, 5], "allowed_token_ids": [3, 7, 9], "logprob_token_ids": [9, 8]}
+    params = await params_of(tokenizer, completion(**sent, **lists, logit_bias={"7": -5, "9": 1}, logprobs=1))
+    expected = sent | {name: tuple(ids) for name, ids in lists.items()}
+    expected |= {"logit_bias": ((7, -5.0), (9, 1.0)), "logprobs": 1, "max_tokens": 50}
+    assert params == SamplingParams(**expected)
+    form = {"type": "json_object"}
+    assert (await params_of(tokenizer, chat(response_format=form))).structure == Structure("json_object")
+
+
+async def test_a_bad_word_is_forbidden_at_the_start_and_after_a_space(tokenizer: Tokenizer) -> None:
+    params = await params_of(tokenizer, completion(bad_words=["fox", " dog", "fox", "\n", "über x"]))
+    texts = [tokenizer.decode(word, continuation=True) for word in params.bad_words]
+    assert texts == ["fox", " fox", "dog", " dog", "\n", "über x", " über x"]
+    assert params.bad_words == tuple(tuple(tokenizer.encode(text)) for text in texts)
+
+
+async def test_bad_words_are_encoded_without_what_begins_a_prompt(sentencepiece: Tokenizer) -> None:
+    params = await params_of(sentencepiece, completion(bad_words=["He"]))
+    assert [sentencepiece.decode(word, continuation=True) for word in params.bad_words] == [" He", "  He"]
+    assert not {0, 1, 2} & {token for word in params.bad_words for token in word}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [0, 2], "min_tokens": 1},
+        {"allowed_token_ids": [2, 9], "stop_token_ids": [9], "min_tokens": 3},
+        {"allowed_token_ids": "a", "bad_words": ["a"]},
+    ],
+)
+async def test_parameters_that_leave_nothing_to_say_are_refused(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    if fields["allowed_token_ids"] == "a":
+        fields = fields | {"allowed_token_ids": tokenizer.encode("a")}
+    with pytest.raises(InvalidRequest, match="nothing to say") as caught:
+        await params_of(tokenizer, completion(**fields))
+    assert caught.value.field == "allowed_token_ids"
+    assert (await params_of(tokenizer, completion(**fields | {"min_tokens": 0, "bad_words": []}))).allowed_token_ids
+
+
+async def test_only_the_first_choice_of_a_prompt_asks_for_prompt_logprobs(tokenizer: Tokenizer) -> None:
+    job = await front_end(DeltaSource(), tokenizer).prepare(completion(prompt=["a", "b"], n=3, prompt_logprobs=2))
+    assert [request.params.prompt_logprobs for request in job.requests] == [2, None, None] * 2
+    same = {dataclasses.replace(request.params, prompt_logprobs=None) for request in job.requests}
+    assert len(same) == 1
+
+
+# ---- what is reported in return
+
+
+def ranked(tokenizer: Tokenizer, token: int, num_top: int) -> dict[str, Any]:
+    """What the fake engine knows of a prompt token, as vLLM writes it."""
+    entries = {}
+    for rank in range(1, max(num_top, 1) + 1):
+        reported = {"logprob": fake_logprob(token) - 0.5 * (rank - 1), "rank": rank}
+        entries[str(token + rank - 1)] = reported | {"decoded_token": tokenizer.token_text(token + rank - 1)}
+    return entries
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+async def test_prompt_logprobs_stand_in_the_first_choice_of_each_prompt(tokenizer: Tokenizer, num_top: int) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    fields: dict[str, Any] = {"prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 9, "prompt_logprobs": num_top}
+    whole = (await reply_to(front, completion(**fields, seed=1)))["choices"]
+    first = [None, ranked(tokenizer, 6, num_top), ranked(tokenizer, 7, num_top)]
+    assert [choice.get("prompt_logprobs") for choice in whole] == [first, None, [None], None]
+    assert "prompt_logprobs" not in whole[1]
+    chunks = await chunks_of(front, completion(**fields, seed=1, stream=True))
+    reported = [chunk["choices"][0] for chunk in chunks if "prompt_logprobs" in chunk["choices"][0]]
+    assert sorted((choice["index"], choice["prompt_logprobs"]) for choice in reported) == [(0, first), (2, [None])]
+
+
+async def test_a_chat_reports_prompt_logprobs_beside_the_choices(tokenizer: Tokenizer) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    reply = await reply_to(front, chat(prompt_logprobs=1, n=2, max_tokens=5))
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    assert reply["prompt_logprobs"] == [None, *(ranked(tokenizer, token, 1) for token in prompt[1:])]
+    assert all("prompt_logprobs" not in choice for choice in reply["choices"])
+    chunks = await chunks_of(front, chat(prompt_logprobs=1, n=2, max_tokens=5, stream=True))
+    reported = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
+    assert reported == [reply["prompt_logprobs"]]
+    assert "prompt_logprobs" not in await reply_to(front, chat(max_tokens=5))
+
+
+async def test_prompt_logprobs_that_come_without_a_token_wait_for_the_first_piece(tokenizer: Tokenizer) -> None:
+    entry = TokenLogprobs(6, -2.0, 3, ((9, -0.5), (8, float("-inf"))))
+    source = DeltaSource(
+        TokenDelta("", prompt_logprobs=(entry,)), TokenDelta("", (7,), finish_reason=FinishReason.LENGTH)
+    )
+    reply = await reply_to(front_end(source, tokenizer), completion(prompt=[5, 6], prompt_logprobs=2))
+    names = tokenizer.token_text
+    assert reply["choices"][0]["prompt_logprobs"] == [
+        None,
+        {
+            "6": {"logprob": -2.0, "rank": 3, "decoded_token": names(6)},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": names(9)},
+            "8": {"logprob": -9999.0, "rank": 2, "decoded_token": names(8)},
+        },
+    ]
+
+
+@pytest.mark.parametrize("reported", [None, (), (TokenLogprobs(6, -1.0, 1),) * 2])
+async def test_missing_prompt_logprobs_are_a_fault_and_not_made_up(tokenizer: Tokenizer, reported: Any) -> None:
+    source = DeltaSource(TokenDelta("", (7,), prompt_logprobs=reported, finish_reason=FinishReason.LENGTH))
+    with pytest.raises(EngineFault, match="prompt of 2 tokens"):
+        await reply_to(front_end(source, tokenizer), completion(prompt=[5, 6], prompt_logprobs=0))
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_scored_ids_are_reported_of_every_token(tokenizer: Tokenizer, logprobs: int | None) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say([20, 21, 22, 23, 24])
+    fields: dict[str, Any] = {"logprob_token_ids": [22, 21], "logprobs": logprobs}
+    reported = (await reply_to(front, completion(**fields)))["choices"][0]["logprobs"]
+    said = [20, 21, 22, 23, 24, tokenizer.eos_token_ids[0]]
+    size = tokenizer.vocab_size
+    scored = [{str(i): fake_logprob(token) - 0.5 * ((i - token) % size) for i in (22, 21)} for token in said]
+    assert reported["scored_logprobs"] == scored
+    assert reported["token_logprobs"] == [fake_logprob(token) for token in said]
+    chunks = await chunks_of(front, completion(**fields, stream=True))
+    parts = [chunk["choices"][0]["logprobs"]["scored_logprobs"] for chunk in chunks]
+    assert [each for part in parts for each in part] == scored
+    asked = {"logprob_token_ids": [22, 21], "logprobs": logprobs is not None}
+    content = (await reply_to(front, chat(**asked)))["choices"][0]["logprobs"]["content"]
+    assert [entry["scored"] for entry in content] == scored
+    assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+async def test_nothing_is_scored_unasked(tokenizer: Tokenizer) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    assert "scored_logprobs" not in (await reply_to(front, completion(logprobs=1)))["choices"][0]["logprobs"]
+    content = (await reply_to(front, chat(logprobs=True)))["choices"][0]["logprobs"]["content"]
+    assert "scored" not in content[0]
+
+
+async def test_a_score_of_a_forbidden_token_is_finite_and_a_missing_one_a_fault(tokenizer: Tokenizer) -> None:
+    entry = TokenLogprobs(7, -0.5, 1, scored=((3, float("-inf")), (7, -0.5)))
+    source = DeltaSource(TokenDelta("", (7,), logprobs=(entry,), finish_reason=FinishReason.LENGTH))
+    reply = await reply_to(front_end(source, tokenizer), completion(logprob_token_ids=[3, 7]))
+    assert reply["choices"][0]["logprobs"]["scored_logprobs"] == [{"3": -9999.0, "7": -0.5}]
+    with pytest.raises(EngineFault, match="logprob_token_ids"):
+        await reply_to(front_end(source, tokenizer), completion(logprob_token_ids=[7, 3]))
+
+
+# ---- min_tokens and stop strings
+
+
+@pytest.mark.parametrize("run_length", [1, 3, 8])
+async def test_a_stop_string_does_not_end_a_text_before_min_tokens(tokenizer: Tokenizer, run_length: int) -> None:
+    front, _, script = fake_front_end(tokenizer, run_length=run_length)
+    script.say([*tokenizer.encode("!"), *tokenizer.encode("!"), *tokenizer.encode("x"), *tokenizer.encode("!"), 30])
+    for min_tokens, text in ((0, ""), (1, "!"), (2, "!!x"), (3, "!!x")):
+        reply = await reply_to(front, completion(stop="!", min_tokens=min_tokens))
+        assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == (text, "stop")
+    reply = await reply_to(front, completion(stop="!", min_tokens=4))
+    assert reply["choices"][0]["text"] == "!!x!" + tokenizer.token_text(30)

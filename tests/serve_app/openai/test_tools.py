@@ -1,0 +1,600 @@
+"""Tool calls and reasoning in the front end: what the model is shown, what its answer must be, how it is told.
+
+The engine is a fake that says what a test tells it, and so is the parser of calls that are made freely; vLLM's own are
+tested where vLLM is.
+"""
+
+import itertools
+import json
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta, Parsers
+from serve_app.errors import UnsupportedParameter
+from serve_app.http.routes import build_ingress
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.openai.tools import ForcedCalls, behind_thought, call_form, put_together
+from serve_app.text.grammar import StructureCompiler
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import ConfigError, EngineFault, InvalidRequest
+from speculative.request import Request, Structure, TokenDelta
+from tests.support.fake_serving import BackendSource, Script, make_backend
+
+HI = [{"role": "user", "content": "hi"}]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/name"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"name": {"type": "string"}},
+        },
+    },
+}
+CLOCK: dict[str, Any] = {"type": "function", "function": {"name": 'the "clock"'}}
+TOOLS = [WEATHER, CLOCK]
+CALLS = [
+    ("weather", '{"city": "A\\"}[{", "days": 2}'),
+    ('the "clock"', '{"zones": [{"a": "]"}, {}]}'),
+    ("weather", '{"city": ""}'),
+]
+LIST = "[" + ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {text}}}' for name, text in CALLS) + "]"
+
+
+def talk(use: Any, **fields: Any) -> ChatPrompt:
+    named = "weather" if use == "named" else ""
+    return ChatPrompt(tuple(HI), tuple(TOOLS), use, named, **fields)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer_folder: Path, tooled: Tokenizer) -> StructureCompiler:
+    return StructureCompiler(tokenizer_folder, tooled.vocab_size, tooled.eos_token_ids)
+
+
+def fits(compiler: StructureCompiler, form: Structure, ids: Sequence[int], end: int) -> bool:
+    """Whether the tokens are a whole answer of the form."""
+    masks = compiler(form).allowed([], ids)
+    return len(masks) == len(ids) + 1 and bool(masks[-1][end])
+
+
+# ---- the form that forces calls
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (LIST, True),
+        ('[{"name": "weather", "arguments": {"city": "x"}}]', True),
+        ('[{"name": "weather", "arguments": {"days": 2}}]', False),
+        ('[{"name": "weather", "arguments": {"city": "x", "days": 10}}]', False),
+        ('[{"name": "weather", "arguments": {"city": "x", "more": 1}}]', False),
+        ('[{"name": "wind", "arguments": {}}]', False),
+        ('[{"name": "weather", "arguments": {"city":    "x"}}]', False),
+        ('[{"name": "the \\"clock\\"", "arguments": []}]', False),
+        ("[]", False),
+        ("It rains.", False),
+    ],
+)
+def test_required_calls_are_calls_of_the_tools(
+    compiler: StructureCompiler, tooled: Tokenizer, text: str, right: bool
+) -> None:
+    ids = tooled.encode(text)
+    assert fits(compiler, call_form(talk("required")), ids, tooled.eos_token_ids[0]) == right
+
+
+def test_one_call_is_all_where_they_may_not_be_parallel(compiler: StructureCompiler, tooled: Tokenizer) -> None:
+    form, end = call_form(talk("required", parallel=False)), tooled.eos_token_ids[0]
+    assert not fits(compiler, form, tooled.encode(LIST), end)
+    assert fits(compiler, form, tooled.encode('[{"name": "weather", "arguments": {"city": "x"}}]'), end)
+
+
+def test_a_named_functions_answer_is_its_arguments(compiler: StructureCompiler, tooled: Tokenizer) -> None:
+    form, end = call_form(talk("named")), tooled.eos_token_ids[0]
+    assert fits(compiler, form, tooled.encode(CALLS[0][1]), end)
+    assert not fits(compiler, form, tooled.encode(CALLS[1][1]), end)
+
+
+@pytest.mark.parametrize(
+    "text", ['a // b # c } { " \\ %json /*', "http://x.y/z#a", '🙂 ü \n\t ::= "x"', "|", "%llguidance {}"]
+)
+def test_names_and_schemas_may_hold_any_text(compiler: StructureCompiler, tooled: Tokenizer, text: str) -> None:
+    """None of it is read as a part of the grammar."""
+    schema = {"description": text, "properties": {"a": {"const": text}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": text, "parameters": schema}}
+    form = call_form(ChatPrompt(tools=(tool,), use="required"))
+    answer = json.dumps([{"name": text, "arguments": {"a": text}}], ensure_ascii=False)
+    assert fits(compiler, form, tooled.encode(answer), tooled.eos_token_ids[0])
+    (call,) = ForcedCalls(ChatPrompt(tools=(tool,), use="required")).whole(answer, ()).calls
+    assert (call.name, json.loads(call.arguments)) == (text, {"a": text})
+
+
+@pytest.mark.parametrize("end_of_thought", ["</think>", "<|im_start|>"])
+@pytest.mark.parametrize("kind", ["required", "json_schema", "json_object", "choice"])
+def test_a_form_may_begin_behind_free_reasoning(
+    compiler: StructureCompiler, tooled: Tokenizer, end_of_thought: str, kind: str
+) -> None:
+    """One end is text, and one a token that was added to the vocabulary."""
+    forms = {
+        "required": (call_form(talk("required")), LIST),
+        "json_schema": (Structure("json_schema", '{"properties": {"a": {"const": 1}}}'), '{"a": 1}'),
+        "json_object": (Structure("json_object"), '{"b": [2]}'),
+        "choice": (Structure("choice", '["yes", "no"]'), "no"),
+    }
+    plain, answer = forms[kind]
+    ends = tooled.eos_token_ids
+    form = behind_thought(plain, end_of_thought, tooled.added_id(end_of_thought), ends)
+    thought, end = tooled.encode(f"so <b </thin [] it is{end_of_thought}"), ends[0]
+    assert not any(compiler(form).allowed([], thought[:3])[-1][list(ends)])
+    assert fits(compiler, form, [*thought, *tooled.encode(f"\n\n{answer}")], end)
+    assert fits(compiler, form, [*thought, *tooled.encode(answer)], end)
+    assert not fits(compiler, form, tooled.encode(answer), end)
+    assert not fits(compiler, form, [*thought, *tooled.encode("I say no more")], end)
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_not_every_form_may_begin_behind_reasoning(kind: Any) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        behind_thought(Structure(kind, "start: /a/"), "</think>", None, (2,))
+    assert caught.value.field == f"structured_outputs.{kind}"
+
+
+# ---- reading calls that had to be made
+
+
+@given(st.sets(st.integers(1, len(LIST) - 1), max_size=30))
+@settings(derandomize=True, database=None, deadline=None)
+def test_calls_read_the_same_however_the_text_is_cut(cuts: set[int]) -> None:
+    borders = [0, *sorted(cuts), len(LIST)]
+    parser = ForcedCalls(talk("required"))
+    parts = [
+        part
+        for begin, end in itertools.pairwise(borders)
+        for part in parser.push(LIST[begin:end], (5,), last=end == len(LIST)).calls
+    ]
+    assert [(call.name, call.arguments) for call in put_together(parts)] == CALLS
+    assert [part.index for part in parts if part.name is not None] == [0, 1, 2], "each call is named once"
+    whole = ForcedCalls(talk("required")).whole(LIST, ()).calls
+    assert [(call.name, call.arguments) for call in whole] == CALLS
+    assert len({call.call_id for call in whole}) == 3
+
+
+def test_a_call_that_is_cut_off_is_reported_as_far_as_it_came() -> None:
+    cut = LIST[: LIST.index("zones") + 2]
+    (first, second) = ForcedCalls(talk("required")).whole(cut, ()).calls
+    assert first.arguments == CALLS[0][1]
+    assert (second.name, second.arguments) == ('the "clock"', '{"zo')
+    assert ForcedCalls(talk("named")).whole(' \n{"ci', ()).calls[0].arguments == '{"ci'
+    assert ForcedCalls(talk("named")).whole("", ()).calls == ()
+
+
+# ---- what the model is shown
+
+
+def wire(**fields: Any) -> ChatCompletionRequest:
+    return parse(json.dumps({"model": "fake", "messages": HI, **fields}).encode(), ChatCompletionRequest)
+
+
+def front(tokenizer: Tokenizer, parsers: Parsers | None = None, **more: Any) -> tuple[FrontEnd, BackendSource, Script]:
+    backend, script = make_backend(tokenizer, max_model_len=4096, **more)
+    source = BackendSource(backend)
+    return FrontEnd(source, tokenizer, backend.info, parsers=parsers), source, script
+
+
+async def prompt_of(end: FrontEnd, tokenizer: Tokenizer, **fields: Any) -> str:
+    job = await end.prepare(wire(**fields))
+    return tokenizer.decode(job.head.prompts[0], skip_special=False)
+
+
+async def test_the_model_sees_tools_calls_and_results(tooled: Tokenizer) -> None:
+    end, _, _ = front(tooled)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "ü"}'}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call, call | {"id": "2"}]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "sun"}]},
+    ]
+    text = await prompt_of(end, tooled, messages=messages, tools=TOOLS, tool_choice="none")
+    assert json.dumps(WEATHER, ensure_ascii=False) in text
+    assert text.count('{"name": "weather", "arguments": {"city": "ü"}}') == 2
+    results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
+    assert results in text and text.endswith("<|im_start|>assistant\n")
+
+
+LONG = "hello " * 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "elsewhere"),
+    [
+        ({}, False),
+        ({"messages": [{"role": "user", "content": LONG}]}, True),
+        ({"tools": [CLOCK | {"function": {"name": "f", "description": LONG}}]}, True),
+        ({"tools": [CLOCK | {"function": {"name": "f", "parameters": {LONG: 1}}}]}, True),
+        ({"tools": [CLOCK | {"function": {"name": "f", "parameters": {"enum": [1] * 5000}}}]}, True),
+        ({"messages": [{"role": "assistant", "content": "a", "reasoning": LONG}]}, True),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": LONG})}}]}]}, True),
+        ({"messages": [{"role": "user", "content": "a"}] * 5000}, True),
+    ],
+)  # fmt: skip
+async def test_whatever_is_long_to_render_is_rendered_beside_the_event_loop(
+    tooled: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], elsewhere: bool
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def encode_chat(*_: Any, **__: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return [5]
+
+    monkeypatch.setattr(tooled, "encode_chat", encode_chat)
+    end, _, _ = front(tooled)
+    await end.prepare(wire(**fields, tool_choice="none"))
+    assert [thread is not threading.main_thread() for thread in threads] == [elsewhere]
+
+
+async def test_a_template_that_shows_no_tools_is_no_way_to_serve_them(tokenizer: Tokenizer) -> None:
+    end, _, _ = front(tokenizer)
+    with pytest.raises(UnsupportedParameter, match=r"model\.chat_template") as caught:
+        await end.prepare(wire(tools=TOOLS, tool_choice="required"))
+    assert caught.value.field == "tools"
+    await end.prepare(wire(tools=TOOLS, tool_choice="none"))
+    await end.prepare(wire(tools=[], tool_choice="auto"))
+
+
+async def test_calls_that_nobody_can_read_are_refused_with_the_fix(tooled: Tokenizer) -> None:
+    end, _, _ = front(tooled)
+    with pytest.raises(UnsupportedParameter, match=r"engine\.kind: vllm and vllm\.tool_parser"):
+        await end.prepare(wire(tools=TOOLS))
+    job = await end.prepare(wire(tools=TOOLS, tool_choice="required"))
+    assert job.requests[0].params.structure == call_form(talk("required"))
+
+
+THINKING = (
+    "{{ reasoning_effort }}/{{ enable_thinking }}/{{ style }}{% for m in messages %}"
+    "{{ m.reasoning_content or '' }}{{ m.content }}{% endfor %}"
+)
+
+
+async def test_a_template_is_reported_how_much_to_reason(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(THINKING)
+    tokenizer = Tokenizer.from_folder(tokenizer_folder, str(tmp_path / "t.jinja"))
+    end, _, _ = front(tokenizer)
+    said = [{"role": "assistant", "content": "b", "reasoning": "a"}, *HI]
+    reported = await prompt_of(
+        end, tokenizer, reasoning_effort="low", messages=said, chat_template_kwargs={"style": "x"}
+    )
+    assert reported == "low/True/xabhi"
+    assert await prompt_of(end, tokenizer, reasoning_effort="none") == "none/False/hi"
+    own = {"enable_thinking": False}
+    assert await prompt_of(end, tokenizer, reasoning_effort="low", chat_template_kwargs=own) == "low/False/hi"
+    for name in ("tone", "messages", "eos_token"):
+        with pytest.raises(UnsupportedParameter, match="enable_thinking, reasoning_effort, style") as caught:
+            await end.prepare(wire(chat_template_kwargs={name: "x"}))
+        assert caught.value.field == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize("content", [None, "{% if %}"])
+def test_a_template_file_that_is_none_is_refused_at_start(
+    tokenizer_folder: Path, tmp_path: Path, content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "t.jinja").write_text(content)
+    with pytest.raises(ConfigError, match=r"model\.chat_template"):
+        Tokenizer.from_folder(tokenizer_folder, str(tmp_path / "t.jinja"))
+
+
+# ---- answers
+
+
+class FakeParser:
+    """A fake, of a format of its own: reasoning up to `|`, text, calls as `@name{...};`. It notes what it gets."""
+
+    def __init__(self, thinks: bool, noted: list[tuple[str, tuple[int, ...], bool]]) -> None:
+        self._text, self._thinks, self._noted, self._index = "", thinks, noted, 0
+
+    def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
+        self._noted.append((text, tuple(token_ids), last))
+        if "!" in text:
+            raise EngineFault("the parser is at its end")
+        said = [self._character(character) for character in text]
+        return ParsedDelta(
+            "".join(one.content for one in said),
+            "".join(one.reasoning for one in said),
+            tuple(part for one in said for part in one.calls),
+        )
+
+    def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
+        said = self.push(text, token_ids, last=True)
+        return replace(said, calls=put_together(said.calls))
+
+    def _character(self, character: str) -> ParsedDelta:
+        if self._thinks:
+            self._thinks = character != "|"
+            return ParsedDelta(reasoning=character) if self._thinks else ParsedDelta()
+        if not self._text and character != "@":
+            return ParsedDelta(character)
+        self._text += character
+        if character != ";":
+            return ParsedDelta()
+        name, _, rest = self._text[1:-1].partition("{")
+        self._text, self._index = "", self._index + 1
+        return ParsedDelta(calls=(CallPart(self._index - 1, "{" + rest, name, f"id{self._index}"),))
+
+
+class FakeParsers:
+    """Makes the fake ones."""
+
+    def __init__(self, *, tools: bool = True, reasoning: bool = False, end: str | None = "") -> None:
+        self.reads_tools, self.reads_reasoning = tools, reasoning
+        self.keeps_special, self.thought_end = True, end
+        self.noted: list[tuple[str, tuple[int, ...], bool]] = []
+
+    def reading(self, talk: ChatPrompt, prompt: Sequence[int]) -> "FakeParsers":
+        return self
+
+    def parser(self) -> FakeParser:
+        return FakeParser(self.reads_reasoning, self.noted)
+
+
+async def ask(end: FrontEnd, **fields: Any) -> dict[str, Any]:
+    reply = await end.collect(await end.prepare(wire(**fields)))
+    ChatCompletion.model_validate(reply)
+    return reply
+
+
+async def ask_streaming(end: FrontEnd, **fields: Any) -> list[dict[str, Any]]:
+    raw = b"".join([event async for event in end.events(await end.prepare(wire(stream=True, **fields)))]).decode()
+    chunks = [json.loads(block.removeprefix("data: ")) for block in raw.split("\n\n")[:-2]]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk)
+    return chunks
+
+
+def reported(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the chunks of one choice say together, as a message has it."""
+    content = reasoning = ""
+    parts, reason = [], None
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        content += choice["delta"].get("content") or ""
+        reasoning += choice["delta"].get("reasoning") or ""
+        reason = choice["finish_reason"] or reason
+        for part in choice["delta"].get("tool_calls", ()):
+            function = part["function"]
+            assert ("name" in function) == ("id" in part) == ("type" in part)
+            parts.append(CallPart(part["index"], function["arguments"], function.get("name"), part.get("id")))
+    calls = [(call.name, call.arguments) for call in put_together(parts)]
+    return {"content": content or None, "reasoning": reasoning, "calls": calls, "reason": reason}
+
+
+def same_form(reply: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = reply["choices"]
+    message = choice["message"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    assert all(call["id"] and call["type"] == "function" for call in message.get("tool_calls", ()))
+    reasoning = message.get("reasoning", "")
+    return {"content": message["content"], "reasoning": reasoning, "calls": calls, "reason": choice["finish_reason"]}
+
+
+@pytest.mark.parametrize("run_length", [1, 3, 500])
+async def test_required_calls_are_reported_as_calls(tooled: Tokenizer, run_length: int) -> None:
+    end, _, script = front(tooled, run_length=run_length)
+    script.say(LIST)
+    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+    expected = {"content": None, "reasoning": "", "calls": CALLS, "reason": "tool_calls"}
+    assert same_form(await ask(end, **asked)) == expected
+    assert reported(await ask_streaming(end, **asked)) == expected
+    first = CALLS[:1]
+    assert same_form(await ask(end, **asked, parallel_tool_calls=False))["calls"] == first
+    assert reported(await ask_streaming(end, **asked, parallel_tool_calls=False))["calls"] == first
+    cut = await ask(end, **asked, max_tokens=8)
+    assert cut["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_named_functions_call_ends_with_stop_as_openai_has_it(tooled: Tokenizer) -> None:
+    end, source, script = front(tooled)
+    script.say(CALLS[0][1])
+    asked = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    expected = {"content": None, "reasoning": "", "calls": CALLS[:1], "reason": "stop"}
+    assert same_form(await ask(end, **asked)) == reported(await ask_streaming(end, **asked)) == expected
+    assert source.requests[0].params.structure == call_form(talk("named"))
+
+
+SAID = 'hm, 你 so|Let me see 🙂. @weather{"city": "x"};@the "clock"{};'
+MEANT = {
+    "content": "Let me see 🙂. ",
+    "reasoning": "hm, 你 so",
+    "calls": [("weather", '{"city": "x"}'), ('the "clock"', "{}")],
+    "reason": "tool_calls",
+}
+
+
+@pytest.mark.parametrize("run_length", [1, 2, 5, 500])
+@pytest.mark.parametrize("stop", [None, [" 你 not"]])
+async def test_what_is_parsed_does_not_depend_on_how_tokens_come(
+    tooled: Tokenizer, run_length: int, stop: list[str] | None
+) -> None:
+    parsers = FakeParsers(reasoning=True)
+    end, source, script = front(tooled, parsers, run_length=run_length)
+    script.say(SAID)
+    assert reported(await ask_streaming(end, tools=TOOLS, stop=stop)) == MEANT
+    ids = [*tooled.encode(SAID), tooled.eos_token_ids[0]]
+    decoder = tooled.detokenizer(skip_special=False, continuation=True)
+    texts = [*decoder.push(ids[:-1]), ""]
+    assert parsers.noted == [
+        (text, (token,), number == len(ids)) for number, (token, text) in enumerate(zip(ids, texts, strict=True), 1)
+    ], "each token comes by itself, with all of its text"
+    assert same_form(await ask(end, tools=TOOLS, stop=stop)) == MEANT
+    assert parsers.noted[-1] == ("".join(texts), tuple(ids), True), "a whole answer comes with all of its tokens"
+    assert source.requests[0].params.structure is None
+
+
+async def test_a_stop_string_ends_what_is_parsed(tooled: Tokenizer) -> None:
+    end, _, script = front(tooled, FakeParsers(reasoning=True), run_length=4)
+    script.say(SAID)
+    expected = {"content": "Let me", "reasoning": "hm, 你 so", "calls": [], "reason": "stop"}
+    assert reported(await ask_streaming(end, stop=[" see"])) == expected
+    assert same_form(await ask(end, stop=[" see"])) == expected
+
+
+async def test_parsing_changes_nothing_else(tooled: Tokenizer) -> None:
+    """Tokens, logprobs and usage are those of the same request without tools."""
+    end, source, script = front(tooled, FakeParsers(reasoning=True))
+    plain, _, plain_script = front(tooled)
+    script.say(SAID)
+    plain_script.say(SAID)
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "seed": 3}
+    parsed, unparsed = await ask(end, **asked), await ask(plain, **asked)
+    for name in ("token_ids", "token_logprobs", "logprobs"):
+        assert parsed["choices"][0][name] == unparsed["choices"][0][name]
+    assert parsed["usage"] == unparsed["usage"]
+    chunks = [chunk for chunk in await ask_streaming(end, **asked) if chunk["choices"]]
+    assert [token for c in chunks for token in c["choices"][0].get("token_ids", ())] == unparsed["choices"][0][
+        "token_ids"
+    ]
+    logprobs = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert logprobs == unparsed["choices"][0]["logprobs"]["content"]
+    assert source.requests[0].params == replace(source.requests[0].params, structure=None)
+
+
+async def test_forced_calls_and_forms_come_behind_the_reasoning(tooled: Tokenizer) -> None:
+    parsers = FakeParsers(reasoning=True, end="|")
+    end, source, script = front(tooled, parsers)
+    script.say(f"so|\n{LIST}")
+    expected = {"content": None, "reasoning": "so", "calls": CALLS, "reason": "tool_calls"}
+    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+    assert same_form(await ask(end, **asked)) == reported(await ask_streaming(end, **asked)) == expected
+    assert source.requests[0].params.structure == behind_thought(call_form(talk("required")), "|", None, ())
+    script.say("so|no")
+    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    assert same_form(await ask(end, **form)) == expected | {"content": "no", "calls": [], "reason": "stop"}
+    assert source.requests[-1].params.structure == behind_thought(Structure("choice", '["yes", "no"]'), "|", None, ())
+    parsers.thought_end = None
+    with pytest.raises(UnsupportedParameter, match="does not say where that ends"):
+        await end.prepare(wire(**form))
+    parsers.thought_end = ""  # the prompt has ended it
+    job = await end.prepare(wire(**form))
+    assert job.requests[0].params.structure == Structure("choice", '["yes", "no"]')
+
+
+async def test_a_form_leaves_no_room_for_calls(tooled: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wire(tools=TOOLS, response_format={"type": "json_object"})
+    assert caught.value.field == "response_format"
+    wire(tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
+
+
+def compiling(compiler: StructureCompiler) -> Callable[[Sequence[Request]], AsyncGenerator[TokenDelta, None]]:
+    """A source that compiles what is asked for, as an engine does, and goes no further."""
+
+    async def stream(requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+        compiler(requests[0].params.structure or Structure("json_object"))
+        raise AssertionError("it was to be refused")
+        yield
+
+    return stream
+
+
+async def test_schemas_that_no_form_can_be_made_of_are_blamed_on_the_tools(
+    tooled: Tokenizer, compiler: StructureCompiler
+) -> None:
+    end, source, _ = front(tooled)
+    source.stream = compiling(compiler)  # type: ignore[method-assign]
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/no"}}}}}
+    with pytest.raises(InvalidRequest, match="cannot be kept to") as caught:
+        await ask(end, tools=[wrong], tool_choice="required")
+    assert caught.value.field == "tools"
+
+
+CANNOT = {"$ref": "#/$defs/no"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "nonsense ::"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"choice": ["a" * 70_000]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": CANNOT}}, "structured_outputs.json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": CANNOT}}},
+            "response_format",
+        ),
+    ],
+)
+async def test_a_refused_form_is_reported_of_the_field_that_asked_for_it(
+    tooled: Tokenizer, compiler: StructureCompiler, fields: dict[str, Any], field: str
+) -> None:
+    end, source, _ = front(tooled)
+    source.stream = compiling(compiler)  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match="cannot be used") as caught:
+        await ask(end, **fields)
+    assert caught.value.field == field
+    body = {"model": "fake", "prompt": "a", **fields}
+    job = await end.prepare(parse(json.dumps(body).encode(), CompletionRequest))
+    with pytest.raises(InvalidRequest, match="cannot be used") as caught:
+        await end.collect(job)
+    assert caught.value.field == field
+
+
+async def test_a_model_whose_calls_could_never_end_is_reported_of_the_tools(
+    tooled: Tokenizer, tokenizer_folder: Path
+) -> None:
+    end, source, _ = front(tooled)
+    source.stream = compiling(StructureCompiler(tokenizer_folder, tooled.vocab_size, ()))  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest, match="could never end") as caught:
+        await ask(end, tools=TOOLS, tool_choice="required")
+    assert caught.value.field == "tools"
+
+
+async def test_a_parser_that_fails_ends_the_answer_with_an_error(tooled: Tokenizer) -> None:
+    end, _, script = front(tooled, FakeParsers())
+    script.say("well! no")
+    with pytest.raises(EngineFault, match="at its end"):
+        await ask(end, tools=TOOLS)
+    chunks = [event async for event in end.events(await end.prepare(wire(tools=TOOLS, stream=True)))]
+    assert b"error" in chunks[-1] and not any(b"[DONE]" in chunk for chunk in chunks)
+
+
+def test_the_client_library_calls_a_tool_and_reports_its_result(
+    tooled: Tokenizer, serve_http: Callable[[FastAPI], int]
+) -> None:
+    end, source, script = front(tooled, FakeParsers(tools=True))
+    app: FastAPI = build_ingress(end)
+    url = f"http://127.0.0.1:{serve_http(app)}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        call_and_report(client, source, script, tooled)
+
+
+def call_and_report(client: openai.OpenAI, source: BackendSource, script: Script, tooled: Tokenizer) -> None:
+    script.say('ok @weather{"city": "Rome"};')
+    messages: list[Any] = list(HI)
+    with client.chat.completions.stream(model="fake", messages=messages, tools=TOOLS) as stream:  # type: ignore[arg-type]
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls is not None
+    (call,) = final.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+    script.say("It rains.")
+    messages += [final.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    reply = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
+    assert reply.choices[0].message.content == "It rains."
+    assert reply.choices[0].message.tool_calls is None
+    prompt = tooled.decode(source.requests[-1].prompt_token_ids, skip_special=False)
+    assert '{"name": "weather", "arguments": {"city": "Rome"}}' in prompt and "rain" in prompt

@@ -1,0 +1,253 @@
+"""Where tokens come from when a prefill pool is there: what is reported once, what is never handed off, what falls
+back."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from serve_app.backends.base import Prefilled
+from serve_app.backends.torch_backend import TorchBackend
+from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience
+from serve_app.telemetry.metric_names import STRATA
+from serve_app.telemetry.metrics import BufferSink, Metrics
+from speculative.errors import EngineFault, InvalidRequest
+from speculative.request import Request, SamplingParams, TokenDelta
+from tests.support.engines import settings
+from tests.support.fake_serving import until_idle
+from tests.support.tiny_models import write_tiny_model
+
+PROMPT = tuple(range(3, 20))
+ASKING = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=2)
+PLAIN = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("pooled"), vocab_size=64)
+
+
+class Pools:
+    """Two engines, as a prefill and a decode replica, and what the prefill was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prefill, self.decode = (TorchBackend(str(folder), "tiny", settings()) for _ in range(2))
+        self.asked: list[tuple[Request, bool]] = []
+        self.damaged = False
+        self.failures: list[Exception | None] = []  # of the first attempts; None = it never answers
+        self.given_up: list[str] = []
+        self.sink = BufferSink("test")
+        self.metrics = Metrics([self.sink], model_name="tiny", pool="decode")
+        self.records = Records("decode-1", 512)
+        self.source = PooledTokenSource(self.decode, self.metrics, self._ask, self.records.handed_off)
+
+    async def _ask(self, request: Request, first_token: bool) -> Prefilled:
+        self.asked.append((request, first_token))
+        if len(self.asked) <= len(self.failures):
+            await self._fail(request, self.failures[len(self.asked) - 1])
+        prefilled = dataclasses.replace(
+            await self.prefill.prefill(request, first_token=first_token), replica="prefill-1"
+        )
+        if self.damaged and prefilled.handoff is not None:
+            prefilled.handoff[-20] ^= 1
+        return prefilled
+
+    async def _fail(self, request: Request, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up.append(request.request_id)
+
+    def counted(self) -> dict[tuple[str, str], float]:
+        """Failed prefills by reason and handoffs by result, since the last time."""
+        names = ("truespec_prefill_failures_total", "truespec_handoffs_total")
+        counters = self.sink.drain().counters.items()
+        return {(name.split("_")[1], labels[-1]): value for (name, labels), value in counters if name in names}
+
+    async def stream(self, *requests: Request) -> list[TokenDelta]:
+        return [delta async for delta in self.source.stream(requests)]
+
+
+@pytest_asyncio.fixture
+async def pools(folder: Path) -> AsyncIterator[Pools]:
+    both = Pools(folder)
+    await both.prefill.start()
+    await both.decode.start()
+    yield both
+    await both.prefill.stop()
+    await both.decode.stop()
+
+
+def text_of(deltas: Sequence[TokenDelta], name: str) -> list[int]:
+    return [token for delta in deltas if delta.request_id == name for token in delta.token_ids]
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["handed off", "refused"])
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("num_prompt", [1, 2, len(PROMPT)])
+async def test_a_prompt_is_reported_once_and_first(
+    pools: Pools, damaged: bool, num_choices: int, num_prompt: int
+) -> None:
+    pools.damaged = damaged
+    prompt = PROMPT[:num_prompt]
+    requests = [Request(f"c{index}", prompt, PLAIN if index else ASKING, index) for index in range(num_choices)]
+    deltas = await pools.stream(*requests)
+    own = [delta for delta in deltas if delta.request_id == "c0"]
+    assert [delta.prompt_logprobs is not None for delta in own] == [True] + [False] * (len(own) - 1)
+    assert [entry.token_id for entry in own[0].prompt_logprobs or ()] == list(prompt[1:])
+    assert all(delta.prompt_logprobs is None for delta in deltas if delta.request_id != "c0")
+    assert [first for _, first in pools.asked] == [num_choices == 1]
+    for request in requests:
+        alone = [delta async for delta in pools.decode.generate(request)]
+        assert text_of(deltas, request.request_id) == text_of(alone, request.request_id)
+
+
+GONE, BROKEN, FULL = ConnectionError("killed"), EngineFault("its engine stopped"), PoolFull("no room")
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked", "counted"),
+    [
+        ([GONE], ["c0", "c0~1"], {("prefill", "died"): 1, ("handoffs", "ok"): 1}),
+        (
+            [BROKEN, GONE],
+            ["c0", "c0~1", "c0~2"],
+            {("prefill", "engine"): 1, ("prefill", "died"): 1, ("handoffs", "ok"): 1},
+        ),
+        ([GONE] * 3, ["c0", "c0~1", "c0~2"], {("prefill", "died"): 3, ("handoffs", "failed"): 1}),
+        ([FULL], ["c0"], {("prefill", "full"): 1, ("handoffs", "failed"): 1}),
+    ],
+    ids=["another replica", "the third replica", "none in the end", "a full pool"],
+)
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_a_prefill_that_fails_is_asked_for_again_and_then_done_here(
+    pools: Pools,
+    failures: list[Exception | None],
+    asked: list[str],
+    counted: dict[tuple[str, str], int],
+    num_choices: int,
+) -> None:
+    requests = [Request(f"c{index}", PROMPT, PLAIN if index else ASKING, index) for index in range(num_choices)]
+    pools.failures = failures
+    deltas = await pools.stream(*requests)
+    assert [request.request_id for request, _ in pools.asked] == asked
+    expected = {key: value * (num_choices if key == ("handoffs", "ok") else 1) for key, value in counted.items()}
+    assert pools.counted() == expected
+    assert [delta.prompt_logprobs is not None for delta in deltas if delta.request_id == "c0"].count(True) == 1
+    for request in requests:
+        alone = [delta async for delta in pools.decode.generate(request)]
+        assert text_of(deltas, request.request_id) == text_of(alone, request.request_id)
+    await until_idle((pools.prefill, pools.decode))
+
+
+async def test_a_prefill_that_never_answers_is_given_up(pools: Pools) -> None:
+    patience = PrefillPatience(timeout_s=0.02, retries=1)
+    source = PooledTokenSource(pools.decode, pools.metrics, pools._ask, pools.records.handed_off, patience)
+    pools.failures = [None] * 2
+    deltas = [delta async for delta in source.stream([Request("c0", PROMPT, PLAIN, 1)])]
+    assert len(text_of(deltas, "c0")) == 6
+    assert pools.given_up == ["c0", "c0~1"]
+    assert pools.counted() == {("prefill", "timeout"): 2, ("handoffs", "failed"): 1}
+
+
+async def test_a_request_that_no_engine_would_take_is_not_tried_elsewhere(pools: Pools) -> None:
+    pools.failures = [InvalidRequest("prompt", "no")]
+    with pytest.raises(InvalidRequest):
+        await pools.stream(Request("c0", PROMPT, PLAIN, 1))
+    assert len(pools.asked) == 1
+
+
+async def test_a_client_that_leaves_ends_the_prefill(pools: Pools) -> None:
+    pools.failures = [None]
+    asking = asyncio.ensure_future(pools.stream(Request("c0", PROMPT, PLAIN, 1)))
+    while not pools.asked:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert pools.given_up == ["c0"] and len(pools.asked) == 1
+
+
+async def test_what_is_teacher_forced_stays_here(pools: Pools) -> None:
+    deltas = await pools.stream(Request("score", PROMPT, score_from=4))
+    assert pools.asked == []
+    assert [entry.token_id for entry in deltas[0].logprobs or ()] == list(PROMPT[4:])
+
+
+# -- and what is watched --------------------------------------------------------------------------------------------
+
+
+def observed(pools: Pools, ended: list[tuple[Record, ReplayJob | None]]) -> ObservedSource:
+    return ObservedSource(
+        pools.source,
+        pools.metrics,
+        pools.records,
+        choose=lambda name: name != "passed over",
+        ended=lambda record, job: ended.append((record, job)),
+        limits=SourceLimits(max_running=4, timeout_s=300),
+    )
+
+
+async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pools) -> None:
+    ended: list[tuple[Record, ReplayJob | None]] = []
+    source = observed(pools, ended)
+    asked = {
+        "plain": PLAIN,
+        "scored": SamplingParams(max_tokens=6, ignore_eos=True, logprob_token_ids=(3, 9)),
+        "counted": SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1),
+        "passed over": PLAIN,
+    }
+    for name, params in asked.items():
+        deltas = [delta async for delta in source.stream([Request(name, PROMPT, params, 1)])]
+        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+        assert len(entries) == (0 if params is PLAIN else 6)
+        assert all(len(entry.scored) == 2 * (name == "scored") for entry in entries)
+    assert [record.request.request_id for record, _ in ended] == list(asked)
+    assert [None if job is None else len(job.logprobs) for _, job in ended] == [6, 6, 6, None]
+
+
+async def test_an_answer_of_one_token_is_the_prefill_replicas(pools: Pools) -> None:
+    ended: list[tuple[Record, ReplayJob | None]] = []
+    request = Request("r", (7, 8, 9), dataclasses.replace(ASKING, max_tokens=1), 1)
+    assert len([delta async for delta in observed(pools, ended).stream([request])]) == 1
+    ((_, job),) = ended
+    assert job is not None
+    assert (job.replica, job.prefilled_by, job.made_by) == ("decode-1", "prefill-1", ("prefill-1",))
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["handed off", "refused"])
+async def test_what_is_to_be_replayed_reports_how_each_token_was_made(pools: Pools, damaged: bool) -> None:
+    pools.damaged = damaged
+    ended: list[tuple[Record, ReplayJob | None]] = []
+    request = Request("r", (7, 8, 9) * 6, dataclasses.replace(ASKING, temperature=0.0, max_tokens=30), 1)
+    deltas = [delta async for delta in observed(pools, ended).stream([request])]
+    ((_, job),) = ended
+    assert job is not None
+    assert (job.replica, job.prefilled_by, job.prompt_scored_by) == ("decode-1", "prefill-1", "prefill-1")
+    assert job.made_by == ("prefill-1", *["decode-1"] * 29)
+    assert list(job.token_ids) == text_of(deltas, "r")
+    assert len(job.prompt_logprobs) == 17
+    assert job.num_drafted == sum(delta.num_drafted for delta in deltas)
+    rounds = [number for number, delta in enumerate(deltas[1:]) for _ in delta.token_ids]
+    assert list(job.rounds_since_handoff) == ([None] * 30 if damaged else [None, *rounds])
+    strata = list(job.strata(4))
+    assert strata[:17] == [("prompt",)] * 17
+    assert strata[17][-2:] == ("first", "no_handoff")
+    assert ("handoff_0" in strata[18]) == (not damaged)
+    assert all("greedy" in names and "all" in names for names in strata[17:])
+    assert set().union(*strata) <= set(STRATA)
+
+
+async def test_a_teacher_forced_request_is_not_replayed(pools: Pools) -> None:
+    ended: list[tuple[Record, ReplayJob | None]] = []
+    requests = [Request("score", PROMPT, score_from=4)]
+    deltas = [delta async for delta in observed(pools, ended).stream(requests)]
+    assert len(deltas[-1].logprobs or ()) == len(PROMPT) - 4
+    assert ended == []

@@ -1,0 +1,421 @@
+"""The catalogue is well formed; what is recorded comes out by value, across processes, threads and dead replicas."""
+
+import pickle
+import re
+import threading
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.page.status import StatusBook
+from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, METRICS, REPLICA_LABEL, Metric
+from serve_app.telemetry.metric_summary import summarise
+from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink, RaySink, Sink
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES, CheckSums, EngineUsage, StepStats
+
+USAGE = EngineUsage(num_running=3, num_waiting=2, num_held=0, num_free_blocks=25, num_blocks=100, block_size=16)
+
+
+def facade(*sinks: Sink, pool: str = "decode") -> Metrics:
+    return Metrics(sinks, model_name="tiny", pool=pool)
+
+
+def samples(sink: PrometheusSink) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample by name and by labels other than the model's name."""
+    families = text_string_to_metric_families(sink.exposition()[0].decode())
+    return {
+        (sample.name, frozenset((k, v) for k, v in sample.labels.items() if k != "model_name")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def value(sink: PrometheusSink, name: str, **labels: str) -> float:
+    return samples(sink)[name, frozenset({"pool": "decode", **labels}.items())]
+
+
+def round_stats() -> StepStats:
+    """Two rounds: three drafted, two accepted; then two drafted, none accepted."""
+    stats = StepStats(num_emitted=4, num_prompt_tokens=7, expected_accepted=1.75, draft_s=0.5, verify_s=2.0)
+    stats.count_round(3, 2)
+    stats.count_round(2, 0)
+    stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_preemptions = 20, 16, 1
+    return stats
+
+
+# The catalogue
+
+
+@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
+def test_metric_follows_prometheus_conventions(metric: Metric) -> None:
+    assert re.fullmatch(r"truespec_[a-z][a-z_]*[a-z]", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert metric.name.count("_total") <= 1
+    assert metric.help.endswith(".")
+    assert "\n" not in metric.help
+    assert len(set(metric.label_names)) == len(metric.label_names)
+    assert not {"le", REPLICA_LABEL, "request_id"} & set(metric.label_names)
+    assert bool(metric.buckets) == (metric.kind == "histogram")
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert all(bound > 0 for bound in metric.buckets), "Ray takes positive bounds only"
+    if metric.unit in ("seconds", "bytes", "nats", "ratio") and metric.kind != "counter":
+        assert metric.name.endswith(metric.unit)
+
+
+def test_names_are_unique() -> None:
+    assert len(METRICS) == len(CATALOGUE)
+    assert COMMON_LABELS == ("model_name", "pool")
+
+
+# Recording
+
+
+def test_steps_are_recorded_by_value() -> None:
+    sink = PrometheusSink(source="r1")
+    facade(sink).record_steps(round_stats(), USAGE)
+    assert value(sink, "truespec_drafts_total") == 2
+    assert value(sink, "truespec_draft_tokens_total") == 5
+    assert value(sink, "truespec_accepted_tokens_total") == 2
+    assert value(sink, "truespec_emitted_tokens_total") == 4
+    assert value(sink, "truespec_prompt_tokens_total") == 7
+    assert value(sink, "truespec_expected_accepted_tokens_total") == 1.75
+    assert [value(sink, "truespec_draft_tokens_per_position_total", position=str(i)) for i in range(3)] == [2, 2, 1]
+    assert [value(sink, "truespec_accepted_tokens_per_position_total", position=str(i)) for i in range(3)] == [1, 1, 0]
+    assert value(sink, "truespec_draft_seconds_total") == 0.5
+    assert value(sink, "truespec_verify_seconds_total") == 2.0
+    assert value(sink, "truespec_prefix_cache_queries_total") == 20
+    assert value(sink, "truespec_prefix_cache_hits_total") == 16
+    assert value(sink, "truespec_preemptions_total") == 1
+    assert value(sink, "truespec_requests_running", replica="r1") == 3
+    assert value(sink, "truespec_requests_waiting", replica="r1") == 2
+    assert value(sink, "truespec_kv_cache_usage_ratio", replica="r1") == 0.75
+
+
+def test_idle_steps_make_series_that_start_at_zero() -> None:
+    sink = PrometheusSink()
+    facade(sink).record_steps(StepStats(), USAGE)
+    assert value(sink, "truespec_drafts_total") == 0
+
+
+def test_broken_contracts_are_counted_by_kind_and_every_kind_is_there_from_the_start() -> None:
+    sink = PrometheusSink()
+    for violations in ({}, {"rank": 2}, {"rank": 1, "mass": 1}):
+        facade(sink).record_steps(StepStats(logprob_violations=violations), USAGE)
+    counted = {kind: value(sink, "truespec_logprob_violations_total", kind=kind) for kind in LOGPROB_RULES}
+    assert counted == dict.fromkeys(LOGPROB_RULES, 0) | {"rank": 3, "mass": 1}
+
+
+def test_self_checks_are_recorded_by_value_and_every_check_is_there_from_the_start() -> None:
+    sink = PrometheusSink()
+    sums = {"b": CheckSums(num=10, positive=2.0, negative=1.5, square=3.0)}
+    stats = StepStats(checks=sums, alarms={"b": 1}, violations={"p_zero": 2}, achievable_accepted=1.5)
+    facade(sink).record_steps(stats, USAGE)
+    facade(sink).record_steps(stats, USAGE)
+    reported = {
+        name: value(sink, f"truespec_selfcheck_{name}_total", check="b")
+        for name in ("terms", "positive", "negative", "square", "alarms")
+    }
+    assert reported == {"terms": 20, "positive": 4.0, "negative": 3.0, "square": 6.0, "alarms": 2}
+    assert [value(sink, "truespec_selfcheck_terms_total", check=check) for check in CHECKS if check != "b"] == [0] * (
+        len(CHECKS) - 1
+    )
+    violations = {kind: value(sink, "truespec_selfcheck_violations_total", kind=kind) for kind in INVARIANTS}
+    assert violations == dict.fromkeys(INVARIANTS, 0) | {"p_zero": 4}
+    assert value(sink, "truespec_achievable_accepted_tokens_total") == 3.0
+
+
+def test_the_phases_of_a_handoff_are_timed() -> None:
+    sink = PrometheusSink()
+    facade(sink).record_steps(StepStats(export_s=0.25, insert_s=0.5), USAGE)
+    for phase, seconds in (("export", 0.25), ("insert", 0.5)):
+        assert value(sink, "truespec_handoff_seconds_total", phase=phase) == seconds
+        assert phase in METRICS["truespec_handoff_seconds_total"].help
+
+
+def test_a_histogram_counts_each_value_up_to_its_bound_and_sums_exactly() -> None:
+    sink = PrometheusSink()
+    for seconds in (0.01, 0.011, 5.04, 1000.0):
+        facade(sink).observe("truespec_queue_time_seconds", seconds)
+    name = "truespec_queue_time_seconds"
+    assert value(sink, f"{name}_bucket", le="0.01") == 1, "a value on a bound belongs below it"
+    assert value(sink, f"{name}_bucket", le="0.025") == 2
+    assert value(sink, f"{name}_bucket", le="10.0") == 3
+    assert value(sink, f"{name}_bucket", le="+Inf") == value(sink, f"{name}_count") == 4
+    assert value(sink, f"{name}_sum") == pytest.approx(1005.061)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "args", "labels", "message"),
+    [
+        ("count", "truespec_dratfs_total", (), {}, "no metric 'truespec_dratfs_total'"),
+        ("count", "drafts_total", (), {}, "no metric 'drafts_total'"),
+        ("count", "truespec_requests_running", (), {}, "is a gauge, not a counter"),
+        ("gauge", "truespec_drafts_total", (1,), {}, "is a counter, not a gauge"),
+        ("observe", "truespec_drafts_total", (1,), {}, "is a counter, not a histogram"),
+        ("count", "truespec_handoffs_total", (), {}, r"takes the labels \['result'\], got \[\]"),
+        ("count", "truespec_drafts_total", (), {"request_id": "x"}, r"takes the labels \[\], got \['request_id'\]"),
+        ("count", "truespec_drafts_total", (-1,), {}, "cannot go down"),
+        ("count", "truespec_drafts_total", (float("nan"),), {}, "finite"),
+        ("observe", "truespec_queue_time_seconds", (float("inf"),), {}, "finite"),
+    ],
+)
+def test_what_is_not_in_the_catalogue_is_refused(
+    method: str, name: str, args: tuple[float, ...], labels: dict[str, str], message: str
+) -> None:
+    sink = PrometheusSink()
+    before = samples(sink)
+    with pytest.raises(ValueError, match=message):
+        getattr(facade(sink), method)(name, *args, **labels)
+    assert samples(sink) == before
+
+
+# The text
+
+
+def test_the_text_has_every_metric_once_with_help_and_type() -> None:
+    sink = PrometheusSink()
+    text, content_type = sink.exposition()
+    assert content_type.startswith("text/plain")
+    lines = text.decode().splitlines()
+    for metric in CATALOGUE:
+        assert lines.count(f"# TYPE {metric.name} {metric.kind}") == 1
+        assert sum(line.startswith(f"# HELP {metric.name} ") for line in lines) == 1
+
+
+def test_counters_end_in_total_once_and_nothing_is_created() -> None:
+    sink = PrometheusSink()
+    facade(sink).record_steps(round_stats(), USAGE)
+    facade(sink).count("truespec_handoffs_total", result="ok")
+    facade(sink).observe("truespec_replay_drift_nats", 0.2)
+    text = sink.exposition()[0].decode()
+    assert "_total_total" not in text
+    assert "_created" not in text
+    assert 'truespec_handoffs_total{model_name="tiny",pool="decode",result="ok"} 1.0' in text.splitlines()
+
+
+def test_label_values_are_escaped() -> None:
+    sink = PrometheusSink()
+    facade(sink).count("truespec_handoff_refusals_total", reason='a "quote"\nand \\')
+    assert value(sink, "truespec_handoff_refusals_total", reason='a "quote"\nand \\') == 1
+
+
+# Batches
+
+
+def drained(pool: str, source: str, durations: Iterable[float]) -> bytes:
+    """What a replica would send."""
+    buffer = BufferSink(source)
+    metrics = facade(buffer, pool=pool)
+    metrics.record_steps(round_stats(), USAGE)
+    for seconds in durations:
+        metrics.observe("truespec_time_to_first_token_seconds", seconds)
+    return pickle.dumps(buffer.drain())
+
+
+def test_batches_of_replicas_add_up_and_gauges_stay_apart() -> None:
+    sink = PrometheusSink()
+    sink.apply(pickle.loads(drained("decode", "d1", [0.02])))
+    sink.apply(pickle.loads(drained("decode", "d2", [0.02, 3.0])))
+    sink.apply(pickle.loads(drained("prefill", "p1", [])))
+    assert value(sink, "truespec_drafts_total") == 4
+    assert value(sink, "truespec_drafts_total", pool="prefill") == 2
+    assert value(sink, "truespec_time_to_first_token_seconds_bucket", le="0.025") == 2
+    assert value(sink, "truespec_time_to_first_token_seconds_count") == 3
+    assert value(sink, "truespec_time_to_first_token_seconds_sum") == pytest.approx(3.04)
+    for replica in ("d1", "d2"):
+        assert value(sink, "truespec_requests_running", replica=replica) == 3
+
+
+def test_the_text_through_batches_equals_the_text_of_direct_recording() -> None:
+    direct, through, buffer = PrometheusSink(source="r"), PrometheusSink(), BufferSink("r")
+    metrics = facade(direct, buffer)
+    for _ in range(3):
+        metrics.record_steps(round_stats(), USAGE)
+        metrics.observe("truespec_queue_time_seconds", 0.375)
+        through.apply(buffer.drain())
+    assert samples(through) == samples(direct)
+
+
+def test_a_batch_is_bounded_and_reports_gauges_each_time() -> None:
+    buffer = BufferSink("r")
+    for _ in range(1000):
+        facade(buffer).observe("truespec_queue_time_seconds", 0.3)
+    facade(buffer).gauge("truespec_requests_running", 5)
+    first, second = buffer.drain(), buffer.drain()
+    (histogram,) = first.histograms.values()
+    assert sum(histogram.counts) == 1000
+    assert len(pickle.dumps(first)) < 1000
+    assert (second.counters, second.histograms) == ({}, {})
+    assert list(second.gauges.values()) == [5]
+
+
+def test_a_batch_that_was_not_delivered_goes_with_the_next() -> None:
+    sink, buffer = PrometheusSink(), BufferSink("r")
+    metrics = facade(buffer)
+    metrics.count("truespec_drafts_total", 2)
+    metrics.observe("truespec_queue_time_seconds", 0.25)
+    metrics.gauge("truespec_requests_running", 1)
+    lost = buffer.drain()
+    metrics.count("truespec_drafts_total", 3)
+    metrics.gauge("truespec_requests_running", 2)
+    buffer.put_back(lost)
+    sink.apply(buffer.drain())
+    assert value(sink, "truespec_drafts_total") == 5
+    assert value(sink, "truespec_queue_time_seconds_count") == 1
+    assert value(sink, "truespec_requests_running", replica="r") == 2
+
+
+def test_a_dead_replicas_gauges_vanish_and_its_counts_stay() -> None:
+    now = [100.0]
+    sink = PrometheusSink(gauge_lifetime_s=15, clock=lambda: now[0])
+    sink.apply(pickle.loads(drained("decode", "dead", [])))
+    now[0] += 10
+    sink.apply(pickle.loads(drained("decode", "alive", [])))
+    now[0] += 6
+    replicas = {dict(labels)["replica"] for name, labels in samples(sink) if name == "truespec_requests_running"}
+    assert replicas == {"alive"}
+    assert value(sink, "truespec_drafts_total") == 4
+
+
+def test_nothing_is_lost_between_threads() -> None:
+    sink, buffer, done = PrometheusSink(), BufferSink("r"), threading.Event()
+    metrics = facade(buffer, sink)
+
+    def record() -> None:
+        for _ in range(500):
+            metrics.count("truespec_drafts_total")
+            metrics.observe("truespec_queue_time_seconds", 1.0)
+
+    def forward() -> None:
+        while not done.is_set():
+            sink.apply(buffer.drain())
+            sink.exposition()
+
+    recorders = [threading.Thread(target=record) for _ in range(4)]
+    forwarder = threading.Thread(target=forward)
+    for thread in (forwarder, *recorders):
+        thread.start()
+    for thread in recorders:
+        thread.join()
+    done.set()
+    forwarder.join()
+    sink.apply(buffer.drain())
+    assert value(sink, "truespec_drafts_total") == 2 * 4 * 500  # once directly, once through the buffer
+    assert value(sink, "truespec_queue_time_seconds_sum") == 2 * 4 * 500
+
+
+# Ray
+
+
+class FakeRayMetric:
+    """A fake of ray.serve.metrics' classes that refuses what they refuse."""
+
+    calls: list[tuple[str, str, float, dict[str, str]]] = []  # noqa: RUF012 (emptied by the fixture)
+
+    def __init__(
+        self, name: str, description: str, *, tag_keys: tuple[str, ...], boundaries: list[float] | None = None
+    ) -> None:
+        self.name, self.tag_keys, self.boundaries = name, tag_keys, boundaries
+
+    def _record(self, verb: str, value: float, tags: dict[str, str]) -> None:
+        assert set(tags) == set(self.tag_keys)
+        self.calls.append((verb, self.name, value, tags))
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0, "Ray raises"
+        self._record("inc", value, tags)
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self._record("set", value, tags)
+
+    def observe(self, value: float, tags: dict[str, str]) -> None:
+        assert self.boundaries
+        self._record("observe", value, tags)
+
+
+@pytest.fixture
+def ray_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, float, dict[str, str]]]:
+    serve = pytest.importorskip("ray.serve")
+    fake = SimpleNamespace(Counter=FakeRayMetric, Gauge=FakeRayMetric, Histogram=FakeRayMetric)
+    monkeypatch.setattr(serve, "metrics", fake, raising=False)
+    monkeypatch.setattr(FakeRayMetric, "calls", [])
+    return FakeRayMetric.calls
+
+
+def test_ray_gets_names_values_and_tags(ray_calls: list[tuple[str, str, float, dict[str, str]]]) -> None:
+    metrics = facade(RaySink())
+    metrics.count("truespec_handoffs_total", 2, result="ok")
+    metrics.count("truespec_drafts_total", 0)
+    metrics.gauge("truespec_requests_running", 0)
+    metrics.observe("truespec_queue_time_seconds", 0.5)
+    common = {"model_name": "tiny", "pool": "decode"}
+    assert ray_calls == [
+        ("inc", "truespec_handoffs_total", 2, {**common, "result": "ok"}),
+        ("set", "truespec_requests_running", 0, common),
+        ("observe", "truespec_queue_time_seconds", 0.5, common),
+    ]
+
+
+def test_ray_itself_takes_every_metric() -> None:
+    pytest.importorskip("ray.serve")
+    metrics = facade(RaySink())
+    record = {"counter": metrics.count, "gauge": metrics.gauge, "histogram": metrics.observe}
+    for metric in CATALOGUE:
+        record[metric.kind](metric.name, 1.0, **dict.fromkeys(metric.labels, "x"))
+
+
+# The summary
+
+
+def test_the_summary_of_a_whole_app() -> None:
+    sink = PrometheusSink()
+    sink.apply(pickle.loads(drained("decode", "d1", [])))
+    sink.apply(pickle.loads(drained("decode", "d2", [])))
+    metrics = facade(sink)
+    for stratum, tokens, excess in (("all", 50, 0.5), ("greedy", 30, 0.4), ("first", 10, 0.1)):
+        metrics.count("truespec_replay_tokens_total", tokens, stratum=stratum)
+        metrics.count("truespec_replay_tme_excess_total", excess, stratum=stratum)
+    metrics.count("truespec_verdicts_total", 3, verdict="verified")
+    metrics.count("truespec_breaker_trips_total", 2, reason="drift")
+    metrics.count("truespec_selfcheck_alarms_total", 1, check="b")
+    metrics.count("truespec_replay_alarms_total", 1, alarm="drift", stratum="all")
+    metrics.count("truespec_replay_alarms_total", 1, alarm="drift", stratum="greedy")
+    metrics.count("truespec_handoffs_total", 4, result="ok")
+    metrics.count("truespec_handoffs_total", 1, result="refused")
+    summary = summarise(sink.exposition()[0].decode())
+    assert summary["drafts"] == 4
+    assert (summary["draft_tokens"], summary["accepted_tokens"], summary["emitted_tokens"]) == (10, 4, 8)
+    assert summary["acceptance_rate"] == 0.4
+    assert summary["mean_accepted_length"] == 2.0
+    assert summary["acceptance_per_position"] == [0.5, 0.5, 0.0]
+    assert summary["mean_accepted_length"] == 1 + sum(summary["acceptance_per_position"])
+    assert summary["tme"] == pytest.approx(1.01)
+    assert summary["replayed_tokens"] == 50, "strata overlap: all is the total"
+    assert summary["verdicts"] == {"verified": 3}
+    assert (summary["breaker_trips"], summary["selfcheck_alarms"], summary["violations"]) == (2, 2, 0)
+    assert summary["handoffs"] == 4
+    assert summary["handoffs_by_result"] == {"ok": 4, "refused": 1}
+
+
+def test_the_summary_makes_no_ratio_of_nothing() -> None:
+    summary = summarise(PrometheusSink().exposition()[0].decode())
+    assert summary["acceptance_rate"] is None
+    assert summary["mean_accepted_length"] is None
+    assert summary["tme"] is None
+    assert summary["acceptance_per_position"] == []
+    assert summary["handoffs"] == 0
+
+
+def test_the_sums_of_the_status_are_those_of_its_replicas() -> None:
+    samples = []
+    for replica, running, waiting, replays in (("d", 6, 1, 0), ("p", 0, 0, 2)):
+        sink = PrometheusSink(source=replica)
+        usage = EngineUsage(running, waiting, 0, 9, 10, 16, num_replays=replays)
+        Metrics([sink], model_name="m", pool="decode").record_steps(StepStats(), usage)
+        samples += sink.samples()
+    overview = {"replicas": [{"replica": "d"}, {"replica": "p"}], "latest": []}
+    status = StatusBook({}, lambda: 0.0).render(samples, overview)
+    assert [(one["running"], one["waiting"], one["replaying"]) for one in status["replicas"]] == [(6, 1, 0), (0, 0, 2)]
+    assert (status["running"], status["waiting"], status["replaying"]) == (6, 1, 2)

@@ -1,0 +1,317 @@
+"""Spans of requests over fake engines: who is whose parent, across replicas too, and what each of them counts.
+
+A call to another replica is one in a context of its own: nothing but what is carried gets across.
+"""
+
+import asyncio
+import contextvars
+import dataclasses
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import StatusCode
+
+from serve_app.backends.base import Backend, Prefilled, Replayed
+from serve_app.backends.traced import TracedBackend
+from serve_app.http.routes import build_ingress
+from serve_app.integrity.referee import Referee, RefereeSettings
+from serve_app.integrity.replay_selection import Checks
+from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.integrity.verdicts import Checked
+from serve_app.openai.frontend import FrontEnd
+from serve_app.streams.observed import ObservedSource, SourceLimits
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.telemetry import tracing
+from serve_app.telemetry.metrics import BufferSink, Metrics
+from serve_app.telemetry.tracing import Tracing, adopt, carried
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import ConfigError
+from speculative.request import Request
+from tests.support.fake_serving import make_backend
+from tests.support.otlp_collector import running_collector
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
+BODY = {"model": "fake", "prompt": "hello world", "max_tokens": 12, "ignore_eos": True, "seed": 1}
+
+
+async def across(work: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    """Do something as another process would: with a context of its own."""
+    reported = carried()
+
+    async def there() -> Any:
+        adopt(reported)
+        return await work(*args)
+
+    return await asyncio.get_running_loop().create_task(there(), context=contextvars.Context())
+
+
+class App:
+    """A decode replica that answers HTTP, a prefill replica, and a referee, each with a tracer of its own."""
+
+    def __init__(self, tokenizer: Tokenizer, *, share: float | None) -> None:
+        self.exporter = InMemorySpanExporter()
+        self._share = share
+        metrics = Metrics([BufferSink("d")], model_name="fake", pool="decode")
+        self.traces = {name: self._tracing(name) for name in ("decode", "prefill", "referee")}
+        fakes = [make_backend(tokenizer)[0] for _ in range(2)]
+        self.decode = self._traced(fakes[0], "decode")
+        self.prefill = self._traced(fakes[1], "prefill")
+        self.handoff_spoils = False
+        self.records = Records("d", 256)
+        self.referee = Referee(self._replay, metrics, RefereeSettings())
+        self.checks = Checks(lambda _: False, lambda _: None, self._check, 20)
+        source = ObservedSource(
+            PooledTokenSource(self.decode, metrics, self._ask, self.records.handed_off),
+            metrics,
+            self.records,
+            choose=self.checks.chooses,
+            ended=self._ended,
+            limits=SourceLimits(16, 60.0),
+        )
+        front_end = FrontEnd(source, tokenizer, fakes[0].info, checks=self.checks)
+        self.http = build_ingress(front_end, tracing=self.traces["decode"])
+
+    def _tracing(self, name: str) -> Tracing:
+        if self._share is None:
+            return Tracing()
+        provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(self._share)), resource=Resource({"service.instance.id": name})
+        )
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        return Tracing(provider)
+
+    def _traced(self, fake: Backend, name: str) -> Backend:
+        traces = self.traces[name]
+        return TracedBackend(fake, traces) if traces.enabled else fake
+
+    async def _ask(self, request: Request, first_token: bool) -> Prefilled:
+        async def there() -> Prefilled:
+            return await self.prefill.prefill(request, first_token=first_token)
+
+        with self.traces["decode"].call("prefill.call", {}):
+            prefilled: Prefilled = await across(there)
+        if self.handoff_spoils and prefilled.handoff is not None:
+            spoilt = prefilled.handoff.copy()
+            spoilt[-1] ^= 1
+            prefilled = dataclasses.replace(prefilled, handoff=spoilt)
+        return prefilled
+
+    def _ended(self, record: Record, job: ReplayJob | None) -> None:
+        if job is not None:
+            self.checks.ended(job)
+
+    async def _check(self, job: ReplayJob) -> Checked:
+        checked: Checked = await across(self.referee.check, job)
+        return checked
+
+    async def _replay(self, request: Request) -> Replayed:
+        with self.traces["referee"].call("replay.call", {}):
+            replayed: Replayed = await across(self.prefill.replay, request)
+        return replayed
+
+    async def post(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app=self.http)
+        async with httpx.AsyncClient(transport=transport, base_url="http://app", timeout=120) as client:
+            return await client.post("/v1/completions", json=BODY | changes, headers=headers or {})
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        """By name; each name once."""
+        spans = self.exporter.get_finished_spans()
+        named = {span.name: span for span in spans}
+        assert len(named) == len(spans), [span.name for span in spans]
+        return named
+
+
+@pytest.fixture
+async def app(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> AsyncIterator[App]:
+    made = App(tokenizer, share=getattr(request, "param", 1.0))
+    referee = asyncio.create_task(made.referee.run())
+    yield made
+    referee.cancel()
+    await asyncio.gather(referee, return_exceptions=True)
+
+
+def parent_of(span: ReadableSpan, spans: dict[str, ReadableSpan]) -> str:
+    assert span.parent is not None
+    return next((name for name, one in spans.items() if one.context.span_id == span.parent.span_id), "")
+
+
+def replica_of(span: ReadableSpan) -> str:
+    return str(span.resource.attributes["service.instance.id"])
+
+
+async def test_a_request_is_one_trace_over_all_replicas(app: App) -> None:
+    reply = await app.post({"traceparent": SAMPLED, "x-request-id": "r-1"}, verify=True)
+    assert reply.status_code == 200 and reply.json()["verdict"] == "verified"
+    spans = app.spans()
+    request = "POST /v1/completions"
+    assert {name: parent_of(span, spans) for name, span in spans.items()} == {
+        request: "",
+        "prefill.call": request,
+        "queue": "prefill.call",
+        "prefill": "prefill.call",
+        "handoff": request,
+        "decode": request,
+        "replay.call": request,
+        "replay": "replay.call",
+    }
+    assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
+    assert f"{spans[request].parent.span_id:016x}" == PARENT  # type: ignore[union-attr]
+    assert {name: replica_of(span) for name, span in spans.items()} == {
+        **dict.fromkeys((request, "prefill.call", "handoff", "decode"), "decode"),
+        **dict.fromkeys(("queue", "prefill", "replay"), "prefill"),
+        "replay.call": "referee",
+    }
+    assert dict(spans[request].attributes or {}) == {
+        "http.request.method": "POST",
+        "url.path": "/v1/completions",
+        "truespec.request_id": "r-1",
+        "http.response.status_code": 200,
+    }
+    assert all(span.status.status_code is StatusCode.UNSET for span in spans.values())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_decode_adds_up_its_rounds(app: App, stream: bool) -> None:
+    await app.post(stream=stream)
+    spans = app.spans()
+    decode, prefill = dict(spans["decode"].attributes or {}), dict(spans["prefill"].attributes or {})
+    assert str(decode.pop("truespec.choice")) == prefill.pop("truespec.choice")
+    # The first token is the prefill's. In the other eleven, a round of three has two accepted drafts, the last has one.
+    assert decode == {
+        "truespec.rounds": 4,
+        "truespec.drafted_tokens": 12,
+        "truespec.accepted_tokens": 7,
+        "truespec.tokens": 11,
+        "truespec.finish_reason": "length",
+    }
+    assert prefill == {"truespec.prompt_tokens": 2, "truespec.cached_tokens": 0}
+    assert spans["handoff"].attributes["truespec.handoff_bytes"] > 0  # type: ignore[index,operator]
+    ends = [spans[name].end_time or 0 for name in ("queue", "prefill", "prefill.call", "handoff", "decode")]
+    assert ends == sorted(ends)
+
+
+async def test_a_refused_handoff_is_a_failed_span_and_the_work_is_done_here(app: App) -> None:
+    app.handoff_spoils = True
+    assert (await app.post()).status_code == 200
+    spans = app.exporter.get_finished_spans()
+    handoff = next(span for span in spans if span.name == "handoff")
+    assert handoff.status.status_code is StatusCode.ERROR
+    assert str(handoff.status.description).startswith("HandoffRefused")
+    names = [(span.name, replica_of(span)) for span in spans]
+    assert names.count(("prefill", "prefill")) == names.count(("prefill", "decode")) == 1
+    assert names.count(("decode", "decode")) == 1
+
+
+async def test_each_choice_decodes_in_a_span_of_its_own(app: App) -> None:
+    await app.post(n=3)
+    spans = app.exporter.get_finished_spans()
+    decodes = [span for span in spans if span.name == "decode"]
+    assert len({span.attributes["truespec.choice"] for span in decodes if span.attributes}) == 3
+    request = next(span for span in spans if span.name.startswith("POST"))
+    assert {span.parent.span_id for span in decodes if span.parent} == {request.context.span_id}
+
+
+async def test_spans_hold_no_tokens(app: App) -> None:
+    reply = await app.post(prompt="a secret", echo=False, verify=True)
+    reported = " ".join(span.to_json() for span in app.exporter.get_finished_spans())
+    assert reply.status_code == 200
+    for text in ("secret", reply.json()["choices"][0]["text"]):
+        assert text and text not in reported
+
+
+async def test_two_requests_are_two_traces(app: App) -> None:
+    await app.post()
+    await app.post()
+    assert len({span.context.trace_id for span in app.exporter.get_finished_spans()}) == 2
+
+
+@pytest.mark.parametrize("app", [0.0], indirect=True)
+async def test_a_share_of_the_traces_is_recorded_but_a_clients_own_in_any_case(app: App) -> None:
+    await app.post()
+    assert app.exporter.get_finished_spans() == ()
+    await app.post({"traceparent": SAMPLED})
+    assert len(app.spans()) == 6
+
+
+async def test_a_trace_that_is_not_sampled_leaves_no_span(app: App) -> None:
+    await app.post({"traceparent": UNSAMPLED}, verify=True)
+    assert app.exporter.get_finished_spans() == ()
+
+
+@pytest.mark.parametrize("header", ["", "nonsense", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01"])
+async def test_a_broken_traceparent_begins_a_trace(app: App, header: str) -> None:
+    assert (await app.post({"traceparent": header})).status_code == 200
+    assert app.spans()["POST /v1/completions"].parent is None
+
+
+async def test_what_fails_and_what_is_refused_show_it(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = await app.post(temperature=-1)
+    spans = app.spans()
+    assert refused.status_code == 400
+    assert spans["POST /v1/completions"].status.status_code is StatusCode.UNSET  # the client's fault
+    app.exporter.clear()
+
+    def fails(self: object, wire: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(FrontEnd, "prepare", fails)
+    assert (await app.post()).status_code == 500
+    status = app.spans()["POST /v1/completions"].status
+    assert (status.status_code, status.description) == (StatusCode.ERROR, "status 500")
+
+
+def test_it_stands_for_the_whole_of_a_backend(tokenizer: Tokenizer) -> None:
+    traced = TracedBackend(make_backend(tokenizer)[0], Tracing())
+    assert [name for name in vars(Backend) if not name.startswith("_") and not callable(getattr(traced, name, 0))] == []
+
+
+@pytest.mark.parametrize("app", [None], indirect=True)
+async def test_without_tracing_no_span_is_made_and_the_engine_stands_alone(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not isinstance(app.decode, TracedBackend)
+    known: list[tuple[str, str]] = []
+    prefill = app.prefill.prefill
+
+    async def watched(request: Request, *, first_token: bool) -> Prefilled:
+        known.append((tracing.request_id(), tracing.trace_id()))
+        return await prefill(request, first_token=first_token)
+
+    monkeypatch.setattr(app.prefill, "prefill", watched)
+    await app.post({"traceparent": SAMPLED, "x-request-id": "r-2"})
+    await app.post({"x-request-id": "r-3"})
+    assert known == [("r-2", TRACE), ("r-3", "")]  # both are reported in log lines, all the same
+    assert (tracing.request_id(), tracing.trace_id()) == ("", "")
+
+
+def test_spans_reach_a_collector() -> None:
+    with running_collector() as collector:
+        traces = Tracing.to_collector(collector.url, 1.0, {"service.name": "truespec", "service.instance.id": "d1"})
+        with traces.request("POST /v1/score", "r-1", [(b"traceparent", SAMPLED.encode())], {"truespec.rounds": 3}):
+            traces.start("queue", time.time_ns(), {}).end()
+        deadline = time.monotonic() + 120
+        while collector.spans.get(TRACE, {}).keys() != {"queue", "POST /v1/score"}:
+            assert time.monotonic() < deadline, collector.spans
+            time.sleep(0.05)
+    spans = collector.spans[TRACE]
+    assert spans["POST /v1/score"].parent_id == PARENT
+    assert spans["queue"].parent_id == spans["POST /v1/score"].span_id
+    assert spans["POST /v1/score"].attributes == {"truespec.rounds": 3}
+    assert spans["queue"].replica == "d1"
+
+
+def test_without_the_exporter_the_error_names_the_setting_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"observability\.traces_endpoint.*pip install 'truespec\[tracing\]'"):
+        Tracing.to_collector("http://127.0.0.1:1/v1/traces", 1.0, {})

@@ -1,0 +1,188 @@
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
+
+from serve_app.text.tokenizer import StopMatcher, StopStrings, Tokenizer
+from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
+
+any_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+
+
+def pushed(tokenizer: Tokenizer, ids: list[int], cuts: list[int], **options: bool) -> str:
+    """Decode in chunks that end at the cuts."""
+    detokenizer = tokenizer.detokenizer(**options)
+    borders = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    parts = ["".join(detokenizer.push(ids[start:stop])) for start, stop in itertools.pairwise(borders)]
+    return "".join(parts) + detokenizer.finish()
+
+
+@any_fixture
+@given(ids=st.lists(st.integers(0, 345), max_size=40), cuts=st.lists(st.integers(0, 100), max_size=5))
+def test_detokenized_parts_add_up_to_what_the_library_decodes(
+    tokenizer: Tokenizer, tokenizer_folder: Path, ids: list[int], cuts: list[int]
+) -> None:
+    library = RawTokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    for skip_special in (True, False):
+        whole = tokenizer.decode(ids, skip_special=skip_special)
+        assert whole == library.decode(ids, skip_special_tokens=skip_special)
+        assert whole == pushed(tokenizer, ids, cuts, skip_special=skip_special)
+
+
+@any_fixture
+@given(ids=st.lists(st.integers(0, 276), max_size=40), cuts=st.lists(st.integers(0, 100), max_size=5))
+def test_sentencepiece_parts_add_up(sentencepiece: Tokenizer, ids: list[int], cuts: list[int]) -> None:
+    for continuation in (True, False):
+        whole = sentencepiece.decode(ids, continuation=continuation)
+        assert whole == pushed(sentencepiece, ids, cuts, continuation=continuation)
+
+
+@any_fixture
+@given(text=st.text(max_size=60))
+def test_encoding_and_decoding_give_the_text_back_without_half_characters(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids, skip_special=False) == text
+    detokenizer = tokenizer.detokenizer(skip_special=False)
+    shown = ""
+    for token in ids:
+        shown += detokenizer.push([token])[0]
+        assert text.startswith(shown)
+    assert detokenizer.finish() == ""
+
+
+def test_sentencepiece_keeps_the_leading_space_only_of_a_continuation(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece.encode("Hello wörld 你")
+    assert sentencepiece.decode(ids) == "Hello wörld 你"
+    assert sentencepiece.decode(ids, continuation=True) == " Hello wörld 你"
+    assert sentencepiece.detokenizer().push(ids)[-3:] == ["", "", "你"]
+
+
+def test_a_dangling_character_shows_only_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🙂")[:-1]
+    detokenizer = tokenizer.detokenizer()
+    assert "".join(detokenizer.push(ids)) == "a"
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_special_tokens_are_left_out_of_text_unless_asked_for(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("<|im_start|>hello<|im_end|>")
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>hello<|im_end|>"
+    assert ids[-1] == tokenizer.eos_token_ids[0]
+
+
+def test_eos_ids_come_from_the_generation_config_and_the_tokenizer(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_token_ids == (2, 0)
+
+
+def test_an_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+    assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.vocab_size + 5]) == "ab"
+
+
+def test_tokens_read_as_text_or_as_bytes(tokenizer: Tokenizer) -> None:
+    first, *_ = tokenizer.encode("🙂")
+    assert tokenizer.token_bytes(first) == b"\xf0"
+    assert tokenizer.token_text(first) == "bytes:\\xf0"
+    assert [tokenizer.token_text(token) for token in tokenizer.encode("the")] == ["the"]
+
+
+def test_chat_template_makes_the_prompt(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hi 🙂"}])
+    expected = "<|im_start|>user\nhi 🙂<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids, skip_special=False) == expected
+    without = tokenizer.encode_chat([{"role": "user", "content": "hi 🙂"}], add_generation_prompt=False)
+    assert tokenizer.decode(without, skip_special=False) == "<|im_start|>user\nhi 🙂<|im_end|>\n"
+
+
+def test_what_the_chat_template_refuses_is_an_invalid_request(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    with pytest.raises(InvalidRequest, match="system must come first") as caught:
+        tokenizer.encode_chat(messages)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [("{{ messages[0].content }}", "\ud800"), ("{{ messages | tojson }}", "a"), ("{{ deep | tojson }}", "a")],
+    ids=["half a character", "deep messages", "deep variables"],
+)
+def test_what_cannot_be_rendered_or_encoded_is_an_invalid_request(
+    tokenizer_folder: Path, tmp_path: Path, source: str, content: str
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(source)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    message = {"role": "user", "content": content, "more": deep}
+    with pytest.raises(InvalidRequest, match="refuses these messages") as caught:
+        Tokenizer.from_folder(tokenizer_folder, str(template)).encode_chat([message], variables={"deep": deep})
+    assert caught.value.field == "messages"
+
+
+def test_a_model_without_chat_template_says_so(sentencepiece: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        sentencepiece.encode_chat([{"role": "user", "content": "a"}])
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), None])
+def test_an_unknown_decoder_is_refused(tokenizer_folder: Path, decoder: object) -> None:
+    raw = RawTokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    raw.decoder = decoder
+    with pytest.raises(UnsupportedModel, match="decoder"):
+        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
+
+
+def test_truncation_left_in_a_tokenizer_file_is_switched_off(tokenizer_folder: Path, tmp_path: Path) -> None:
+    raw = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    raw["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    assert len(Tokenizer.from_folder(tmp_path).encode("a b c d e f g h")) > 4
+
+
+def naive_stop(text: str, stops: list[str]) -> str | None:
+    """The text before the stop string that is completed first, the longest of those; None without one."""
+    for end in range(1, len(text) + 1):
+        completed = [stop for stop in stops if text[:end].endswith(stop)]
+        if completed:
+            return text[: end - max(map(len, completed))]
+    return None
+
+
+def naive_certain(text: str, stops: list[str]) -> str:
+    """The text but for its longest end that may begin a stop string."""
+    for start in range(len(text)):
+        if any(stop.startswith(text[start:]) for stop in stops):
+            return text[:start]
+    return text
+
+
+ab_text = st.text("ab", max_size=12)
+
+
+@settings(max_examples=400, deadline=None)
+@given(parts=st.lists(ab_text, max_size=5), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+def test_stop_strings_are_found_wherever_the_parts_end(parts: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(StopStrings(stops))
+    shown, sent = "", ""
+    for part in parts:
+        shown += matcher.push(part)
+        sent += part
+        stopped = naive_stop(sent, stops)
+        assert matcher.stopped == (stopped is not None)
+        assert shown == (naive_certain(sent, stops) if stopped is None else stopped)
+    shown += "" if matcher.stopped else matcher.finish()
+    assert shown == (sent if naive_stop(sent, stops) is None else naive_stop(sent, stops))

@@ -1,0 +1,212 @@
+"""Which weights made an answer: told in every reply and chunk, kept apart by the referee, changed through /admin."""
+
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.access.access import Access
+from serve_app.errors import UpdateRefused
+from serve_app.http.admin import Admin, PauseOrder, WeightsAdmin, WeightsOrder
+from serve_app.integrity.replays import Record, Verdict
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.prepared_request import Limits
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.openai.responses import ChoiceDelta, join, metadata_of
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.telemetry.metrics import BufferSink, Metrics
+from serve_app.text.tokenizer import Tokenizer
+from serve_app.weights.desired_state import Outcome
+from speculative.request import FinishReason, Request, TokenDelta, TokenKind
+from tests.support.fake_serving import Served, ServeFake, make_backend
+from tests.support.referees import Court, served
+
+BODY = {"model": "fake", "prompt": "hello", "max_tokens": 8, "temperature": 0}
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
+def test_every_reply_and_every_chunk_says_the_version(server: Served, path: str, body: dict[str, Any]) -> None:
+    server.backend.weight_version = "step-7"
+    try:
+        whole = server.post(path, **body, n=2).json()
+        assert whole["metadata"] == {"weight_version": "step-7"}
+        assert all("weight_versions" not in choice for choice in whole["choices"])
+        lines = server.post(path, **body, stream=True).text.splitlines()
+    finally:
+        server.backend.weight_version = "default"
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    speaking = [chunk for chunk in chunks if chunk["choices"][0].get("delta", {}).get("role") is None]
+    assert len(speaking) >= 2
+    assert all(chunk["metadata"] == {"weight_version": "step-7"} for chunk in speaking)
+
+
+def test_a_change_in_the_middle_of_an_answer_is_reported_with_its_place() -> None:
+    pieces = [
+        ChoiceDelta(0, "a", weight_versions=(("v1", 3),)),
+        ChoiceDelta(0, "b", weight_versions=(("v1", 2),)),
+        ChoiceDelta(0, "", weight_versions=(("v2", 0),)),
+        ChoiceDelta(0, "c", weight_versions=(("v2", 4),)),
+        ChoiceDelta(0, "", finish_reason="stop", weight_versions=(("v3", 0),)),
+    ]
+    whole = join(pieces)
+    assert whole.version_fields() == {
+        "weight_versions": [{"version": "v1", "tokens": 5}, {"version": "v2", "tokens": 4}]
+    }
+    assert metadata_of(name for name, _ in whole.weight_versions) == {
+        "metadata": {"weight_version": "v2", "weight_versions": ["v1", "v2"]}
+    }
+    assert join(pieces[:2]).version_fields() == {}
+
+
+@pytest.mark.parametrize("run_length", [1, 3, 40])
+@pytest.mark.parametrize("extra", [{}, {"stop": ["zz"]}, {"return_token_ids": True}])
+async def test_tokens_that_are_held_back_count_for_the_version_that_made_them(
+    tokenizer: Tokenizer, run_length: int, extra: dict[str, Any]
+) -> None:
+    ids = tokenizer.encode("hello 🙂🙂z")  # halves of characters, and what may begin a stop string
+    half = len(ids) // 2
+
+    class Source:
+        """Says it in runs; the second half is made by other weights."""
+
+        async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
+            for name, part in (("v1", ids[:half]), ("v2", ids[half:])):
+                for start in range(0, len(part), run_length):
+                    run = tuple(part[start : start + run_length])
+                    last = name == "v2" and start + run_length >= len(part)
+                    reason = FinishReason.LENGTH if last else None
+                    yield TokenDelta(requests[0].request_id, run, weight_version=name, finish_reason=reason)
+
+        async def abort(self, request_id: str) -> None:
+            raise AssertionError("nothing is to be ended")
+
+    backend, _ = make_backend(tokenizer)
+    front = FrontEnd(Source(), tokenizer, backend.info)
+    job = await front.prepare(parse(json.dumps(BODY | extra).encode(), CompletionRequest))
+    made = [{"version": "v1", "tokens": half}, {"version": "v2", "tokens": len(ids) - half}]
+    assert (await front.collect(job))["choices"][0]["weight_versions"] == made
+    chunks = [json.loads(event[6:]) async for event in front.events(job) if b"DONE" not in event]
+    reported = [chunk["choices"][0].get("weight_versions", ()) for chunk in chunks]
+    assert all(len({run["version"] for run in runs}) == len(runs) for runs in reported), "neighbours are put together"
+    named = [chunk["metadata"]["weight_version"] for chunk in chunks]
+    assert named == sorted(named) and named[-1] == "v2"
+
+
+def test_a_record_keeps_the_versions_of_its_tokens() -> None:
+    record = Record(Request("r", (1, 2)), "replica", 0.0, 64)
+    for version in ("v1", "v1", "v2"):
+        record.take(TokenDelta("r", (5,), (TokenKind.BONUS,), weight_version=version))
+    assert list(record.weight_versions) == ["v1", "v2"]
+
+
+@pytest.mark.parametrize("versions", [("v1",), ("default", "v1")])
+async def test_other_weights_accuse_nobody(tmp_path: Path, versions: tuple[str, ...]) -> None:
+    court = Court(tmp_path)
+    court.replayer.drift = 3.0  # as other weights would give
+    checked = await court.referee._check(served(weight_versions=versions))
+    assert checked.verdict is Verdict.UNVERIFIED and checked.reason == "the weights that made it are no longer served"
+    assert court.value("truespec_replays_total", result="outdated") == 1
+    assert court.value("truespec_replay_tokens_total", stratum="all") == 0
+    assert court.hear("r1").findings == ()
+    wrong = await court.referee._check(served(1))
+    assert wrong.verdict is Verdict.SUSPECT, "the same drift with the same weights is a fault"
+
+
+class Operator:
+    """What /admin was asked for."""
+
+    def __init__(self, serve_fake: ServeFake) -> None:
+        self.asked: list[Any] = []
+        self.refuses = False
+
+        async def nothing() -> list[dict[str, Any]]:
+            return []
+
+        async def order(_: object) -> list[dict[str, Any]]:
+            return []
+
+        weights = WeightsAdmin(self._statuses, self._take, self._take, self._resume)
+        self.server = serve_fake(admin=Admin(Access(admin_token="s3cret"), nothing, order, weights))
+
+    async def _statuses(self) -> list[dict[str, Any]]:
+        return [{"replica": "r1", "weight_version": "default", "fingerprint": "f", "paused": False}]
+
+    async def _take(self, asked: Any) -> Outcome:
+        self.asked.append(asked)
+        if self.refuses:
+            raise UpdateRefused("Nothing has changed, the weights are 'default': r1: no such folder.")
+        return Outcome(True, await self._statuses())
+
+    async def _resume(self) -> Outcome:
+        return await self._take("resume")
+
+    def post(self, route: str, token: str = "s3cret", **body: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {token}"}
+        return httpx.post(f"{self.server.url}/admin/{route}", json=body or None, headers=headers, timeout=120)
+
+
+@pytest.fixture
+def operator(serve_fake: Callable[..., Served]) -> Operator:
+    return Operator(serve_fake)
+
+
+def test_the_admin_endpoints_pass_on_what_is_asked(operator: Operator) -> None:
+    done = operator.post("weights", path="/m/v1", weight_version="step-1", mode="abort", drafter_path="/m/head")
+    assert done.status_code == 200
+    assert done.json()["complete"] is True and done.json()["replicas"][0]["replica"] == "r1"
+    assert operator.post("pause").status_code == operator.post("pause", mode="keep").status_code == 200
+    assert operator.post("resume").status_code == 200
+    assert operator.asked == [
+        WeightsOrder(path="/m/v1", weight_version="step-1", mode="abort", drafter_path="/m/head"),
+        PauseOrder(),
+        PauseOrder(mode="keep"),
+        "resume",
+    ]
+    shown = httpx.get(f"{operator.server.url}/admin/weights", headers={"authorization": "Bearer s3cret"})
+    assert shown.json()["replicas"][0]["weight_version"] == "default"
+
+
+def test_what_is_refused_and_what_is_wrong_is_said(operator: Operator) -> None:
+    for body, field in (
+        ({"weight_version": "v"}, "path"),
+        ({"path": "x"}, "weight_version"),
+        ({"path": "x", "weight_version": "a b"}, "weight_version"),
+        ({"path": "x", "weight_version": "v", "mode": "later"}, "mode"),
+        ({"path": "x", "weight_version": "v", "timeout_s": 0}, "timeout_s"),
+        ({"path": "x", "weight_version": "v", "models": "y"}, "models"),
+    ):
+        reply = operator.post("weights", **body)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == field, body
+    assert operator.asked == []
+    assert operator.post("weights", "guess", path="x", weight_version="v").status_code == 401
+    assert operator.post("resume", "guess").status_code == 401
+    operator.refuses = True
+    refused = operator.post("weights", path="x", weight_version="v")
+    assert refused.status_code == 409 and "no such folder" in refused.json()["error"]["message"]
+
+
+async def test_a_reply_reports_the_weights_that_are_served_when_it_is_made(tokenizer: Tokenizer) -> None:
+    """A stream router learns of new weights from the first token that they made: after the request has come."""
+    backend, script = make_backend(tokenizer, run_length=1)
+    script.say("abcd")
+    info = await backend.start()
+    metrics = Metrics([BufferSink("r")], model_name="fake", pool="router")
+    front = FrontEnd(PooledTokenSource(backend, metrics), tokenizer, info, Limits())
+    for body, kind in ((BODY, CompletionRequest), (CHAT, ChatCompletionRequest)):
+        job = await front.prepare(parse(json.dumps(body).encode(), kind))
+        front.weights_switched(replace(info, fingerprint="new" * 8))
+        assert (await front.collect(job))["system_fingerprint"] == "fp_newnewnewnew"
+        front.weights_switched(info)
+        events = front.events(job)
+        front.weights_switched(replace(info, fingerprint="old" * 8))
+        reported = [await anext(events)]
+        front.weights_switched(replace(info, fingerprint="new" * 8))
+        reported += [event async for event in events]
+        assert b"fp_oldoldoldold" in reported[0] and b"fp_newnewnewnew" not in reported[0]
+        assert b"fp_newnewnewnew" in reported[1] and not any(b"fp_oldoldoldold" in event for event in reported[1:])

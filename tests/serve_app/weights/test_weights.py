@@ -1,0 +1,489 @@
+"""New weights for a running service: all replicas or none, and what a replica does about it."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deploy.rl import shards
+from serve_app.backends.base import ModelInfo, PauseMode
+from serve_app.backends.fake import FakeBackend, FakeConfig
+from serve_app.errors import UpdateRefused
+from serve_app.telemetry.metrics import BufferSink, Metrics
+from serve_app.weights.coordinator import WeightsDesk
+from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, WeightsRef, WeightsStatus
+from serve_app.weights.transfer import Transfers, digest_of, fetched
+from serve_app.weights.updater import WeightsKeeper
+from speculative.errors import EngineFault
+
+NEW = WeightsRef(0, "v1", path="/models/v1")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class App:
+    """A desk and what its replicas tell it."""
+
+    def __init__(self, *names: str) -> None:
+        self.clock = Clock()
+        self.desk = WeightsDesk(self.clock)
+        self.clock.now += 10
+        self.stands = {name: WeightsStatus(CONFIGURED, "f0") for name in names}
+        for name in names:
+            self.report(name)
+
+    def report(self, name: str, **changes: object) -> DesiredState:
+        self.stands[name] = dataclasses.replace(self.stands[name], **changes)  # type: ignore[arg-type]
+        return self.desk.hear(name, self.stands[name])
+
+    def update(self, ref: WeightsRef = NEW, **options: object) -> "asyncio.Task[Outcome]":
+        return asyncio.create_task(self.desk.update(ref, **options))  # type: ignore[arg-type]
+
+
+async def soon(condition: object) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.01)
+
+
+async def begun(app: App) -> WeightsRef:
+    await soon(lambda: app.desk.wanted.load is not None)
+    load = app.desk.wanted.load
+    assert load is not None
+    return load
+
+
+async def test_nobody_serves_new_weights_before_everybody_has_them() -> None:
+    app = App("p", "d1", "d2")
+    update = app.update()
+    load = await begun(app)
+    assert (load.version, load.path, load.number) == ("v1", "/models/v1", 1)
+    for name in ("p", "d1"):
+        assert app.report(name, loaded=1, loaded_fingerprint="f1").serve is CONFIGURED
+    assert not update.done()
+    assert app.report("d2", loaded=1, loaded_fingerprint="f1").serve == load
+    for name in app.stands:
+        assert app.report(name).serve == load
+        assert not update.done(), "told before all replicas serve them"
+        app.report(name, serving=load, fingerprint="f1", loaded=None)
+    outcome = await update
+    assert outcome.complete
+    assert {one["replica"]: (one["weight_version"], one["fingerprint"]) for one in outcome.replicas} == dict.fromkeys(
+        app.stands, ("v1", "f1")
+    )
+
+
+async def test_one_replica_that_cannot_load_them_calls_it_off_for_all() -> None:
+    app = App("p", "d1")
+    update = app.update()
+    await begun(app)
+    app.report("p", loaded=1, loaded_fingerprint="f1")
+    app.report("d1", failed=1, reason="no such folder")
+    with pytest.raises(UpdateRefused, match=r"Nothing has changed, the weights are 'default': d1: no such folder"):
+        await update
+    assert app.report("p") == DesiredState(CONFIGURED), "what was loaded is to be dropped"
+    app.report("p", loaded=None)
+    again = app.update(dataclasses.replace(NEW, version="v2"))
+    assert (await begun(app)).number == 2, "the number of a failed update was used again"
+    for name in app.stands:
+        app.report(name, loaded=2, loaded_fingerprint="f2")
+    for name in app.stands:
+        app.report(name, serving=app.desk.wanted.serve)
+    assert (await again).complete
+
+
+async def test_replicas_that_read_different_files_under_one_path_are_found() -> None:
+    app = App("d1", "d2")
+    update = app.update()
+    await begun(app)
+    app.report("d1", loaded=1, loaded_fingerprint="f1")
+    app.report("d2", loaded=1, loaded_fingerprint="other")
+    with pytest.raises(UpdateRefused, match=r"different weights there \(fingerprints f1, other\)"):
+        await update
+
+
+async def test_a_replica_that_takes_too_long_is_named() -> None:
+    app = App("d1", "d2")
+    update = app.update(timeout_s=30)
+    await begun(app)
+    app.report("d1", loaded=1, loaded_fingerprint="f1")
+    for _ in range(4):
+        app.clock.now += 10
+        app.report("d1")
+        app.report("d2")
+    with pytest.raises(UpdateRefused, match="d2 did not load them within 30 s"):
+        await update
+
+
+async def test_a_dead_replica_does_not_hold_up_the_others() -> None:
+    app = App("d1", "d2")
+    update = app.update()
+    load = await begun(app)
+    app.report("d1", loaded=1, loaded_fingerprint="f1")
+    app.clock.now += 16  # d2 says nothing
+    app.report("d1")
+    await soon(lambda: app.desk.wanted.serve == load)
+    app.report("d1", serving=load, loaded=None)
+    outcome = await update
+    assert outcome.complete and [one["replica"] for one in outcome.replicas] == ["d1"]
+    assert app.report("d2").serve == load, "it lives after all, and is to follow"
+
+
+async def test_a_replica_that_starts_in_the_middle_is_waited_for() -> None:
+    app = App("d1")
+    update = app.update()
+    load = await begun(app)
+    app.stands["late"] = WeightsStatus(CONFIGURED, "f0")
+    assert app.report("late").load == load
+    app.report("d1", loaded=1, loaded_fingerprint="f1")
+    assert app.desk.wanted.serve is CONFIGURED
+    app.report("late", loaded=1, loaded_fingerprint="f1")
+    for name in app.stands:
+        app.report(name, serving=load)
+    assert (await update).complete
+
+
+async def test_after_the_decision_there_is_no_way_back_only_a_word_that_it_is_not_over() -> None:
+    app = App("d1", "d2")
+    update = app.update(timeout_s=30)
+    load = await begun(app)
+    for name in app.stands:
+        app.report(name, loaded=1, loaded_fingerprint="f1")
+    app.report("d1", serving=load)
+    await soon(lambda: app.desk.wanted.load is None)
+    for _ in range(4):
+        await asyncio.sleep(0.15)
+        app.clock.now += 10
+        for name in app.stands:
+            app.report(name)
+    assert not (await update).complete
+    assert app.report("d2").serve == load
+
+
+async def test_two_updates_at_once_and_an_old_name_are_refused() -> None:
+    app = App("d1")
+    update = app.update()
+    await begun(app)
+    with pytest.raises(UpdateRefused, match="'v1' is under way"):
+        await app.desk.update(dataclasses.replace(NEW, version="v2"))
+    update.cancel()
+    with pytest.raises(UpdateRefused, match="'default' is what is served"):
+        await App("d1").desk.update(dataclasses.replace(NEW, version="default"))
+
+
+async def test_a_new_desk_learns_from_the_replicas_what_the_last_one_decided() -> None:
+    app = App("d1")
+    decided = WeightsRef(7, "v7", path="/models/v7")
+    app.report("d1", serving=decided, fingerprint="f7")
+    app.stands["new"] = WeightsStatus(CONFIGURED, "f0")
+    assert app.report("new").serve == decided
+    update = app.update()
+    assert (await begun(app)).number == 8
+    update.cancel()
+
+
+def restarted(app: App) -> App:
+    """The app with a desk that has just begun."""
+    app.desk = WeightsDesk(app.clock)
+    return app
+
+
+async def test_a_desk_that_has_just_begun_waits_for_what_the_last_one_decided() -> None:
+    app = restarted(App("p", "d1"))
+    decided = WeightsRef(3, "v3", path="/models/v3")
+    update, same = app.update(), app.update(dataclasses.replace(NEW, version="v3"))
+    await asyncio.sleep(0.02)
+    for name in app.stands:
+        wanted = app.report(name, serving=decided, fingerprint="f3")
+        assert wanted == DesiredState(decided), "a number was given before all replicas told theirs"
+    app.clock.now += 4
+    load = await begun(app)
+    assert (load.version, load.number) == ("v1", 4)
+    with pytest.raises(UpdateRefused, match="The update to 'v1' is under way"):
+        await same
+    for name in app.stands:
+        app.report(name, loaded=4, loaded_fingerprint="f4")
+    for name in app.stands:
+        assert not update.done(), "told before all replicas serve them"
+        assert app.report(name, serving=load, fingerprint="f4", loaded=None).serve == load
+    assert (await update).complete
+
+
+async def test_a_replica_that_reports_late_what_is_served_calls_the_update_off() -> None:
+    app = restarted(App("d1", "d2"))
+    app.report("d1")
+    app.clock.now += 4
+    update = app.update()
+    assert (await begun(app)).number == 1
+    decided = WeightsRef(3, "v3", path="/models/v3")
+    assert app.report("d2", serving=decided, fingerprint="f3").serve == decided
+    assert app.report("d1", loaded=1, loaded_fingerprint="f1").serve == decided
+    with pytest.raises(UpdateRefused, match=r"the weights are 'v3': d2 says only now .*; ask again"):
+        await update
+    again = app.update()
+    assert (await begun(app)).number == 4
+    again.cancel()
+
+
+async def test_a_number_is_above_all_that_replicas_report() -> None:
+    app = App("d1")
+    app.report("d1", failed=2, loaded=5)
+    update = app.update()
+    assert (await begun(app)).number == 6
+    update.cancel()
+
+
+async def test_pause_and_resume_wait_for_all_replicas() -> None:
+    app = App("p", "d1")
+    pause = asyncio.create_task(app.desk.pause(PauseMode.ABORT))
+    await soon(lambda: app.desk.wanted.paused is PauseMode.ABORT)
+    app.report("p", paused=PauseMode.ABORT)
+    await asyncio.sleep(0.25)
+    assert not pause.done()
+    app.report("d1", paused=PauseMode.ABORT)
+    assert (await pause).complete
+    assert all(one["paused"] is True for one in app.desk.statuses())
+    resume = asyncio.create_task(app.desk.resume())
+    await soon(lambda: app.desk.wanted.paused is None)
+    for name in app.stands:
+        app.report(name, paused=None)
+    assert (await resume).complete
+    assert all(one["paused"] is False for one in app.desk.statuses())
+
+
+async def test_a_pause_of_another_kind_is_complete_when_that_is_reached() -> None:
+    app = App("d1")
+    app.report("d1", paused=PauseMode.KEEP)
+    pause = asyncio.create_task(app.desk.pause(PauseMode.WAIT))
+    await asyncio.sleep(0.25)
+    assert not pause.done(), "it stands still, but has requests to finish"
+    app.report("d1", paused=None)
+    await asyncio.sleep(0.25)
+    assert not pause.done()
+    app.report("d1", paused=PauseMode.WAIT)
+    assert (await pause).complete
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+async def test_a_pause_is_over_when_something_else_is_wanted(resumed: bool) -> None:
+    app = App("d1")
+    pause = asyncio.create_task(app.desk.pause(PauseMode.WAIT))
+    await soon(lambda: app.desk.wanted.paused is PauseMode.WAIT)
+    other = asyncio.create_task(app.desk.resume() if resumed else app.desk.pause(PauseMode.KEEP))
+    assert not (await asyncio.wait_for(pause, 300)).complete
+    other.cancel()
+
+
+class Replica:
+    """A keeper over a fake engine."""
+
+    def __init__(self, backend: FakeBackend | None = None) -> None:
+        self.backend = backend or FakeBackend(FakeConfig(fingerprint="f0"))
+        self.switched: list[ModelInfo] = []
+        metrics = Metrics([BufferSink("r")], model_name="m", pool="decode")
+
+        @asynccontextmanager
+        async def folders(ref: WeightsRef) -> AsyncIterator[tuple[str, str | None]]:
+            assert ref.path is not None
+            yield ref.path, ref.drafter_path
+
+        self.keeper = WeightsKeeper(self.backend, self.backend.info, folders, self.switched.append, metrics)
+
+    async def come_to(self, wanted: DesiredState) -> WeightsStatus:
+        self.keeper.obey(wanted)
+        await self.keeper.wait_converged()
+        return self.keeper.status
+
+
+async def test_a_replica_loads_beside_then_switches() -> None:
+    replica = Replica()
+    ref = WeightsRef(1, "v1", path="one", drafter_path="head")
+    status = await replica.come_to(DesiredState(CONFIGURED, load=ref))
+    assert (status.serving, status.loaded, status.loaded_fingerprint) == (CONFIGURED, 1, "one with head")
+    assert replica.backend.weight_version == "default" and not replica.switched
+    status = await replica.come_to(DesiredState(ref, mode=PauseMode.ABORT))
+    assert (status.serving, status.fingerprint, status.loaded, status.paused) == (ref, "one with head", None, None)
+    assert replica.backend.weight_version == "v1" and replica.backend.paused is None
+    assert [info.fingerprint for info in replica.switched] == ["one with head"]
+    assert not replica.keeper.behind
+
+
+async def test_a_replica_drops_what_was_called_off_and_comes_to_what_others_serve() -> None:
+    replica = Replica()
+    await replica.come_to(DesiredState(CONFIGURED, load=WeightsRef(1, "v1", path="one")))
+    assert (await replica.come_to(DesiredState(CONFIGURED))).loaded is None
+    assert replica.backend.loaded is None
+    later = WeightsRef(2, "v2", path="two")
+    assert (await replica.come_to(DesiredState(later))).serving == later
+
+
+async def test_a_replica_that_cannot_load_says_why_and_is_replaced_only_where_the_others_could() -> None:
+    replica = Replica()
+    missing = WeightsRef(1, "v1", path="missing")
+    status = await replica.come_to(DesiredState(CONFIGURED, load=missing))
+    assert (status.failed, status.serving) == (1, CONFIGURED) and "no such folder" in status.reason
+    replica.keeper.check_health()
+    await replica.come_to(DesiredState(missing))
+    with pytest.raises(EngineFault, match="could not be loaded here"):
+        replica.keeper.check_health()
+
+
+async def test_weights_that_no_memory_is_left_for_are_not_tried_again_with_every_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica, tried = Replica(), []
+
+    async def load_weights(source: str, drafter: str | None = None) -> str:
+        tried.append(source)
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(replica.backend, "load_weights", load_weights)
+    large = WeightsRef(1, "v1", path="large")
+    for _ in range(3):
+        status = await replica.come_to(DesiredState(CONFIGURED, load=large))
+    assert (status.failed, status.reason, tried) == (1, "CUDA out of memory", ["large"])
+
+
+async def test_a_pause_outlasts_an_update() -> None:
+    replica = Replica()
+    assert (await replica.come_to(DesiredState(CONFIGURED, paused=PauseMode.KEEP))).paused
+    ref = WeightsRef(1, "v1", path="one")
+    status = await replica.come_to(DesiredState(ref, paused=PauseMode.KEEP))
+    assert status.serving == ref and status.paused and replica.backend.paused is PauseMode.KEEP
+    assert not (await replica.come_to(DesiredState(ref))).paused
+
+
+class Draining(FakeBackend):
+    """Has a request that ends when it is told, and cannot switch in the middle of it."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeConfig(fingerprint="f0"))
+        self.drained = asyncio.Event()
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.WAIT:
+            await self.drained.wait()
+        await super().pause(mode)
+
+    async def switch_weights(self, version: str) -> ModelInfo:
+        assert self.paused is not None
+        return await super().switch_weights(version)
+
+
+async def test_a_pause_that_takes_long_holds_up_no_loading() -> None:
+    backend = Draining()
+    replica = Replica(backend)
+    keeper, ref = replica.keeper, WeightsRef(1, "v1", path="one")
+    assert (await replica.come_to(DesiredState(CONFIGURED, paused=PauseMode.KEEP))).paused is PauseMode.KEEP
+    keeper.obey(DesiredState(CONFIGURED, paused=PauseMode.WAIT))
+    await asyncio.sleep(0.02)
+    assert keeper.status.paused is None and keeper.behind
+    keeper.obey(DesiredState(CONFIGURED, load=ref, paused=PauseMode.WAIT))
+    await soon(lambda: keeper.status.loaded == 1)
+    keeper.obey(DesiredState(ref, mode=PauseMode.ABORT, paused=PauseMode.WAIT))
+    await asyncio.sleep(0.02)
+    assert keeper.status.serving == CONFIGURED, "two hands were on the pause"
+    backend.drained.set()
+    await keeper.wait_converged()
+    assert (keeper.status.serving, keeper.status.paused, backend.paused) == (ref, PauseMode.WAIT, PauseMode.WAIT)
+
+
+async def test_a_pause_that_takes_long_can_be_called_off() -> None:
+    replica = Replica(Draining())
+    replica.keeper.obey(DesiredState(CONFIGURED, paused=PauseMode.WAIT))
+    await asyncio.sleep(0.02)
+    ref = WeightsRef(1, "v1", path="one")
+    status = await replica.come_to(DesiredState(ref, mode=PauseMode.KEEP))
+    assert (status.serving, status.paused, replica.keeper.behind) == (ref, None, False)
+
+
+class HalfSwitching(FakeBackend):
+    """Takes new weights by half."""
+
+    num_switches = 0
+
+    async def switch_weights(self, version: str) -> ModelInfo:
+        self.num_switches += 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+async def test_a_switch_that_fails_is_not_tried_again() -> None:
+    backend = HalfSwitching(FakeConfig(fingerprint="f0"))
+    replica, ref = Replica(backend), WeightsRef(1, "v1", path="one")
+    for _ in range(3):
+        status = await replica.come_to(DesiredState(ref))
+        assert (status.serving, status.loaded, status.failed, status.reason) == (
+            CONFIGURED,
+            None,
+            1,
+            "CUDA out of memory",
+        )
+        with pytest.raises(EngineFault, match="could not be loaded here: CUDA out of memory"):
+            replica.keeper.check_health()
+    assert backend.num_switches == 1 and not replica.switched
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {f"layer.{index}": torch.arange(100.0) + index for index in range(5)}
+
+
+async def test_weights_over_the_wire_arrive_as_a_checkpoint(tmp_path: Path) -> None:
+    transfers = Transfers(bytes)
+    number = transfers.begin()
+    parts = list(shards(tensors().items(), most_bytes=900))
+    assert len(parts) == 3, "two tensors of 400 bytes fit into a shard"
+    for index, part in enumerate(parts):
+        transfers.put(number, index, part, digest_of(part))
+    ref = transfers.end(number, "v1", len(parts))
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    save_file(tensors(), base / "model.safetensors")
+
+    async def pull(content: bytes) -> bytes:
+        return content
+
+    info = ModelInfo("m", 1, 1, "f", str(base), ())
+    async with fetched(ref, info, pull) as (folder, drafter):
+        found = {name: value for file in Path(folder).glob("*.safetensors") for name, value in load_file(file).items()}
+        index = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
+        assert drafter is None and (Path(folder) / "config.json").is_file()
+    assert not Path(folder).exists()
+    assert set(index) == set(found) == set(tensors())
+    assert all(torch.equal(found[name], value) for name, value in tensors().items())
+
+
+async def test_what_is_damaged_or_missing_on_the_wire_is_refused(tmp_path: Path) -> None:
+    transfers = Transfers(bytes)
+    number = transfers.begin()
+    (part,) = shards(tensors().items())
+    with pytest.raises(UpdateRefused, match="Shard 0 was damaged"):
+        transfers.put(number, 0, part[:-1] + b"x", digest_of(part))
+    with pytest.raises(UpdateRefused, match="0 of 1 shards came"):
+        transfers.end(number, "v1", 1)
+    transfers.put(number, 0, part, digest_of(part))
+    with pytest.raises(UpdateRefused, match="1 of 2 shards came"):
+        transfers.end(number, "v1", 2)
+    ref = transfers.end(number, "v1", 1)
+
+    async def damaged(content: bytes) -> bytes:
+        return content[:-1] + bytes([content[-1] ^ 1])
+
+    with pytest.raises(UpdateRefused, match="damaged on its way"):
+        async with fetched(ref, ModelInfo("m", 1, 1, "f", str(tmp_path), ()), damaged):
+            pass
+    transfers.begin()
+    with pytest.raises(UpdateRefused, match="another one has begun"):
+        transfers.put(number, 0, part, digest_of(part))

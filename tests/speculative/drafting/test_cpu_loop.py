@@ -1,0 +1,147 @@
+"""All drafts of a round in one call of the CPU kernels: the same drafts and distributions as one by one, to the bit."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from speculative.config import DrafterConfig
+from speculative.drafting.base import DraftOutput
+from speculative.drafting.neural_drafter import MadeDrafts, ModelDrafter
+from speculative.engine import EngineCore
+from speculative.kernels.bindings import cpu_kernels
+from speculative.model.cpu.packed import prefers_onednn
+from speculative.request import Request, SamplingParams
+from speculative.scheduling.early_exit import EDGES, EarlyExit
+from speculative.state.batch import Batch, Entry
+from speculative.verification.draft_probs import SubVocabulary
+from tests.speculative.scheduling.test_early_exit import Ruled
+from tests.support.engines import Answer, assert_idle, run, tiny_engine
+from tests.support.tiny_heads import write_tiny_head
+from tests.support.tiny_models import write_tiny_model
+
+VOCABULARY, NUM_DRAFTS = 64, 4
+
+pytestmark = pytest.mark.skipif(cpu_kernels() is None or prefers_onednn(), reason="heads are not for our kernels here")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("target") / "model", vocab_size=VOCABULARY, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head") / "head"
+    ids = torch.arange(3, 51, 2)
+    return write_tiny_head(folder, target, draft_ids=ids, dtype=torch.bfloat16, own_embedding=True)
+
+
+def make_engine(target: Path, head: Path, **changes: object) -> EngineCore:
+    drafter = DrafterConfig(kind="eagle3", model=str(head), num_draft_tokens=NUM_DRAFTS, **changes)  # type: ignore[arg-type]
+    return tiny_engine(target, drafter=drafter, dtype="bfloat16", weights="bfloat16")
+
+
+class Recorder:
+    """Keeps what a drafter proposed, and how often its loop made the drafts."""
+
+    def __init__(self, engine: EngineCore, *, fused: bool) -> None:
+        assert isinstance(engine.drafter, ModelDrafter)
+        self.proposed: list[tuple[list[int], list[int], torch.Tensor]] = []
+        self.num_made = 0
+        self._propose, self._loop = engine.drafter.propose, engine.drafter.draft_loop
+        engine.drafter.propose = self.propose  # type: ignore[method-assign]
+        engine.drafter.draft_loop = self.make if fused else None
+
+    def make(self, entries: Sequence[Entry], hidden: torch.Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
+        assert self._loop is not None
+        made = self._loop(entries, hidden, rule)
+        self.num_made += made is not None
+        return made
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        out = self._propose(batch)
+        if len(out.token_ids):
+            assert isinstance(out.draft_probs, SubVocabulary)
+            self.proposed.append((out.counts.tolist(), out.token_ids.tolist(), out.draft_probs.probs.clone()))
+        return out
+
+
+def answers(engine: EngineCore, params: Sequence[SamplingParams]) -> dict[str, Answer]:
+    for index, own in enumerate(params):
+        prompt = tuple(3 + (7 * index * j) % 41 for j in range(1 + 5 * index))
+        engine.add(Request(str(index), prompt, own, seed=index))
+    done = run(engine)
+    assert_idle(engine)
+    return done
+
+
+KINDS = {
+    "warm": SamplingParams(ignore_eos=True),
+    "greedy": SamplingParams(ignore_eos=True, temperature=0),
+    "cold": SamplingParams(ignore_eos=True, temperature=0.3),
+    "nucleus": SamplingParams(ignore_eos=True, temperature=1.4, top_p=0.6),
+    "few": SamplingParams(ignore_eos=True, top_k=5),
+    "likely": SamplingParams(ignore_eos=True, temperature=2.0, min_p=0.2),
+}
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in KINDS), list(KINDS)], ids="+".join)
+def test_one_call_drafts_what_many_draft(target: Path, head: Path, kinds: list[str]) -> None:
+    # Different lengths: near their ends, requests of one round get 4, 3, 2, 1 and no drafts.
+    params = [dataclasses.replace(KINDS[kind], max_tokens=20 + i) for i, kind in enumerate(kinds)]
+    recorded, texts = [], []
+    for fused in (True, False):
+        engine = make_engine(target, head)
+        recorder = Recorder(engine, fused=fused)
+        texts.append({name: answer.token_ids for name, answer in answers(engine, params).items()})
+        assert (recorder.num_made > 0) == fused
+        recorded.append(recorder.proposed)
+    assert texts[0] == texts[1]
+    assert len(recorded[0]) == len(recorded[1]) > 5
+    assert any(1 in counts for counts, _, _ in recorded[0])
+    for ours, theirs in zip(*recorded, strict=True):
+        assert ours[:2] == theirs[:2]
+        assert torch.equal(ours[2], theirs[2])
+
+
+@pytest.mark.parametrize("kinds", [["warm"], ["greedy"], list(KINDS)], ids="+".join)
+def test_one_call_ends_drafts_where_many_do(target: Path, head: Path, kinds: list[str]) -> None:
+    params = [dataclasses.replace(KINDS[kind], max_tokens=20 + i) for i, kind in enumerate(kinds)]
+    survival = np.linspace(0.2, 1.0, len(EDGES) + 1)
+    rule = EarlyExit(np.stack([survival, survival[::-1]]), np.ones((2, len(EDGES) + 1)), least=0.3)
+    recorded, policies = [], []
+    for fused in (True, False):
+        engine = make_engine(target, head)
+        assert isinstance(engine.drafter, ModelDrafter)
+        engine.drafter.length = policy = Ruled(rule)
+        recorder = Recorder(engine, fused=fused)
+        answers(engine, params)
+        assert (recorder.num_made > 0) == fused
+        recorded.append(recorder.proposed)
+        policies.append(policy.heard)
+    for ours, theirs in zip(*recorded, strict=True):
+        assert ours[:2] == theirs[:2]
+        assert torch.equal(ours[2], theirs[2])
+    assert [name for name, _ in policies[0]] == [name for name, _ in policies[1]]
+    for (_, ours), (_, theirs) in zip(*policies, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    ends = {len(reported) for name, reported in policies[0] if name == "0"}
+    assert len(ends) > 1, "some ended early"
+
+
+def test_coupled_drafts_are_chosen_one_by_one(target: Path, head: Path) -> None:
+    engine = make_engine(target, head)
+    recorder = Recorder(engine, fused=True)
+    answers(engine, [SamplingParams(ignore_eos=True, reproducible=True, max_tokens=12)])
+    assert recorder.proposed
+    assert recorder.num_made == 0
+
+
+def test_chosen_drafts_have_no_loop(target: Path, head: Path) -> None:
+    engine = make_engine(target, head, sampled=False)
+    assert isinstance(engine.drafter, ModelDrafter)
+    assert engine.drafter.draft_loop is None

@@ -1,0 +1,84 @@
+"""The distribution of whole continuations when a head over the target's hidden states draws the drafts, through the
+real step.
+
+The target is a Markov chain in the weights of a real decoder, so that its distribution is known exactly; the heads are
+random."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.config import DrafterConfig
+from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
+from speculative.drafting.neural_drafter import DraftModel
+from speculative.engine import EngineCore
+from speculative.model.decoder import Decoder
+from speculative.model.eagle3 import Eagle3Config, Eagle3Head
+from speculative.model.mtp import MtpConfig, MtpHead
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.token_wise import verify_token_wise
+from tests.support.engines import markov_decoder, settings
+from tests.support.table_engine import sample, worst_window
+from tests.support.tiny_heads import randomise
+
+V, LENGTH, COUNT, FIRST = 8, 5, 2_500, 3
+FIVE_SIGMA = 5.0
+
+
+@pytest.fixture(scope="module")
+def distribution() -> Tensor:
+    """[V, V] float32."""
+    return (1.5 * torch.randn(V, V, generator=torch.Generator().manual_seed(1))).softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def decoder(distribution: Tensor) -> Decoder:
+    return markov_decoder(distribution, num_layers=3)
+
+
+def draft_model(kind: str, decoder: Decoder) -> DraftModel:
+    """A head that drafts something, from a part of the vocabulary or from all of it."""
+    if kind == "mtp":
+        module = MtpHead(MtpConfig(decoder.config), decoder.embedding, dtype=torch.float32)
+        randomise(module)
+        return MtpDraftModel(module, decoder, "random")
+    config = Eagle3Config(decoder.config, draft_vocab_size=5, target_hidden_size=V).for_target(decoder.config)
+    head = Eagle3Head(config, torch.tensor([0, 2, 3, 5, 7]), decoder.embedding, dtype=torch.float32)
+    randomise(head)
+    return Eagle3DraftModel(head, "random")
+
+
+def head_engine(kind: str, decoder: Decoder, verifier: str = "token_wise") -> EngineCore:
+    config = settings(
+        drafter=DrafterConfig(num_draft_tokens=3),
+        verifier=verifier,
+        max_num_seqs=256,
+        max_batched_tokens=2048,
+        kv_cache_tokens=8192,
+        prefix_caching=False,
+    )
+    return EngineCore(decoder, decoder.config, config, "markov", None, draft_model(kind, decoder))
+
+
+@pytest.mark.parametrize(("kind", "verifier"), [("eagle3", "token_wise"), ("mtp", "token_wise"), ("mtp", "block")])
+def test_joint_distribution_with_drawn_drafts(decoder: Decoder, distribution: Tensor, kind: str, verifier: str) -> None:
+    engine = head_engine(kind, decoder, verifier)
+    samples = sample(engine, (FIRST, FIRST), COUNT, LENGTH)
+    assert worst_window(samples, distribution.double().numpy(), FIRST) < FIVE_SIGMA
+    stats = engine.take_stats()
+    assert stats.num_drafts > COUNT and 0 < stats.num_accepted < stats.num_drafted
+    assert abs(stats.expected_accepted - stats.num_accepted) < 5 * stats.num_drafted**0.5
+
+
+def test_the_method_sees_a_draft_that_was_not_verified(decoder: Decoder, distribution: Tensor) -> None:
+    def first_unverified(step: VerifyInput) -> VerifyOutput:
+        return verify_token_wise(
+            replace(step, accept_uniforms=torch.where(step.offsets == 0, 1e-300, step.accept_uniforms))
+        )
+
+    engine = head_engine("mtp", decoder)
+    engine.sampler.verify = first_unverified
+    samples = sample(engine, (FIRST, FIRST), COUNT, LENGTH)
+    assert worst_window(samples, distribution.double().numpy(), FIRST) > FIVE_SIGMA

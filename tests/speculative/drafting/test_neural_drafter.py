@@ -1,0 +1,394 @@
+"""Drafting with a model: in step with its target through every way a sequence can go."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVShape
+from speculative.config import DrafterConfig
+from speculative.drafting.neural_drafter import ModelDrafter
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError, HandoffRefused
+from speculative.handoff import decode_state, encode_state
+from speculative.model.config import ModelConfig
+from speculative.model.layers import Attend
+from speculative.model.loading import load_decoder
+from speculative.request import Request, SamplingParams
+from speculative.verification.base import VerifyInput, VerifyOutput
+from tests.support.engines import NO_DRAFTS, Answer, assert_idle, live_sequences, run, settings, take, tiny_engine
+from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_models import write_tiny_model
+
+VOCABULARY = 64
+GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=30, ignore_eos=True)
+REPRODUCIBLE = SamplingParams(max_tokens=30, ignore_eos=True, reproducible=True)
+PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
+NUM_DRAFTS = 3
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafting") / "target"
+    return write_tiny_model(folder, vocab_size=VOCABULARY, num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_head(tmp_path_factory.mktemp("drafting") / "head", target)
+
+
+@pytest.fixture(scope="module")
+def module(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_module(tmp_path_factory.mktemp("drafting") / "module", target)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafting") / "stranger"
+    return write_tiny_model(folder, vocab_size=VOCABULARY, seed=5, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def drafters(target: Path, stranger: Path, head: Path, module: Path) -> dict[str, DrafterConfig]:
+    return {
+        "same_model": draft_model(target),
+        "draft_model": draft_model(stranger),
+        "eagle3": drafter("eagle3", head),
+        "mtp": drafter("mtp", module),
+    }
+
+
+class EchoModel:
+    """Reads the target's embeddings as features and stores what it was given, so that a test can look it up.
+
+    For a row it keeps the token in its key, and in its value the token whose features it was given. Its next hidden
+    state is the embedding of its own token: that is what the row after it should have been given.
+    """
+
+    name = "echo"
+    capture = (0,)
+    kv_shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1)
+    ids: Tensor | None = None
+    fused = None
+
+    def __init__(self, embedding: Tensor, ids: Tensor | None = None) -> None:
+        self.embedding = embedding
+        self.num_features = embedding.shape[1]
+        self.ids = ids
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        given = torch.cdist(hidden, self.embedding).argmin(dim=-1)
+        assert (positions >= 0).all()
+        attend(0, token_ids.float()[:, None, None], token_ids.float()[:, None, None], given.float()[:, None, None])
+        return self.embedding[token_ids]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        width = VOCABULARY if self.ids is None else len(self.ids)
+        return (hidden @ self.embedding[:width].T).float()
+
+
+def echo_engine(folder: Path, ids: Tensor | None = None, **changes: Any) -> EngineCore:
+    decoder = load_decoder(folder, dtype=torch.float32, device="cpu")
+    config = settings(drafter=DrafterConfig(num_draft_tokens=NUM_DRAFTS), **changes)
+    model = EchoModel(decoder.embedding.detach(), ids)
+    return EngineCore(decoder, ModelConfig.from_folder(folder), config, "tiny", None, model)
+
+
+def same_model_engine(folder: Path, **changes: Any) -> EngineCore:
+    return tiny_engine(folder, drafter=draft_model(folder), **changes)
+
+
+def draft_model(folder: Path) -> DrafterConfig:
+    return drafter("draft_model", folder)
+
+
+def drafter(kind: Any, folder: Path) -> DrafterConfig:
+    return DrafterConfig(kind=kind, model=str(folder), num_draft_tokens=NUM_DRAFTS)
+
+
+def assert_rows_are_true(engine: EngineCore) -> None:
+    """Every row the drafter counts as computed holds its own token and was given the features of the one before."""
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelDrafter)
+    stored = drafter.cache.data[0, :, :, 0, 0]  # [2, slots]
+    for sequence in live_sequences(engine):
+        state = drafter._states.get(sequence.request.request_id)
+        if state is None or not sequence.blocks or state.admission != sequence.admission:
+            continue
+        slots = drafter._slots(sequence, 1, state.num_computed)
+        tokens = torch.tensor(sequence.tokens)
+        assert torch.equal(stored[0, slots].long(), tokens[1 : state.num_computed])
+        assert torch.equal(stored[1, slots].long(), tokens[: state.num_computed - 1])
+
+
+def requests(params: SamplingParams) -> list[Request]:
+    return [Request(f"r{i}", prompt, params, seed=i) for i, prompt in enumerate(PROMPTS)]
+
+
+def texts(
+    engine: EngineCore, wanted: list[Request], check: Callable[[EngineCore], None] | None = None
+) -> dict[str, Answer]:
+    for request in wanted:
+        engine.add(request)
+    answers: dict[str, Answer] = {request.request_id: Answer() for request in wanted}
+    while engine.has_work:
+        take(answers, engine.step())
+        if check is not None:
+            check(engine)
+    return answers
+
+
+@pytest.mark.parametrize("params", [GREEDY, REPRODUCIBLE], ids=["greedy", "reproducible"])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_text_is_the_plain_one(
+    target: Path, drafters: dict[str, DrafterConfig], params: SamplingParams, sampled: bool
+) -> None:
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(params))
+    for config in drafters.values():
+        engine = tiny_engine(target, drafter=dataclasses.replace(config, sampled=sampled))
+        found = texts(engine, requests(params))
+        assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
+        assert engine.take_stats().num_drafted > 0
+    found = texts(echo_engine(target), requests(params))
+    assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, REPRODUCIBLE], ids=["greedy", "sampled", "reproducible"])
+def test_a_drafter_that_is_the_target_is_always_right(target: Path, params: SamplingParams) -> None:
+    engine = same_model_engine(target)
+    texts(engine, requests(params))
+    stats = engine.take_stats()
+    assert stats.num_accepted == stats.num_drafted > 100
+    assert stats.expected_accepted == pytest.approx(stats.num_accepted, rel=1e-5)
+
+
+@pytest.mark.parametrize("prefill_only_after", [0, 1])
+def test_it_stays_right_through_handoff_preemption_and_prefix_hits(target: Path, prefill_only_after: int) -> None:
+    prefill, decode = same_model_engine(target), same_model_engine(target, kv_cache_tokens=240, max_model_len=128)
+    for _ in range(2):  # the second time prompts are found in the caches
+        for request in requests(SAMPLED):
+            prefill.add(request, prefill_only_after=prefill_only_after)
+        run(prefill)
+        for request in requests(SAMPLED):
+            decode.insert(request, prefill.export(request.request_id))
+        run(decode)
+    stats = decode.take_stats()
+    assert stats.num_preemptions > 0
+    assert prefill.take_stats().prefix_cache_hits > 0
+    assert stats.num_accepted == stats.num_drafted > 100
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("chunk", [64, 24])
+def test_rows_get_the_features_of_the_token_before(target: Path, block_size: int, chunk: int) -> None:
+    small = {"max_num_seqs": 6, "kv_cache_tokens": 240, "max_model_len": 128}
+    engine = echo_engine(target, block_size=block_size, max_batched_tokens=chunk, **small)
+    for _ in range(2):
+        texts(engine, requests(SAMPLED), assert_rows_are_true)
+    stats = engine.take_stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0
+    assert 0 < stats.num_accepted < stats.num_drafted
+
+
+@pytest.mark.parametrize("prefill_only_after", [0, 1, 5])
+def test_rows_stay_true_through_a_handoff(target: Path, prefill_only_after: int) -> None:
+    prefill, decode = echo_engine(target, max_batched_tokens=32), echo_engine(target, block_size=8)
+    for request in requests(SAMPLED):
+        prefill.add(request, prefill_only_after=prefill_only_after)
+    run(prefill)
+    for request in requests(SAMPLED):
+        decode.insert(request, prefill.export(request.request_id))
+    while decode.has_work:
+        decode.step()
+        assert_rows_are_true(decode)
+    assert_idle(prefill)
+    assert not decode.drafter._states  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+def test_accepted_length_after_a_handoff_is_the_colocated_one(
+    target: Path, drafters: dict[str, DrafterConfig], kind: str
+) -> None:
+    def engine() -> EngineCore:
+        return tiny_engine(target, drafter=drafters[kind])
+
+    together, prefill, decode = engine(), engine(), engine()
+    colocated = texts(together, requests(REPRODUCIBLE))
+    for request in requests(REPRODUCIBLE):
+        prefill.add(request, prefill_only_after=1)
+    run(prefill)
+    for request in requests(REPRODUCIBLE):
+        decode.insert(request, prefill.export(request.request_id))
+    apart = run(decode)
+    for name, answer in apart.items():
+        assert answer.round_sizes == colocated[name].round_sizes[1:]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+def test_drafts_are_the_same_after_a_prefix_hit(target: Path, drafters: dict[str, DrafterConfig], kind: str) -> None:
+    engine = tiny_engine(target, drafter=drafters[kind])
+    first, second = (texts(engine, requests(REPRODUCIBLE)) for _ in range(2))
+    assert engine.take_stats().prefix_cache_hits > 0
+    for name, answer in second.items():
+        assert answer.token_ids == first[name].token_ids
+        assert answer.round_sizes == first[name].round_sizes
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+def test_preempted_requests_keep_the_text(target: Path, drafters: dict[str, DrafterConfig], kind: str) -> None:
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(REPRODUCIBLE))
+    engine = tiny_engine(target, drafter=drafters[kind], kv_cache_tokens=240, max_model_len=128)
+    found = texts(engine, requests(REPRODUCIBLE))
+    stats = engine.take_stats()
+    assert stats.num_preemptions > 0 and stats.num_accepted > 0
+    assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
+
+
+def test_drafts_from_a_part_of_the_vocabulary_keep_the_text(target: Path) -> None:
+    ids = torch.arange(0, VOCABULARY, 3)
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(REPRODUCIBLE))
+    engine = echo_engine(target, ids)
+    found = texts(engine, requests(REPRODUCIBLE))
+    assert {k: a.token_ids for k, a in found.items()} == {k: a.token_ids for k, a in plain.items()}
+    assert engine.take_stats().num_drafted > 0
+
+
+def test_a_long_prompt_is_caught_up_on_in_pieces(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculative.drafting.neural_drafter._MAX_BUFFERED", 40)
+    engine = echo_engine(target, max_batched_tokens=40)
+    engine.add(Request("long", tuple(3 + i % 50 for i in range(300)), SAMPLED, seed=1))
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelDrafter)
+    while engine.has_work:
+        engine.step()
+        kept = [sum(len(features) for _, features in state.features) for state in drafter._states.values()]
+        assert all(count <= 80 for count in kept)
+        assert_rows_are_true(engine)
+
+
+def test_requests_that_decline_speculation_cost_the_drafter_nothing(target: Path) -> None:
+    engine = echo_engine(target)
+    texts(engine, requests(SamplingParams(max_tokens=10, speculate=False)))
+    assert engine.take_stats().num_drafted == 0
+    texts(engine, requests(SAMPLED), assert_rows_are_true)  # prompts are cached now, without the drafter's rows
+
+
+def test_a_handoff_without_the_drafters_state_is_refused(target: Path, stranger: Path) -> None:
+    request = Request("r", PROMPTS[3], GREEDY)
+    for prefill in (tiny_engine(target), tiny_engine(target, drafter=draft_model(stranger))):
+        prefill.add(request, prefill_only_after=1)
+        run(prefill)
+        blob = prefill.export("r")
+        with pytest.raises(HandoffRefused, match="drafter_state"):
+            same_model_engine(target).insert(request, blob)
+    declining = Request("r", PROMPTS[3], SamplingParams(max_tokens=9, speculate=False))
+    prefill = same_model_engine(target)
+    prefill.add(declining, prefill_only_after=1)
+    run(prefill)
+    with pytest.raises(HandoffRefused, match="sections"):
+        same_model_engine(target).insert(request, prefill.export("r"))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", vocab_size=80)
+    with pytest.raises(ConfigError, match=r"drafter\.model .* vocabulary"):
+        tiny_engine(target, drafter=draft_model(other))
+    with pytest.raises(ConfigError, match=r"drafter\.model"):
+        DrafterConfig(kind="draft_model")
+
+
+def test_a_draft_model_of_too_few_positions_is_refused(target: Path, tmp_path: Path) -> None:
+    short = write_tiny_model(tmp_path / "short", vocab_size=VOCABULARY, max_position_embeddings=64)
+    with pytest.raises(
+        ConfigError, match=r"drafter\.model .* 64 positions, but max_model_len is \d+; set max_model_len"
+    ):
+        tiny_engine(target, drafter=draft_model(short))
+    assert texts(
+        tiny_engine(target, drafter=draft_model(short), max_model_len=64),
+        requests(dataclasses.replace(GREEDY, max_tokens=8)),
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
+def test_a_request_that_fails_takes_nothing_from_one_that_shares_its_prefix(
+    target: Path, drafters: dict[str, DrafterConfig], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other was admitted on the shared blocks, and has not begun to compute when they are withdrawn."""
+    monkeypatch.setattr("speculative.scheduling.scheduler.CLIENTS_FAULT", "")  # as for a fault of the engine's
+    engine = tiny_engine(target, drafter=drafters[kind], max_num_seqs=4, max_batched_tokens=16)
+    prefix, params = tuple(range(3, 23)), dataclasses.replace(GREEDY, max_tokens=8)
+    engine.add(Request("warm", (*prefix, 7), params))
+    run(engine)
+    dead_end = SamplingParams(max_tokens=8, allowed_token_ids=(5,), bad_words=((5, 5),))
+    engine.add(Request("failing", (*prefix, 30), dead_end))
+    engine.step()
+    engine.add(Request("long", tuple(range(3, 60)), params))
+    sharing = Request("sharing", (*prefix, 9, 9, 9), params)
+    engine.add(sharing)
+    answers = run(engine)
+    assert {name: str(answer.finish_reason) for name, answer in answers.items()} == {
+        "failing": "error",
+        "long": "length",
+        "sharing": "length",
+    }
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), [sharing])
+    assert answers["sharing"].token_ids == plain["sharing"].token_ids
+    assert_idle(engine)
+
+
+def test_a_dead_end_of_a_clients_own_leaves_the_prefix_to_others(target: Path) -> None:
+    engine = tiny_engine(target, drafter=NO_DRAFTS)
+    prefix = tuple(range(3, 40))
+    engine.add(Request("warm", (*prefix, 7), dataclasses.replace(GREEDY, max_tokens=2)))
+    run(engine)
+    dead_end = SamplingParams(max_tokens=8, allowed_token_ids=(5,), bad_words=((5, 5),))
+    engine.add(Request("failing", (*prefix, 30), dead_end))
+    assert str(run(engine)["failing"].finish_reason) == "error"
+    engine.add(Request("next", (*prefix, 9), dataclasses.replace(GREEDY, max_tokens=2)))
+    deltas = engine.step()
+    assert [delta.num_cached_tokens for delta in deltas] == [len(prefix) // 4 * 4]
+
+
+def test_sections_of_a_handoff_are_not_read_where_nothing_is_drafted(
+    target: Path, drafters: dict[str, DrafterConfig]
+) -> None:
+    declining = Request("r", PROMPTS[3], dataclasses.replace(GREEDY, speculate=False))
+    prefill, plain = (tiny_engine(target, drafter=drafters["eagle3"]) for _ in range(2))
+    prefill.add(dataclasses.replace(declining, params=GREEDY), prefill_only_after=1)
+    run(prefill)
+    state = decode_state(prefill.export("r"), prefill.manifest)
+    wrong = dataclasses.replace(state, extra={"renamed": state.extra["drafter_kv"]})
+    plain.insert(declining, encode_state(wrong, plain.manifest))
+    answer = run(plain)["r"]
+    whole = texts(tiny_engine(target, drafter=NO_DRAFTS), [declining])["r"]
+    assert [*state.token_ids[len(PROMPTS[3]) :], *answer.token_ids] == list(whole.token_ids)
+
+
+def test_a_last_token_that_equals_its_rejected_draft_is_computed_again(target: Path) -> None:
+    """What is left of p behind a rejection is no draft, or, in the rounding of p = q, it may be."""
+
+    def reject(step: VerifyInput) -> VerifyOutput:
+        first = step.drafts[step.first_rows]
+        reported = torch.where(first >= 0, first, step.probs[step.first_rows].argmax(dim=-1))
+        none = torch.zeros_like(step.counts)
+        return VerifyOutput(none, reported, none.float())
+
+    plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(GREEDY))
+    engine = same_model_engine(target)
+    engine.sampler.verify = reject
+    reported = texts(engine, requests(GREEDY))
+    assert {name: answer.token_ids for name, answer in reported.items()} == {
+        name: answer.token_ids for name, answer in plain.items()
+    }
+    stats = engine.take_stats()
+    assert stats.num_drafted > 0 and stats.num_accepted == 0

@@ -1,0 +1,434 @@
+"""Padded, bucketed steps against the plain path, on the CPU: a replay calls there what a GPU would have captured."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.neural_drafter import CatchUpRows, ModelDrafter
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError
+from speculative.gpu.attention_choice import make_attend
+from speculative.gpu.capture import Capturer
+from speculative.gpu.graph_step import GraphedStep, graph_bytes
+from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
+from speculative.gpu.verify_graph import Kind
+from speculative.model.decoder import Decoder
+from speculative.model.loading import load_decoder
+from speculative.request import FinishReason, Request, SamplingParams
+from speculative.state.batch import Int64s, StepInput
+from speculative.step.runner import ModelRunner
+from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, decoder_of, run, settings, tiny_engine
+from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_models import write_tiny_model
+
+VOCABULARY = 64
+NUM_DRAFTS = 3
+PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
+LOGPROB_TOLERANCE = 1e-4  # attention sums in another order here
+HIDDEN_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graphs") / "target"
+    return write_tiny_model(folder, vocab_size=VOCABULARY, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DrafterConfig]:
+    folder = tmp_path_factory.mktemp("graphs")
+    return {
+        "none": NO_DRAFTS,
+        "ngram": NGRAM,
+        "same_model": with_model("draft_model", target),
+        "eagle3": with_model("eagle3", write_tiny_head(folder / "head", target)),
+        "mtp": with_model("mtp", write_tiny_module(folder / "module", target)),
+    }
+
+
+def with_model(kind: Any, folder: Path) -> DrafterConfig:
+    return DrafterConfig(kind=kind, model=str(folder), num_draft_tokens=NUM_DRAFTS)
+
+
+# -- the forward pass, bucket by bucket -----------------------------------------------------------------------------
+
+
+def layout_of(lengths: list[int], counts: list[int], block_size: int, seed: int) -> StepInput:
+    """Rows of sequences with `lengths` known positions, `counts` rows each, in blocks at random places."""
+    random = np.random.default_rng(seed)
+    blocks_each = [-(-(length + count) // block_size) for length, count in zip(lengths, counts, strict=True)]
+    blocks = np.split(random.permutation(sum(blocks_each)), np.cumsum(blocks_each)[:-1])
+    contexts: list[Int64s] = []
+    for own, length, count in zip(blocks, lengths, counts, strict=True):
+        contexts.append((own[:, None] * block_size + np.arange(block_size)).reshape(-1)[: length + count])
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    positions = np.concatenate([length + np.arange(count) for length, count in zip(lengths, counts, strict=True)])
+    slots = np.concatenate([slots[length:] for slots, length in zip(contexts, lengths, strict=True)])
+    empty = np.empty(0, np.int64)
+    return StepInput(
+        input_ids=random.integers(0, VOCABULARY, len(positions)),
+        positions=positions,
+        slots=slots,
+        row_starts=starts,
+        context_slots=tuple(contexts),
+        verify_rows=empty,
+        verify_entries=empty,
+        offsets=empty,
+        drafts=empty,
+        drawing=(),
+        draft_counts=empty,
+    )
+
+
+def twin_caches(decoder: Decoder, num_blocks: int, block_size: int) -> tuple[KVCache, KVCache]:
+    """Two caches with the same random contents; the second has a trash block, of NaN."""
+    shape = KVShape(decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim)
+    plain, padded = (
+        KVCache(shape, blocks * block_size, dtype=torch.float32, device=torch.device("cpu"))
+        for blocks in (num_blocks, num_blocks + 1)
+    )
+    plain.data.copy_(torch.randn(plain.data.shape, generator=torch.Generator().manual_seed(1)))
+    padded.data.fill_(torch.nan)
+    padded.data[:, :, : num_blocks * block_size] = plain.data
+    return plain, padded
+
+
+@torch.inference_mode()
+def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) -> None:
+    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
+    config = settings(cuda_graphs=True, max_num_seqs=9, drafter=NGRAM)
+    plain_cache, padded_cache = twin_caches(decoder, config.num_blocks, config.block_size)
+    graphs = GraphedStep(config, decoder, padded_cache, tiny_engine(target, drafter=NGRAM).drafter, 256)
+    plain = ModelRunner(decoder, plain_cache, torch.device("cpu"))
+    trash = config.num_blocks * config.block_size
+    for number, bucket in enumerate(graphs.buckets):
+        for num_seqs in {1, (bucket.num_seqs + 1) // 2, bucket.num_seqs}:
+            counts = [1 + (index * 3 + number) % bucket.num_queries for index in range(num_seqs)]
+            counts[-1] = bucket.num_queries
+            lengths = [(index * 17 + number) % 60 for index in range(num_seqs)]
+            layout = layout_of(lengths, counts, config.block_size, seed=number)
+            graphs.buffers.hidden.fill_(torch.nan)
+            padded_cache.data[:, :, trash:] = torch.nan
+            places = torch.from_numpy(graphs.runner.target.run(bucket, layout, None, graphs.capturer))
+            expected = plain.forward(layout)
+            assert (graphs.buffers.hidden[places] - expected).abs().max() < HIDDEN_TOLERANCE
+            assert not graphs.buffers.hidden[: bucket.num_rows].isnan().any(), "padding computes numbers"
+            written = torch.from_numpy(layout.slots)
+            assert torch.allclose(
+                padded_cache.data[:, :, written], plain_cache.data[:, :, written], atol=HIDDEN_TOLERANCE, rtol=0
+            )
+            padded_cache.data[:, :, :trash] = plain_cache.data  # what they differ by in bits must not add up
+    assert graphs.capturer.num_captured == len(list(graphs.buckets)), "each bucket once"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("capture", [(), (0, 2)])
+def test_in_a_mixed_step_prompts_run_eagerly_and_rows_keep_their_order(target: Path, capture: tuple[int, ...]) -> None:
+    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
+    config = settings(cuda_graphs=True)
+    plain_cache, padded_cache = twin_caches(decoder, config.num_blocks, config.block_size)
+    graphs = GraphedStep(config, decoder, padded_cache, tiny_engine(target).drafter, 256)
+    graphs.runner.target.capture = capture
+    graphs.buffers = dataclasses.replace(
+        graphs.buffers, features=torch.zeros((len(graphs.buffers.hidden), len(capture) * decoder.config.hidden_size))
+    )
+    graphs.runner.target.buffers = graphs.buffers
+    plain = ModelRunner(decoder, plain_cache, torch.device("cpu"))
+    for counts in ([2, 20, 1, 30, 5], [40, 3], [33, 9], [7, 7]):
+        layout = layout_of([11, 0, 25, 4, 0][: len(counts)], counts, config.block_size, seed=len(counts))
+        found = graphs.runner.forward_with_features(layout, capture)
+        expected = plain.forward_with_features(layout, capture)
+        for own, other in zip(found, expected, strict=True):
+            assert own.shape == other.shape
+            assert torch.allclose(own, other, atol=HIDDEN_TOLERANCE, rtol=0)
+
+
+@torch.inference_mode()
+def test_padding_writes_to_nobodys_blocks(target: Path) -> None:
+    decoder = load_decoder(target, dtype=torch.float32, device="cpu")
+    config = settings(cuda_graphs=True, max_num_seqs=8)
+    _, cache = twin_caches(decoder, config.num_blocks, config.block_size)
+    graphs = GraphedStep(config, decoder, cache, tiny_engine(target).drafter, 256)
+    bucket = graphs.buckets.largest
+    layout = layout_of([5, 0, 12], [2, 1, 5], config.block_size, seed=0)
+    before = cache.data.clone()
+    graphs.runner.target.run(bucket, layout, None, graphs.capturer)
+    live = config.num_blocks * config.block_size
+    changed = (cache.data[:, :, :live] != before[:, :, :live]).flatten(3).any(dim=-1).any(dim=0).any(dim=0)
+    assert set(changed.nonzero().flatten().tolist()) == set(layout.slots.tolist())
+
+
+# -- the engine -----------------------------------------------------------------------------------------------------
+
+
+def poison(engine: EngineCore) -> None:
+    """NaN wherever a step may not look: the statics, the trash blocks, and blocks that nobody holds."""
+    assert engine.graphs is not None
+    buffers = engine.graphs.buffers
+    for tensor in (buffers.hidden, buffers.features, buffers.draft_probs):
+        tensor.fill_(torch.nan)
+    for tensor in (buffers.draft_tokens, buffers.draft_columns):
+        tensor.fill_(0)
+    pool, size = engine.scheduler.pool, engine.config.block_size
+    unheld = [block for block in pool._free if block not in pool._hash_of] + [pool.num_blocks]
+    caches = [engine.runner.cache, *([engine.drafter.cache] if hasattr(engine.drafter, "cache") else [])]
+    for block in unheld:
+        for cache in caches:
+            cache.data[:, :, block * size : (block + 1) * size] = torch.nan
+
+
+def answers(engine: EngineCore, params: list[SamplingParams], *, poisoned: bool = False) -> dict[str, Answer]:
+    for index, own in enumerate(params):
+        engine.add(Request(f"r{index}", PROMPTS[index % len(PROMPTS)], own, seed=index))
+    if poisoned:
+        step = engine.step
+
+        def poisoned_step() -> Any:
+            with torch.inference_mode():
+                poison(engine)
+            return step()
+
+        engine.step = poisoned_step  # type: ignore[method-assign]
+    found = run(engine)
+    assert_idle(engine)
+    return found
+
+
+def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    assert found.keys() == expected.keys()
+    for name, answer in found.items():
+        other = expected[name]
+        assert (answer.error, answer.finish_reason) == (other.error, other.finish_reason)
+        assert (answer.token_ids, answer.kinds, answer.round_sizes) == (other.token_ids, other.kinds, other.round_sizes)
+        assert (answer.num_drafted, answer.num_accepted) == (other.num_drafted, other.num_accepted)
+        assert answer.values == pytest.approx(other.values, abs=LOGPROB_TOLERANCE)
+        assert [one.rank for one in answer.logprobs] == [one.rank for one in other.logprobs]
+
+
+class Counted:
+    """A function that counts its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.count = function, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.count += 1
+        return self.function(*arguments)
+
+
+PLAIN = [
+    SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, logprobs=logprobs)
+    for temperature, logprobs in ((0, None), (1, 0), (1, 0), (0.7, None), (0, 0), (1, None))
+]
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "same_model", "eagle3", "mtp"])
+def test_graphs_emit_what_the_plain_path_emits(
+    target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_engine = tiny_engine(target, drafter=drafters[name])
+    expected = answers(plain_engine, PLAIN)
+    graphed = tiny_engine(target, drafter=drafters[name], cuda_graphs=True)
+    assert graphed.graphs is not None
+    replayed, eager = Counted(graphed.graphs.verify), Counted(graphed._verify)
+    monkeypatch.setattr(graphed.graphs, "verify", replayed)
+    monkeypatch.setattr(graphed, "_verify", eager)
+    assert_same(answers(graphed, PLAIN, poisoned=True), expected)
+    assert replayed.count > 5 and eager.count <= 6, "decoding is replayed, prefills are not"
+    own, other = graphed.take_stats(), plain_engine.take_stats()
+    assert own.expected_accepted == pytest.approx(other.expected_accepted, abs=1e-3)
+    assert own.achievable_accepted == pytest.approx(other.achievable_accepted, abs=1e-3)
+    assert own.checks.keys() == other.checks.keys()
+    for check, sums in own.checks.items():
+        assert (sums.num, sums.mean) == pytest.approx((other.checks[check].num, other.checks[check].mean), abs=1e-3)
+
+
+OTHER_WISHES = [
+    SamplingParams(max_tokens=16, ignore_eos=True, top_p=0.8),
+    SamplingParams(max_tokens=16, ignore_eos=True, top_k=5, logprobs=2),
+    SamplingParams(max_tokens=16, ignore_eos=True, reproducible=True),
+    SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=((5, 3.0),), frequency_penalty=0.5),
+    SamplingParams(max_tokens=16, ignore_eos=True, prompt_logprobs=0),
+    SamplingParams(max_tokens=16, ignore_eos=True, logprob_token_ids=(7, 9), speculate=False),
+]
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+def test_requests_that_no_graph_can_hold_are_served_all_the_same(
+    target: Path, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    params = [wish for pair in zip(OTHER_WISHES, PLAIN, strict=True) for wish in pair]
+    expected = answers(tiny_engine(target, drafter=drafters[name], max_num_seqs=12), params)
+    graphed = tiny_engine(target, drafter=drafters[name], max_num_seqs=12, cuda_graphs=True)
+    if isinstance(graphed.drafter, ModelDrafter):
+        graphed.drafter.draft_loop = loop = Counted(graphed.drafter.draft_loop)  # type: ignore[arg-type]
+    assert_same(answers(graphed, params, poisoned=True), expected)
+    assert name == "ngram" or loop.count > 5
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs"])
+def test_every_logprob_mode_reports_the_same(target: Path, mode: Any) -> None:
+    expected = answers(tiny_engine(target, logprobs_mode=mode), PLAIN)
+    assert_same(answers(tiny_engine(target, logprobs_mode=mode, cuda_graphs=True), PLAIN), expected)
+
+
+@pytest.mark.parametrize("name", ["ngram", "same_model"])
+def test_few_blocks_and_preemptions_change_nothing(target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
+    small = {"kv_cache_tokens": 128, "max_model_len": 96, "drafter": drafters[name]}
+    plain_engine, graphed = tiny_engine(target, **small), tiny_engine(target, **small, cuda_graphs=True)
+    assert_same(answers(graphed, PLAIN, poisoned=True), answers(plain_engine, PLAIN))
+    assert graphed.take_stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["same_model", "eagle3", "mtp"])
+def test_a_handoff_between_rounds_is_the_one_of_the_plain_path(
+    target: Path, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    texts = []
+    for graphs in (False, True):
+        prefill, decode = (tiny_engine(target, drafter=drafters[name], cuda_graphs=graphs) for _ in range(2))
+        requests = [Request(f"r{index}", PROMPTS[index + 1], PLAIN[index], seed=index) for index in range(4)]
+        for request in requests:
+            prefill.add(request, prefill_only_after=5)
+        run(prefill)
+        for request in requests:
+            decode.insert(request, prefill.export(request.request_id))
+        texts.append({name: answer.token_ids for name, answer in run(decode).items()})
+    assert texts[0] == texts[1]
+    assert all(texts[0].values())
+
+
+def test_more_sequences_than_are_captured_run_eagerly(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculative.gpu.buckets.MAX_CAPTURED_SEQS", 2)
+    graphed = tiny_engine(target, cuda_graphs=True)
+    assert graphed.graphs is not None and graphed.graphs.buckets.largest.num_seqs == 2
+    assert_same(answers(graphed, PLAIN), answers(tiny_engine(target), PLAIN))
+
+
+def test_a_row_that_is_no_number_ends_its_request_and_no_other(target: Path) -> None:
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)] * 4
+    engine = tiny_engine(target, cuda_graphs=True, prefix_caching=False)
+    for index, own in enumerate(params):
+        engine.add(Request(f"r{index}", PROMPTS[index + 1], own, seed=index))
+    found: dict[str, Answer] = {f"r{index}": Answer() for index in range(4)}
+    for delta in engine.step():
+        found[delta.request_id].take(delta)
+    victim = engine.scheduler.find("r2")
+    assert victim is not None
+    with torch.inference_mode():
+        engine.runner.cache.data[:, :, victim.blocks[0] * engine.config.block_size] = torch.nan
+    for name, answer in run(engine).items():
+        assert (answer.finish_reason is FinishReason.ERROR) == (name == "r2")
+        assert (answer.error is not None) == (name == "r2")
+
+
+def test_features_outlive_the_next_replay(target: Path, drafters: dict[str, DrafterConfig]) -> None:
+    """A drafter keeps features over several steps; were they views of static buffers, they would change."""
+    engine = tiny_engine(target, drafter=drafters["eagle3"], cuda_graphs=True)
+    engine.add(Request("r", PROMPTS[3], SamplingParams(max_tokens=9, ignore_eos=True), seed=1))
+    for _ in range(3):
+        engine.step()
+    state = engine.drafter._states["r"]  # type: ignore[attr-defined]
+    kept = [features.clone() for _, features in state.features]
+    assert kept
+    with torch.inference_mode():
+        poison(engine)
+    for before, (_, now) in zip(kept, state.features, strict=True):
+        assert torch.equal(before, now)
+
+
+def test_what_was_drafted_on_the_device_is_not_computed_twice(target: Path, drafters: dict[str, DrafterConfig]) -> None:
+    """After full acceptance a draft model has its rows but the last: two are new, however many were drafted."""
+    engine = tiny_engine(target, drafter=drafters["same_model"], cuda_graphs=True)
+    assert isinstance(engine.drafter, ModelDrafter) and engine.drafter.catch_up is not None
+    catch_up, sizes = engine.drafter.catch_up, []
+
+    def recorded(rows: CatchUpRows, features: torch.Tensor) -> torch.Tensor | None:
+        sizes.append((rows.stops - rows.starts).max())
+        return catch_up(rows, features)
+
+    engine.drafter.catch_up = recorded
+    answers(engine, [SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)] * 2)
+    assert len(sizes) > 3
+    assert max(sizes[2:]) == 2
+
+
+# -- what a capture runs first: padding -----------------------------------------------------------------------------
+
+
+def test_a_capture_on_a_cpu_runs_the_function_once_and_a_replay_again() -> None:
+    calls: list[None] = []
+    replay = Capturer(torch.device("cpu")).capture(lambda: calls.append(None))
+    assert len(calls) == 1
+    replay()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "same_model", "eagle3", "mtp"])
+def test_padding_alone_can_be_judged_in_every_bucket_and_kind(
+    target: Path, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    graphs = tiny_engine(target, drafter=drafters[name], cuda_graphs=True, max_num_seqs=5).graphs
+    assert graphs is not None
+    graphs.capture_all()
+    for bucket in graphs.buckets:
+        for kind in itertools.product((False, True) if graphs.loop else (False,), (False, True), (False, True)):
+            vector, _ = graphs.judge.prepare(bucket, Kind(*kind), graphs.capturer).replay()
+            accepted, token_ids = vector[: 2 * bucket.num_seqs].split(bucket.num_seqs)
+            assert (accepted == 0).all()
+            assert ((token_ids >= 0) & (token_ids < VOCABULARY)).all()
+            drafts, broken = vector[2 * bucket.num_seqs :][: 2 * bucket.num_rows].split(bucket.num_rows)
+            assert (drafts == -1).all()
+            assert (broken == 0).all()
+
+
+# -- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_attention_is_plain_torch() -> None:
+    assert isinstance(make_attend(AttentionSizes(4, 5, 64), torch.device("cpu")), TorchAttend)
+
+
+def test_graphs_are_off_without_a_gpu_unless_asked_for(target: Path) -> None:
+    assert EngineConfig().cuda_graphs is None
+    plain, graphed = tiny_engine(target), tiny_engine(target, cuda_graphs=True)
+    assert plain.graphs is None
+    assert graphed.runner.cache.data.shape[2] == plain.runner.cache.data.shape[2] + plain.config.block_size
+    assert graphed.usage().num_blocks == plain.usage().num_blocks, "nobody is given the trash block"
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "same_model", "eagle3"])
+def test_what_is_captured_beforehand_is_all_that_full_rounds_ask_for(
+    target: Path, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    engine = tiny_engine(target, cuda_graphs=True, drafter=drafters[name])
+    assert engine.graphs is not None
+    captured = engine.graphs.capture_all()
+    assert engine.graphs.capture_all() == captured, "what is there is not captured again"
+    answers(engine, [SamplingParams(max_tokens=1 + 4 * (1 + NUM_DRAFTS), ignore_eos=True)] * 4)
+    longest = engine.graphs.buckets.query_lengths[-1]
+    late = engine.graphs.capturer.num_captured - captured
+    assert late <= 3 * (longest - 2) if longest > 1 else late == 0, "only rounds cut short by the end of an answer"
+
+
+def test_a_gpu_without_room_for_graphs_is_reported_what_to_do(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(target, cuda_graphs=True)
+    assert engine.graphs is not None
+    sizes = AttentionSizes(4, 5, 64)
+    few, many = (
+        graph_bytes(decoder_of(engine), buckets, sizes, None)
+        for buckets in (engine.graphs.buckets, tiny_engine(target, cuda_graphs=True, max_num_seqs=2).graphs.buckets)  # type: ignore[union-attr]
+    )
+    assert few > many > 0
+    monkeypatch.setattr(engine.graphs.capturer, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    with pytest.raises(ConfigError, match=r"cuda_graphs .* max_num_seqs"):
+        engine.graphs._check_memory(decoder_of(engine), sizes)

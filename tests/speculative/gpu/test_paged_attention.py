@@ -1,0 +1,202 @@
+"""Attention over padded rows: torch's and Triton's (in Triton's interpreter) against a loop over single rows."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.gpu.paged_attention import (
+    SPLIT_TOKENS,
+    AttendPaged,
+    AttentionSizes,
+    PagedAttention,
+    PagedRows,
+    TorchAttend,
+)
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 40, 5
+SIZES = AttentionSizes(BLOCK_SIZE, MAX_QUERIES, MAX_BLOCKS)
+NUM_SLOTS = (5 * MAX_BLOCKS + 1) * BLOCK_SIZE  # the last block is the trash block
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from speculative.gpu import triton_attention as ours
+
+cache, sums = "*bf16", "*fp32"
+pointers = {"query": cache, "keys": cache, "values": cache, "blocks": "*i64", "visible": "*i64"}
+pointers |= {"partial": sums, "weight": sums, "scale": "fp32"}
+pointers |= dict.fromkeys(("num_queries", "num_parts", "num_blocks"), "i32")
+strides = ("query_row_stride", "query_head_stride", "cache_slot_stride", "cache_head_stride")
+split = {"FIRST": 0, "GROUP": 3, "HEAD_DIM": 64, "BLOCK_SIZE": 16, "NUM_SPLITS": 4, "SPLIT": 256}
+split |= {"TILE": 64, "ROWS": 16, "DIM": 64}
+merge = {"HEAD_DIM": 64, "NUM_SPLITS": 4, "SPLIT": 256, "DIM": 64}
+target = GPUTarget("cuda", 90, 32)
+for kernel, kinds, constants in (
+    (ours._attend_split, pointers | dict.fromkeys(strides, "i32"), split),
+    (ours._merge_splits, {"partial": sums, "weight": sums, "visible": "*i64", "out": cache}, merge),
+):
+    signature = kinds | dict.fromkeys(constants, "constexpr")
+    print(triton.compile(ASTSource(kernel, signature, constants), target=target).asm["ptx"])
+"""
+HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
+CONTEXTS = [(0, 1), (15, 5), (SPLIT_TOKENS - 2, 5), (2 * SPLIT_TOKENS + 3, 2), (0, 0)]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=needs_triton)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def attend(kind: str, monkeypatch: pytest.MonkeyPatch) -> AttendPaged:
+    return TorchAttend(BLOCK_SIZE) if kind == "torch" else poisoned_triton(monkeypatch)
+
+
+def poisoned_triton(monkeypatch: pytest.MonkeyPatch) -> AttendPaged:
+    """Triton's, with a workspace of NaN: what a program does not write, nobody may read."""
+    from speculative.gpu import triton_attention
+
+    real = triton_attention.workspace
+
+    def poisoned(sizes: AttentionSizes, query: Tensor) -> tuple[Tensor, Tensor]:
+        partial, weight = real(sizes, query)
+        return partial.fill_(torch.nan), weight.fill_(torch.nan)
+
+    monkeypatch.setattr(triton_attention, "workspace", poisoned)
+    return triton_attention.TritonAttend(SIZES)
+
+
+def scene(
+    heads: tuple[int, int, int], contexts: list[tuple[int, int]], num_queries: int, dtype: torch.dtype, first: int = 0
+) -> tuple[Tensor, Tensor, Tensor, PagedRows]:
+    """Query, keys, values and rows of sequences given as (positions before, rows); all that nobody sees is NaN.
+
+    What a sequence holds depends on its place in the list alone, so scenes can be compared.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    keys, values = (torch.full((NUM_SLOTS, num_kv_heads, head_dim), torch.nan, dtype=dtype) for _ in range(2))
+    query = torch.full((len(contexts) * num_queries, num_heads, head_dim), torch.nan, dtype=dtype)
+    blocks = torch.full((len(contexts), MAX_BLOCKS), NUM_SLOTS // BLOCK_SIZE - 1)
+    visible = torch.zeros(len(contexts) * num_queries, dtype=torch.int64)
+    slots = torch.full_like(visible, NUM_SLOTS - 1)
+    for index, (before, count) in enumerate(contexts):
+        random = torch.Generator().manual_seed(index)
+        length = before + count
+        used = -(-length // BLOCK_SIZE)
+        own = torch.randperm(MAX_BLOCKS, generator=random)[:used] + index * MAX_BLOCKS
+        blocks[index, :used] = own
+        places = (own[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:length]
+        for part in (keys, values):
+            drawn = torch.randn((MAX_BLOCKS * BLOCK_SIZE, num_kv_heads, head_dim), generator=random)
+            part[places[first:]] = drawn[first:length].to(dtype)
+        begin = index * num_queries
+        queries = torch.randn((MAX_QUERIES, num_heads, head_dim), generator=random)
+        query[begin : begin + count] = queries[:count].to(dtype)
+        visible[begin : begin + count] = torch.arange(before + 1, length + 1)
+        slots[begin : begin + count] = places[before:]
+    return query, keys, values, PagedRows(slots, visible, blocks, first)
+
+
+def row_by_row(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+    """The attention one would write first, in float64."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    group = query.shape[1] // keys.shape[1]
+    for row, seen in enumerate(rows.visible.tolist()):
+        own = rows.blocks[row // rows.num_queries]
+        positions = torch.arange(rows.first, max(seen, rows.first))
+        slots = own[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        for head in range(query.shape[1] if len(slots) else 0):
+            k, v = (part[slots, head // group].double() for part in (keys, values))
+            weights = torch.softmax(k @ query[row, head].double() * query.shape[-1] ** -0.5, dim=0)
+            out[row, head] = weights @ v
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_row_sees_its_own_past_and_nothing_else(
+    kind: str, attend: AttendPaged, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    if kind == "triton" and dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 by its bit patterns; tests/gpu runs it")
+    arguments = scene(heads, CONTEXTS, 5, dtype)
+    found = attend(*arguments)
+    assert found.dtype == dtype
+    live = arguments[3].visible > 0
+    error = (found.double() - row_by_row(*arguments))[live].abs().max()
+    assert error < TOLERANCE[dtype]
+    assert torch.equal(found[~live], torch.zeros_like(found[~live])), "rows that stand for nothing give zeros"
+
+
+def test_positions_below_the_first_do_not_exist(attend: AttendPaged) -> None:
+    arguments = scene((6, 2, 64), [(1, 3), (40, 1), (0, 1)], 3, torch.float32, first=1)
+    found = attend(*arguments)
+    live = arguments[3].visible > 0
+    assert (found.double() - row_by_row(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
+    assert not found[6].any(), "its only position does not exist"
+
+
+@needs_triton
+def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton, heads = poisoned_triton(monkeypatch), (3, 1, 64)
+    whole = triton(*scene(heads, CONTEXTS, 5, torch.float32)).unflatten(0, (-1, 5))
+    for index in (1, 3):
+        before, count = CONTEXTS[index]
+        alone = scene(heads, [(0, 0)] * index + [(before, count)], count, torch.float32)
+        found = triton(*alone).unflatten(0, (-1, count))
+        assert torch.equal(found[index, :count], whole[index, :count])
+
+
+@needs_triton
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """Down to PTX, without one; in a process of its own, where Triton compiles instead of interpreting."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    reported = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False, timeout=300
+    )
+    assert reported.returncode == 0, reported.stderr
+    assert "mma" in reported.stdout, "bfloat16 products run on tensor cores"
+
+
+@needs_triton
+def test_many_rows_are_shared_by_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = poisoned_triton(monkeypatch)
+    heads, contexts = (32, 1, 16), [(7, 5), (30, 4)]
+    arguments = scene(heads, contexts, 5, torch.float32)
+    found = triton(*arguments)
+    assert (found.double() - row_by_row(*arguments)).abs().max() < TOLERANCE[torch.float32]
+
+
+def test_keys_and_values_are_stored_before_they_are_seen(attend: AttendPaged) -> None:
+    heads = (4, 2, 32)
+    query, keys, values, rows = scene(heads, [(3, 2), (20, 1)], 2, torch.float32)
+    cache = KVCache(KVShape(2, 2, 32), NUM_SLOTS, dtype=torch.float32, device=CPU)
+    cache.data.fill_(torch.nan)
+    cache.data[1] = torch.stack((keys, values))
+    key, value = keys[rows.slots], values[rows.slots]
+    cache.data[1][:, rows.slots] = torch.nan
+    found = PagedAttention(cache, rows, attend)(1, query, key, value)
+    live = rows.visible > 0
+    assert (found.double() - row_by_row(query, keys, values, rows))[live].abs().max() < TOLERANCE[torch.float32]
+    assert cache.data[0].isnan().all(), "another layer's are left alone"
+
+
+@needs_triton
+def test_the_workspace_is_accounted_for() -> None:
+    assert (SIZES.num_splits - 1) * SPLIT_TOKENS < MAX_BLOCKS * BLOCK_SIZE <= SIZES.num_splits * SPLIT_TOKENS
+    from speculative.gpu.triton_attention import workspace
+
+    held = sum(part.nbytes for part in workspace(SIZES, torch.empty(7, 4, 16)))
+    assert held == SIZES.workspace_bytes(7, 4, 16)

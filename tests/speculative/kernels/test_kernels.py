@@ -1,0 +1,315 @@
+"""The CPU kernels compute what torch computes, and every row on its own: the same bits in any company."""
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.kernels import bindings
+from speculative.kernels.bindings import Kernels, cpu_kernels, find_kernels
+from speculative.model import attention
+from speculative.model.attention import StepAttention
+from speculative.model.cpu.native import Kind, NativeLinear, NativeNorm
+from speculative.model.decoder import Decoder
+from speculative.model.layers import Linear
+from speculative.model.loading import load_decoder
+from speculative.model.quantized import Quantized, quantize
+from speculative.state.batch import AttentionRows
+from tests.support.tiny_models import write_tiny_model
+
+CPU = torch.device("cpu")
+KINDS: tuple[Kind, ...] = ("float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8")
+FAMILIES = ("llama_biased", "llama3", "smollm", "mistral", "qwen3")
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def native(kind: Kind, num_inputs: int, num_outputs: int) -> tuple[NativeLinear, Tensor, Tensor]:
+    """A product of our kernels, and the weight and bias it stands for."""
+    linear = Linear(num_inputs, num_outputs, bias=True, dtype=torch.float32, device=CPU)
+    linear.weight.copy_(random(num_outputs, num_inputs, seed=1))
+    linear.bias.copy_(random(num_outputs, seed=2))
+    given: Kind | Quantized = kind
+    weight = linear.weight.detach().clone() if kind == "float32" else linear.weight.bfloat16().float()
+    if kind not in ("float32", "bfloat16", "w16a16"):
+        given = quantize(linear.weight, 4 if "4" in kind else 8)
+        weight = given.to_float()
+    ours = NativeLinear(linear, given, 8 if "a8" in kind else 16)
+    assert ours.kind == kind
+    return ours, weight, linear.bias.detach().clone()
+
+
+def as_read(kind: Kind, rows: Tensor) -> Tensor:
+    """What a product of this kind makes of its rows: integers of blocks of 32, as said in bindings.cpp."""
+    if kind in ("float32", "bfloat16"):
+        return rows
+    if kind == "w16a16":
+        return rows.bfloat16().float()
+    most = torch.tensor(127.0 if "a8" in kind else 32512.0)
+    blocks = rows.unflatten(1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    rounded: Tensor = (blocks * (most / largest)).round() * (largest / most)
+    return rounded.flatten(1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_outputs", [32, 75])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product(kind: Kind, num_outputs: int) -> None:
+    linear, weight, bias = native(kind, 96, num_outputs)
+    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 21):
+        rows = random(num_rows, 200)[:, :96]  # strided, as in a forward
+        expected = as_read(kind, rows).double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=1e-4)
+
+
+_COSTS = [("bfloat16", 3e-6), ("w16a16", 1.7e-3), ("int8", 2e-5), ("int4", 2e-5), ("w8a8", 6e-3), ("w4a8", 6e-3)]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kind", "rounding"), _COSTS)
+def test_what_rounding_the_activations_costs(kind: Kind, rounding: float) -> None:
+    linear, weight, bias = native(kind, 576, 75)
+    rows = random(16, 576)
+    expected = rows.double() @ weight.double().T + bias.double()
+    error = (linear(rows).double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < 1.5 * rounding
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "w16a16"])
+def test_a_product_of_an_odd_number_of_inputs(kind: Kind) -> None:
+    linear, weight, bias = native(kind, 41, 40)
+    rows = random(9, 41)
+    expected = as_read(kind, rows).double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(linear(rows).double(), expected, rtol=0, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_bits_in_any_company_on_any_number_of_threads(kind: Kind) -> None:
+    linear, _, _ = native(kind, 64, 80)
+    rows = random(37, 64)
+    together = linear(rows)
+    torch.set_num_threads(1)
+    alone = torch.cat([linear(rows[i : i + 1]) for i in range(len(rows))])
+    assert torch.equal(together, alone)
+
+
+@needs_kernels
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_no_number_stays_none_and_harms_no_other(kind: Kind, damage: float) -> None:
+    linear, _, _ = native(kind, 64, 32)
+    rows = random(3, 64)
+    sound = linear(rows)
+    rows[1, 40] = damage
+    spoilt = linear(rows)
+    assert not spoilt[1].isfinite().any()
+    assert torch.equal(spoilt[[0, 2]], sound[[0, 2]])
+
+
+@needs_kernels
+def test_extreme_rows_are_multiplied_too() -> None:
+    linear, weight, bias = native("int4", 64, 32)
+    for scale in (0.0, 1e-30, 1e30):
+        rows = random(2, 64) * scale
+        expected = rows.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(linear(rows).double(), expected, rtol=1e-3, atol=1e-3 * max(scale, 1e-3))
+
+
+@needs_kernels
+def test_a_norm() -> None:
+    norm = torch.nn.RMSNorm(75, eps=1e-5)
+    norm.weight.data.copy_(random(75))
+    rows = random(5, 100)[:, :75] * 3
+    ours = NativeNorm(norm)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours(rows), norm(rows).detach(), rtol=1e-5, atol=1e-6)
+
+
+def cache_with(num_slots: int, dtype: torch.dtype, *, head_dim: int = 32, layers: int = 2) -> KVCache:
+    cache = KVCache(KVShape(layers, 2, head_dim), num_slots, dtype=dtype, device=CPU)
+    cache.data.copy_(random(*cache.data.shape, seed=5))
+    return cache
+
+
+def three_sequences() -> tuple[AttentionRows, int]:
+    """A prefill, a long context with drafts behind it, and a single pending token, on scattered slots."""
+    slots = np.random.default_rng(0).permutation(200)
+    contexts = (slots[:21], slots[30:100], slots[110:147])
+    own = (21, 5, 1)
+    return AttentionRows(
+        slots=np.concatenate([context[-n:] for context, n in zip(contexts, own, strict=True)]),
+        row_starts=np.cumsum([0, *own]),
+        context_slots=contexts,
+    ), sum(own)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 80])
+@pytest.mark.usefixtures("two_threads")
+def test_attention(head_dim: int, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(num_threads)
+    rows, count = three_sequences()
+    ours, theirs = cache_with(200, dtype, head_dim=head_dim), cache_with(200, dtype, head_dim=head_dim)
+    qkv = random(count, 10, head_dim)
+    query, key, value = qkv[:, :6], qkv[:, 6:8], qkv[:, 8:]
+    found = StepAttention(ours, rows, CPU)(1, query, key, value)
+    monkeypatch.setattr(attention, "cpu_kernels", lambda: None)
+    plain = StepAttention(theirs, rows, CPU)
+    assert plain.native is None
+    expected = plain(1, *(part.to(dtype) for part in (query, key, value)))
+    assert torch.equal(ours.data, theirs.data), "what is stored"
+    torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-5 if dtype == torch.float32 else 0.03)
+
+
+@needs_kernels
+def test_a_query_sees_nothing_behind_itself() -> None:
+    rows, count = three_sequences()
+    qkv = random(count, 10, 32)
+    first = StepAttention(cache_with(200, torch.float32), rows, CPU)(0, qkv[:, :6], qkv[:, 6:8], qkv[:, 8:])
+    spoilt = qkv.clone()
+    spoilt[24:26, 6:] = torch.nan  # keys and values of the long sequence's last two rows, 21 to 25
+    second = StepAttention(cache_with(200, torch.float32), rows, CPU)(0, qkv[:, :6], spoilt[:, 6:8], spoilt[:, 8:])
+    assert torch.equal(second[:24], first[:24])
+    assert second[24:26].isnan().all()
+    assert torch.equal(second[26:], first[26:])
+
+
+def hidden_states(decoder: Decoder, ids: Tensor, chunks: list[int], capture: tuple[int, ...] = ()) -> list[Tensor]:
+    """Hidden states and features of one sequence, computed in chunks; and its cache."""
+    config = decoder.config
+    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
+    cache = KVCache(shape, 64, dtype=torch.float32, device=CPU)
+    parts, begin = [], 0
+    for chunk in chunks:
+        end = begin + chunk
+        rows = AttentionRows(np.arange(begin, end), np.array([0, chunk]), (np.arange(end),))
+        attend = StepAttention(cache, rows, CPU)
+        parts.append(decoder.run(ids[begin:end], torch.arange(begin, end), attend, capture))
+        begin = end
+    return [torch.cat(part) for part in zip(*parts, strict=True)] + [cache.data]
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder(family: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    plain = load_decoder(folder, dtype=torch.float32, device="cpu")
+    packed = load_decoder(folder, dtype=torch.float32, device="cpu", weights="float32")
+    assert packed.fused is not None
+    ids = torch.arange(7, 47)
+    expected = hidden_states(plain, ids, [40], (0, 1, 2))
+    for found, wanted in zip(hidden_states(packed, ids, [40], (0, 1, 2)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(packed.logits(expected[0]), plain.logits(expected[0]), rtol=1e-4, atol=1e-4)
+    packed.fused = None  # module after module
+    for found, wanted in zip(hidden_states(packed, ids, [40], (0, 1, 2)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("weights", KINDS)
+def test_a_token_is_the_same_bits_in_any_chunk(weights: Kind, tmp_path: Path) -> None:
+    decoder = load_decoder(write_tiny_model(tmp_path), dtype=torch.float32, device="cpu", weights=weights)
+    ids = torch.arange(7, 47)
+    whole = hidden_states(decoder, ids, [40], (1,))
+    for chunks in ([1] * 40, [17, 4, 4, 1, 14]):
+        assert all(torch.equal(a, b) for a, b in zip(hidden_states(decoder, ids, chunks, (1,)), whole, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("weights", ["int8", "int4", "w8a8", "w4a8"])
+def test_integer_weights_are_those_of_the_rounded_checkpoint(weights: Kind, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    packed = load_decoder(folder, dtype=torch.float32, device="cpu", weights=weights)
+    rounded = load_decoder(folder, dtype=torch.float32, device="cpu")
+    for linear in (module for module in rounded.modules() if isinstance(module, Linear)):
+        bits = 4 if "4" in weights and linear is not rounded.lm_head else 8
+        linear.weight.copy_(quantize(linear.weight, bits).to_float())
+    ids = torch.arange(7, 47)
+    found, expected = (hidden_states(decoder, ids, [40])[0] for decoder in (packed, rounded))
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < (0.05 if "a8" in weights else 2e-4)
+    torch.testing.assert_close(packed.logits(expected), rounded.logits(expected), rtol=0, atol=2e-3)
+
+
+def test_without_a_compiler_there_are_none_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    why = find_kernels.__wrapped__()
+    assert isinstance(why, str) and "install g++" in why
+
+
+def test_without_avx_512_there_are_none_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    why = find_kernels.__wrapped__()
+    assert isinstance(why, str) and "AVX-512" in why
+
+
+@needs_kernels
+def test_what_does_not_compile_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "kernels.cpp"
+    source.write_text("#error this does not compile\n")
+    monkeypatch.setattr(bindings, "_SOURCE", source)
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        why = find_kernels.__wrapped__()
+    assert isinstance(why, str) and "g++" in why
+    assert "this does not compile" in caplog.text
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_kernels
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
+    assert isinstance(find_kernels.__wrapped__(), Kernels)
+    (library,) = tmp_path.rglob("*.so")
+    made = library.stat().st_mtime_ns
+    assert isinstance(find_kernels.__wrapped__(), Kernels)
+    assert library.stat().st_mtime_ns == made
+
+
+@needs_kernels
+def test_a_struct_that_differs_from_its_mirror_is_refused_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = cpu_kernels()
+    assert kernels is not None
+    library = ctypes.CDLL(kernels.file)
+    assert bindings.misplaced_fields(library) == []
+
+    class Swapped(ctypes.Structure):
+        """`Linear` with its counts before its pointers, and one field less."""
+
+        _fields_ = (
+            ("num_inputs", ctypes.c_int64),
+            ("num_outputs", ctypes.c_int64),
+            ("weight", ctypes.c_void_p),
+            ("bias", ctypes.c_void_p),
+        )
+
+    monkeypatch.setitem(bindings._MIRRORED, "Linear", Swapped)
+    with pytest.raises(RuntimeError, match=r"Linear: 40 in kernels.cpp, 32 in bindings.py; Linear.bias: 8 .*, 24 "):
+        Kernels(library)
+    assert "Linear.kind: 32 in kernels.cpp, None in bindings.py" in bindings.misplaced_fields(library)

@@ -1,0 +1,109 @@
+"""Prompt lookup against the loop one would write first."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative.config import DrafterConfig
+from speculative.drafting.weightless import make_weightless
+from speculative.lookup.ngram import NgramDrafter, NgramIndex, NgramOptions
+from speculative.request import Request, SamplingParams
+from speculative.state.batch import Batch, Entry
+from speculative.state.sequence import Sequence
+
+SIZES = range(4, 1, -1)
+
+
+def naive_continuation(tokens: list[int], max_tokens: int, sizes: range = SIZES) -> list[int]:
+    """Look back from the end for the longest suffix that occurred before; go on as if the text repeated itself."""
+    for size in sizes:
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[-size:]:
+                text = list(tokens)
+                for offset in range(max_tokens):
+                    text.append(text[end + offset])
+                return text[len(tokens) :]
+    return []
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=40),
+    max_tokens=st.integers(0, 8),
+    sizes=st.sampled_from([range(4, 1, -1), range(4, 0, -1), range(1, 0, -1), range(3, 2, -1)]),
+)
+def test_it_drafts_what_the_naive_search_finds(tokens: list[int], max_tokens: int, sizes: range) -> None:
+    assert NgramIndex(sizes).continuation(tokens, max_tokens) == naive_continuation(tokens, max_tokens, sizes)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(runs=st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12))
+def test_tokens_may_come_in_runs(runs: list[list[int]]) -> None:
+    """An index that saw the text grow by runs of any length knows what one that sees it whole knows."""
+    index, tokens = NgramIndex(SIZES), []
+    for run in runs:
+        tokens += run
+        assert index.continuation(tokens, 5) == naive_continuation(tokens, 5)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+def test_a_loop_is_drafted_to_full_length(period: int) -> None:
+    tokens = [index % period for index in range(3 * period + 4)]
+    expected = [index % period for index in range(len(tokens), len(tokens) + 12)]
+    assert NgramIndex(SIZES).continuation(tokens, 12) == expected
+
+
+def test_the_longest_suffix_wins_and_of_its_places_the_last() -> None:
+    assert NgramIndex(SIZES).continuation([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 1) == [9], "[1 2 3], not [2 3]"
+    assert NgramIndex(SIZES).continuation([2, 3, 9, 5, 2, 3, 8, 7, 2, 3], 2) == [8, 7], "the later [2 3]"
+
+
+def test_short_and_new_texts_draft_nothing() -> None:
+    for tokens in ([], [1], [1, 1], [1, 2], [1, 2, 3, 4, 5]):
+        assert NgramIndex(SIZES).continuation(tokens, 4) == []
+
+
+def sequence(request_id: str, tokens: list[int]) -> Sequence:
+    return Sequence(Request(request_id, tuple(tokens), SamplingParams(), seed=0))
+
+
+def test_a_batch_is_drafted_entry_by_entry_within_what_fits() -> None:
+    drafter = make_weightless(DrafterConfig(ngram_max=4, ngram_min=2))
+    looping, other = sequence("a", [1, 2, 3] * 3), sequence("b", [7, 8, 9])
+    entries = (
+        Entry(looping, num_known=1, max_drafts=2, samples=True),
+        Entry(other, num_known=1, max_drafts=4, samples=True),
+        Entry(sequence("c", [5, 6] * 3), num_known=1, max_drafts=1, samples=True),
+        Entry(sequence("d", [5, 6] * 3), num_known=6, max_drafts=0, samples=False),
+    )
+    output = drafter.propose(Batch(entries))
+    assert output.counts.tolist() == [2, 0, 1, 0]
+    assert output.token_ids.tolist() == [1, 2, 5]
+    reversed_output = drafter.propose(Batch(entries[::-1]))
+    assert reversed_output.token_ids.tolist() == [5, 1, 2], "the order of the batch is the order of the drafts"
+    assert drafter.propose(Batch((replace(entries[0], max_drafts=0),))).counts.tolist() == [0]
+
+
+def test_a_new_request_of_an_old_name_knows_nothing_of_it() -> None:
+    drafter = NgramDrafter(NgramOptions(ngram_max=4, ngram_min=2), 3)
+
+    def drafts(tokens: list[int]) -> list[int]:
+        return drafter.draft(sequence("a", tokens), 3)
+
+    assert drafts([1, 2, 3, 1, 2]) == [3, 1, 2]
+    drafter.forget("a")
+    assert drafts([4, 5, 6, 7, 1, 2]) == []
+    drafter.forget("a")
+    drafter.forget("never seen")
+
+
+def test_growing_a_long_text_token_by_token_stays_fast() -> None:
+    """In O(1) a token; the naive search would need minutes for this."""
+    generator = random.Random(0)
+    index, tokens = NgramIndex(range(4, 0, -1)), []
+    for _ in range(20_000):
+        tokens.append(generator.randrange(50))
+        assert len(index.continuation(tokens, 3)) in (0, 3)

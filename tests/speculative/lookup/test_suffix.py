@@ -1,0 +1,369 @@
+"""Suffix drafting against the loop one would write first, and what it may remember of others."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.weightless import LookupDrafter
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError
+from speculative.lookup import suffix
+from speculative.lookup.suffix import PastOutputs, SuffixDrafter, SuffixOptions, SuffixTree
+from speculative.request import Request, SamplingParams
+from speculative.state.sequence import Sequence
+from tests.support.engines import assert_idle, markov_engine, run, tiny_engine
+from tests.support.table_engine import sample, sigmas, table_engine, worst_window
+from tests.support.tiny_models import write_tiny_model
+
+Texts = list[list[int]]
+SMALL = {"kind": "suffix", "num_draft_tokens": 5, "suffix_depth": 4, "suffix_min_match": 1, "suffix_max_tokens": 60}
+
+
+def config(**changes: Any) -> DrafterConfig:
+    return DrafterConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
+
+
+def made(setting: DrafterConfig) -> SuffixDrafter:
+    return SuffixDrafter(setting.options_of(SuffixOptions), setting.num_draft_tokens)
+
+
+# -- the search one would write first ------------------------------------------------------------------------------
+
+
+def followers(texts: Texts, context: list[int]) -> dict[int, tuple[int, int]]:
+    """What followed a context: how often, and where last."""
+    found: dict[int, tuple[int, int]] = {}
+    begin = 0
+    for text in texts:
+        for end in range(len(context), len(text)):
+            if text[end - len(context) : end] == context:
+                count, _ = found.get(text[end], (0, 0))
+                found[text[end]] = (count + 1, begin + end)
+        begin += len(text)
+    return found
+
+
+def naive_match(texts: Texts, tail: list[int], least: int) -> int:
+    return next((n for n in range(len(tail), least - 1, -1) if followers(texts, tail[len(tail) - n :])), 0)
+
+
+def naive_draft(sources: list[Texts], tokens: list[int], most: int, setting: DrafterConfig) -> list[int]:
+    """`sources`, the best first: the texts of the sequence itself, then those of others."""
+    options = setting.options_of(SuffixOptions)
+    tail, least = tokens[-options.suffix_depth :], options.suffix_min_match
+    matches = [naive_match(texts, tail, least) for texts in sources]
+    texts, match = max(zip(sources, matches, strict=True), key=lambda pair: pair[1])
+    drafts: list[int] = []
+    probability = 1.0
+    while match:
+        context, least_left, path = (tail + drafts)[-match:], options.suffix_min_probability / probability, 1.0
+        while len(drafts) < most and len(context) < options.suffix_depth + setting.num_draft_tokens:
+            after = followers(texts, context)
+            if not after:
+                break
+            token = max(after, key=lambda token: after[token])
+            # In the drafter's order of operations: a product may be the bound but for its rounding.
+            shares = after[token][0], sum(count for count, _ in after.values())
+            if path * shares[0] / shares[1] < least_left:
+                return drafts
+            path *= shares[0] / shares[1]
+            drafts.append(token)
+            context.append(token)
+        probability *= path
+        if len(drafts) == most:
+            break
+        match = naive_match(texts, (tail + drafts)[-len(tail) :], least)
+    return drafts
+
+
+def sequence(tokens: list[int], request_id: str = "a", num_prompt: int = 1, seed: int = 0, **params: Any) -> Sequence:
+    request = Request(request_id, tuple(tokens[:num_prompt]), SamplingParams(**params), seed=seed)
+    return Sequence(request, tokens=tokens)
+
+
+def drafts(drafter: SuffixDrafter, of: Sequence, max_drafts: int = 5) -> list[int]:
+    return drafter.draft(of, max_drafts)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    others=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=2),
+    most=st.integers(1, 5),
+    depth=st.integers(2, 6),
+    least=st.integers(1, 2),
+    probability=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+)
+def test_it_drafts_what_the_naive_search_finds(
+    tokens: list[int], others: Texts, most: int, depth: int, least: int, probability: float
+) -> None:
+    setting = config(suffix_depth=depth, suffix_min_match=least, suffix_min_probability=probability)
+    drafter = made(setting)
+    for number, output in enumerate(others):
+        other = sequence([9, *output], f"other {number}", seed=number + 1)
+        drafts(drafter, other)
+        drafter.forget(f"other {number}")
+    sources = [[tokens], *([others] if others else [])]
+    assert drafts(drafter, sequence(tokens), most) == naive_draft(sources, tokens, most, setting)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(runs=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=12))
+def test_tokens_may_come_in_runs(runs: Texts) -> None:
+    """A drafter that saw the text grow by runs of any length knows what one that sees it whole knows."""
+    drafter, growing = made(config()), sequence(runs[0])
+    for new in [[], *runs[1:]]:
+        growing.tokens += new
+        assert drafts(drafter, growing) == naive_draft([[growing.tokens]], growing.tokens, 5, config())
+
+
+def nodes(tree: SuffixTree) -> Iterator[tuple[Any, int]]:
+    """Every node but the root, with the tokens on the way to its end."""
+    waiting = [(child, child.length) for child in tree._root.children.values()]
+    while waiting:
+        node, depth = waiting.pop()
+        yield node, depth
+        waiting += [(child, depth + child.length) for child in node.children.values()]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=4))
+def test_the_tree_counts_every_string(texts: Texts) -> None:
+    tree = SuffixTree(6)
+    for text in texts:
+        tree.extend(text)
+        tree.end_text()
+    joined = [token for text in texts for token in text]
+    for node, depth in nodes(tree):
+        assert depth <= 6
+        string = joined[node.start + node.length - depth : node.start + node.length]
+        places = [text[i : i + depth] for text in texts for i in range(len(text) - depth + 1)]
+        assert node.count == places.count(string) > 0
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 7])
+def test_a_loop_is_drafted_to_full_length(period: int) -> None:
+    tokens = [index % period for index in range(3 * period + 2)]
+    drafter = made(DrafterConfig(kind="suffix", num_draft_tokens=12))
+    expected = [index % period for index in range(len(tokens), len(tokens) + 12)]
+    assert drafts(drafter, sequence(tokens), 12) == expected
+
+
+def test_the_most_frequent_continuation_wins_and_of_equals_the_latest() -> None:
+    twice = [5, 6, 1, 5, 6, 2, 5, 6, 1, 5, 6, 3, 5, 6]
+    assert drafts(made(config(suffix_depth=2)), sequence(twice), 1) == [1]
+    assert drafts(made(config(suffix_depth=2)), sequence([5, 6, 1, 5, 6, 2, 5, 6]), 1) == [2]
+    certain = config(suffix_depth=2, suffix_min_probability=0.6)
+    assert drafts(made(certain), sequence(twice), 1) == [], "only half of them went on with 1"
+
+
+# -- what it remembers of others -----------------------------------------------------------------------------------
+
+
+def finish(drafter: SuffixDrafter, output: list[int], request_id: str = "b", **rest: Any) -> None:
+    """Let a request write something and leave."""
+    drafts(drafter, sequence([99, *output], request_id, **rest), 0)
+    drafter.forget(request_id)
+
+
+def test_past_outputs_are_drafted_where_the_sequence_itself_says_nothing() -> None:
+    drafter = made(config(suffix_min_match=2))
+    finish(drafter, [1, 2, 3, 4, 5, 6], seed=1)
+    assert drafts(drafter, sequence([7, 2, 3]), 3) == [4, 5, 6]
+    assert drafts(drafter, sequence([2, 3, 8, 2, 3], "c"), 1) == [8], "its own words come first"
+    assert drafts(drafter, sequence([2, 3, 8, 1, 2, 3], "d"), 1) == [4], "but not before a longer match"
+    assert drafts(drafter, sequence([99, 1], "e"), 1) == [], "prompts are nobody else's"
+
+
+def test_a_request_that_has_left_is_only_its_output() -> None:
+    drafter = made(config())
+    finish(drafter, [4, 5, 6, 7], seed=1)
+    drafter.forget("never seen")
+    assert not drafter._indexes
+    assert drafts(drafter, sequence([99], "b", seed=2)) == []
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
+    generator = random.Random(0)
+    past = PastOutputs(depth=12, max_tokens=1000)
+    for number in range(300):
+        output = [generator.randrange(5) for _ in range(generator.choice([1, 20, 90, 800]))]
+        past.remember(sequence([99, *output, 1000 + number], seed=number))
+        assert past.num_tokens <= 1000
+    trees = past.visible_to(sequence([1], seed=10**6))
+    assert 1 <= len(trees) <= 2
+    assert sum(1 for tree in trees for _ in nodes(tree)) <= 2 * past.num_tokens + 12 * 1000
+    kept = [token for tree in trees for token in tree._text if token >= 1000]
+    assert max(kept) == 1299
+    assert set(kept) == set(range(min(kept), 1300))
+    nothing = PastOutputs(depth=12, max_tokens=0)
+    nothing.remember(sequence([99, 1, 2, 3]))
+    assert nothing.num_tokens == 0
+
+
+def test_a_tree_needs_at_most_two_nodes_a_token() -> None:
+    generator = random.Random(0)
+    for alphabet in (1, 2, 50):
+        tree = SuffixTree(36)
+        tree.extend([generator.randrange(alphabet) for _ in range(5000)])
+        assert sum(1 for _ in nodes(tree)) <= 2 * 5000 + 36
+
+
+def test_text_drawn_with_the_same_seed_is_not_looked_at() -> None:
+    drafter = made(config())
+    finish(drafter, [1, 2, 3, 4], seed=7)
+    assert drafts(drafter, sequence([2, 3], seed=7)) == []
+    assert drafts(drafter, sequence([2, 3], "greedy", seed=7, temperature=0)) == [4]
+    assert drafts(drafter, sequence([2, 3], "other", seed=8)) == [4]
+    greedy = made(config())
+    finish(greedy, [1, 2, 3, 4], seed=7, temperature=0)
+    assert drafts(greedy, sequence([2, 3], seed=7)) == [4], "no random number made this text"
+
+
+# -- in the engine -------------------------------------------------------------------------------------------------
+
+
+def test_the_distribution_is_kept_with_the_outputs_of_others(tmp_path: Path) -> None:
+    table = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    drafter = DrafterConfig(kind="suffix", num_draft_tokens=3, suffix_min_match=1, suffix_max_tokens=10**6)
+    engine = table_engine(tmp_path / "table", table, LookupDrafter(made(drafter)))
+    samples = sample(engine, (3,), 12_000, 7)
+    assert worst_window(samples, table.double().softmax(-1).numpy(), 3) < 5
+    stats = engine.take_stats()
+    assert stats.num_drafts > 12_000
+    assert 0 < stats.num_accepted < stats.num_drafted
+
+
+NUM_MARKS = 400
+
+
+def asked_again(folder: Path, distribution: torch.Tensor) -> np.ndarray:
+    """What requests say when each is asked a third time with its own seed.
+
+    The second time is the first with drafts, and so the first that accept uniforms decide; the third meets those accept
+    uniforms again. Each first says a word that no other says, so that it knows its own texts by it."""
+    rows = distribution.log().expand(4 + 2 * NUM_MARKS, 4)
+    table = torch.full((4 + 2 * NUM_MARKS, 4 + 2 * NUM_MARKS), -1e9)
+    table[:, :4] = rows
+    asking, marks = torch.arange(4, 4 + NUM_MARKS), torch.arange(4 + NUM_MARKS, 4 + 2 * NUM_MARKS)
+    table[asking] = -1e9
+    table[asking, marks] = 0.0  # a mark follows each prompt, and then the distribution
+    engine = table_engine(folder / "marks", table, None)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    said = []
+    for group in range(8):
+        engine.drafter = LookupDrafter(made(config(suffix_max_tokens=10**6)))
+        for time in ("first", "second", "third"):
+            for mark in asking.tolist():
+                engine.add(Request(f"{time} {mark}", (mark,), params, seed=10_000 * group + mark))
+            answers = run(engine)
+        said += [answers[f"third {mark}"].token_ids[1:] for mark in asking.tolist()]
+    return np.array(said)
+
+
+def test_the_distribution_is_kept_where_a_seed_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin is shown what it drew before: the accept uniforms that judge those drafts are the accept uniforms that
+    made them."""
+    distribution = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    joint = torch.einsum("a,b,c->abc", distribution, distribution, distribution).double().numpy()
+    assert sigmas(asked_again(tmp_path, distribution), joint) < 5
+    monkeypatch.setattr(suffix, "_is_drawn", lambda sequence: False)
+    assert sigmas(asked_again(tmp_path, distribution), joint) > 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("suffix") / "m", vocab_size=64)
+
+
+def greedy_requests(max_tokens: int = 40) -> list[Request]:
+    prompts = [tuple(3 + (7 * i * j) % 41 for j in range(4 + 9 * i)) for i in range(1, 9)]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return [Request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def texts(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
+    for request in requests:
+        engine.add(request)
+    return {key: answer.token_ids for key, answer in run(engine).items()}
+
+
+@pytest.mark.parametrize("length", ["static", "dynamic"])
+def test_greedy_text_is_that_of_plain_decoding(folder: Path, length: Any) -> None:
+    plain = texts(tiny_engine(folder, drafter=DrafterConfig(kind="none")), greedy_requests())
+    drafter = DrafterConfig(kind="suffix", num_draft_tokens=6, length=length)
+    engine = tiny_engine(folder, max_batched_tokens=80, drafter=drafter)
+    for _ in range(2):
+        assert texts(engine, greedy_requests()) == plain
+        assert_idle(engine)
+    assert engine.take_stats().num_accepted > 0
+
+
+def test_a_second_asking_is_drafted_from_the_first_answer() -> None:
+    cycle = torch.arange(1, 41).remainder(40)  # no token comes twice in an answer, so only others can tell
+    engine = markov_engine(cycle, drafter=DrafterConfig(kind="suffix", num_draft_tokens=4))
+    params = SamplingParams(max_tokens=30, temperature=0)
+    engine.add(Request("first", (0,), params))
+    assert run(engine)["first"].num_drafted == 0
+    engine.add(Request("second", (0,), params))
+    second = run(engine)["second"]
+    assert second.token_ids == [*range(1, 31)]
+    assert second.num_accepted == second.num_drafted >= 20
+    assert all(after - before == 1 for before, after in pairwise(second.token_ids))
+
+
+def test_a_token_costs_the_same_however_long_the_text_is() -> None:
+    generator = random.Random(0)
+
+    def lines_run(length: int) -> int:
+        """By a thousand tokens more, one by one: what is executed, whatever the machine takes for it."""
+        drafter = made(DrafterConfig(kind="suffix"))
+        growing = sequence([generator.randrange(50) for _ in range(length)])
+        drafts(drafter, growing, 4)
+        count = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            for _ in range(1000):
+                growing.tokens.append(generator.randrange(50))
+                drafts(drafter, growing, 4)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert lines_run(8000) < 1.5 * lines_run(1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("suffix_depth", 0),
+        ("suffix_depth", 257),
+        ("suffix_min_match", 0),
+        ("suffix_min_match", 5),
+        ("suffix_min_probability", -0.1),
+        ("suffix_min_probability", float("nan")),
+        ("suffix_max_tokens", -1),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"drafter.{name}"):
+        config(**{name: value})
+    assert EngineConfig(drafter=config()).drafter.max_drafts == 5

@@ -1,0 +1,125 @@
+"""Four and eight bits in groups of 32: what rounding costs, what a file keeps, and who gets such weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculative.errors import ConfigError
+from speculative.kernels.bindings import cpu_kernels
+from speculative.model import loading
+from speculative.model.cpu.native import NativeLinear
+from speculative.model.fingerprint import model_fingerprint
+from speculative.model.loading import choose_weights, load_decoder
+from speculative.model.quantized import QUANTIZED_FILE, Quantized, load_quantized, quantize, save_quantized
+from tests.support.tiny_models import write_tiny_model
+
+CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
+
+
+def a_weight(scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(24, 96, generator=torch.Generator().manual_seed(0)) * scale
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_stays_within_half_a_step(bits: int, scale: float) -> None:
+    weight = a_weight(scale)
+    groups = weight.unflatten(1, (-1, 32))
+    widths = groups.amax(-1) - groups.amin(-1) if bits == 4 else 2 * groups.abs().amax(-1)
+    step = widths[..., None] / (15 if bits == 4 else 254)
+    error = (quantize(weight, bits).to_float() - weight).unflatten(1, (-1, 32)).abs()
+    assert (error <= 0.5 * step + 2e-3 * widths[..., None]).all(), "scales are float16, so the grid is a little off"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_are_all_equal_survive(bits: int) -> None:
+    for value in (0.0, 0.5, -2.0):
+        weight = torch.full((2, 64), value)
+        torch.testing.assert_close(quantize(weight, bits).to_float(), weight, rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_rounded_already_stays(bits: int) -> None:
+    once = quantize(a_weight(), bits)
+    again = quantize(once.to_float(), bits)
+    assert torch.equal(again.numbers, once.numbers)
+
+
+def test_a_file_keeps_every_number(tmp_path: Path) -> None:
+    weights = {"a.weight": quantize(a_weight(), 4), "b.weight": quantize(a_weight(), 8)}
+    save_quantized(tmp_path, weights)
+    loaded = load_quantized(tmp_path)
+    assert loaded.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(loaded[name].to_float(), weight.to_float())
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / QUANTIZED_FILE).write_bytes(b"no safetensors")
+    with pytest.raises(ConfigError, match=QUANTIZED_FILE):
+        load_quantized(tmp_path)
+
+
+def shifted(weight: Quantized) -> Quantized:
+    """Other numbers than rounding the checkpoint would give."""
+    return Quantized(15 - weight.numbers, weight.scales, weight.least)
+
+
+@needs_kernels
+def test_a_models_own_numbers_come_before_rounding(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    down, query = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+    rounded = load_decoder(folder, dtype=torch.float32, device=CPU, weights="int4")
+    plain = load_decoder(folder, dtype=torch.float32, device=CPU)
+    slots = plain.checkpoint_slots()
+    own = {name: shifted(quantize(slots[name], 4)) for name in (down, query)}
+    save_quantized(folder, own)
+    decoder = load_decoder(folder, dtype=torch.float32, device=CPU, weights="int4")
+    rows = torch.eye(96)
+    products = decoder.layers[0].mlp.down_proj(rows).T
+    torch.testing.assert_close(products, own[down].to_float(), rtol=0, atol=1e-3)
+    both = [model.layers[0].attention.qkv_proj for model in (decoder, rounded)]
+    assert all(isinstance(linear, NativeLinear) for linear in both)
+    assert torch.equal(both[0].panels, both[1].panels), "a part of a fused weight is not enough: all of it is rounded"
+
+
+def test_a_fingerprint_reports_the_weights(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    plain = model_fingerprint(folder)
+    rounded = model_fingerprint(folder, weights="int4")
+    others = {model_fingerprint(folder, weights=weights) for weights in ("w16a16", "int8", "w8a8", "w4a8")}
+    assert len({plain, rounded, *others}) == 6
+    assert model_fingerprint(folder, weights="bfloat16") == plain, "the checkpoint's own, whoever multiplies"
+    save_quantized(folder, {"a.weight": quantize(a_weight(), 4)})
+    assert model_fingerprint(folder) == plain
+    assert model_fingerprint(folder, weights="int4") != rounded
+
+
+def test_without_kernels_weights_are_torchs_own_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "cpu_kernels", lambda: None)
+    (tmp_path / QUANTIZED_FILE).touch()
+    for wanted in ("auto", "bfloat16"):
+        assert choose_weights(wanted, tmp_path, dtype="bfloat16", device=CPU) is None  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"weights: int4 .* needs a CPU with AVX-512"):
+        choose_weights("int4", tmp_path, dtype="bfloat16", device=CPU)
+
+
+def test_integers_are_for_cpus(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weights: int8"):
+        choose_weights("int8", tmp_path, dtype="bfloat16", device=torch.device("cuda"))
+
+
+@needs_kernels
+def test_auto_takes_what_the_model_came_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "prefers_onednn", lambda: False)
+    assert choose_weights("auto", tmp_path, dtype="bfloat16", device=CPU) == "bfloat16"
+    assert choose_weights("auto", tmp_path, dtype="float32", device=CPU) == "float32"
+    monkeypatch.setattr(loading, "prefers_onednn", lambda: True)
+    assert choose_weights("auto", tmp_path, dtype="bfloat16", device=CPU) is None
+    (tmp_path / QUANTIZED_FILE).touch()
+    assert choose_weights("auto", tmp_path, dtype="bfloat16", device=CPU) == "int4"
+    assert choose_weights("auto", tmp_path, dtype="float32", device=CPU) == "float32", "float32 is asked for exactness"

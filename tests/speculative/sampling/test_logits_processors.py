@@ -1,0 +1,339 @@
+"""Masks, biases and penalties against the loop one would write first, alone and inside the engine."""
+
+import dataclasses
+from collections.abc import Sequence as Tokens
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from speculative.engine import EngineCore
+from speculative.errors import InvalidRequest
+from speculative.request import FinishReason, Request, SamplingParams
+from speculative.sampling.logits_processors import adjust
+from speculative.state.batch import RowContext, StepInput, row_contexts
+from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import Bools
+from speculative.step import sampler
+from tests.support.distributions import assert_departs, assert_follows
+from tests.support.engines import NO_DRAFTS, Answer, decoder_of, markov_engine, naive_logits, run, tiny_engine
+from tests.support.near_ties import assert_same_up_to_near_tie
+
+V = 12
+EOS = (2, 9)
+
+
+def naive_adjust(
+    logits: Tokens[float], params: SamplingParams, prompt: Tokens[int], said: Tokens[int], mask: Bools | None
+) -> list[float]:
+    """One row, one token at a time, in double precision; `said` is the output with the row's drafts."""
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+    adjusted = []
+    for token, logit in enumerate(logits):
+        value = float(logit) + sum(bias for biased, bias in params.logit_bias if biased == token)
+        completes = any(
+            word[-1] == token and list(word[:-1]) == list(said[len(said) - len(word) + 1 :])
+            for word in params.bad_words
+            if len(word) - 1 <= len(said)
+        )
+        outside = params.allowed_token_ids is not None and token not in params.allowed_token_ids
+        too_soon = token in stops and len(said) < params.min_tokens
+        if completes or outside or too_soon or (mask is not None and not mask[token]):
+            value = -np.inf
+        if token in prompt or token in said:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.frequency_penalty * said.count(token) + params.presence_penalty * (token in said)
+        adjusted.append(value)
+    return adjusted
+
+
+tokens = st.integers(0, V - 1)
+some_params = st.builds(
+    SamplingParams,
+    max_tokens=st.just(20),
+    min_tokens=st.integers(0, 6),
+    presence_penalty=st.sampled_from([0.0, 0.7, -1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.4, -2.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.6]),
+    logit_bias=st.lists(st.tuples(tokens, st.floats(-100, 100)), max_size=4).map(tuple),
+    bad_words=st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
+    allowed_token_ids=st.none() | st.lists(tokens, min_size=1, max_size=V).map(tuple),
+    stop_token_ids=st.lists(tokens, max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> tuple[Sequence, list[list[int]], list[Bools] | None]:
+    """A sequence, its rounds (each: what it drafts, and for the next round emits), and masks for a few drafts."""
+    params = draw(st.just(SamplingParams()) | some_params)
+    prompt = draw(st.lists(tokens, min_size=1, max_size=5))
+    rounds = draw(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=3, max_size=3))
+    masks = draw(st.none() | st.lists(st.lists(st.booleans(), min_size=V, max_size=V), min_size=5, max_size=5))
+    arrays = None if masks is None else [np.array(mask) for mask in masks]
+    return Sequence(Request("r", tuple(prompt), params)), rounds, arrays
+
+
+@given(st.lists(entries(), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
+@settings(max_examples=150, deadline=None)
+def test_every_row_is_as_the_naive_loop_has_it_round_after_round(batch: list[Any], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(3):
+        contexts, allowed = [], []
+        for sequence, rounds, masks in batch:
+            drafts = tuple(rounds[number])
+            contexts += [RowContext(sequence, drafts[:offset]) for offset in range(len(drafts) + 1)]
+            allowed += [None if masks is None else masks[offset] for offset in range(len(drafts) + 1)]
+        logits = 5 * torch.randn((len(contexts), V), generator=generator)
+        given_logits = logits.clone()
+        adjusted = adjust(logits, contexts, allowed, EOS)
+        assert torch.equal(logits, given_logits)
+        expected = [
+            naive_adjust(
+                row.tolist(),
+                context.sequence.params,
+                context.sequence.request.prompt_token_ids,
+                [*context.sequence.tokens[context.sequence.num_prompt :], *context.drafts],
+                mask,
+            )
+            for row, context, mask in zip(logits, contexts, allowed, strict=True)
+        ]
+        assert adjusted.dtype == torch.float32
+        torch.testing.assert_close(adjusted.double(), torch.tensor(expected).double(), rtol=1e-5, atol=1e-4)
+        for sequence, rounds, _ in batch:
+            sequence.advance(len(sequence.tokens), rounds[number])
+
+
+def rows_of(params: SamplingParams, drafts: Tokens[int] = (), prompt: Tokens[int] = (1, 2)) -> list[RowContext]:
+    sequence = Sequence(Request("r", tuple(prompt), params))
+    return [RowContext(sequence, tuple(drafts[:offset])) for offset in range(len(drafts) + 1)]
+
+
+def test_nobody_pays_when_nobody_asks() -> None:
+    logits = torch.randn(3, V)
+    assert adjust(logits, rows_of(SamplingParams(temperature=0.3, top_p=0.5), (4, 5)), [None] * 3, EOS) is logits
+
+
+def test_neighbours_are_not_touched() -> None:
+    logits = torch.randn(7, V)
+    asking = rows_of(SamplingParams(repetition_penalty=2, presence_penalty=1, bad_words=((3,),), min_tokens=2), (4, 5))
+    contexts = [*rows_of(SamplingParams(), (4,)), *asking, *rows_of(SamplingParams(), (5,))]
+    mask = np.zeros(V, bool)
+    adjusted = adjust(logits, contexts, [mask, *[None] * 6], EOS)
+    assert torch.equal(adjusted[[1, 5, 6]], logits[[1, 5, 6]])
+    assert (adjusted[0] == -torch.inf).all()
+    assert (adjusted[2:5] != logits[2:5]).any(-1).all()
+
+
+def test_a_bad_word_is_not_begun_in_the_prompt() -> None:
+    contexts = rows_of(SamplingParams(bad_words=((2, 7), (1, 2, 3))), (1, 2), prompt=(1, 2))
+    adjusted = adjust(torch.zeros(3, V), contexts, [None] * 3, EOS)
+    assert (adjusted == -torch.inf).nonzero().tolist() == [[2, 3], [2, 7]]
+
+
+def test_stops_are_masked_until_min_tokens_stand_before_the_row() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(5,))
+    adjusted = adjust(torch.zeros(4, V), rows_of(params, (7, 7, 7)), [None] * 4, EOS)
+    assert (adjusted == -torch.inf).nonzero().tolist() == [[row, token] for row in (0, 1) for token in (2, 5, 9)]
+    ignoring = SamplingParams(min_tokens=2, stop_token_ids=(5,), ignore_eos=True)
+    adjusted = adjust(torch.zeros(1, V), rows_of(ignoring), [None], EOS)
+    assert (adjusted == -torch.inf).nonzero().tolist() == [[0, 5]]
+
+
+def test_counts_grow_with_a_long_output_without_counting_twice() -> None:
+    params = SamplingParams(max_tokens=500, frequency_penalty=0.01, repetition_penalty=1.5)
+    sequence = Sequence(Request("r", (1, 1, 3), params))
+    for length in range(0, 300, 7):
+        adjusted = adjust(torch.ones(1, V), [RowContext(sequence, ())], [None], EOS)
+        said = sequence.tokens[3:]
+        expected = naive_adjust([1.0] * V, params, (1, 1, 3), said, None)
+        torch.testing.assert_close(adjusted[0].double(), torch.tensor(expected).double(), rtol=1e-5, atol=1e-5)
+        sequence.advance(len(sequence.tokens), [(length * 5 + step * step) % V for step in range(7)])
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_it_runs(tiny16_folder: Path) -> None:
+    engine = tiny_engine(tiny16_folder)
+    asked: dict[str, Any] = {
+        "logit_bias": ((16, 1.0),),
+        "bad_words": ((1, 16),),
+        "allowed_token_ids": (3, 16),
+        "stop_token_ids": (16,),
+        "logprob_token_ids": (16,),
+    }
+    for name, value in asked.items():
+        with pytest.raises(InvalidRequest, match="0 to 15") as caught:
+            engine.add(Request("r", (1,), SamplingParams(**{name: value})))
+        assert caught.value.field == name
+    assert not engine.has_work
+
+
+# ---- through the engine, with n-gram drafts
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "allowed_token_ids": {"allowed_token_ids": (3, 5, 8, 13, 21, 34, 55)},
+    "bad_words": {"bad_words": ((9,), (16, 16, 16), (5, 29), (19, 38, 53))},
+    "min_tokens": {"min_tokens": 30, "stop_token_ids": tuple(range(20, 64))},
+    "logit_bias": {"logit_bias": ((7, 3.5), (9, 3.0), (11, -100.0))},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 0.9},
+    "frequency_bonus": {"frequency_penalty": -0.6},
+    "repetition_penalty": {"repetition_penalty": 1.25},
+    "repetition_bonus": {"repetition_penalty": 0.7},
+}
+TOGETHER: dict[str, Any] = {
+    "allowed_token_ids": tuple(range(0, 64, 2)),
+    "bad_words": ((6,), (8, 10), (10, 10, 10)),
+    "min_tokens": 25,
+    "logit_bias": ((12, 1.5), (14, 1.0)),
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 0.8,
+    "stop_token_ids": (20, 30, 40),
+}
+PROMPTS = [(3, 5, 8, 3, 5, 8, 3), (21, 34, 55, 21, 34), (7, 9, 7, 9, 7, 9, 11), (1,)]
+
+
+def answers_of(engine: EngineCore, **params: Any) -> list[Answer]:
+    """Greedy answers of four prompts at once, one of them without the parameters."""
+    asked = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True, **params}
+    for index, prompt in enumerate(PROMPTS):
+        wishes = asked if index < 3 else {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+        engine.add(Request(str(index), prompt, SamplingParams(**wishes)))
+    answers = run(engine)
+    assert {answer.finish_reason for answer in answers.values()} <= {FinishReason.LENGTH, FinishReason.STOP}
+    return [answers[str(index)] for index in range(len(PROMPTS))]
+
+
+def assert_same_answers(engine: EngineCore, drafted: list[Answer], plain: list[Answer], params: dict[str, Any]) -> None:
+    for index, (first, second) in enumerate(zip(drafted, plain, strict=True)):
+        asked = SamplingParams(**{"max_tokens": 60, "ignore_eos": True, **(params if index < 3 else {})})
+        prompt = PROMPTS[index]
+
+        def after(output: Tokens[int], asked: SamplingParams = asked, prompt: Tokens[int] = prompt) -> Tensor:
+            logits = naive_logits(decoder_of(engine), torch.tensor([[*prompt, *output]]))[0, -1]
+            return torch.tensor(naive_adjust(logits.tolist(), asked, prompt, list(output), None))
+
+        assert_same_up_to_near_tie(first.token_ids, second.token_ids, after)
+
+
+@pytest.mark.parametrize("params", [*PARAMETERS.values(), TOGETHER], ids=[*PARAMETERS, "together"])
+def test_greedy_text_is_the_same_with_drafts_and_without(tiny_folder: Path, params: dict[str, Any]) -> None:
+    engine = tiny_engine(tiny_folder)
+    drafted, plain = answers_of(engine, **params), answers_of(tiny_engine(tiny_folder, drafter=NO_DRAFTS), **params)
+    assert_same_answers(engine, drafted, plain, params)
+    assert sum(answer.num_drafted for answer in drafted[:3]) > 0
+    assert not any(answer.num_drafted for answer in plain)
+    untouched = answers_of(tiny_engine(tiny_folder, drafter=NO_DRAFTS))
+    assert plain[3].token_ids == untouched[3].token_ids
+    assert [a.token_ids for a in plain[:3]] != [a.token_ids for a in untouched[:3]], "the parameter did nothing"
+
+
+def without_drafts(layout: StepInput) -> list[RowContext]:
+    """The fault: what a row draws after is taken without the drafts before it (vLLM #42744, #54437)."""
+    return [dataclasses.replace(context, drafts=()) for context in row_contexts(layout)]
+
+
+DRAFTED: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
+    "bad_words": (0, (0,) * 6 + (2,) * 6, {"bad_words": ((2, 2, 2),)}),
+    "min_tokens": (1, (0, 1, 2) * 3, {"min_tokens": 20, "stop_token_ids": (1,)}),
+    "presence_penalty": (1, (0, 1, 2) * 3, {"presence_penalty": 1.5}),
+    "frequency_penalty": (0, (0,) * 6 + (2,) * 6, {"frequency_penalty": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_leaving_the_drafts_out_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = greedy_answer(*DRAFTED[name])
+    assert right.token_ids == greedy_answer(*DRAFTED[name], drafter=NO_DRAFTS).token_ids
+    assert right.num_accepted > 5
+    monkeypatch.setattr(sampler, "row_contexts", without_drafts)
+    assert greedy_answer(*DRAFTED[name]).token_ids != right.token_ids
+
+
+def greedy_answer(step: int, prompt: Tokens[int], params: dict[str, Any], **changes: Any) -> Answer:
+    """Of three tokens t + step (mod 3) is the likeliest after t, then the next one with one nat less, and the last."""
+    gaps = [[(to - start - step) % 3 for to in range(3)] for start in range(3)]
+    engine = markov_engine(torch.softmax(-torch.tensor(gaps).float(), -1), **changes)
+    engine.add(Request("r", tuple(prompt), SamplingParams(**{"max_tokens": 40, "temperature": 0.0, **params})))
+    return run(engine)["r"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1.7])
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_masks_hold_in_every_token_that_is_emitted(tiny16_folder: Path, temperature: float, verifier: str) -> None:
+    engine = tiny_engine(tiny16_folder, verifier=verifier)
+    words = ((4,), (5, 6), (7, 7), (8, 9, 10))
+    allowed = (2, 3, 5, 6, 7, 8, 9, 10, 11)
+    params = SamplingParams(
+        max_tokens=60, min_tokens=12, temperature=temperature, bad_words=words, allowed_token_ids=allowed
+    )
+    for seed in range(12):
+        engine.add(Request(str(seed), (5, 7, 8, 9, 5, 7, 8, 9), params, seed))
+    answers = run(engine)
+    assert sum(answer.num_drafted for answer in answers.values()) > 0
+    for answer in answers.values():
+        said = answer.token_ids
+        assert set(said) <= set(allowed)
+        assert not any(tuple(said[at : at + len(word)]) == word for word in words for at in range(len(said)))
+        assert len(said) > 12, "ended before min_tokens"
+        assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def test_processed_logprobs_are_those_of_the_naive_distribution_at_every_position(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder, logprobs_mode="processed_logprobs")
+    params = SamplingParams(**{"max_tokens": 50, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **TOGETHER})
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(Request(str(index), prompt, params, index))
+    answers = run(engine)
+    assert sum(answer.num_accepted for answer in answers.values()) > 0
+    for index, prompt in enumerate(PROMPTS):
+        said = answers[str(index)].token_ids
+        logits = naive_logits(decoder_of(engine), torch.tensor([[*prompt, *said]]))[0, len(prompt) - 1 : -1]
+        expected = [
+            torch.tensor(naive_adjust(row.tolist(), params, prompt, said[:at], None)).log_softmax(-1)[said[at]].item()
+            for at, row in enumerate(logits)
+        ]
+        assert answers[str(index)].values == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_distribution_under_penalties_is_that_of_plain_decoding() -> None:
+    """Three tokens after a loop that is drafted: their joint distribution is enumerated, then compared with 4,000
+    samples."""
+    chain = torch.softmax(torch.tensor([[1.0, 2.0, 0.0], [0.5, 1.0, 2.0], [2.0, 0.0, 1.0]]), -1)
+    wishes: dict[str, Any] = {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.2}
+    params = SamplingParams(max_tokens=4, bad_words=((0, 0),), logit_bias=((2, 0.5),), **wishes)
+    prompt = (0, 1, 2, 0, 1, 2, 0)
+    distribution = np.zeros((3, 3, 3, 3))
+    forgetful = np.zeros_like(distribution)
+    for path in np.ndindex(distribution.shape):
+        distribution[path] = path_probability(chain, params, prompt, path)
+        forgetful[path] = path_probability(chain, params, prompt, path, remembered=1)
+    engine = markov_engine(chain, max_num_seqs=64, max_batched_tokens=1024, kv_cache_tokens=4096)
+    counts = np.zeros_like(distribution)
+    for first in range(0, 4000, 250):
+        for seed in range(first, first + 250):
+            engine.add(Request(str(seed), prompt, params, seed))
+        answers = run(engine)
+        assert sum(answer.num_drafted for answer in answers.values()) > 250
+        for answer in answers.values():
+            counts[tuple(answer.token_ids)] += 1
+    assert_follows(counts.ravel(), distribution.ravel())
+    assert_departs(counts.ravel(), forgetful.ravel())
+
+
+def path_probability(
+    chain: Tensor, params: SamplingParams, prompt: Tokens[int], path: Tokens[int], remembered: int = 99
+) -> float:
+    """The probability of an output, where only so many of its first tokens are ever penalised or forbidden."""
+    probability = 1.0
+    for at, token in enumerate(path):
+        last = path[at - 1] if at else prompt[-1]
+        said = list(path[: min(at, remembered)])
+        row = torch.tensor(naive_adjust(chain[last].log().tolist(), params, prompt, said, None))
+        probability *= float(row.softmax(-1)[token])
+    return probability

@@ -1,0 +1,148 @@
+"""Random numbers: the published Philox vectors, an open interval, and streams that know nothing of each other."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from speculative.kernels.bindings import cpu_kernels
+from speculative.sampling import rng
+from speculative.sampling.rng import Purpose, gumbel, uniforms
+from tests.support.distributions import assert_departs, assert_follows
+
+# Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result.
+KNOWN_ANSWERS = (
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+)
+NUM_DRAWS = 1 << 16
+
+
+def words(text: str) -> tuple[np.ndarray, ...]:
+    return tuple(np.array([int(word, 16)], np.uint64) for word in text.split())
+
+
+def u64(values: object) -> np.ndarray:
+    return np.asarray(values, np.uint64)
+
+
+def stream(seed: object = 7, first_round: int = 100, offset: int = 0, purpose: Purpose = Purpose.COIN) -> np.ndarray:
+    """Uniforms of consecutive rounds."""
+    rounds = np.arange(first_round, first_round + NUM_DRAWS, dtype=np.uint64)
+    shape = np.zeros(NUM_DRAWS, np.uint64)
+    return uniforms(shape + u64(seed), rounds, shape + u64(offset), shape + u64(purpose))
+
+
+def pair_counts(first: np.ndarray, second: np.ndarray, bins: int = 16) -> np.ndarray:
+    cells = (first * bins).astype(int) * bins + (second * bins).astype(int)
+    return np.bincount(cells, minlength=bins * bins)
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_answers(counter: str, key: str, result: str) -> None:
+    assert [int(word[0]) for word in rng._philox(words(counter), words(key))] == [int(x, 16) for x in result.split()]
+
+
+def test_a_uniform_is_made_of_the_two_first_words_of_its_name() -> None:
+    seed, round_, offset, purpose = 0x0123456789ABCDEF, 1000, 3, Purpose.RESIDUAL
+    counter = tuple(u64([value]) for value in (round_, offset, purpose, 0))
+    high, low, *_ = rng._philox(counter, (u64([seed & 0xFFFFFFFF]), u64([seed >> 32])))
+    exact = ((int(high[0]) >> 6 << 26) + (int(low[0]) >> 6) + 0.5) / 2**52
+    assert uniforms(u64([seed]), u64([round_]), u64([offset]), u64([purpose]))[0] == exact
+
+
+@pytest.mark.skipif(cpu_kernels() is None, reason="no C++ compiler, or a CPU without AVX-512")
+def test_the_kernels_uniforms_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    seeds = generator.integers(0, 2**64, 1000, np.uint64)
+    rest = [generator.integers(0, 2**32, 1000, np.uint64) for _ in range(3)]
+    ours = uniforms(seeds, *rest)
+    strided = uniforms(np.repeat(seeds, 2)[::2], *rest)
+    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
+    assert np.array_equal(ours, uniforms(seeds, *rest))
+    assert np.array_equal(strided, ours)
+
+
+@pytest.mark.parametrize(("word", "value"), [(0, 2.0**-53), (0xFFFFFFFF, 1 - 2.0**-53)])
+def test_the_interval_is_open(monkeypatch: pytest.MonkeyPatch, word: int, value: float) -> None:
+    """A coin of 0 would accept a token of probability 0; a uniform of 1 would fall off the end of the distribution."""
+    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
+    monkeypatch.setattr(rng, "_philox", lambda *_: (u64([word]),) * 4)
+    drawn = uniforms(*(u64([1]) for _ in range(4)))
+    assert drawn.dtype == np.float64
+    assert 0 < drawn[0] < 1
+    assert drawn[0] == value
+
+
+@pytest.mark.parametrize("bins", [16, 256, 4096])
+def test_a_stream_is_uniform(bins: int) -> None:
+    assert_follows(np.bincount((stream() * bins).astype(int), minlength=bins), np.full(bins, 1 / bins))
+
+
+def test_the_lower_bits_are_uniform_too() -> None:
+    """24-bit uniforms lose the tail."""
+    lower = stream() * 2**26 % 1
+    assert_follows(np.bincount((lower * 256).astype(int), minlength=256), np.full(256, 1 / 256))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"purpose": purpose} for purpose in Purpose if purpose is not Purpose.COIN),
+        {"offset": 1},
+        {"offset": 2},
+        {"first_round": 101},  # the same stream one round on: neighbouring rounds
+        {"first_round": 104},
+        {"seed": 8},
+        {"seed": 7 + 2**32},
+        {"seed": 2**64 - 1},
+    ],
+    ids=str,
+)
+def test_streams_are_independent(other: dict[str, int]) -> None:
+    """Two uniforms that differ in any one part of their names have nothing to do with each other."""
+    first, second = stream(), stream(**other)  # type: ignore[arg-type]
+    assert abs(np.corrcoef(first, second)[0, 1]) < 5 / NUM_DRAWS**0.5
+    assert_follows(pair_counts(first, second), np.full(256, 1 / 256))
+    assert len(np.intersect1d(first, second)) == (
+        0 if "first_round" not in other else NUM_DRAWS - other["first_round"] + 100
+    )
+
+
+def test_the_test_of_independence_sees_a_shared_stream() -> None:
+    assert_departs(pair_counts(stream(), stream()), np.full(256, 1 / 256))
+    assert_departs(pair_counts(stream(), (stream() * 7) % 1), np.full(256, 1 / 256))
+
+
+def test_consecutive_seeds_give_a_uniform_first_draw() -> None:
+    """Clients number their requests: what seeds 0, 1, 2, ... draw first must be uniform over the requests."""
+    name = (np.full(NUM_DRAWS, value, np.uint64) for value in (12, 0, Purpose.BONUS))
+    first = uniforms(np.arange(NUM_DRAWS, dtype=np.uint64), *name)
+    assert_follows(np.bincount((first * 256).astype(int), minlength=256), np.full(256, 1 / 256))
+    assert_follows(pair_counts(first[:-1], first[1:]), np.full(256, 1 / 256))
+
+
+def test_no_name_is_drawn_twice() -> None:
+    names = list(itertools.product((0, 1, 2**32, 2**63), range(40), range(8), Purpose))
+    drawn = uniforms(*(u64(column) for column in zip(*names, strict=True)))
+    assert len(set(drawn.tolist())) == len(names)
+
+
+def test_all_at_once_is_one_by_one() -> None:
+    generator = np.random.default_rng(0)
+    columns = [generator.integers(0, 2**64, 200, np.uint64), *generator.integers(0, 2**32, (3, 200), np.uint64)]
+    together = uniforms(*columns)
+    singly = [uniforms(*(column[i : i + 1] for column in columns))[0] for i in range(200)]
+    assert together.tolist() == singly
+
+
+@pytest.mark.parametrize("size", [1, 2, 31, 32, 33, 4097])
+def test_the_kernel_makes_the_same_noise_bit_for_bit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cpu_kernels() is None:
+        pytest.skip("no C++ compiler, or a CPU without AVX-512")
+    seeds, positions = torch.tensor([0, -1, 2**62 + 17]), torch.tensor([0, 7, 2**32 - 1])
+    ours = gumbel(seeds, positions, size)
+    monkeypatch.setattr(rng, "cpu_kernels", lambda: None)
+    assert torch.equal(ours, gumbel(seeds, positions, size))

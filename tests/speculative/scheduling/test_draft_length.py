@@ -1,0 +1,384 @@
+"""How many tokens to draft: what is learned, what is chosen from it, and that no distribution depends on it."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from speculative.config import DrafterConfig
+from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
+from speculative.scheduling.acceptance_rates import AcceptanceRates
+from speculative.scheduling.draft_length import DraftLength, DynamicLength, StaticLength, make_draft_length
+from speculative.scheduling.step_cost import StepCost, Work
+from speculative.state.batch import Batch, Entry, SequenceResult
+from speculative.state.sequence import Sequence
+from speculative.verification.draft_probs import PointMass
+from tests.support.engines import assert_idle, run, tiny_engine
+from tests.support.table_engine import TableDrafter, sample, table_engine, worst_window
+from tests.support.tiny_models import write_tiny_model
+
+MOST = 4
+DYNAMIC = DrafterConfig(kind="ngram", num_draft_tokens=MOST, ngram_min=1, length="dynamic")
+
+
+class Fixed(StaticLength):
+    """Always the same length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
+        return min(self.length, wanted)
+
+
+Seconds = Callable[[int, int, int], float]  # of a step, by sequences, drafts and the longest draft
+
+
+def on_cpu(num_sequences: int, num_drafts: int, longest: int) -> float:
+    """About a 135M model in bfloat16 on one core, with an EAGLE head."""
+    return 0.0207 + 0.0009 * (num_sequences + num_drafts) + 0.004 * longest
+
+
+def by_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
+    return 0.0207 + 0.0009 * (num_sequences + num_drafts)
+
+
+def dear_beyond_five(num_sequences: int, num_drafts: int, longest: int) -> float:
+    """Four sequences on a processor that four more rows cost little, and further ones as much as tokens."""
+    return 0.03 + 0.001 * longest + 0.004 * max(0, num_sequences + num_drafts - 8)
+
+
+def free_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
+    return 0.02 + 1e-6 * (num_sequences + num_drafts)
+
+
+def dear_rows(num_sequences: int, num_drafts: int, longest: int) -> float:
+    return 0.001 * (num_sequences + num_drafts)
+
+
+class World:
+    """A fake engine: requests whose drafts are accepted at a known rate, steps that take a known time, give or take."""
+
+    def __init__(
+        self, policy: DraftLength, seconds: Seconds, rates: Sequences[float], noise: float = 0.05, seed: int = 0
+    ) -> None:
+        self.policy = policy
+        self.seconds = seconds
+        self.random = random.Random(seed)
+        self.noise = noise
+        self.rates = list(rates)
+        params = SamplingParams(max_tokens=10**6)
+        self.sequences = [
+            Sequence(Request(str(i), (1, 2, 3), params, seed=i), tokens=(1, 2, 3, 4)) for i in range(len(rates))
+        ]
+        for sequence in self.sequences:
+            sequence.num_computed = 3
+        self.lengths: list[list[int]] = []
+        self.num_tokens = 0
+        self.elapsed_s = 0.0
+
+    def be_greedy(self, index: int) -> None:
+        """Put a greedy request in the place of one."""
+        old = self.sequences[index]
+        request = dataclasses.replace(old.request, params=SamplingParams(max_tokens=10**6, temperature=0.0))
+        self.sequences[index] = Sequence(request, tokens=tuple(old.tokens))
+        self.sequences[index].num_computed = old.num_computed
+
+    def step(self) -> None:
+        self.policy.plan(self.sequences)
+        lengths = [self.policy.max_drafts(sequence, MOST) for sequence in self.sequences]
+        accepted = [self._accepted(length, rate) for length, rate in zip(lengths, self.rates, strict=True)]
+        step_s = self.seconds(len(lengths), sum(lengths), max(lengths))
+        measured = step_s * self.random.lognormvariate(0, self.noise) * (20 if self.random.random() < 0.005 else 1)
+        entries = [Entry(sequence, 1, MOST, samples=True) for sequence in self.sequences]
+        drawn = [SequenceResult((5,) * (n + 1), length, n) for n, length in zip(accepted, lengths, strict=True)]
+        self.policy.observe(entries, drawn, measured)
+        for sequence, one in zip(self.sequences, drawn, strict=True):
+            sequence.advance(sequence.num_computed + one.num_accepted + 1, one.token_ids)
+            self.num_tokens += len(one.token_ids)
+        self.elapsed_s += step_s
+        self.lengths.append(lengths)
+
+    def run(self, num_steps: int) -> "World":
+        for _ in range(num_steps):
+            self.step()
+        return self
+
+    def _accepted(self, length: int, rate: float) -> int:
+        return next((n for n in range(length) if self.random.random() >= rate), length)
+
+    @property
+    def speed(self) -> float:
+        return self.num_tokens / self.elapsed_s
+
+    def share(self, length: int, sequence: int = 0, last: int = 300) -> float:
+        """How often a sequence got this length lately."""
+        return float(np.mean([lengths[sequence] == length for lengths in self.lengths[-last:]]))
+
+
+# -- what is chosen ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.7, 0.9])
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+def test_it_is_as_fast_as_the_best_static_length(num_sequences: int, rate: float) -> None:
+    rates = [rate] * num_sequences
+    static = [World(Fixed(length), on_cpu, rates).run(1200).speed for length in range(MOST + 1)]
+    dynamic = [World(DynamicLength(MOST), on_cpu, rates, seed=seed).run(1200).speed for seed in range(6)]
+    assert np.mean(dynamic) > 0.96 * max(static), "calibration and probes included"
+    assert max(static) > 1.15 * min(static), "the choice matters"
+
+
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_it_drafts_nothing_where_nothing_is_accepted_and_rows_cost(num_sequences: int) -> None:
+    world = World(DynamicLength(MOST), on_cpu, [0.0] * num_sequences).run(900)
+    assert world.share(0) > 0.97
+    assert 0 < sum(map(sum, world.lengths[-600:])) <= 600 / 90 * 2 * num_sequences, "a probe now and then"
+
+
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_it_drafts_all_it_may_where_all_is_accepted(num_sequences: int) -> None:
+    assert World(DynamicLength(MOST), on_cpu, [1.0] * num_sequences).run(600).share(MOST) > 0.97
+    assert np.mean(World(DynamicLength(MOST), free_rows, [0.5] * num_sequences).run(600).lengths[-300:]) > 3.3
+
+
+def dear_when_full(num_sequences: int, num_drafts: int, longest: int) -> float:
+    """A single sequence's drafts cost next to nothing; those of a full batch as much as its tokens."""
+    return 0.01 + 0.0001 * longest if num_sequences == 1 else 0.04 + 0.0025 * num_drafts
+
+
+def test_what_a_load_costs_is_not_taken_for_what_another_does() -> None:
+    policy = DynamicLength(MOST)
+    assert World(policy, dear_when_full, [0.7]).run(100).share(MOST, last=50) > 0.8
+    assert World(policy, dear_when_full, [0.7] * 16).run(400).share(0, last=300) > 0.9
+    assert World(policy, dear_when_full, [0.7]).run(50).share(MOST, last=50) > 0.8
+    assert World(policy, dear_when_full, [0.7] * 16).run(50).share(0, last=50) > 0.8
+
+
+def test_a_load_that_comes_by_is_not_calibrated_again() -> None:
+    policy = DynamicLength(MOST)
+    world = World(policy, dear_rows, [0.5] * 16).run(150)
+    world.sequences, world.rates = world.sequences[:12], world.rates[:12]
+    world.run(24)
+    tried = [lengths for lengths in world.lengths[-24:] if any(lengths)]
+    assert 1 <= len(tried) <= 5, "a few steps try other lengths, the others what pays at twice the load"
+    assert policy._cost(12).is_borrowed and not policy._cost(16).is_borrowed
+    assert not policy._cost(1).is_borrowed, "sixteen sequences say nothing of one"
+
+
+def test_rows_that_cost_as_much_as_tokens_are_not_drafted() -> None:
+    assert World(DynamicLength(MOST), dear_rows, [0.8] * 8).run(900).share(0) > 0.9
+
+
+def test_a_request_whose_drafts_are_accepted_gets_more_of_them() -> None:
+    worlds = [World(DynamicLength(MOST), by_rows, [0.95, 0.05, 0.05, 0.05], seed=seed) for seed in range(3)]
+    given = np.mean([world.run(900).lengths[-300:] for world in worlds], axis=(0, 1))
+    assert given[0] > 3
+    assert given[1:].max() < 1
+
+
+def test_what_drawn_drafts_are_worth_is_not_taken_for_greedy_ones() -> None:
+    policy = DynamicLength(MOST)
+    world = World(policy, on_cpu, [0.95, 0.05])
+    world.be_greedy(0)
+    world.run(400)
+    for sequence in world.sequences:
+        policy.forget(sequence.request.request_id)
+    new = world.run(12).lengths[-12:]
+    assert min(greedy for greedy, _ in new) >= 3, "a new greedy request begins with what the last ones came to"
+    assert max(drawn for _, drawn in new) <= 1
+
+
+def test_a_probe_goes_one_draft_beyond_what_pays() -> None:
+    """Rows are dear in a full batch: four drafts for four sequences each would cost half a step."""
+    world = World(DynamicLength(MOST), dear_beyond_five, [0.6] * 4).run(900)
+    assert world.share(1) > 0.9
+    assert {max(lengths) for lengths in world.lengths[-700:]} == {0, 1, 2}
+
+
+def test_it_notices_when_drafts_begin_to_be_accepted_and_when_they_cease() -> None:
+    world = World(DynamicLength(MOST), on_cpu, [0.0]).run(400)
+    assert world.share(0, last=100) > 0.95
+    world.rates = [1.0]
+    assert world.run(2500).share(MOST, last=100) > 0.9
+    world.rates = [0.0]
+    assert world.run(600).share(0, last=100) > 0.9
+
+
+def test_a_limit_is_kept_and_a_request_without_speculation_left_alone() -> None:
+    policy = DynamicLength(MOST)
+    World(policy, on_cpu, [1.0, 1.0]).run(100)
+    quiet = Sequence(Request("quiet", (1, 2), SamplingParams(speculate=False)), tokens=(1, 2, 3))
+    eager = Sequence(Request("eager", (1, 2), SamplingParams()), tokens=(1, 2, 3))
+    policy.plan([quiet, eager])
+    assert policy.max_drafts(quiet, 0) == 0
+    assert [policy.max_drafts(eager, wanted) for wanted in (0, 2, MOST)] == [0, 2, MOST]
+    policy.plan([quiet])
+    policy.plan([])
+
+
+def test_the_settings_choose() -> None:
+    assert isinstance(make_draft_length(DrafterConfig()), StaticLength)
+    assert isinstance(make_draft_length(DYNAMIC), DynamicLength)
+    sequence = Sequence(Request("a", (1, 2)), tokens=(1, 2))
+    assert StaticLength().max_drafts(sequence, 3) == 3
+
+
+# -- what is learned -----------------------------------------------------------------------------------------------
+
+
+def test_rates_are_shares_of_the_positions_that_were_reached() -> None:
+    rates = AcceptanceRates(3, keep=1.0)
+    for num_drafted, num_accepted in [(3, 3), (3, 0), (2, 2), (3, 1), (0, 0)] * 500:
+        rates.observe(num_drafted, num_accepted)
+    assert rates.blended() == pytest.approx([3 / 4, 2 / 3, 1.0], abs=0.01)
+    unknown = AcceptanceRates(3, keep=0.9)
+    assert unknown.blended([0.1, 0.2, 0.3]) == pytest.approx([0.1, 0.2, 0.3])
+    for _ in range(200):
+        unknown.observe(1, 1)
+    assert unknown.blended([0.1, 0.2, 0.3])[1:] == pytest.approx([0.2, 0.3])
+    for _ in range(200):
+        unknown.observe(1, 0)
+    assert unknown.blended([0.0, 0.2, 0.3])[0] < 0.01, "old rounds are forgotten"
+
+
+def test_the_cost_of_a_step_is_found_in_noisy_times() -> None:
+    generator = random.Random(0)
+    cost = StepCost()
+    for _ in range(1500):
+        longest = generator.randrange(5)
+        num_drafts = sum(generator.randint(0, longest) for _ in range(8))
+        context = generator.randrange(1000, 5000)
+        true = on_cpu(8, num_drafts, longest) + 1e-6 * context
+        cost.observe(Work(8, num_drafts, longest, context), true * generator.lognormvariate(0, 0.05))
+    longest = np.array([0, 1, 2, 2, 3, 3, 4])
+    drafts = range(len(longest))
+    expected = [on_cpu(8, count, int(most)) + 0.003 for count, most in zip(drafts, longest, strict=True)]
+    assert cost.seconds(8, drafts, longest, 3000) == pytest.approx(expected, rel=0.04)
+    before = cost.seconds(8, drafts, longest, 3000)
+    cost.observe(Work(8, 4, 1, 3000), 1000.0)
+    assert cost.seconds(8, drafts, longest, 3000) == pytest.approx(before, rel=0.05), "one hiccup is no cost"
+
+
+# -- in the engine -------------------------------------------------------------------------------------------------
+
+V, LENGTH, FIRST = 16, 7, 3
+
+
+def dynamic_engine(
+    folder: Path, table: torch.Tensor, drafter: Drafter, seconds: Seconds, **changes: Any
+) -> tuple[EngineCore, DynamicLength]:
+    """An engine over a table whose draft length is dynamic, and whose steps take as long as is said."""
+    engine = table_engine(folder, table, drafter, **changes)
+    policy = engine.scheduler.draft_length = DynamicLength(MOST)
+    observe = policy.observe
+
+    def timed(entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
+        assert 0 < step_s < 60
+        counts = [one.num_drafted for one in drawn if one is not None]
+        observe(entries, drawn, seconds(len(entries), sum(counts), max(counts, default=0)))
+
+    policy.observe = timed  # type: ignore[method-assign]
+    return engine, policy
+
+
+def alike(p: torch.Tensor) -> torch.Tensor:
+    return p.expand(V, V)
+
+
+@pytest.fixture(scope="module")
+def distributions() -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's distribution and the drafter's, after any token."""
+    logits = torch.randn(2, V, generator=torch.Generator().manual_seed(1)) * 1.2
+    p = logits[0].softmax(-1)
+    return p, 0.6 * p + 0.4 * logits[1].softmax(-1)
+
+
+def test_it_learns_the_acceptance_that_the_distributions_give(
+    tmp_path: Path, distributions: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    p, q = distributions
+    drafter = TableDrafter(alike(q), 3, vary=False)
+    engine, policy = dynamic_engine(tmp_path / "t", alike(p.log()), drafter, free_rows)
+    sample(engine, (FIRST,), 2000, 12)
+    truth = float(torch.minimum(p, q).sum())
+    assert policy._rates[False].blended()[:3] == pytest.approx([truth] * 3, abs=0.06)
+    assert not policy._requests
+
+
+class Spy(WeightlessDrafter):
+    """Says what it was asked for."""
+
+    def __init__(self, drafts: Callable[[Entry], list[int]]) -> None:
+        self.drafts = drafts
+        self.asked: list[int] = []
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        self.asked += [entry.max_drafts for entry in batch.entries if entry.sequence.num_output]
+        return DraftOutput.pack([self.drafts(entry)[: entry.max_drafts] for entry in batch.entries], PointMass())
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_engine_asks_for_all_or_nothing(tmp_path: Path, right: bool) -> None:
+    follows = torch.arange(1, V + 1) % V
+    table = torch.nn.functional.one_hot(follows, V).float().clamp(min=1e-30).log()
+    spy = Spy(lambda entry: [(entry.sequence.tokens[-1] + i + (1 if right else 2)) % V for i in range(MOST)])
+    engine, _ = dynamic_engine(tmp_path / "t", table, spy, on_cpu)
+    sample(engine, (FIRST,), 4, 400)
+    late = spy.asked[len(spy.asked) // 2 :]
+    assert np.mean([length == (MOST if right else 0) for length in late]) > 0.9
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "block"])
+def test_joint_distribution_with_lengths_that_adapt(tmp_path: Path, verifier: str) -> None:
+    table = torch.randn(V, V, generator=torch.Generator().manual_seed(1)) * 1.5
+    p = table.softmax(-1)
+    q = torch.where(torch.arange(V)[:, None] % 2 == 0, 0.5 * p + 0.5 * (-0.7 * table).softmax(-1), p.roll(1, -1))
+    drafter = TableDrafter(q, MOST, vary=False)
+    engine, _ = dynamic_engine(tmp_path / "t", table, drafter, on_cpu, verifier=verifier, max_num_seqs=64)
+    samples = sample(engine, (FIRST,), 20_000, LENGTH)
+    assert worst_window(samples, table.double().softmax(-1).numpy(), FIRST) < 5
+    stats = engine.take_stats()
+    assert 0 < stats.num_accepted < stats.num_drafted
+    assert len({*stats.drafted_per_position}) > 1, "lengths differed"
+
+
+def test_greedy_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    requests = [Request(f"r{i}", tuple(3 + (7 * i * j) % 41 for j in range(4 + 9 * i)), params) for i in range(1, 7)]
+
+    def texts(**drafter: Any) -> tuple[dict[str, list[int]], EngineCore]:
+        engine = tiny_engine(folder, drafter=DrafterConfig(num_draft_tokens=MOST, ngram_min=1, **drafter))
+        for request in requests:
+            engine.add(request)
+        return {key: answer.token_ids for key, answer in run(engine).items()}, engine
+
+    plain, _ = texts(kind="none")
+    adapted, engine = texts(kind="ngram", length="dynamic")
+    assert adapted == plain
+    assert engine.take_stats().num_accepted > 0
+    assert_idle(engine)
+    policy = engine.scheduler.draft_length
+    assert isinstance(policy, DynamicLength)
+    assert not policy._requests
+
+
+def test_what_is_kept_of_a_request_goes_with_it(tmp_path: Path) -> None:
+    engine = tiny_engine(write_tiny_model(tmp_path / "m", vocab_size=64), drafter=DYNAMIC)
+    policy = engine.scheduler.draft_length
+    assert isinstance(policy, DynamicLength)
+    engine.add(Request("a", (5, 6, 7), SamplingParams(max_tokens=50, ignore_eos=True)))
+    engine.step()
+    engine.step()
+    assert list(policy._requests) == ["a"]
+    engine.abort("a")
+    assert not policy._requests

@@ -1,0 +1,213 @@
+"""Who comes first: priority and age in the waiting line, and prompts that are computed beside running answers."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError, InvalidRequest
+from speculative.request import Request, SamplingParams
+from speculative.scheduling.request_queue import RequestQueue
+from speculative.state.batch import Batch
+from speculative.state.sequence import Sequence
+from tests.support.engines import NGRAM, NO_DRAFTS, settings, tiny_engine
+from tests.support.tiny_models import write_tiny_model
+
+AGEING_S = 10.0
+
+
+def sequence(name: str, priority: int = 0, arrived_at: float = 0.0, *, score_from: int | None = None) -> Sequence:
+    made = Sequence(Request(name, (1, 2, 3), seed=1, priority=priority, score_from=score_from))
+    made.arrived_at = arrived_at
+    return made
+
+
+def drain(line: RequestQueue) -> str:
+    """The names in the order in which they come."""
+    names = []
+    while (first := line.first) is not None:
+        names.append(first.request.request_id)
+        line.remove(first)
+    assert len(line) == 0 and list(line) == []
+    return "".join(names)
+
+
+def test_lower_comes_first_and_equals_as_they_came() -> None:
+    line = RequestQueue(AGEING_S)
+    for name, priority in zip("abcdef", (0, 5, -3, 0, 5, -100), strict=True):
+        line.append(sequence(name, priority))
+    assert "".join(one.request.request_id for one in line) == "fcadbe"
+    assert drain(line) == "fcadbe"
+
+
+def test_waiting_makes_up_for_priority() -> None:
+    line = RequestQueue(AGEING_S)
+    line.append(sequence("a", priority=2, arrived_at=0.0))  # stands where priority 0 would that came at 20 s
+    line.append(sequence("b", priority=0, arrived_at=19.9))
+    line.append(sequence("c", priority=0, arrived_at=20.1))
+    line.append(sequence("d", priority=-1, arrived_at=29.0))
+    assert drain(line) == "dbac"
+
+
+def test_nobody_starves_under_a_stream_of_earlier_ones() -> None:
+    """One place, and a request of priority 0 each second: who has priority 3 waits 30 s for it, not for ever."""
+    line = RequestQueue(AGEING_S)
+    line.append(sequence("low", priority=3, arrived_at=0.0))
+    for second in range(100):
+        line.append(sequence(f"s{second}", arrived_at=float(second)))
+        served = line.first
+        assert served is not None
+        line.remove(served)
+        if served.request.request_id == "low":
+            break
+    assert second == 30
+
+
+def test_who_was_running_comes_first_and_scoring_last() -> None:
+    line = RequestQueue(AGEING_S)
+    for name in "ab":
+        line.append(sequence(name, priority=-100))
+    line.append(sequence("s", priority=-100, score_from=1))
+    line.push_in(sequence("y", priority=50))  # the youngest makes way first
+    line.push_in(sequence("x", priority=50))
+    line.push_in(sequence("t", score_from=1))
+    assert drain(line) == "xyabts"
+
+
+def test_any_order_of_comings_and_goings() -> None:
+    generator = random.Random(20)
+    for _ in range(50):
+        line, here = RequestQueue(AGEING_S), list[Sequence]()
+        for number in range(60):
+            if here and generator.random() < 0.4:
+                line.remove(here.pop(generator.randrange(len(here))))
+            else:
+                here.append(sequence(str(number), generator.randint(-4, 4), generator.random() * 50))
+                line.append(here[-1])
+            assert len(line) == len(here)
+            assert list(line) == sorted(here, key=lambda one: one.arrived_at + AGEING_S * one.request.priority)
+
+
+@pytest.mark.parametrize("priority", [-101, 101])
+def test_a_priority_is_bounded(priority: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Request("a", (1,), priority=priority)
+    assert caught.value.field == "priority"
+
+
+@pytest.mark.parametrize("ageing_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_requests_must_age(ageing_s: float) -> None:
+    with pytest.raises(ConfigError, match="priority_ageing_s"):
+        settings(priority_ageing_s=ageing_s)
+
+
+# ---- in the engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("priorities"), max_position_embeddings=1024)
+
+
+class Steps:
+    """An engine's steps one by one: what was in each batch, and who emitted."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self.batches: list[Batch] = []
+        schedule = engine.scheduler.schedule
+
+        def noted() -> Batch | None:
+            batch = schedule()
+            if batch is not None:
+                self.batches.append(batch)
+            return batch
+
+        engine.scheduler.schedule = noted  # type: ignore[method-assign]
+
+    def step(self) -> Counter[str]:
+        """Tokens that each request emitted."""
+        emitted: Counter[str] = Counter()
+        for delta in self.engine.step():
+            assert delta.error is None
+            emitted[delta.request_id] += len(delta.token_ids)
+        return emitted
+
+    def rows(self) -> dict[str, int]:
+        """Rows of the latest batch, by request."""
+        return {
+            entry.sequence.request.request_id: entry.num_known + entry.max_drafts for entry in self.batches[-1].entries
+        }
+
+
+def request(name: str, num_prompt: int, **fields: Any) -> Request:
+    prompt = tuple((7 * index + len(name)) % 60 + 1 for index in range(num_prompt))
+    params = SamplingParams(max_tokens=fields.pop("max_tokens", 400), temperature=0, ignore_eos=True)
+    return Request(name, prompt, params, seed=1, **fields)
+
+
+@pytest.mark.parametrize("drafter", [NO_DRAFTS, NGRAM])
+@pytest.mark.parametrize("num_running", [1, 3, 7])
+def test_a_long_prompt_stalls_nobody(folder: Path, drafter: Any, num_running: int) -> None:
+    """While it is computed in chunks, every running answer gets a token in every step, and no step is larger than it
+    may be; and the prompt moves on in every step, whatever the others draft."""
+    budget, num_prompt = 48, 500
+    engine = tiny_engine(
+        folder, max_num_seqs=8, max_batched_tokens=budget, kv_cache_tokens=4096, drafter=drafter, prefix_caching=False
+    )
+    steps = Steps(engine)
+    names = [f"r{index}" for index in range(num_running)]
+    for name in names:
+        engine.add(request(name, 5))
+    while sum(steps.step().values()) < num_running:
+        pass
+    engine.add(request("long", num_prompt, max_tokens=2))
+    num_steps, computed = 0, 0
+    while True:
+        emitted = steps.step()
+        rows = steps.rows()
+        num_steps += 1
+        computed += rows["long"]
+        assert all(emitted[name] >= 1 for name in names), f"step {num_steps} left an answer without a token"
+        assert sum(rows.values()) <= budget
+        assert rows["long"] >= min(
+            budget - num_running * (1 + drafter.max_drafts), num_prompt - computed + rows["long"]
+        )
+        if emitted["long"]:
+            break
+    assert computed == num_prompt
+    assert num_steps > num_prompt // budget, "it did come in chunks"
+    least = budget - num_running * (1 + drafter.max_drafts)
+    assert num_steps <= -(-num_prompt // least), "and in no more than it must"
+
+
+def test_a_short_prompt_of_higher_priority_passes_a_long_one(folder: Path) -> None:
+    def steps_until_first(priority: int) -> int:
+        engine = tiny_engine(folder, max_batched_tokens=40, kv_cache_tokens=4096, prefix_caching=False)
+        steps = Steps(engine)
+        engine.add(request("long", 600))
+        steps.step()
+        engine.add(request("short", 9, priority=priority))
+        count = 1
+        while not steps.step()["short"]:
+            count += 1
+        return count
+
+    assert steps_until_first(-1) == 1, "it is computed in the very next step"
+    assert steps_until_first(0) > 600 // 40 - 2, "of equal priority, the older prompt comes first"
+
+
+def test_a_full_engine_admits_by_priority(folder: Path) -> None:
+    engine = tiny_engine(folder, max_num_seqs=1, prefix_caching=False)
+    steps = Steps(engine)
+    engine.add(request("running", 4, max_tokens=3))
+    steps.step()
+    for name, priority in (("late", 4), ("middle", 0), ("early", -4)):
+        engine.add(request(name, 4, priority=priority, max_tokens=1))
+    order: list[str] = []
+    while engine.has_work:
+        order += [name for name in steps.step() if name not in order]
+    assert order == ["running", "early", "middle", "late"]

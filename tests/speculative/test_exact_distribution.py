@@ -1,0 +1,288 @@
+"""Every verifier, enumerated: over all drafts, accept uniforms and draws it emits exactly the target's distribution.
+
+The verifiers are black boxes here. Where a coin or a draw changes the outcome is found by bisection, and the accept
+uniforms are integrated out; over a tiny vocabulary all drafts are enumerated, each with the probability it is drawn
+with."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
+from speculative.verification.block import verify_block
+from speculative.verification.coupled import verify_coupled
+from speculative.verification.draft_probs import Dense, PointMass
+from speculative.verification.token_wise import verify_token_wise
+from speculative.vocabulary.ops import VocabularyOps
+from tests.support.vocabulary import with_both_ops
+
+BISECTIONS = 60  # a float64 in (0, 1) is pinned down to its last bit
+VERIFIERS = {"token_wise": verify_token_wise, "block": verify_block}
+SIZES = [(2, 1), (2, 4), (3, 2), (3, 3), (4, 2), (4, 3)]
+
+
+class Distributions:
+    """Random p and q after every prefix of up to K tokens, with ties, zeros and equal rows among them."""
+
+    def __init__(self, vocab_size: int, num_drafts: int, seed: int, dtype: torch.dtype, kind: str) -> None:
+        self.vocab_size, self.num_drafts = vocab_size, num_drafts
+        random = np.random.default_rng(seed)
+        self.p: dict[tuple[int, ...], Tensor] = {}
+        self.q: dict[tuple[int, ...], Tensor] = {}
+        for length in range(num_drafts + 1):
+            for prefix in itertools.product(range(vocab_size), repeat=length):
+                p, q = random.dirichlet([0.7] * vocab_size), random.dirichlet([0.7] * vocab_size)
+                match kind:
+                    case "zeros":
+                        p[random.integers(vocab_size)] = 0
+                        q[random.integers(vocab_size)] = 0
+                    case "equal" if random.random() < 0.5:
+                        q = p
+                    case "greedy":
+                        p = np.eye(vocab_size)[random.integers(vocab_size)]
+                    case "chosen":
+                        q = np.eye(vocab_size)[random.integers(vocab_size)]
+                self.p[prefix] = torch.tensor(p / p.sum(), dtype=dtype)
+                self.q[prefix] = torch.tensor(q / q.sum(), dtype=dtype)
+
+    def paths(self) -> list[tuple[tuple[int, ...], float]]:
+        """Every draft that can be drawn, with its probability."""
+        found = []
+        for path in itertools.product(range(self.vocab_size), repeat=self.num_drafts):
+            chance = float(np.prod([float(self.q[path[:i]][path[i]]) for i in range(self.num_drafts)]))
+            if chance > 0:
+                found.append((path, chance))
+        return found
+
+    def joint(self) -> np.ndarray:
+        """[V] * (K + 1): the target's distribution of the next K + 1 tokens."""
+        size = (self.vocab_size,) * (self.num_drafts + 1)
+        joint = np.ones(size)
+        for tokens in itertools.product(range(self.vocab_size), repeat=self.num_drafts + 1):
+            joint[tokens] = np.prod([float(self.p[tokens[:i]][tokens[i]]) for i in range(self.num_drafts + 1)])
+        return joint
+
+
+def step_for(distributions: Distributions, paths: list[tuple[int, ...]], *, chosen: bool) -> VerifyInput:
+    """One entry per path, all in one packed step; accept uniforms and finals are filled in later."""
+    rows = distributions.num_drafts + 1
+    probs = torch.stack([distributions.p[path[:i]] for path in paths for i in range(rows)])
+    drafts = torch.tensor([[*path, -1] for path in paths]).reshape(-1)
+    entries = torch.arange(len(paths)).repeat_interleave(rows)
+    q = torch.stack([distributions.q[path[:i]] for path in paths for i in range(rows - 1)])
+    nothing = torch.full((len(paths) * rows,), 0.5, dtype=torch.float64)
+    return VerifyInput(
+        probs=probs,
+        draft_probs=PointMass() if chosen else Dense(q),
+        drafts=drafts,
+        packed=torch.arange(len(drafts)) - entries,
+        entries=entries,
+        offsets=torch.arange(rows).repeat(len(paths)),
+        first_rows=torch.arange(len(paths)) * rows,
+        counts=torch.full((len(paths),), rows - 1),
+        accept_uniforms=nothing,
+        sample_uniforms=nothing,
+        seeds=torch.zeros(len(drafts), dtype=torch.int64),
+        positions=torch.zeros(len(drafts), dtype=torch.int64),
+    )
+
+
+def threshold(happens: Callable[[Tensor], Tensor], count: int) -> Tensor:
+    """[count] the probability that something happens that happens for small uniforms, by bisection."""
+    low, high = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        yes = happens(middle)
+        low, high = torch.where(yes, middle, low), torch.where(yes, high, middle)
+    return high
+
+
+def is_block(verify: Verifier) -> bool:
+    return getattr(verify, "__name__", "") == "verify_block"
+
+
+def accepted_distribution(verify: Verifier, step: VerifyInput) -> Tensor:
+    """[E, K + 1] how likely each number of accepted drafts is, the accept uniforms integrated out."""
+    num_rows = int(step.counts[0]) + 1
+    survive, reject = 1e-300, 1 - 2.0**-53
+    block = is_block(verify)
+    chances = []  # per coin: the chance that it lets its draft pass
+    for draft in range(1, num_rows):
+        # Token-wise, the coin of draft i (row i - 1) matters when those before it pass; block takes the last that does.
+        coin = draft if block else draft - 1
+        others = step.accept_uniforms.clone().reshape(-1, num_rows)
+        others[:] = reject if block else survive
+
+        def passes(value: Tensor, coin: int = coin, draft: int = draft, others: Tensor = others) -> Tensor:
+            accept_uniforms = others.clone()
+            accept_uniforms[:, coin] = value
+            return verify(replace(step, accept_uniforms=accept_uniforms.reshape(-1))).num_accepted >= draft
+
+        # The block verifier may accept more than `draft` although its later accept uniforms say no: only where h is 1.
+        chances.append(threshold(passes, len(step.counts)))
+    distribution = torch.zeros((len(step.counts), num_rows), dtype=torch.float64)
+    rest = torch.ones(len(step.counts), dtype=torch.float64)
+    if block:
+        for accepted in range(num_rows - 1, 0, -1):
+            distribution[:, accepted] = rest * chances[accepted - 1]
+            rest = rest * (1 - chances[accepted - 1])
+        distribution[:, 0] = rest
+    else:
+        for accepted in range(num_rows - 1):
+            distribution[:, accepted] = rest * (1 - chances[accepted])
+            rest = rest * chances[accepted]
+        distribution[:, num_rows - 1] = rest
+    return distribution
+
+
+def final_distribution(verify: Verifier, step: VerifyInput, accepted: int) -> Tensor:
+    """[E, V] the distribution of the token after `accepted` drafts, where that many can be accepted."""
+    num_rows, vocab_size = int(step.counts[0]) + 1, step.probs.shape[1]
+    accept_uniforms = torch.full((len(step.counts), num_rows), 1 - 2.0**-53, dtype=torch.float64)
+    if is_block(verify):
+        accept_uniforms[:, accepted] = 1e-300
+    else:
+        accept_uniforms[:, :accepted] = 1e-300
+    base = replace(step, accept_uniforms=accept_uniforms.reshape(-1))
+
+    def run(value: Tensor) -> VerifyOutput:
+        return verify(replace(base, sample_uniforms=value.repeat_interleave(num_rows)))
+
+    up_to = [threshold(lambda value, y=y: run(value).token_ids <= y, len(step.counts)) for y in range(vocab_size)]
+    cumulative = torch.stack([torch.zeros_like(up_to[0]), *up_to], dim=1)
+    return cumulative.diff(dim=1)
+
+
+def emitted_joint(verify: Verifier, distributions: Distributions, *, chosen: bool) -> np.ndarray:
+    """The distribution of the next K + 1 tokens when this round is verified and the target goes on by itself."""
+    paths = distributions.paths()
+    step = step_for(distributions, [path for path, _ in paths], chosen=chosen)
+    counts = accepted_distribution(verify, step)
+    joint = np.zeros((distributions.vocab_size,) * (distributions.num_drafts + 1))
+    for accepted in range(distributions.num_drafts + 1):
+        tokens = final_distribution(verify, step, accepted)
+        for index, (path, chance) in enumerate(paths):
+            weight = chance * float(counts[index, accepted])
+            for token in range(distributions.vocab_size) if weight > 0 else ():
+                prefix = (*path[:accepted], token)
+                joint[prefix] += weight * float(tokens[index, token]) * continuation(distributions, prefix)
+    return joint
+
+
+def continuation(distributions: Distributions, prefix: tuple[int, ...]) -> np.ndarray | float:
+    """The target's distribution of what follows the prefix, up to K + 1 tokens."""
+    left = distributions.num_drafts + 1 - len(prefix)
+    distribution = np.ones((distributions.vocab_size,) * left)
+    for tokens in itertools.product(range(distributions.vocab_size), repeat=left):
+        whole = (*prefix, *tokens)
+        distribution[tokens] = np.prod(
+            [float(distributions.p[whole[:i]][whole[i]]) for i in range(len(prefix), len(whole))]
+        )
+    return distribution
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kind", ["random", "zeros", "equal", "greedy", "chosen"])
+@pytest.mark.parametrize(("vocab_size", "num_drafts"), SIZES)
+def test_emits_the_targets_distribution_in_float64(verifier: str, kind: str, vocab_size: int, num_drafts: int) -> None:
+    distributions = Distributions(
+        vocab_size, num_drafts, seed=vocab_size * 10 + num_drafts, dtype=torch.float64, kind=kind
+    )
+    for chosen in {False, kind == "chosen"}:
+        joint = emitted_joint(VERIFIERS[verifier], distributions, chosen=chosen)
+        assert np.abs(joint - distributions.joint()).max() <= 1e-12
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("kind", ["random", "zeros", "chosen"])
+@with_both_ops
+def test_emits_the_targets_distribution_in_float32(ops: VocabularyOps, verifier: str, kind: str) -> None:
+    distributions = Distributions(4, 3, seed=1, dtype=torch.float32, kind=kind)
+    joint = emitted_joint(getattr(ops, f"verify_{verifier}"), distributions, chosen=kind == "chosen")
+    assert np.abs(joint - distributions.joint()).max() <= 1e-6
+
+
+def test_block_never_accepts_fewer_than_token_wise() -> None:
+    gains = []
+    for num_drafts in (1, 2, 3):
+        distributions = Distributions(3, num_drafts, seed=num_drafts, dtype=torch.float64, kind="random")
+        paths = distributions.paths()
+        step = step_for(distributions, [path for path, _ in paths], chosen=False)
+        chances = np.array([chance for _, chance in paths])
+        lengths = [
+            float(chances @ (accepted_distribution(verify, step) @ torch.arange(num_drafts + 1.0).double()).numpy())
+            for verify in (verify_token_wise, verify_block)
+        ]
+        gains.append(lengths[1] / lengths[0])
+    assert gains[0] == pytest.approx(1)
+    assert gains[1] > 1.001
+    assert gains[2] > 1.001
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_what_it_expects_to_accept_is_what_it_accepts(verifier: str) -> None:
+    distributions = Distributions(3, 3, seed=5, dtype=torch.float64, kind="random")
+    paths = distributions.paths()
+    step = step_for(distributions, [path for path, _ in paths], chosen=False)
+    chances = torch.tensor([chance for _, chance in paths], dtype=torch.float64)
+    observed = (chances @ accepted_distribution(VERIFIERS[verifier], step)) @ torch.arange(4.0).double()
+    if verifier == "block":  # the sum of rho, whatever the accept uniforms
+        expected = chances @ verify_block(step).expected_accepted
+    else:  # what was expected depends on how far the accept uniforms let it come
+        expected = torch.zeros((), dtype=torch.float64)
+        distribution = accepted_distribution(verify_token_wise, step)
+        for accepted in range(4):
+            accept_uniforms = torch.full((len(paths), 4), 1 - 2.0**-53, dtype=torch.float64)
+            accept_uniforms[:, :accepted] = 1e-300
+            output = verify_token_wise(replace(step, accept_uniforms=accept_uniforms.reshape(-1)))
+            reached = distribution[:, accepted] > 0
+            expected += (chances * distribution[:, accepted])[reached] @ output.expected_accepted[reached]
+    assert float(expected) == pytest.approx(float(observed), abs=1e-12)
+
+
+def accept_too_often(step: VerifyInput) -> VerifyOutput:
+    return verify_token_wise(replace(step, accept_uniforms=step.accept_uniforms * 0.9))
+
+
+def test_the_method_sees_a_verifier_that_accepts_too_often() -> None:
+    distributions = Distributions(3, 2, seed=3, dtype=torch.float64, kind="random")
+    assert np.abs(emitted_joint(accept_too_often, distributions, chosen=False) - distributions.joint()).max() > 1e-3
+
+
+def test_the_method_sees_q_of_another_row() -> None:
+    distributions = Distributions(3, 2, seed=3, dtype=torch.float64, kind="random")
+
+    def shifted(step: VerifyInput) -> VerifyOutput:
+        assert isinstance(step.draft_probs, Dense)
+        return verify_token_wise(replace(step, draft_probs=Dense(step.draft_probs.probs.roll(1, 0))))
+
+    assert np.abs(emitted_joint(shifted, distributions, chosen=False) - distributions.joint()).max() > 1e-3
+
+
+def test_the_method_sees_drawn_drafts_read_as_chosen_ones() -> None:
+    # Lossless all the same (the draft is a function of something independent of the accept uniforms), but slower.
+    distributions = Distributions(3, 2, seed=4, dtype=torch.float64, kind="random")
+    joint = emitted_joint(verify_token_wise, distributions, chosen=True)
+    assert np.abs(joint - distributions.joint()).max() <= 1e-12
+
+
+def test_coupled_rows_draw_from_p_and_accept_what_agrees() -> None:
+    distributions = Distributions(4, 1, seed=7, dtype=torch.float64, kind="zeros")
+    count = 20_000
+    step = step_for(distributions, [(1,)] * count, chosen=True)
+    step = replace(step, seeds=torch.arange(count).repeat_interleave(2), positions=torch.tensor([5, 6]).repeat(count))
+    output = verify_coupled(step)
+    first = torch.where(output.num_accepted > 0, 1, output.token_ids)
+    p = distributions.p[()].numpy()
+    observed = np.bincount(first.numpy(), minlength=4) / count
+    assert observed[p == 0].sum() == 0
+    assert np.abs(observed - p).max() < 5 * np.sqrt(0.25 / count)
+    assert np.array_equal(output.num_accepted.numpy(), (first == 1).int().numpy())
+    after = distributions.p[(1,)].numpy()
+    bonus = output.token_ids[output.num_accepted == 1].numpy()
+    assert np.abs(np.bincount(bonus, minlength=4) / len(bonus) - after).max() < 5 * np.sqrt(0.25 / len(bonus))

@@ -1,0 +1,233 @@
+"""The distribution of whole continuations through the real `EngineCore.step`, over several rounds, with drafts out to
+deceive.
+
+Each test that passes has a twin that must not: the same run with one known fault put in.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deploy.audit.toy import LikeliestDrafter
+from speculative.drafting.base import DraftOutput, WeightlessDrafter
+from speculative.request import Request, SamplingParams
+from speculative.sampling.probs import draw
+from speculative.sampling.rng import Purpose, uniforms
+from speculative.state.batch import Batch
+from speculative.step import sampler
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.block import verify_block
+from speculative.verification.draft_probs import Dense, PointMass
+from speculative.verification.token_wise import verify_token_wise
+from tests.support.table_engine import TableDrafter, sample, sigmas, table_engine, worst_window
+
+V, LENGTH, COUNT, FIRST = 16, 7, 20_000, 3
+FIVE_SIGMA = 5.0
+
+
+def softmax(logits: Tensor) -> np.ndarray:
+    return logits.double().softmax(-1).numpy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("table") / "v16"
+
+
+@pytest.fixture(scope="module")
+def table() -> Tensor:
+    return torch.randn(V, V, generator=torch.Generator().manual_seed(1)) * 1.5
+
+
+def deceiving(table: Tensor) -> Tensor:
+    """A draft distribution that leans towards what the target does not want, and agrees with it elsewhere."""
+    p = table.softmax(-1)
+    wrong = (-0.7 * table).softmax(-1)
+    return torch.where(torch.arange(V)[:, None] % 2 == 0, 0.5 * p + 0.5 * wrong, p.roll(1, -1) * 0.3 + 0.7 * p)
+
+
+class ChosenDrafter(WeightlessDrafter):
+    """Chooses drafts badly: a function of the prefix, with loops so that the same draft comes round after round."""
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        return DraftOutput.pack(
+            [[(e.sequence.tokens[-1] + i) % 5 for i in range(min(e.max_drafts, 3))] for e in batch.entries],
+            PointMass(),
+        )
+
+
+DRAFTERS: dict[str, Callable[[Tensor], object]] = {
+    "drawn": lambda table: TableDrafter(deceiving(table), 3),
+    "chosen": lambda table: ChosenDrafter(),
+    "likeliest": LikeliestDrafter,
+    "ngram": lambda table: None,
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_joint_distribution_over_several_rounds(folder: Path, table: Tensor, verifier: str, drafter: str) -> None:
+    engine = table_engine(folder, table, DRAFTERS[drafter](table), verifier=verifier)  # type: ignore[arg-type]
+    samples = sample(engine, (FIRST,), COUNT, LENGTH)
+    assert worst_window(samples, softmax(table), FIRST) < FIVE_SIGMA
+    if drafter != "ngram":
+        stats = engine.take_stats()
+        assert stats.num_drafts > COUNT / 3  # rounds that speculated, and some of each outcome
+        assert 0 < stats.num_accepted < stats.num_drafted
+        assert abs(stats.expected_accepted - stats.num_accepted) < 5 * stats.num_drafted**0.5
+
+
+def test_joint_distribution_with_temperature_and_filters(folder: Path, table: Tensor) -> None:
+    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3))
+    samples = sample(engine, (FIRST,), COUNT, LENGTH, temperature=0.8, top_k=9, top_p=0.9)
+    distribution = softmax(table / 0.8)
+    order = np.argsort(-distribution, axis=-1, kind="stable")
+    for row, ranks in zip(distribution, order, strict=True):
+        row[ranks[9:]] = 0
+        share = row[ranks] / row.sum()
+        row[ranks[np.cumsum(share) - share >= 0.9]] = 0
+    distribution /= distribution.sum(-1, keepdims=True)
+    assert worst_window(samples, distribution, FIRST) < FIVE_SIGMA
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "block"])
+def test_distribution_over_a_wide_vocabulary(tmp_path: Path, verifier: str) -> None:
+    wide = 4096
+    random = torch.Generator().manual_seed(2)
+    # A heavy-tailed distribution: most of the mass on a few tokens, and thousands of rare ones.
+    table = (-1.1 * torch.arange(1, wide + 1).float().log())[torch.randperm(wide, generator=random)].repeat(wide, 1)
+    q = torch.randn(1, wide, generator=random).add(table[:1]).softmax(-1).repeat(wide, 1)
+    engine = table_engine(tmp_path / "wide", table, TableDrafter(q, 2, vary=False), verifier=verifier)
+    samples = sample(engine, (FIRST,), 8_000, 4)
+    distribution = softmax(table[:1])[0]
+    for position in range(4):
+        assert sigmas(samples[:, position : position + 1], distribution) < FIVE_SIGMA
+
+
+def test_mixed_batch_of_reproducible_and_other_requests_keeps_both_distributions(folder: Path, table: Tensor) -> None:
+    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3), verifier="block")
+    out: dict[str, list[int]] = {}
+    for number in range(COUNT):
+        params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, reproducible=number % 2 == 0)
+        engine.add(Request(str(number), (FIRST,), params, seed=number * 7919))
+    while engine.has_work:
+        for delta in engine.step():
+            out.setdefault(delta.request_id, []).extend(delta.token_ids)
+    for half in (0, 1):
+        samples = np.array([out[str(number)] for number in range(half, COUNT, 2)])
+        assert worst_window(samples, softmax(table), FIRST) < FIVE_SIGMA
+
+
+# -- known faults, each of which must be seen ----------------------------------------------------------------------
+
+
+def cross_round_coins(step: VerifyInput) -> VerifyInput:
+    """F6: accept uniforms keyed by position, so that a coin seen in one round comes again in the next."""
+    seeds, positions = (x.numpy().astype(np.uint64) for x in (step.seeds, step.positions))
+    zeros = np.zeros_like(seeds)
+    return replace(
+        step, accept_uniforms=torch.from_numpy(uniforms(seeds, positions, zeros, zeros + np.uint64(Purpose.COIN)))
+    )
+
+
+def shared_coin_and_residual(step: VerifyInput) -> VerifyInput:
+    """F6: one draw used for the coin and for the residual."""
+    return replace(step, sample_uniforms=step.accept_uniforms)
+
+
+def drafts_read_in_another_order(step: VerifyInput) -> VerifyInput:
+    """F4: q of another row."""
+    assert isinstance(step.draft_probs, Dense)
+    return replace(step, draft_probs=Dense(step.draft_probs.probs.roll(1, 0)))
+
+
+def other_temperature(step: VerifyInput) -> VerifyInput:
+    """F7: q is not the distribution the draft was drawn from."""
+    assert isinstance(step.draft_probs, Dense)
+    sharper = step.draft_probs.probs**1.3
+    return replace(step, draft_probs=Dense(sharper / sharper.sum(-1, keepdim=True)))
+
+
+def faulty(verify: Callable[[VerifyInput], VerifyOutput], fault: Callable[[VerifyInput], VerifyInput]):  # type: ignore[no-untyped-def]
+    return lambda step: verify(fault(step))
+
+
+def residual_from_p(step: VerifyInput) -> VerifyOutput:
+    """F8: after a rejection the token is drawn from p."""
+    output = verify_token_wise(step)
+    rows = step.first_rows + output.num_accepted
+    return replace(output, token_ids=draw(step.probs[rows], step.sample_uniforms[rows]))
+
+
+def argmax_match(step: VerifyInput) -> VerifyOutput:
+    """F8: greedy acceptance at T > 0."""
+    matches = step.drafts == step.probs.argmax(-1)
+    accepted = step.leading(matches)
+    rows = step.first_rows + accepted
+    return VerifyOutput(accepted, draw(step.probs[rows], step.sample_uniforms[rows]), accepted.float())
+
+
+def first_draft_unverified(step: VerifyInput) -> VerifyOutput:
+    """F12: the first draft is committed as it is."""
+    return verify_token_wise(
+        replace(step, accept_uniforms=torch.where(step.offsets == 0, 1e-300, step.accept_uniforms))
+    )
+
+
+FAULTS = {
+    "accept uniforms by position": ("likeliest", faulty(verify_block, cross_round_coins)),
+    "coin used again for the residual": ("drawn", faulty(verify_token_wise, shared_coin_and_residual)),
+    "q in another order": ("drawn", faulty(verify_token_wise, drafts_read_in_another_order)),
+    "q at another temperature": ("drawn", faulty(verify_token_wise, other_temperature)),
+    "residual drawn from p": ("drawn", residual_from_p),
+    "argmax match": ("drawn", argmax_match),
+    "first draft unverified": ("drawn", first_draft_unverified),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_method_sees_the_fault(folder: Path, table: Tensor, fault: str) -> None:
+    kind, verify = FAULTS[fault]
+    drafter = LikeliestDrafter(table) if kind == "likeliest" else TableDrafter(deceiving(table), 3, vary=False)
+    engine = table_engine(folder, table, drafter)
+    engine.sampler.verify = verify
+    samples = sample(engine, (FIRST,), COUNT, LENGTH)
+    assert worst_window(samples, softmax(table), FIRST) > FIVE_SIGMA
+
+
+def test_the_method_sees_draft_and_residual_sharing_noise(folder: Path, table: Tensor) -> None:
+    """F6: the residual draws with the uniform that drew the draft."""
+    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3, vary=False))
+    rounds = sampler.Sampler._verify_input
+
+    def shared(self: sampler.Sampler, layout: object, probs: Tensor, distribution: object) -> VerifyInput:
+        step = rounds(self, layout, probs, distribution)  # type: ignore[arg-type]
+        seeds = step.seeds.numpy().astype(np.uint64)
+        starts = (step.positions - step.offsets).numpy().astype(np.uint64)
+        offsets = step.offsets.numpy().astype(np.uint64)
+        draft_noise = uniforms(seeds, starts, offsets, np.full_like(seeds, Purpose.DRAFT))
+        return replace(
+            step, sample_uniforms=torch.where(step.judged, torch.from_numpy(draft_noise), step.sample_uniforms)
+        )
+
+    engine.sampler._verify_input = shared.__get__(engine.sampler)  # type: ignore[method-assign]
+    samples = sample(engine, (FIRST,), COUNT, LENGTH)
+    assert worst_window(samples, softmax(table), FIRST) > FIVE_SIGMA
+
+
+def test_drawn_drafts_that_forgot_their_distribution_are_lossless_but_slow(folder: Path, table: Tensor) -> None:
+    """F4: q never reaches the verifier. No test of the distribution can see it; acceptance does."""
+    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3))
+    forgetful = table_engine(folder, table, TableDrafter(deceiving(table), 3))
+    forgetful.sampler.verify = lambda step: verify_token_wise(replace(step, draft_probs=PointMass()))
+    rates = []
+    for one in (engine, forgetful):
+        assert worst_window(sample(one, (FIRST,), COUNT, LENGTH), softmax(table), FIRST) < FIVE_SIGMA
+        stats = one.take_stats()
+        rates.append(stats.num_accepted / stats.num_drafted)
+    assert rates[1] < 0.8 * rates[0]

@@ -1,0 +1,184 @@
+"""Small engines for tests, and what to compare them with: random tiny models, and hand-made Markov chains."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.weightless import LookupDrafter
+from speculative.engine import EngineCore
+from speculative.model.config import ModelConfig
+from speculative.model.decoder import Decoder
+from speculative.request import FinishReason, TokenDelta, TokenKind, TokenLogprobs
+
+NO_DRAFTS = DrafterConfig(kind="none")
+NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_max=4, ngram_min=1)
+
+
+def settings(**changes: Any) -> EngineConfig:
+    """Float32 on the CPU, small blocks, drafts wherever a token was seen before."""
+    small = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "max_batched_tokens": 64,
+        "kv_cache_tokens": 1024,
+        "block_size": 4,
+        "drafter": NGRAM,
+    }
+    return EngineConfig(**{**small, **changes})  # type: ignore[arg-type]
+
+
+def tiny_engine(folder: Path, **changes: Any) -> EngineCore:
+    """An engine over a checkpoint written by `write_tiny_model`."""
+    return EngineCore.load(folder, settings(**changes))
+
+
+def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), **changes: Any) -> EngineCore:
+    """An engine over `markov_decoder`."""
+    decoder = markov_decoder(next_token, eos=eos)
+    return EngineCore(decoder, decoder.config, settings(**changes))
+
+
+def markov_decoder(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), num_layers: int = 1) -> Decoder:
+    """A real decoder whose next token depends on the last one only; its layers add nothing.
+
+    `next_token` is a table of probabilities [V, V], or for every token the one that surely follows it.
+    """
+    table = torch.as_tensor(next_token)
+    if table.ndim == 1:
+        table = functional.one_hot(table, len(table)).float()
+    vocab_size = len(table)
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=vocab_size,
+        intermediate_size=2,
+        num_layers=num_layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        rms_norm_eps=1e-12,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+        eos_token_ids=eos,
+    )
+    decoder = Decoder(config, dtype=torch.float32, device=torch.device("cpu"))
+    for name, parameter in decoder.named_parameters():
+        parameter.fill_(1.0 if "norm" in name else 0.0)
+    decoder.embedding.copy_(torch.eye(vocab_size))
+    decoder.lm_head.weight.copy_(table.clamp(min=1e-30).log().T / vocab_size**0.5)  # the norm scales a one-hot by √V
+    return decoder
+
+
+@dataclass
+class Answer:
+    """What a request got, its deltas put together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    round_sizes: list[int] = field(default_factory=list)
+
+    def take(self, delta: TokenDelta) -> None:
+        assert self.finish_reason is None, "a delta after the last one"
+        assert len(delta.kinds) == len(delta.token_ids)
+        assert delta.num_accepted <= delta.num_drafted
+        self.token_ids += delta.token_ids
+        self.kinds += delta.kinds
+        self.logprobs += delta.logprobs or ()
+        self.num_drafted += delta.num_drafted
+        self.num_accepted += delta.num_accepted
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.finish_reason, self.stop_token_id, self.error = delta.finish_reason, delta.stop_token_id, delta.error
+        self.round_sizes.append(len(delta.token_ids))
+
+    @property
+    def values(self) -> list[float]:
+        """The logprob of every emitted token."""
+        return [entry.logprob for entry in self.logprobs]
+
+
+def run(engine: EngineCore, *, max_steps: int = 2000) -> dict[str, Answer]:
+    """Step until nothing moves any more; what every request got."""
+    answers: dict[str, Answer] = defaultdict(Answer)
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return answers
+        take(answers, engine.step())
+        assert_pool_is_whole(engine)
+    raise AssertionError(f"still at work after {max_steps} steps: {engine.usage()}")
+
+
+def take(answers: dict[str, Answer], deltas: Iterable[TokenDelta]) -> None:
+    """Add deltas to their answers."""
+    for delta in deltas:
+        answers[delta.request_id].take(delta)
+
+
+def live_sequences(engine: EngineCore) -> list[Any]:
+    """Every sequence the engine still knows."""
+    scheduler = engine.scheduler
+    return [*scheduler._running, *scheduler._waiting, *scheduler.held]
+
+
+def assert_pool_is_whole(engine: EngineCore) -> None:
+    """Every block is free or held, as often as sequences hold it; what is not computed yet is nobody else's."""
+    holders: dict[int, int] = defaultdict(int)
+    for sequence in live_sequences(engine):
+        for block in sequence.blocks:
+            holders[block] += 1
+    pool = engine.scheduler.pool
+    assert [holders[block] for block in range(pool.num_blocks)] == pool._holders
+    assert pool.num_free == sum(count == 0 for count in pool._holders)
+    for sequence in live_sequences(engine):
+        for block in sequence.blocks[sequence.num_computed // engine.config.block_size :]:
+            assert holders[block] == 1, "a block that will be written to is shared"
+
+
+def assert_idle(engine: EngineCore) -> None:
+    """Nothing is left of any request."""
+    assert not engine.has_work
+    assert not engine.held_ids
+    assert engine.usage().num_free_blocks == engine.usage().num_blocks
+    if isinstance(engine.drafter, LookupDrafter):
+        assert not getattr(engine.drafter.lookup, "_indexes", None)
+    assert_pool_is_whole(engine)
+
+
+@torch.inference_mode()
+def naive_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
+    """Logits [N, L, V] of whole sequences [N, L], without a cache: the forward pass one would write first."""
+    num_sequences, length = token_ids.shape
+
+    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.unflatten(0, (num_sequences, length)).transpose(1, 2) for x in (query, key, value))
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    positions = torch.arange(length).repeat(num_sequences)
+    hidden = decoder(token_ids.reshape(-1), positions, attend)
+    return decoder.logits(hidden).unflatten(0, (num_sequences, length))
+
+
+def decoder_of(engine: EngineCore) -> Decoder:
+    """The engine's target model."""
+    return engine.runner._decoder
+
+
+def teacher_forced(engine: EngineCore, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """Raw log-probabilities [len(output), V] at each position of `output`, from whole-sequence forward passes."""
+    logits = naive_logits(decoder_of(engine), torch.tensor([[*prompt, *output]]))[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)

@@ -1,0 +1,43 @@
+"""A worker of the bench without an engine behind it: it notes who was asked when, and fails when told to."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from deploy.bench.workers.channel import Ask, Meter, serve
+
+
+class Fake:
+    """Settings: name, log (a file), pause_s between tokens, fails_at (its how-manieth answer), dies (how it fails)."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._asked = 0
+        self.max_streams: int | None = settings.get("max_streams")
+        self.versions = {"fake": "1"}
+        if settings.get("fails_at") == 0:
+            raise ValueError("no such fake")
+
+    def run(self, ask: Ask) -> dict[str, Any]:
+        self._asked += 1
+        with Path(self._settings["log"]).open("a") as log:
+            log.write(f"{self._settings['name']} {ask.seed}\n")
+        if self._asked == self._settings.get("fails_at"):
+            if self._settings.get("dies"):
+                os.write(2, b"a last word\n")
+                os._exit(3)
+            raise RuntimeError("it would not")
+        meter = Meter(len(ask.prompts))
+        for number in range(ask.max_tokens):
+            time.sleep(self._settings.get("pause_s", 0.001))
+            for stream in range(len(ask.prompts)):
+                meter.emit(stream, [number])
+        return meter.sample() | {"environment": dict(os.environ)}
+
+    def processes(self) -> list[int]:
+        return [os.getpid()]
+
+
+if __name__ == "__main__":
+    serve(Fake)

@@ -1,0 +1,90 @@
+"""Replicas with a faulty engine, for tests only: the fault is there while a file is."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serve_app.backends.torch_backend import TorchBackend, load_engine
+from speculative.config import EngineConfig
+from speculative.engine import EngineCore
+from speculative.request import TokenDelta
+from speculative.state.batch import StepInput
+from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.draft_probs import PointMass
+from speculative.verification.token_wise import verify_token_wise
+
+_HELD_AT = 100  # tokens of an answer
+
+Fault = Callable[[EngineCore, Path], None]
+
+
+def accept_every_draft(engine: EngineCore, flag: Path) -> None:
+    """What is drafted is emitted, whatever the target says."""
+    right = engine.sampler.verify
+
+    def verify(step: VerifyInput) -> VerifyOutput:
+        if not flag.exists():
+            return right(step)
+        surely = step.probs.scatter(1, step.drafts.clamp(min=0)[:, None], 1.0)
+        return verify_token_wise(
+            replace(step, probs=torch.where(step.judged[:, None], surely, step.probs), draft_probs=PointMass())
+        )
+
+    engine.sampler.verify = verify
+
+
+def misplace_rounds_with_drafts(engine: EngineCore, flag: Path) -> None:
+    """Rounds with drafts are computed some positions further on; what they leave in the KV cache is wrong too."""
+    right = engine.runner.forward
+
+    def forward(layout: StepInput) -> Any:
+        wrong = flag.exists() and layout.draft_counts.any()
+        return right(replace(layout, positions=layout.positions + 9) if wrong else layout)
+
+    engine.runner.forward = forward  # type: ignore[method-assign]
+
+
+def slow_steps(engine: EngineCore, flag: Path) -> None:
+    """Every step takes longer: no fault of what is said, but time to do something meanwhile."""
+    right = engine.step
+
+    def step() -> list[TokenDelta]:
+        if flag.exists():
+            time.sleep(0.03)
+        return right()
+
+    engine.step = step  # type: ignore[method-assign]
+
+
+def hold_long_answers(engine: EngineCore, flag: Path) -> None:
+    """No step is made while a sequence has many tokens: its stream cannot end, however slow whoever watches it is."""
+    right = engine.step
+
+    def step() -> list[TokenDelta]:
+        if flag.exists() and any(sequence.num_output >= _HELD_AT for sequence in engine.scheduler._running):
+            time.sleep(0.01)
+            return []
+        return right()
+
+    engine.step = step  # type: ignore[method-assign]
+
+
+def with_fault(replica: Any, fault: Fault, flag: Path) -> Any:
+    """The deployment class with the fault in its engine."""
+
+    class Faulty(replica):  # type: ignore[misc]
+        def make_backend(self) -> TorchBackend:
+            def make(folder: Path, config: EngineConfig) -> EngineCore:
+                engine = load_engine(folder, config)
+                fault(engine, flag)
+                return engine
+
+            model, config = self._config.model, self._config.engine_config(self._pool)
+            return TorchBackend(model.source, model.served_name, config, make)
+
+    Faulty.__name__ = Faulty.__qualname__ = replica.__name__
+    return Faulty

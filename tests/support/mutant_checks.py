@@ -1,0 +1,306 @@
+"""What the offline suite asks of an engine, as functions that raise AssertionError where the answer is wrong.
+
+Each takes a `World`, which makes engines; the mutants' world puts its fault into every engine that is under test, and
+into none that only serves as a reference.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from deploy.audit.toy import LikeliestDrafter, tiny_engine
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams, TokenDelta
+from speculative.state.batch import Batch
+from speculative.step.runner import ModelRunner
+from speculative.verification.draft_probs import PointMass
+from tests.support.table_engine import TableDrafter, sample, table_engine, worst_window
+
+Install = Callable[[EngineCore], None]
+Check = Callable[["World"], None]
+LOOP = tuple([5, 9, 17, 33, 5, 9, 17, 33] * 3)
+PROMPTS = [LOOP, LOOP[:11], tuple(range(3, 40)), (7,) * 9, tuple(3 + (5 * i) % 23 for i in range(60))]
+GREEDY = SamplingParams(max_tokens=30, temperature=0, logprobs=3, ignore_eos=True)
+VOCABULARY = 16
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+@dataclass(frozen=True)
+class World:
+    """Makes engines over one tiny model, with a fault in those that are under test."""
+
+    folder: Path
+    install: Install = lambda engine: None
+
+    def engine(self, proposer: Drafter | None = None, *, faulty: bool = True, **config: object) -> EngineCore:
+        settings = {"dtype": "float32", "device": "cpu", "kv_cache_tokens": 4096, "prefix_caching": False}
+        settings["drafter"] = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_min=1)  # type: ignore[assignment]
+        engine = EngineCore.load(self.folder, EngineConfig(**{**settings, **config}))  # type: ignore[arg-type]
+        engine.drafter = proposer or engine.drafter
+        if faulty:
+            self.install(engine)
+        return engine
+
+    def plain(self, **config: object) -> EngineCore:
+        return self.engine(faulty=False, drafter=DrafterConfig(kind="none"), **config)
+
+    def table(self) -> tuple[EngineCore, torch.Tensor, torch.Tensor]:
+        """An engine over a table p with drafts drawn from another, q; both as probabilities."""
+        logits = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 1.5
+        p = logits.softmax(-1)
+        q = 0.5 * p + 0.5 * (-0.7 * logits).softmax(-1)
+        engine = table_engine(self.folder.parent / "table", logits, TableDrafter(q, 3, vary=False))
+        self.install(engine)
+        return engine, p, q
+
+
+def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, list[TokenDelta]]:
+    for request in requests:
+        engine.add(request)
+    return drain(engine)
+
+
+def drain(engine: EngineCore) -> dict[str, list[TokenDelta]]:
+    out: dict[str, list[TokenDelta]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            out.setdefault(delta.request_id, []).append(delta)
+    return out
+
+
+def tokens(deltas: Iterable[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def served(deltas: Iterable[TokenDelta]) -> list[float]:
+    return [entry.logprob for delta in deltas for entry in delta.logprobs or ()]
+
+
+def requests(params: SamplingParams) -> list[Request]:
+    return [Request(f"r{i}", prompt, params, seed=i) for i, prompt in enumerate(PROMPTS)]
+
+
+def assert_teacher_forced(world: World, request: Request, emitted: list[int], logprobs: list[float]) -> None:
+    """What was served equals what another engine says about the same tokens, without speculation."""
+    assert len(emitted) == len(logprobs)
+    whole = (*request.prompt_token_ids, *emitted)
+    (scores,) = run(world.plain(), [Request("score", whole, score_from=len(request.prompt_token_ids))])["score"]
+    assert scores.logprobs is not None
+    drift = max(abs(a - b.logprob) for a, b in zip(logprobs, scores.logprobs, strict=True))
+    assert drift < 1e-4, f"logprobs drifted by {drift:.3g} nats"
+
+
+# -- the checks ----------------------------------------------------------------------------------------------------
+
+
+@check
+def greedy_equals_plain(world: World) -> None:
+    """With every kind of parameter, drafted positions included."""
+    for params in (
+        GREEDY,
+        replace(GREEDY, frequency_penalty=0.3, bad_words=((9,),)),
+        replace(GREEDY, frequency_penalty=2, presence_penalty=1, repetition_penalty=1.3),
+        replace(GREEDY, allowed_token_ids=tuple(range(2, 40)), logit_bias=((5, 3.0),)),
+    ):
+        reference = run(world.plain(), requests(params))
+        for drafter in (None, OracleDrafter(reference)):
+            found = run(world.engine(drafter), requests(params))
+            for name in reference:
+                assert tokens(found[name]) == tokens(reference[name]), name
+
+
+class OracleDrafter(WeightlessDrafter):
+    """Drafts what is known to come, so that whole runs are accepted."""
+
+    def __init__(self, reference: dict[str, list[TokenDelta]]) -> None:
+        self.texts = {name: tokens(deltas) for name, deltas in reference.items()}
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        drafts = []
+        for entry in batch.entries:
+            text, said = self.texts[entry.sequence.request.request_id], entry.sequence.num_output
+            drafts.append(text[said : said + entry.max_drafts])
+        return DraftOutput.pack(drafts, PointMass())
+
+
+@check
+def logprobs_are_teacher_forced(world: World) -> None:
+    for params in (GREEDY, replace(GREEDY, temperature=1.0)):
+        for request in requests(params):
+            deltas = run(world.engine(), [request])[request.request_id]
+            assert all(delta.error is None for delta in deltas), deltas[-1].error
+            assert_teacher_forced(world, request, tokens(deltas), served(deltas))
+
+
+@check
+def logprobs_hold_near_the_length_limit(world: World) -> None:
+    for room in range(1, 9):
+        engine = world.engine(max_model_len=len(LOOP) + 12 + room)
+        request = Request("r", LOOP, replace(GREEDY, max_tokens=200))
+        deltas = run(engine, [request])["r"]
+        assert len(tokens(deltas)) == 12 + room
+        assert_teacher_forced(world, request, tokens(deltas), served(deltas))
+
+
+@check
+def logprobs_hold_after_a_handoff_into_a_used_slot(world: World) -> None:
+    prefill, decode = world.engine(), world.engine(max_num_seqs=1)
+    for request in requests(GREEDY):
+        prefill.add(request, prefill_only_after=1)
+    first = drain(prefill)
+    for request in requests(GREEDY):
+        decode.insert(request, prefill.export(request.request_id))
+        rest = drain(decode)[request.request_id]
+        deltas = [*first[request.request_id], *rest]
+        assert_teacher_forced(world, request, tokens(deltas), served(deltas))
+
+
+@check
+def scored_ids_agree_with_the_most_likely(world: World) -> None:
+    params = replace(GREEDY, temperature=0.8, top_k=10, logprobs=10, logprob_token_ids=tuple(range(64)))
+    for mode in ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"):
+        for delta in run(world.engine(logprobs_mode=mode), [Request("r", LOOP, params, seed=1)])["r"]:
+            assert delta.error is None, delta.error
+            for entry in delta.logprobs or ():
+                scored = dict(entry.scored)
+                assert scored[entry.token_id] == entry.logprob
+                assert all(scored[token] == value for token, value in entry.top)
+
+
+@check
+def every_token_has_its_entry(world: World) -> None:
+    for delta in run(world.engine(), [Request("r", LOOP, GREEDY)])["r"]:
+        assert delta.error is None, delta.error
+        assert delta.logprobs is not None
+        assert [entry.token_id for entry in delta.logprobs] == list(delta.token_ids)
+
+
+@check
+def raw_logprobs_ignore_the_parameters(world: World) -> None:
+    params = replace(GREEDY, temperature=2.5, top_k=5, logprobs=0)
+    request = Request("r", LOOP, params, seed=4)
+    deltas = run(world.engine(), [request])["r"]
+    assert all(delta.error is None for delta in deltas), deltas[-1].error
+    assert_teacher_forced(world, request, tokens(deltas), served(deltas))
+
+
+@check
+def the_joint_distribution_is_the_targets(world: World) -> None:
+    engine, p, _ = world.table()
+    assert worst_window(sample(engine, (3,), 12_000, 6), p.double().numpy(), 3) < 5
+
+
+@check
+def the_joint_distribution_holds_for_likely_runs(world: World) -> None:
+    engine, p, _ = world.table()
+    engine.drafter = LikeliestDrafter(p)
+    assert worst_window(sample(engine, (3,), 12_000, 7), p.double().numpy(), 3) < 5
+
+
+@check
+def acceptance_is_what_p_and_q_allow(world: World) -> None:
+    """The first draft of a round survives with probability sum of min(p, q)."""
+    engine, p, q = world.table()
+    out = sample(engine, (3,), 6_000, 6)
+    stats = engine.take_stats()
+    states = torch.from_numpy(out[:, :-3]).reshape(
+        -1
+    )  # where rounds begin, roughly: the chain is near its mean distribution
+    achievable = float(torch.minimum(p, q).sum(-1)[states].mean())
+    observed = stats.accepted_per_position[0] / stats.drafted_per_position[0]
+    assert observed > 0.9 * achievable, f"accepted {observed:.2f} of {achievable:.2f}"
+
+
+@check
+def prompt_logprobs_are_teacher_forced(world: World) -> None:
+    prompt = tuple(3 + (7 * i) % 41 for i in range(53))
+    (reference,) = run(world.plain(), [Request("s", prompt, score_from=1)])["s"]
+    params = SamplingParams(max_tokens=2, prompt_logprobs=2)
+    engine = world.engine(max_num_seqs=2, max_batched_tokens=16)
+    reported = run(engine, [Request("r", prompt, params)])["r"][0].prompt_logprobs
+    assert reported is not None
+    assert reference.logprobs is not None
+    drift = max(abs(a.logprob - b.logprob) for a, b in zip(reported, reference.logprobs, strict=True))
+    assert drift < 1e-4
+
+
+@check
+def preemption_changes_nothing(world: World) -> None:
+    params = replace(GREEDY, max_tokens=60, frequency_penalty=0.8, repetition_penalty=1.2)
+    reference = run(world.plain(), requests(params))
+    engine = world.engine(kv_cache_tokens=192, max_model_len=160, max_num_seqs=4)
+    found = run(engine, requests(params))
+    assert engine.take_stats().num_preemptions > 0
+    for name in reference:
+        assert tokens(found[name]) == tokens(reference[name]), name
+
+
+@check
+def drafts_go_on_from_the_prefix_cache(world: World) -> None:
+    """What a drafter keeps of a shared prefix changes no token that is emitted, only how many of its drafts survive."""
+    prompt = tuple(3 + (7 * i) % 41 for i in range(50))
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    rounds = []
+    for caching in (False, True):
+        engine = tiny_engine(own_drafts=True, prefix_caching=caching)
+        if caching:
+            world.install(engine)
+        run(engine, [Request("first", prompt, params)])
+        again = run(engine, [Request("again", prompt, params)])["again"]
+        assert (again[-1].num_cached_tokens > 0) == caching
+        rounds.append([(delta.token_ids, delta.num_drafted, delta.num_accepted) for delta in again])
+    assert rounds[0] == rounds[1]
+
+
+@check
+def a_row_of_nan_fails_its_request_alone(world: World) -> None:
+    engine = world.engine()
+    logits = ModelRunner.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        rows = logits(engine.runner, hidden)
+        rows[0] = torch.nan
+        return rows
+
+    engine.runner.logits = poisoned  # type: ignore[method-assign]
+    params = replace(GREEDY, logprobs=None)  # with logprobs their contract would see it too
+    engine.add(Request("bad", LOOP, params))
+    engine.add(Request("good", LOOP[:11], params))
+    first = {delta.request_id: delta for delta in engine.step()}
+    assert first["bad"].error is not None
+    assert first["bad"].token_ids == ()
+    assert first["good"].error is None
+
+
+@check
+def unseeded_requests_differ(world: World) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.3)
+    found = run(world.engine(), [Request(f"r{i}", LOOP, params) for i in range(16)])
+    assert len({tuple(tokens(deltas)) for deltas in found.values()}) == 16
+
+
+@check
+def nothing_follows_a_stop(world: World) -> None:
+    said = run(world.plain(), [Request("r", LOOP, replace(GREEDY, frequency_penalty=2))])
+    reference = tokens(said["r"])
+    for token in dict.fromkeys(reference):
+        params = replace(GREEDY, frequency_penalty=2, stop_token_ids=(token,))
+        deltas = run(world.engine(OracleDrafter(said)), [Request("r", LOOP, params)])["r"]
+        assert tokens(deltas) == reference[: reference.index(token) + 1]
+        assert deltas[-1].stop_token_id == token
+
+
+@check
+def speculation_stays_on_while_logprobs_are_asked_for(world: World) -> None:
+    engine = world.engine()
+    run(engine, [Request("r", LOOP, GREEDY)])
+    assert engine.take_stats().num_drafted > 0

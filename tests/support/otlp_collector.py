@@ -1,0 +1,71 @@
+"""Test helper: a tiny OTLP/HTTP receiver that keeps the spans it is sent."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+@dataclass(frozen=True)
+class Span:
+    """What the collector was reported of one span."""
+
+    name: str
+    span_id: str
+    parent_id: str
+    resource: dict[str, str]
+    attributes: dict[str, Any]
+
+    @property
+    def replica(self) -> str:
+        return self.resource["service.instance.id"]
+
+
+@dataclass
+class Collector:
+    """The spans of every trace: by trace, by name."""
+
+    url: str = ""
+    spans: dict[str, dict[str, Span]] = field(default_factory=dict)
+
+    def take(self, body: bytes) -> None:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            about = {one.key: one.value.string_value for one in resource.resource.attributes}
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                attributes = {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+                reported = Span(span.name, span.span_id.hex(), span.parent_span_id.hex(), about, attributes)
+                self.spans.setdefault(span.trace_id.hex(), {})[span.name] = reported
+
+
+@contextlib.contextmanager
+def running_collector() -> Iterator[Collector]:
+    """One that listens on this machine."""
+    kept = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version: ClassVar[str] = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            kept.take(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    kept.url = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield kept
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)

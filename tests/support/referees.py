@@ -1,0 +1,220 @@
+"""Referees, replayers and jobs that tests of several rooms share."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_app.backends.base import Prefilled, Replayed
+from serve_app.backends.fake import FakeBackend, FakeConfig
+from serve_app.deployments import replica as replica_module
+from serve_app.deployments import stream_router
+from serve_app.deployments.stream_router import DecodeWorker
+from serve_app.integrity.breaker import BreakerState, Mode
+from serve_app.integrity.dumps import DumpFolder
+from serve_app.integrity.heartbeat import Orders, ReplicaStatus, Report
+from serve_app.integrity.referee import Referee, RefereeSettings
+from serve_app.integrity.replays import ReplayJob, Verdict
+from serve_app.integrity.verdicts import Checked
+from serve_app.streams.resuming import Streamed
+from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
+from serve_app.telemetry.tracing import Tracing
+from serve_app.weights.desired_state import CONFIGURED, DesiredState
+from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
+
+NUM_TOKENS = 20
+RIGHT = ReplayedToken(0.5, 0.5, 0.7, 0.7, 0.0, 0.0)
+
+
+class Replayer:
+    """Gives served logprobs back, moved by `drift`, with distribution rows of a test's choosing; may stand still or
+    fail."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+        self.drift = 0.0
+        self.row: Callable[[int], ReplayedToken | None] = lambda _: RIGHT
+        self.open = asyncio.Event()
+        self.open.set()
+        self.fails = False
+        self.refuses: Exception | None = None
+
+    async def __call__(self, request: Request) -> Replayed:
+        self.asked.append(request)
+        await self.open.wait()
+        if self.fails:
+            raise RuntimeError("the replica is gone")
+        if self.refuses is not None:
+            raise self.refuses
+        assert request.score_from is not None
+        count = len(request.prompt_token_ids) - request.score_from
+        rows = [self.row(index) for index in range(count)]
+        distribution = tuple(row for row in rows if row is not None) or None
+        return Replayed((-1.0 + self.drift,) * count, distribution, "p9")
+
+
+class Court:
+    """A running referee and what surrounds it."""
+
+    def __init__(self, tmp_path: Path, **settings: Any) -> None:
+        self.replayer = Replayer()
+        self.sink = PrometheusSink()
+        self.now = 1000.0
+        self.folder = tmp_path / "dumps"
+        self.referee = Referee(
+            self.replayer,
+            Metrics([self.sink], model_name="tiny", pool="prefill"),
+            RefereeSettings(num_draft_tokens=4, **settings),
+            DumpFolder(self.folder, 10, 10**7),
+            clock=lambda: self.now,
+        )
+
+    def hear(
+        self, replica: str = "r1", *, since: float = 0.0, state: BreakerState = BreakerState.CLOSED, **changes: Any
+    ) -> Orders:
+        status = ReplicaStatus(replica, "decode", state, Mode.AUTO, since, "")
+        return self.referee.hear(Report(status, MetricBatch(replica), **changes))
+
+    async def dump(self, pattern: str) -> Path:
+        """The one dump of that name, which a thread writes; until it is whole it has another suffix."""
+        async with asyncio.timeout(30):
+            while not (found := list(self.folder.glob(f"{pattern}.json"))):
+                await asyncio.sleep(0.01)
+        (path,) = found
+        return path
+
+    def value(self, name: str, **labels: str) -> float:
+        families = text_string_to_metric_families(self.sink.exposition()[0].decode())
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+def served(number: int = 0, **changes: Any) -> ReplayJob:
+    fields: dict[str, Any] = {
+        "began_at": 10.0,
+        "token_ids": tuple(range(NUM_TOKENS)),
+        "logprobs": (-1.0,) * NUM_TOKENS,
+        "kinds": (TokenKind.FIRST,) + (TokenKind.ACCEPTED,) * (NUM_TOKENS - 1),
+        "rounds_since_handoff": (None, *range(NUM_TOKENS - 1)),
+        "preempted": (False,) * NUM_TOKENS,
+        "num_drafted": 30,
+        "prefilled_by": "p1",
+        "max_model_len": NUM_TOKENS + 6,
+    }
+    params = changes.pop("params", SamplingParams(temperature=1.0))
+    request = Request(f"cmpl-{number}-0", (1, 2, 3), params)
+    return job(request.request_id, **({"request": request} | fields | changes))
+
+
+CLIENT: ContextVar[str] = ContextVar("CLIENT", default="nobody")
+
+
+class Method:
+    """A method of a fake handle."""
+
+    def __init__(self, remote: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.remote = remote
+
+
+class RefereeHandle:
+    """A referee that is some way off: a report comes at once, and is heard and answered when `far` lets it."""
+
+    def __init__(self) -> None:
+        self.referee = Referee(None, Metrics([], model_name="fake", pool="decode"), RefereeSettings())  # type: ignore[arg-type]
+        self.far = (asyncio.Event(), asyncio.Event())  # the way there, the way back
+        for way in self.far:
+            way.set()
+        self.reports: list[Report] = []
+        self.callers: list[str] = []
+        self.jobs: list[ReplayJob] = []
+        self.report, self.check = Method(self._report), Method(self._check)
+        self.wanted_weights = Method(self._wanted)
+
+    def options(self, **_: Any) -> "RefereeHandle":
+        return self
+
+    async def _report(self, report: Report) -> Orders:
+        self.callers.append(CLIENT.get())
+        there, back = self.far
+        await there.wait()
+        self.reports.append(report)
+        orders = self.referee.hear(report)
+        await back.wait()
+        return orders
+
+    async def _check(self, job: ReplayJob, reported: object) -> Checked:
+        self.jobs.append(job)
+        return Checked(Verdict.VERIFIED)
+
+    async def _wanted(self) -> DesiredState:
+        return DesiredState(CONFIGURED)
+
+    def counted(self, name: str) -> float:
+        """The sum of a counter over all that was reported."""
+        batches: list[MetricBatch] = [report.batch for report in self.reports]
+        return sum(
+            value for batch in batches for (metric, _), value in batch.counters.items() if metric == f"truespec_{name}"
+        )
+
+
+class Worker(DecodeWorker):
+    """A decode replica with fake engines, one of them for prompts."""
+
+    def make_backend(self) -> FakeBackend:
+        return FakeBackend(FakeConfig())
+
+    async def _ask_prefill(self, request: Request, first_token: bool) -> Prefilled:
+        other = FakeBackend(FakeConfig())
+        prefilled = await other.prefill(request, first_token=first_token)
+        return Prefilled(prefilled.deltas, prefilled.handoff, "prefill-1")
+
+    async def ask(self, request: Request) -> list[Streamed]:
+        """What the router gets."""
+        return [streamed async for streamed in self.stream([request], {}, None)]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def referee(monkeypatch: pytest.MonkeyPatch) -> RefereeHandle:
+    handle = RefereeHandle()
+    replica = SimpleNamespace(app_name="app", replica_tag="decode-1")
+    monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: replica)
+    monkeypatch.setattr(replica_module.serve, "get_deployment_handle", lambda *_: handle)
+    monkeypatch.setattr(replica_module, "observe", lambda *_: Tracing())
+    monkeypatch.setattr(replica_module, "RaySink", lambda: SimpleNamespace(count=_no, gauge=_no, observe=_no))
+    monkeypatch.setattr(stream_router, "adopt", _no)
+    monkeypatch.setattr(replica_module, "REPORT_EVERY_S", 3600.0)
+    monkeypatch.setattr(gc, "freeze", _no)
+    return handle
+
+
+def _no(*_: object) -> None:
+    """In the place of what reaches further than a test may."""
+
+
+def job(request_id: str, began_at: float = 10.0, replica: str = "r1", **changes: Any) -> ReplayJob:
+    fields: dict[str, Any] = {
+        "request": Request(request_id, (1, 2, 3)),
+        "replica": replica,
+        "prefilled_by": "",
+        "began_at": began_at,
+        "max_model_len": 64,
+        "token_ids": (4, 5),
+        "logprobs": (-1.0, -2.0),
+        "kinds": (TokenKind.FIRST, TokenKind.BONUS),
+        "rounds_since_handoff": (None, None),
+        "preempted": (False, False),
+    }
+    fields |= changes
+    first = fields["prefilled_by"] or fields["replica"]  # the first token is what a prefill emits
+    fields.setdefault("made_by", (first, *[fields["replica"]] * (len(fields["token_ids"]) - 1)))
+    return ReplayJob(**fields)

@@ -1,0 +1,312 @@
+"""What each alert is tested on: series, the time at which it is looked at, and what fires then.
+
+Series are promtool's: `a+bxn` is a, then n values each b more, one a minute; `_xn` is n minutes without a value.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dashboards.rules import ALERTS
+
+_COMMON = {"job": "truespec", "model_name": "tiny"}
+
+
+@dataclass(frozen=True)
+class Fires:
+    """An alert that is expected, with the labels it has beside the common ones."""
+
+    summary: str
+    labels: dict[str, str] = field(default_factory=dict)
+    common: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """One situation."""
+
+    alert: str
+    what: str
+    series: dict[str, str]
+    at: str
+    fires: Fires | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a test file of promtool has it."""
+        alert = next(alert for alert in ALERTS if alert.name == self.alert).as_dict()
+        expected = []
+        if self.fires is not None:
+            labels = alert["labels"] | (_COMMON if self.fires.common else {}) | self.fires.labels
+            annotations = alert["annotations"] | {"summary": self.fires.summary}
+            expected.append({"exp_labels": labels, "exp_annotations": annotations})
+        return {
+            "name": f"{self.alert}: {self.what}",
+            "interval": "1m",
+            "input_series": [{"series": _selector(name), "values": values} for name, values in self.series.items()],
+            "alert_rule_test": [{"eval_time": self.at, "alertname": self.alert, "exp_alerts": expected}],
+        }
+
+
+def _selector(name: str) -> str:
+    """`accepted_tokens_total` or `handoffs_total result=ok`, with the prefix and the common labels."""
+    metric, *pairs = name.split()
+    labels = {**_COMMON, "pool": "decode", **dict(pair.split("=", 1) for pair in pairs)}
+    inside = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    return f"truespec_{metric}{{{inside}}}"
+
+
+def _acceptance(drafted: str, accepted: str) -> dict[str, str]:
+    return {"draft_tokens_total": drafted, "accepted_tokens_total": accepted}
+
+
+def _expected(accepted: float, expected: float, rounds: int) -> dict[str, str]:
+    """Two hours of `rounds` rounds of 4 drafts a minute."""
+    return {
+        "drafts_total": f"0+{rounds}x120",
+        "draft_tokens_total": f"0+{4 * rounds}x120",
+        "accepted_tokens_total": f"0+{accepted * rounds}x120",
+        "expected_accepted_tokens_total": f"0+{expected * rounds}x120",
+    }
+
+
+def _replayed(tokens: float, excess: float) -> dict[str, str]:
+    return {
+        "replay_tokens_total stratum=handoff_0": f"0+{tokens}x120",
+        "replay_tme_excess_total stratum=handoff_0": f"0+{excess}x120",
+    }
+
+
+def _results(metric: str, **a_minute: float) -> dict[str, str]:
+    return {f"{metric} {label.replace('__', '=')}": f"0+{rate}x60" for label, rate in a_minute.items()}
+
+
+def _first_tokens(within_1_s: int, within_5_s: int, within_10_s: int) -> dict[str, str]:
+    counts = {"1": within_1_s, "5": within_5_s, "10": within_10_s, "+Inf": within_10_s}
+    return {f"time_to_first_token_seconds_bucket le={le}": f"0+{count}x60" for le, count in counts.items()}
+
+
+def _event_cases() -> Iterator[Case]:
+    """Alerts on a single event: counted from 0, or, as Ray's agent exports it, from the first event on."""
+    events = {
+        "TruespecReplayAlarm": (
+            "replay_alarms_total alarm=drift stratum=bonus",
+            "Replays of tiny raised the alarm drift in stratum bonus.",
+            {"alarm": "drift", "stratum": "bonus"},
+        ),
+        "TruespecLogprobViolations": (
+            "logprob_violations_total kind=mass",
+            "Logprobs of tiny broke the rule mass.",
+            {"kind": "mass"},
+        ),
+        "TruespecInvariantViolations": (
+            "selfcheck_violations_total kind=q_zero",
+            "A step of tiny broke the invariant q_zero.",
+            {"kind": "q_zero"},
+        ),
+        "TruespecSelfCheckAlarm": (
+            "selfcheck_alarms_total check=f",
+            "Self-check f of tiny raised an alarm.",
+            {"check": "f"},
+        ),
+    }
+    for alert, (series, summary, labels) in events.items():
+        fires = Fires(summary, labels)
+        yield Case(alert, "one event", {series: "0x30 1x60"}, "35m", fires)
+        yield Case(alert, "the first event of a series", {series: "_x30 1x60"}, "35m", fires)
+        yield Case(alert, "an event after a restart", {series: "7x30 0x3 1x60"}, "36m", fires)
+        yield Case(alert, "nothing happened", {series: "0x90"}, "35m")
+        yield Case(alert, "an event of long ago", {series: "0x5 1x90"}, "35m")
+        yield Case(alert, "an event of long ago, and a gap in scraping", {series: "1x30 _x10 1x60"}, "53m")
+
+
+CASES: tuple[Case, ...] = (
+    Case(
+        "TruespecAcceptanceBelowItsRecentLevel",
+        "from 60 % to 10 %",
+        _acceptance("0+400x600", "0+240x420 100840+40x180"),
+        "7h40m",
+        Fires("Acceptance of tiny fell to 10%, below 70 % of its level of the last hours."),
+    ),
+    Case(
+        "TruespecAcceptanceBelowItsRecentLevel",
+        "from 60 % to 50 %",
+        _acceptance("0+400x600", "0+240x420 101000+200x180"),
+        "7h40m",
+    ),
+    Case(
+        "TruespecAcceptanceBelowItsRecentLevel",
+        "too few drafts to tell",
+        _acceptance("0+10x600", "0+6x420 2521+1x180"),
+        "7h40m",
+    ),
+    Case("TruespecAcceptanceBelowItsRecentLevel", "no past", _acceptance("0+400x60", "0+4x60"), "1h"),
+    Case(
+        "TruespecAcceptanceNotAsExpected",
+        "a quarter more than expected",
+        _expected(2.0, 1.6, rounds=100),
+        "1h30m",
+        Fires("tiny accepts other than its own probabilities say (z = 15.49)."),
+    ),
+    Case("TruespecAcceptanceNotAsExpected", "within chance", _expected(1.62, 1.6, rounds=100), "1h30m"),
+    Case("TruespecAcceptanceNotAsExpected", "too few rounds to tell", _expected(2.0, 1.6, rounds=2), "1h30m"),
+    Case("TruespecAcceptanceNotAsExpected", "rounding of many", _expected(1.601, 1.6, rounds=1_000_000), "1h30m"),
+    Case(
+        "TruespecTmeHigh",
+        "a tenth too high",
+        _replayed(tokens=20, excess=2),
+        "1h30m",
+        Fires("TME of tiny is 1.1 in stratum handoff_0.", {"stratum": "handoff_0"}),
+    ),
+    Case("TruespecTmeHigh", "the floor of bfloat16", _replayed(tokens=20, excess=0.5), "1h30m"),
+    Case("TruespecTmeHigh", "too few tokens to tell", _replayed(tokens=5, excess=2), "1h30m"),
+    *_event_cases(),
+    Case(
+        "TruespecBreakerOpen",
+        "open",
+        {"breaker_state replica=r1": "0x10 2x20"},
+        "15m",
+        Fires("The breaker of r1 (tiny, decode) is open.", {"pool": "decode", "replica": "r1"}),
+    ),
+    Case("TruespecBreakerOpen", "closed", {"breaker_state replica=r1": "0x30"}, "15m"),
+    Case("TruespecBreakerOpen", "being tried", {"breaker_state replica=r1": "0x10 1x20"}, "15m"),
+    Case(
+        "TruespecReplaysFail",
+        "three in four",
+        _results("replays_total", result__ok=1, result__skipped=2, result__failed=1),
+        "50m",
+        Fires("75% of the replays of tiny are not done."),
+    ),
+    Case("TruespecReplaysFail", "one in five", _results("replays_total", result__ok=4, result__skipped=1), "50m"),
+    Case("TruespecReplaysFail", "none are asked for", _results("replays_total", result__ok=0), "50m"),
+    Case(
+        "TruespecHandoffsFail",
+        "one in twenty",
+        _results("handoffs_total", result__ok=19, result__refused=1),
+        "40m",
+        Fires("5% of the handoffs of tiny were refused or failed."),
+    ),
+    Case(
+        "TruespecHandoffsFail",
+        "the first of a series",
+        {"handoffs_total result=ok": "0+1x60", "handoffs_total result=failed": "_x30 1x30"},
+        "40m",
+        Fires("6.25% of the handoffs of tiny were refused or failed."),
+    ),
+    Case("TruespecHandoffsFail", "all are taken in", _results("handoffs_total", result__ok=20), "40m"),
+    Case(
+        "TruespecTimeToFirstTokenHigh",
+        "half of them after 5 s",
+        _first_tokens(0, 5, 10),
+        "40m",
+        Fires("p95 of the time to first token of tiny is 9.5s.", {"pool": "decode"}),
+    ),
+    Case("TruespecTimeToFirstTokenHigh", "all within 1 s", _first_tokens(10, 10, 10), "40m"),
+    Case(
+        "TruespecQueueGrows",
+        "one more every minute",
+        {"requests_waiting replica=r1": "0+1x60"},
+        "30m",
+        Fires("Requests of tiny queue up in pool decode, and the queue grows.", {"pool": "decode"}),
+    ),
+    Case("TruespecQueueGrows", "long, and no longer", {"requests_waiting replica=r1": "9x60"}, "30m"),
+    Case("TruespecQueueGrows", "drained now and then", {"requests_waiting replica=r1": "0 4 8 0 4 8 0 4 8 0"}, "9m"),
+    Case(
+        "TruespecRequestErrors",
+        "one in twenty",
+        _results("requests_total", outcome__stop=19, outcome__error=1),
+        "40m",
+        Fires("5% of the requests of tiny end in an error."),
+    ),
+    Case(
+        "TruespecRequestErrors",
+        "the first of a series",
+        {"requests_total outcome=stop": "0+1x60", "requests_total outcome=error": "_x30 1x30"},
+        "40m",
+        Fires("6.25% of the requests of tiny end in an error."),
+    ),
+    Case(
+        "TruespecRequestErrors",
+        "clients that leave",
+        _results("requests_total", outcome__stop=1, outcome__abort=9),
+        "40m",
+    ),
+    Case(
+        "TruespecKeysStale",
+        "a changed file was wrong",
+        {"key_file_reloads_total result=failed": "0x20 1x30"},
+        "25m",
+        Fires("The changed file of API keys of tiny is wrong."),
+    ),
+    Case(
+        "TruespecKeysStale",
+        "the first file that was wrong",
+        {"key_file_reloads_total result=failed": "_x20 1x30"},
+        "25m",
+        Fires("The changed file of API keys of tiny is wrong."),
+    ),
+    Case("TruespecKeysStale", "files were right", {"key_file_reloads_total result=ok": "0x20 1x30"}, "25m"),
+    Case(
+        "TruespecNoTraffic",
+        "it stopped",
+        {"requests_total outcome=stop": "0+5x120 600x100"},
+        "2h45m",
+        Fires("No request of tiny has ended for half an hour."),
+    ),
+    Case(
+        "TruespecNoTraffic",
+        "one request of a new replica",
+        {
+            "requests_total outcome=stop replica=r1": "0+5x120 600x100",
+            "requests_total outcome=stop replica=r2": "_x150 1x60",
+        },
+        "2h45m",
+    ),
+    Case("TruespecNoTraffic", "it goes on", {"requests_total outcome=stop": "0+5x220"}, "2h45m"),
+    Case("TruespecNoTraffic", "there never was any", {"requests_total outcome=stop": "0x220"}, "2h45m"),
+    Case(
+        "TruespecMetricsMissing",
+        "nothing is scraped",
+        {},
+        "15m",
+        Fires("Prometheus has no metrics of truespec.", common=False),
+    ),
+    Case(
+        "TruespecMetricsMissing",
+        "they are gone",
+        {"build_info replica=r1": "1x30"},
+        "50m",
+        Fires("Prometheus has no metrics of truespec (job truespec).", {"job": "truespec"}, common=False),
+    ),
+    Case(
+        "TruespecMetricsMissing",
+        "those of one namespace are gone",
+        {"build_info namespace=ill": "1x30", "build_info namespace=well": "1x90"},
+        "50m",
+        Fires(
+            "Prometheus has no metrics of truespec in ill (job truespec).",
+            {"job": "truespec", "namespace": "ill"},
+            common=False,
+        ),
+    ),
+    Case(
+        "TruespecMetricsMissing",
+        "those of one job are gone",
+        {"build_info job=blue": "1x30", "build_info job=green": "1x90"},
+        "50m",
+        Fires("Prometheus has no metrics of truespec (job blue).", {"job": "blue"}, common=False),
+    ),
+    Case("TruespecMetricsMissing", "a replica is there", {"build_info replica=r1": "1x30"}, "15m"),
+)
+
+
+def in_two_namespaces(alert: str) -> Case:
+    """The model of an alert's first case that fires, beside a healthy release of it in another namespace."""
+    ill = next(case for case in CASES if case.alert == alert and case.fires is not None)
+    well = next(case for case in CASES if case.alert == alert and case.fires is None)
+    assert ill.fires is not None
+    series = {f"{name} namespace=ill": values for name, values in ill.series.items()}
+    series |= {f"{name} namespace=well": values for name, values in well.series.items()}
+    summary = ill.fires.summary.replace("tiny", "tiny in ill")
+    return Case(
+        alert, "in one of two namespaces", series, ill.at, Fires(summary, ill.fires.labels | {"namespace": "ill"})
+    )

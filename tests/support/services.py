@@ -1,0 +1,119 @@
+"""Services of a tiny model on Ray, for every test that serves for real: fixtures, and what asks and watches them."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+from ray import serve
+
+from serve_app.app import build_app
+from serve_app.telemetry.metric_summary import MetricSummary, summarise
+from tests.support.tiny_models import write_tiny_model
+
+MODEL = "tiny"
+ENGINE = {"dtype": "float32", "device": "cpu", "max_num_seqs": 16, "kv_cache_tokens": 8192, "max_batched_tokens": 128}
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running application and ways to talk to it."""
+
+    name: str
+    base_url: str
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="unused", max_retries=0, timeout=300)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.base_url, timeout=300)
+
+    def metrics_text(self) -> str:
+        with self.http() as http:
+            response = http.get("/metrics")
+        assert response.status_code == 200, response.text
+        return response.text
+
+    def metrics(self) -> MetricSummary:
+        return summarise(self.metrics_text())
+
+    def completion(self, **body: Any) -> dict[str, Any]:
+        with self.http() as http:
+            response = http.post("/v1/completions", json={"model": MODEL, **body})
+        assert response.status_code == 200, response.text
+        return json.loads(response.text)
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
+    """Until a condition holds; the limit is for a machine that is busy with many other things."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:.0f} s"
+        time.sleep(0.3)
+
+
+def gauge_total(text: str, name: str) -> float:
+    """A gauge summed over replicas."""
+    values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{")]
+    assert values, f"no sample of {name}"
+    return sum(values)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Long enough for handoffs of several hundred tokens.
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", tokenizer=True, max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def ray_port() -> Iterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ray.init(num_cpus=8, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield port
+    serve.shutdown()
+    ray.shutdown()
+
+
+def app_args(folder: Path, topology: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": {"source": str(folder), "name": MODEL},
+        "engine": ENGINE,
+        "topology": topology,
+        "drafter": {"kind": "ngram", "ngram_min": 1},
+        "replay": {"share": 1.0},
+        **changes,
+    }
+
+
+@contextlib.contextmanager
+def deployed(port: int, name: str, args: dict[str, Any]) -> Iterator[Service]:
+    serve.run(build_app(args), name=name, route_prefix=f"/{name}")
+    try:
+        yield Service(name, f"http://127.0.0.1:{port}/{name}")
+    finally:
+        serve.delete(name)
+
+
+@pytest.fixture(scope="session")
+def disaggregated(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
+    args = app_args(tiny_folder, "disaggregated", limits={"max_load": 4})
+    with deployed(ray_port, "disaggregated", args) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def monolith(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
+    with deployed(ray_port, "monolith", app_args(tiny_folder, "monolith")) as service:
+        yield service
