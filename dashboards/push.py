@@ -70,13 +70,13 @@ def push(
     grafana.check()
     changes: list[Change] = []
 
-    def told(what: str, action: Action) -> None:
+    def reported(what: str, action: Action) -> None:
         changes.append(Change(what, action))
         progress(changes[-1])
 
-    told(f"folder {FOLDER_TITLE}", _push_folder(grafana, dry_run))
+    reported(f"folder {FOLDER_TITLE}", _push_folder(grafana, dry_run))
     for dashboard in dashboards:
-        told(dashboard["title"], _push_dashboard(grafana, dashboard, dry_run=dry_run, overwrite=overwrite))
+        reported(dashboard["title"], _push_dashboard(grafana, dashboard, dry_run=dry_run, overwrite=overwrite))
     return changes
 
 
@@ -133,18 +133,18 @@ class _Grafana:
 
     def check(self) -> None:
         """Fail unless a Grafana answers there."""
-        with self._told("looking for Grafana"):
+        with self._reported("looking for Grafana"):
             if self._or_none(lambda: self._face.api.GET("/health")) is None:
                 raise PushError(f"There is no Grafana at {self._url} (404). Is the path right?")
 
     def folder(self, uid: str) -> dict[str, Any] | None:
         """The folder, or None."""
-        with self._told(f"reading the folder {uid}"):
+        with self._reported(f"reading the folder {uid}"):
             return self._or_none(lambda: self._face.folder.get_folder(uid))
 
     def save_folder(self, there: dict[str, Any] | None) -> None:
         """Create our folder, or give it our title."""
-        with self._told(f"writing the folder {FOLDER_TITLE}"):
+        with self._reported(f"writing the folder {FOLDER_TITLE}"):
             if there is None:
                 self._face.folder.create_folder(FOLDER_TITLE, uid=FOLDER_UID)
             else:
@@ -152,13 +152,13 @@ class _Grafana:
 
     def dashboard(self, uid: str) -> dict[str, Any] | None:
         """The dashboard with its meta data, or None."""
-        with self._told(f"reading the dashboard {uid}"):
+        with self._reported(f"reading the dashboard {uid}"):
             return self._or_none(lambda: self._face.dashboard.get_dashboard(uid))
 
     def save_dashboard(self, dashboard: dict[str, Any], overwrite: bool) -> None:
         """Create or update; `dashboard["version"]` is the one that was read."""
         body = {"dashboard": dashboard, "folderUid": FOLDER_UID, "overwrite": overwrite, "message": "truespec push"}
-        with self._told(f"writing {dashboard['title']}"):
+        with self._reported(f"writing {dashboard['title']}"):
             self._face.dashboard.update_dashboard(body)
 
     @staticmethod
@@ -174,7 +174,7 @@ class _Grafana:
         return answer
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _reported(self, doing: str) -> Iterator[None]:
         try:
             yield
         except GrafanaException as error:
@@ -196,7 +196,7 @@ def _explained(error: GrafanaException, url: str) -> str:
         case 404:
             return f"Grafana says that it is not there (404: {said}). Was the folder deleted meanwhile? Push again."
         case 409 | 412:
-            mend = _CONFLICTS.get(str(response.get("status")), "see what is there under this uid or title.")
-            return f"conflict ({error.status_code}: {said}): {mend}"
+            fix = _CONFLICTS.get(str(response.get("status")), "see what is there under this uid or title.")
+            return f"conflict ({error.status_code}: {said}): {fix}"
         case status:
             return f"{url} answered {status}: {said}."

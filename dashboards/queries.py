@@ -1,15 +1,17 @@
 """PromQL over the metric catalogue: panels and rules are made of these, so that a figure is defined once.
 
 Means and shares are ratios of counters. A ratio of nothing is left out and not NaN, which would spoil every average
-taken over it. `job` is always kept apart: the app's own `/metrics` and Ray's agent export the same counts.
+taken over it. `job` is always kept apart: the app's own `/metrics` and Ray's agent export the same counts. So is
+`namespace`, for the releases of one model; where nothing sets it, it is empty and changes nothing.
 """
 
 import re
 from dataclasses import dataclass
 
-from serve_app.metric_names import METRICS, PREFIX, REPLICA_LABEL
+from serve_app.telemetry.metric_names import METRICS, PREFIX, REPLICA_LABEL
 
 _SIGNS = ("positive", "negative")  # a counter cannot go down, so a sum that can is kept as two
+_SEEN_BEFORE = "1h"  # how far before a window a series is looked for; longer than most gaps in scraping
 _LABEL = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 
 
@@ -29,7 +31,7 @@ class Scope:
         """
         metric = METRICS.get(PREFIX + name)
         if metric is None:
-            raise ValueError(f"There is no metric {PREFIX + name!r}; serve_app.metric_names lists them all.")
+            raise ValueError(f"There is no metric {PREFIX + name!r}; serve_app.telemetry.metric_names lists them all.")
         unknown = set(_LABEL.findall(where)) - {*metric.label_names, REPLICA_LABEL}
         if unknown:
             raise ValueError(f"{metric.name} has the labels {list(metric.label_names)}, not {sorted(unknown)}.")
@@ -42,7 +44,7 @@ class Scope:
         return f"sum{self._by(by)} (rate({self.series(name, where)}[{self.window}]))"
 
     def increase(self, name: str, *by: str, where: str = "") -> str:
-        """A counter's increase over the window, summed."""
+        """A counter's increase over the window, summed. What a series counted before its first scrape is left out."""
         return f"sum{self._by(by)} (increase({self.series(name, where)}[{self.window}]))"
 
     def gauge(self, name: str, *by: str, how: str = "sum", where: str = "") -> str:
@@ -55,21 +57,27 @@ class Scope:
         return f"({numerator} or 0 * {denominator}) / ({denominator} > 0)"
 
     def share(self, name: str, where: str, *by: str) -> str:
-        """The part of a counter's rate that has the given labels."""
-        return self.ratio(name, name, *by, over_where=where)
+        """The part of a counter's events that has the given labels."""
+        some, all_of_them = self.events(name, *by, where=where), self.events(name, *by)
+        return f"({some} or 0 * {all_of_them}) / ({all_of_them} > 0)"
 
     def quantile(self, q: float, name: str, *by: str) -> str:
         """A histogram's quantile."""
         return f"histogram_quantile({q:g}, {self.rate(name, 'le', *by)})"
 
-    def new_events(self, name: str, *by: str) -> str:
-        """Events within the window, above 0 only; the first of a series is one too.
+    def events(self, name: str, *by: str, where: str = "") -> str:
+        """A counter's events within the window, summed: its increase, and what a new series began with.
 
-        Ray's agent exports a counter from its first event on, where `increase` sees nothing happen.
+        Ray's agent exports a counter from its first event on, where `increase` sees nothing happen. A series is new
+        that was not there in the hour before the window: one that was merely not scraped for a while is not.
         """
-        series = self.series(name)
-        seen, first = f"increase({series}[{self.window}]) > 0", f"{series} unless {series} offset {self.window}"
-        return f"sum{self._by(by)} (({seen}) or ({first})) > 0"
+        series = self.series(name, where)
+        before = f"max_over_time({series}[{_SEEN_BEFORE}] offset {self.window})"
+        born = f"min_over_time({series}[{self.window}]) unless {before}"
+        return (
+            f'sum{self._by(by)} (label_replace(increase({series}[{self.window}]), "part", "rise", "", "") '
+            f'or label_replace({born}, "part", "birth", "", ""))'
+        )
 
     def _by(self, by: tuple[str, ...]) -> str:
         labels = (*self.keep, *by)
@@ -133,8 +141,8 @@ def replay_mean(scope: Scope, total: str, where: str = "") -> str:
     return scope.ratio(total, "replay_tokens_total", "stratum", over_where=where, under_where=where)
 
 
-def law_mean(scope: Scope, where: str = "") -> str:
-    """Mean of the law test's terms, by term and stratum; 0 where the output follows p."""
+def distribution_mean(scope: Scope, where: str = "") -> str:
+    """Mean of the calibration test's terms, by term and stratum; 0 where the output follows p."""
     positive, negative = (scope.rate(f"replay_law_{sign}_total", "term", "stratum", where=where) for sign in _SIGNS)
     terms = scope.rate("replay_law_terms_total", "stratum", where=where)
     return f"({positive} - {negative}) / ignoring (term) group_left () ({terms} > 0)"

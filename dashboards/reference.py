@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
+from dashboards.label_meanings import Meaning, meaning_of
 from dashboards.rules import ALERTS, Alert
-from serve_app.label_meanings import Meaning, meaning_of
-from serve_app.metric_names import CATALOGUE, COMMON_LABELS, REPLICA_LABEL, Metric
+from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, REPLICA_LABEL, Metric
 
 _MADE_BY = "<!-- Made by `truespec dashboards build`; not edited by hand. -->"
 
@@ -26,7 +26,8 @@ def metrics_page() -> str:
             "under different jobs, or one of them: queries that do not keep `job` apart count twice.",
             "",
             "Means and shares are made from counters. Histograms serve quantiles only: Ray's agent estimates their "
-            "`_sum`. A counter without events is not there yet under Ray's agent.",
+            "`_sum`. A counter without events is not there yet under Ray's agent: `increase` does not see its first, "
+            "and the rules and panels on single events add what a new series begins with.",
             "",
             *_table(CATALOGUE),
             "",

@@ -12,15 +12,19 @@ from dashboards.queries import Scope
 from dashboards.sanity import TME_LIMIT
 from dashboards.serving import FIRST_TOKEN_LIMIT_S, HANDOFF_FAILURE_LIMIT, NOT_OK
 from dashboards.speculation import BEYOND_CHANCE
-from serve_app.metric_names import BREAKER_STATES
+from serve_app.telemetry.metric_names import BREAKER_STATES
 
 RUNBOOKS = "docs/runbooks.md"
 
-_KEEP = ("job", "model_name")
+_KEEP = ("job", "namespace", "model_name")
+_MODEL = "{{ $labels.model_name }}"
+_IN_NAMESPACE = "{{ with $labels.namespace }} in {{ . }}{{ end }}"
+_OF_JOB = "{{ with $labels.job }} (job {{ . }}){{ end }}"
 _5M, _10M, _15M, _1H = (Scope("", window, _KEEP) for window in ("5m", "10m", "15m", "1h"))
 _POOL_5M = Scope("", "5m", (*_KEEP, "pool"))
 _ERROR = 'outcome="error"'
 _FAILED = 'result="failed"'
+_BUILD = _5M.series("build_info")
 _OPEN = BREAKER_STATES.index("open")
 
 
@@ -38,7 +42,10 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """When somebody is told, and what they need to know. `summary` may quote the alert's labels."""
+    """When somebody is told, and what they need to know.
+
+    `summary` may quote the alert's labels; to the model it names, the namespace is added where there is one.
+    """
 
     name: str
     expr: str
@@ -57,12 +64,23 @@ class Alert:
             "for": self.hold,
             "labels": {"severity": self.severity},
             "annotations": {
-                "summary": self.summary,
+                "summary": self.summary.replace(_MODEL, _MODEL + _IN_NAMESPACE),
                 "description": f"{self.means} {self.do}",
                 "runbook": f"{RUNBOOKS}#{self.name.lower()}",
             },
         }
 
+
+def _recorded_share(name: str, where: str) -> str:
+    """The part of recorded events that has the given labels, by release and model."""
+    by = ", ".join(_KEEP)
+    some, all_of_them = f"sum by ({by}) ({name}{{{where}}})", f"sum by ({by}) ({name})"
+    return f"({some} or 0 * {all_of_them}) / ({all_of_them} > 0)"
+
+
+_HANDOFFS = "model_result:truespec_handoffs:increase15m"
+_REPLAYS = "model_result:truespec_replays:increase15m"
+_REQUESTS = "model_outcome:truespec_requests:increase15m"
 
 RECORDINGS = (
     Recording("model:truespec_acceptance:ratio_rate10m", queries.acceptance(_10M)),
@@ -82,7 +100,10 @@ RECORDINGS = (
         _POOL_5M.quantile(0.95, "time_to_first_token_seconds"),
     ),
     Recording("model_pool:truespec_requests_waiting:sum", _POOL_5M.gauge("requests_waiting")),
-    Recording("model:truespec_handoff_failures:ratio_rate15m", _15M.share("handoffs_total", NOT_OK)),
+    Recording(_HANDOFFS, _15M.events("handoffs_total", "result")),
+    Recording(_REPLAYS, _15M.events("replays_total", "result")),
+    Recording(_REQUESTS, _15M.events("requests_total", "outcome")),
+    Recording("model:truespec_handoff_failures:ratio_increase15m", _recorded_share(_HANDOFFS, NOT_OK)),
 )
 
 _ACCEPTANCE = "model:truespec_acceptance:ratio_rate10m"
@@ -111,7 +132,7 @@ ALERTS = (
         "critical",
         "{{ $labels.model_name }} accepts other than its own probabilities say (z = {{ $value | humanize }}).",
         "The verifier accepts more or less than its own acceptance probabilities: the accept step is wrong, and so is "
-        "the law of the output.",
+        "the distribution of the output.",
         "The logprob sanity page: which self-check has left ±5, and since when; the acceptance page by position.",
         "Switch speculation off for the model, keep the dumps, and roll back the last release; mask answers of the "
         "window in training data.",
@@ -132,12 +153,12 @@ ALERTS = (
     ),
     Alert(
         "TruespecReplayAlarm",
-        _15M.new_events("replay_alarms_total", "alarm", "stratum"),
+        _15M.events("replay_alarms_total", "alarm", "stratum") + " > 0",
         "0m",
         "critical",
         "Replays of {{ $labels.model_name }} raised the alarm {{ $labels.alarm }} in stratum {{ $labels.stratum }}.",
         "Replayed requests show, beyond chance, that logprobs are off (drift) or that the text does not follow the "
-        "model's law (probability, surprisal, support, greedy).",
+        "model's distribution (probability, surprisal, support, greedy, impossible).",
         "The logprob sanity page, and the dump that the referee wrote: request ids, positions, values served and "
         "replayed.",
         "The breaker has switched speculation off where it should; check that it did. Mask answers of the window whose "
@@ -145,7 +166,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecLogprobViolations",
-        _15M.new_events("logprob_violations_total", "kind"),
+        _15M.events("logprob_violations_total", "kind") + " > 0",
         "0m",
         "critical",
         "Logprobs of {{ $labels.model_name }} broke the rule {{ $labels.kind }}.",
@@ -157,7 +178,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecInvariantViolations",
-        _15M.new_events("selfcheck_violations_total", "kind"),
+        _15M.events("selfcheck_violations_total", "kind") + " > 0",
         "0m",
         "critical",
         "A step of {{ $labels.model_name }} broke the invariant {{ $labels.kind }}.",
@@ -168,11 +189,12 @@ ALERTS = (
     ),
     Alert(
         "TruespecSelfCheckAlarm",
-        _15M.new_events("selfcheck_alarms_total", "check"),
+        _15M.events("selfcheck_alarms_total", "check") + " > 0",
         "0m",
         "critical",
         "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
-        "A term whose mean is 0 in a right sampler is not: the output does not follow the model's law. A clean engine "
+        "A term whose mean is 0 in a right sampler is not: the output does not follow the model's distribution. A "
+        "clean engine "
         "does this with a chance below one in a million in its life.",
         "Which check fired (docs/metrics.md says what each sees), and whether expected acceptance moved with it.",
         "The breaker switches speculation off and says so; leave it off, keep the dump, and look for what changed.",
@@ -190,7 +212,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecReplaysFail",
-        f"{_15M.share('replays_total', NOT_OK)} > 0.5",
+        f"{_recorded_share(_REPLAYS, NOT_OK)} > 0.5",
         "15m",
         "warning",
         "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} are not done.",
@@ -200,7 +222,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecHandoffsFail",
-        f"model:truespec_handoff_failures:ratio_rate15m > {HANDOFF_FAILURE_LIMIT:g}",
+        f"model:truespec_handoff_failures:ratio_increase15m > {HANDOFF_FAILURE_LIMIT:g}",
         "5m",
         "warning",
         "{{ $value | humanizePercentage }} of the handoffs of {{ $labels.model_name }} were refused or failed.",
@@ -231,7 +253,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecRequestErrors",
-        f"{_15M.share('requests_total', _ERROR)} > 0.01",
+        f"{_recorded_share(_REQUESTS, _ERROR)} > 0.01",
         "5m",
         "warning",
         "{{ $value | humanizePercentage }} of the requests of {{ $labels.model_name }} end in an error.",
@@ -241,18 +263,18 @@ ALERTS = (
     ),
     Alert(
         "TruespecKeysStale",
-        f"{_15M.increase('key_file_reloads_total', where=_FAILED)} > 0",
+        f"{_15M.events('key_file_reloads_total', where=_FAILED)} > 0",
         "0m",
         "warning",
         "The changed file of API keys of {{ $labels.model_name }} is wrong.",
         "The keys that were known before go on: a new key does not work yet, and a revoked one still does.",
-        "The replicas' logs, which name the file, the field and the mend.",
-        "Mend the file, or make it anew with `truespec keys`; it is read again within a second.",
+        "The replicas' logs, which name the file, the field and the fix.",
+        "Fix the file, or make another with `truespec keys`; it is read again within a second.",
     ),
     Alert(
         "TruespecNoTraffic",
-        f"{Scope('', '30m', _KEEP).increase('requests_total')} == 0 and "
-        f"sum by (job, model_name) (increase({_5M.series('requests_total')}[6h] offset 30m)) > 0",
+        f"{Scope('', '30m', _KEEP).events('requests_total')} == 0 and "
+        f"sum by ({', '.join(_KEEP)}) (increase({_5M.series('requests_total')}[6h] offset 30m)) > 0",
         "5m",
         "info",
         "No request of {{ $labels.model_name }} has ended for half an hour.",
@@ -262,13 +284,16 @@ ALERTS = (
     ),
     Alert(
         "TruespecMetricsMissing",
-        f"absent({_5M.series('build_info')})",
+        f"absent_over_time({_BUILD}[6h]) or (count by (job, namespace) (present_over_time({_BUILD}[6h])) "
+        f"unless count by (job, namespace) ({_BUILD}))",
         "10m",
         "critical",
-        "Prometheus has no metrics of truespec.",
-        "Either the service is down or it is not scraped; every other alert is blind meanwhile.",
-        "Prometheus' targets page; whether the service answers /healthz.",
-        "Mend the scrape configuration (job, relabelling of `ray_truespec_`), or start the service.",
+        f"Prometheus has no metrics of truespec{_IN_NAMESPACE}{_OF_JOB}.",
+        "A release that had metrics within the last six hours has none, or none has: the service is down or it is not "
+        "scraped. Every other alert is blind to it meanwhile.",
+        "Prometheus' targets page; whether the service answers /healthz; whether the release was removed, or its job "
+        "renamed, on purpose: then the alert ends by itself after six hours.",
+        "Fix the scrape configuration (job, relabelling of `ray_truespec_`), or start the service.",
     ),
 )
 

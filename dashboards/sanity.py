@@ -1,9 +1,10 @@
-"""The logprob sanity page: whether the logprobs that were served are right, and the output follows the model's law."""
+"""The logprob sanity page: whether the logprobs that were served are right, and the output follows the model's
+distribution."""
 
 from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Steps
-from dashboards.queries import law_mean, replay_mean, selfcheck_z, tme
+from dashboards.queries import distribution_mean, replay_mean, selfcheck_z, tme
 from dashboards.speculation import Z_STEPS
-from serve_app.metric_names import BREAKER_STATES
+from serve_app.telemetry.metric_names import BREAKER_STATES
 
 ALL = 'stratum="all"'  # strata overlap, so their sum means nothing
 TME_LIMIT = 1.05  # NeMo-RL's: beyond it the inference engine is at fault
@@ -31,8 +32,8 @@ ALARMS = Panel(
     "none in its life (chance below one in a million a check): any alarm is a fault to be followed up.",
     unit="none",
     queries=(
-        Query(VISIBLE.increase("selfcheck_alarms_total"), "self-checks", instant=True, sparse=True),
-        Query(VISIBLE.increase("replay_alarms_total"), "replays", instant=True, sparse=True),
+        Query(VISIBLE.events("selfcheck_alarms_total"), "self-checks", instant=True, sparse=True),
+        Query(VISIBLE.events("replay_alarms_total"), "replays", instant=True, sparse=True),
     ),
     kind="stat",
     width=6,
@@ -46,8 +47,8 @@ VIOLATIONS = Panel(
     "broke their contract. Each is a fault of the engine; none became a wrong answer.",
     unit="none",
     queries=(
-        Query(VISIBLE.increase("selfcheck_violations_total"), "invariants", instant=True, sparse=True),
-        Query(VISIBLE.increase("logprob_violations_total"), "logprobs", instant=True, sparse=True),
+        Query(VISIBLE.events("selfcheck_violations_total"), "invariants", instant=True, sparse=True),
+        Query(VISIBLE.events("logprob_violations_total"), "logprobs", instant=True, sparse=True),
     ),
     kind="stat",
     width=6,
@@ -101,8 +102,8 @@ _DRIFT_OVER = Panel(
     unit="percentunit",
     queries=(
         Query(
-            f"{PAGE.rate('replay_drift_over_total', 'nats', where=ALL)} / ignoring (nats) group_left () "
-            f"({PAGE.rate('replay_tokens_total', where=ALL)} > 0)",
+            f"{PAGE.events('replay_drift_over_total', 'nats', where=ALL)} / ignoring (nats) group_left () "
+            f"({PAGE.events('replay_tokens_total', where=ALL)} > 0)",
             "over {{nats}} nats",
         ),
     ),
@@ -128,13 +129,14 @@ _KL = Panel(
     ),
     interval="5m",
 )
-_LAW = Panel(
-    title="Law test",
-    description="Whether replayed tokens are as likely as the model's law says: p(y) minus its mean, and surprisal "
+_CALIBRATION = Panel(
+    title="Distribution test",
+    description="Whether replayed tokens are as likely as the model's distribution says: p(y) minus its mean, and "
+    "surprisal "
     "minus its mean. Both are 0 within rounding; away from 0 the text does not follow the model, even where its "
     "logprobs are right.",
     unit="none",
-    queries=(Query(law_mean(PAGE, ALL), "{{term}}"),),
+    queries=(Query(distribution_mean(PAGE, ALL), "{{term}}"),),
     interval="5m",
 )
 _REPLAYS = Panel(
@@ -195,8 +197,8 @@ _ALARMS_BY_CHECK = Panel(
     "wrong (docs/runbooks.md).",
     unit="none",
     queries=(
-        Query(PAGE.increase("selfcheck_alarms_total", "check"), "self-check {{check}}", sparse=True),
-        Query(PAGE.increase("replay_alarms_total", "alarm", "stratum"), "replay {{alarm}} {{stratum}}", sparse=True),
+        Query(PAGE.events("selfcheck_alarms_total", "check"), "self-check {{check}}", sparse=True),
+        Query(PAGE.events("replay_alarms_total", "alarm", "stratum"), "replay {{alarm}} {{stratum}}", sparse=True),
     ),
     minimum=0,
 )
@@ -206,8 +208,8 @@ _VIOLATIONS_BY_KIND = Panel(
     "the engine.",
     unit="none",
     queries=(
-        Query(PAGE.increase("selfcheck_violations_total", "kind"), "invariant {{kind}}", sparse=True),
-        Query(PAGE.increase("logprob_violations_total", "kind"), "logprobs {{kind}}", sparse=True),
+        Query(PAGE.events("selfcheck_violations_total", "kind"), "invariant {{kind}}", sparse=True),
+        Query(PAGE.events("logprob_violations_total", "kind"), "logprobs {{kind}}", sparse=True),
     ),
     minimum=0,
 )
@@ -228,9 +230,9 @@ _TRIPS = Panel(
     "a post-mortem. Failed canaries: the fault is still there, and a second trip takes the replica out.",
     unit="none",
     queries=(
-        Query(PAGE.increase("breaker_trips_total", "reason"), "trip: {{reason}}", sparse=True),
-        Query(PAGE.increase("canaries_total", "result"), "canary {{result}}", sparse=True),
-        Query(PAGE.increase("dumps_total"), "dumps", sparse=True),
+        Query(PAGE.events("breaker_trips_total", "reason"), "trip: {{reason}}", sparse=True),
+        Query(PAGE.events("canaries_total", "result"), "canary {{result}}", sparse=True),
+        Query(PAGE.events("dumps_total"), "dumps", sparse=True),
     ),
     minimum=0,
 )
@@ -240,6 +242,15 @@ _VERDICTS = Panel(
     "wrong; trainers mask it. Unverified: it was not replayed.",
     unit="ops",
     queries=(Query(PAGE.rate("verdicts_total", "verdict"), "{{verdict}}"),),
+    stacked=True,
+    minimum=0,
+)
+_DISTRIBUTION = Panel(
+    title="What replays say of the distribution",
+    description="Replayed answers a second. Tested: their tokens are evidence on whether tokens follow the model's "
+    "distribution. Where nearly all are repeated_seed, clients send one seed again and again, and nothing is tested.",
+    unit="ops",
+    queries=(Query(PAGE.rate("replay_distributions_total", "distribution"), "{{distribution}}"),),
     stacked=True,
     minimum=0,
 )
@@ -257,11 +268,11 @@ _SPECULATION = Panel(
 LOGPROB_SANITY = Page(
     uid="truespec-logprob-sanity",
     title="truespec / Logprob sanity",
-    description="Whether the logprobs that were served are right, and the output follows the model's law.",
+    description="Whether the logprobs that were served are right, and the output follows the model's distribution.",
     rows=(
         Row("At a glance", (TME, ALARMS, VIOLATIONS, BREAKER)),
-        Row("Replay", (_TME_BY_STRATUM, _DRIFT_QUANTILES, _DRIFT_HEATMAP, _DRIFT_OVER, _IMPORTANCE, _KL, _LAW)),
-        Row("How much is replayed", (_REPLAYS, _REPLAY_TOKENS, _QUEUE, _SPECULATION, _VERDICTS)),
+        Row("Replay", (_TME_BY_STRATUM, _DRIFT_QUANTILES, _DRIFT_HEATMAP, _DRIFT_OVER, _IMPORTANCE, _KL, _CALIBRATION)),
+        Row("How much is replayed", (_REPLAYS, _REPLAY_TOKENS, _QUEUE, _SPECULATION, _VERDICTS, _DISTRIBUTION)),
         Row(
             "Self-checks",
             (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _REPEATED_SEEDS),

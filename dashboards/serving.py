@@ -12,10 +12,10 @@ _FULL_STEPS: Steps = ((None, "green"), (0.8, "yellow"), (0.95, "red"))
 
 _WEIGHT_UPDATES = Panel(
     title="Weight updates",
-    description="Replicas a second that took new weights, or could not load them. A failure calls the update off for "
-    "all replicas: the trainer was told why, and the replica's log says it too.",
-    unit="ops",
-    queries=(Query(PAGE.rate("weight_updates_total", "pool", "result"), "{{pool}} {{result}}"),),
+    description="Replicas that took new weights, or could not load them. A failure calls the update off for "
+    "all replicas: the trainer gets the reason, and the replica's log says it too.",
+    unit="none",
+    queries=(Query(PAGE.events("weight_updates_total", "pool", "result"), "{{pool}} {{result}}"),),
     minimum=0,
 )
 _WEIGHT_UPDATE_TIME = Panel(
@@ -27,7 +27,6 @@ _WEIGHT_UPDATE_TIME = Panel(
     minimum=0,
 )
 
-_FIRING_NOW = 'count by (alertname) (ALERTS{alertname=~"Truespec.+",alertstate="firing"})'
 _FIRING = Panel(
     title="Firing alerts",
     description="Alerts of truespec's rules that fire now, whatever is chosen above; docs/runbooks.md says what to do "
@@ -35,7 +34,9 @@ _FIRING = Panel(
     unit="none",
     queries=(
         Query(
-            'count by (alertname) (ALERTS{alertname=~"Truespec.+",alertstate="firing"})', "{{alertname}}", sparse=True
+            'count by (alertname, namespace) (ALERTS{alertname=~"Truespec.+",alertstate="firing"})',
+            "{{alertname}} {{namespace}}",
+            sparse=True,
         ),
     ),
     kind="stat",
@@ -50,8 +51,8 @@ _RUNS = Panel(
     unit="none",
     queries=(
         Query(
-            PAGE.gauge("build_info", "model_name", "version", "drafter", "fingerprint", how="count"),
-            "{{model_name}} {{version}} {{drafter}} {{fingerprint}}",
+            PAGE.gauge("build_info", "namespace", "model_name", "version", "drafter", "fingerprint", how="count"),
+            "{{model_name}} {{version}} {{drafter}} {{fingerprint}} {{namespace}}",
         ),
     ),
     kind="stat",
@@ -71,7 +72,7 @@ _TOKENS = Panel(
 _REQUESTS = Panel(
     title="Requests a second",
     description="Requests that ended, by outcome. Error: the engine or the deadline failed them. Rejected: there was "
-    "no room, clients were told when to come again. Abort: the client left.",
+    "no room, clients were given a time to retry. Abort: the client left.",
     unit="reqps",
     queries=(Query(PAGE.rate("requests_total", "outcome"), "{{outcome}}"),),
     stacked=True,
@@ -96,14 +97,25 @@ _INTER_TOKEN = Panel(
 )
 _LOAD = Panel(
     title="Requests running and waiting",
-    description="Requests that are computed and that wait for room in an engine, over all replicas. Waiting that "
-    "grows and does not come down means that the service is too small for its traffic.",
+    description="Requests of clients that are computed and that wait for room in an engine, over all replicas, and "
+    "replays beside them. Waiting that grows and does not come down means that the service is too small for its "
+    "traffic.",
     unit="none",
     queries=(
         Query(PAGE.gauge("requests_running", "pool"), "running {{pool}}"),
         Query(PAGE.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
+        Query(PAGE.gauge("replays_running", "pool"), "replayed {{pool}}"),
     ),
     minimum=0,
+)
+_KERNELS = Panel(
+    title="Replicas with their kernels",
+    description="Share of replicas that compute with the kernels made for their device. Those that do without are "
+    "several times slower; the status page and their log say why.",
+    unit="percentunit",
+    queries=(Query(PAGE.gauge("kernels_active", "pool", "kernels", how="avg"), "{{pool}} {{kernels}}"),),
+    minimum=0,
+    maximum=1,
 )
 _KV_USAGE = Panel(
     title="KV cache in use",
@@ -146,7 +158,7 @@ _KEY_RELOADS = Panel(
     description="Changed files of keys that replicas read, by result. Failed: the new file is wrong, and the keys "
     "that were known before go on, revoked ones included.",
     unit="none",
-    queries=(Query(PAGE.increase("key_file_reloads_total", "result"), "{{result}}", sparse=True),),
+    queries=(Query(PAGE.events("key_file_reloads_total", "result"), "{{result}}", sparse=True),),
     minimum=0,
 )
 
@@ -157,7 +169,7 @@ OVERVIEW = Page(
     rows=(
         Row("Is it right", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
         Row("Is it fast", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN)),
-        Row("Is it loaded", (_LOAD, _KV_USAGE)),
+        Row("Is it loaded", (_LOAD, _KV_USAGE, _KERNELS)),
         Row("Who uses it", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS)),
         Row("Are its weights new", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME)),
     ),
@@ -217,26 +229,26 @@ _REFUSALS = Panel(
     title="Refusals by reason",
     description="Handoffs that the decode side refused. A fingerprint that differs: two models or versions run under "
     "one name. A checksum: the state was damaged on its way.",
-    unit="ops",
-    queries=(Query(PAGE.rate("handoff_refusals_total", "reason"), "{{reason}}", sparse=True),),
+    unit="none",
+    queries=(Query(PAGE.events("handoff_refusals_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
     minimum=0,
 )
 _PREFILL_FAILURES = Panel(
     title="Prefills that failed",
-    description="Attempts a second at a prefill that came to nothing, by reason; each is made again, at last by the "
+    description="Attempts at a prefill that came to nothing, by reason; each is made again, at last by the "
     "decode replica. Died: replicas are lost. Timeout: they hang, or the pool is too small. Full: it is too small.",
-    unit="ops",
-    queries=(Query(PAGE.rate("prefill_failures_total", "reason"), "{{reason}}", sparse=True),),
+    unit="none",
+    queries=(Query(PAGE.events("prefill_failures_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
     minimum=0,
 )
 _RESUMES = Panel(
     title="Requests that lost their replica",
-    description="Requests a second whose decode replica was lost. Resumed: they went on elsewhere, and their clients "
+    description="Requests whose decode replica was lost. Resumed: they went on elsewhere, and their clients "
     "saw a pause. Failed: they did not ask to be resumed, or were too often.",
-    unit="reqps",
-    queries=(Query(PAGE.rate("resumes_total", "result"), "{{result}}", sparse=True),),
+    unit="none",
+    queries=(Query(PAGE.events("resumes_total", "result"), "{{result}}", sparse=True),),
     stacked=True,
     minimum=0,
 )

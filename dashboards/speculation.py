@@ -17,16 +17,18 @@ Z_STEPS: Steps = ((None, "red"), (-BEYOND_CHANCE, "green"), (BEYOND_CHANCE, "red
 
 def _acceptance_by_drafter() -> str:
     """Acceptance with the label `drafter`, which only build_info has. A pool that runs two is left out meanwhile."""
-    drafter = PAGE.gauge("build_info", "model_name", "pool", "drafter", how="max")
-    alone = f"({drafter} and on (model_name, pool) count by (model_name, pool) ({drafter}) == 1)"
-    return f"{acceptance(PAGE, 'model_name', 'pool')} * on (model_name, pool) group_left (drafter) {alone}"
+    by = ("namespace", "model_name", "pool")
+    labels = ", ".join(by)
+    drafter = PAGE.gauge("build_info", *by, "drafter", how="max")
+    alone = f"({drafter} and on ({labels}) count by ({labels}) ({drafter}) == 1)"
+    return f"{acceptance(PAGE, *by)} * on ({labels}) group_left (drafter) {alone}"
 
 
 ACCEPTANCE_RATE = Panel(
     title="Acceptance rate",
     description="Accepted / drafted tokens. A fall means that drafts fit the traffic less than before (new kind of "
     "prompts, higher temperature, another drafter) or that something is broken: the panel with observed and expected "
-    "acceptance tells which. A rise is no proof of health.",
+    "acceptance says which. A rise is no proof of health.",
     unit="percentunit",
     queries=(Query(acceptance(PAGE), "acceptance rate"),),
     kind="stat",
@@ -53,7 +55,7 @@ _OBSERVED_AND_EXPECTED = Panel(
     title="Observed, expected and achievable acceptance",
     description="Observed must lie on expected, the verifier's own acceptance probability: apart, the accept step is "
     "broken. Expected below achievable (the overlap of p and q, with q as drafts were really drawn) means that the "
-    "verifier was not told the drafter's q.",
+    "verifier did not get the drafter's q.",
     unit="percentunit",
     queries=(
         Query(acceptance(PAGE), "observed"),
@@ -66,7 +68,8 @@ _OBSERVED_AND_EXPECTED = Panel(
 _ACCEPTANCE_Z = Panel(
     title="Observed minus expected acceptance, in standard deviations",
     description="Beyond ±5 the difference is no chance: the verifier accepts more or less than its own probabilities "
-    "say, and the output law is wrong. The scale is an upper bound of the standard deviation for any verifier, so "
+    "say, and the output distribution is wrong. The scale is an upper bound of the standard deviation for any "
+    "verifier, so "
     "healthy values stay well inside.",
     unit="none",
     queries=(Query(acceptance_z(PAGE), "z"),),
@@ -117,7 +120,7 @@ _BY_DRAFTER = Panel(
     description="One model or drafter that falls while the others hold has a fault of its own; when all fall "
     "together, look at the traffic first.",
     unit="percentunit",
-    queries=(Query(_acceptance_by_drafter(), "{{drafter}} {{model_name}} {{pool}}"),),
+    queries=(Query(_acceptance_by_drafter(), "{{drafter}} {{model_name}} {{pool}} {{namespace}}"),),
     minimum=0,
     maximum=1,
 )

@@ -247,6 +247,7 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.enabled is true and httpRoute.parentRefs empty; name the gateway." -}}
 {{- end -}}
+{{- if .Values.networkPolicy.enabled -}}{{- include "truespec.guardClients" . -}}{{- end -}}
 {{- with .Values.networkPolicy -}}
 {{- if and .enabled (not .operator) -}}
 {{- fail "networkPolicy.operator is empty, so KubeRay could not deploy the application; give the operator's namespace and pod labels." -}}
@@ -260,5 +261,25 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- fail (printf "networkPolicy.allowHttps is false, so %s cannot be fetched; allow it, give a rule in extraEgress, or put it on a volume and name its folder." (first $fetched)) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Whoever an Ingress, a route or a service with an outside address sends must be among networkPolicy.clients: a peer that
+names pods or a namespace for a controller, addresses for what comes from outside the cluster.
+*/}}
+{{- define "truespec.guardClients" -}}
+{{- $named := false -}}
+{{- $addressed := false -}}
+{{- range .Values.networkPolicy.clients -}}
+{{- $addressed = or $addressed (hasKey . "ipBlock") -}}
+{{- $named = or $named (hasKey . "ipBlock") (hasKey . "namespaceSelector") (not (empty .podSelector)) -}}
+{{- end -}}
+{{- $entry := ternary "ingress" "httpRoute" .Values.ingress.enabled -}}
+{{- if and (or .Values.ingress.enabled .Values.httpRoute.enabled) (not $named) -}}
+{{- fail (printf "%s.enabled is true, but networkPolicy.clients names no controller or gateway that may reach the pods; add it with a namespaceSelector, or with the labels of its pods where they run in this namespace." $entry) -}}
+{{- end -}}
+{{- if and (ne .Values.service.type "ClusterIP") (not $addressed) -}}
+{{- fail (printf "service.type is %s, but networkPolicy.clients has no ipBlock, so nobody outside the cluster gets in; add the addresses of your clients and load balancer." .Values.service.type) -}}
 {{- end -}}
 {{- end -}}

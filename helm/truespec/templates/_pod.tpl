@@ -55,7 +55,7 @@ spec:
       image: {{ include "truespec.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext:
-        {{- include "truespec.containerSecurityContext" $root | nindent 8 }}
+        {{- include "truespec.containerSecurityContext" $pod.readOnlyRootFilesystem | nindent 8 }}
       command: [sh, -ceu, 'for name in "$@"; do truespec model get "$name"; done', fetch-models]
       args:
         {{- toYaml . | nindent 8 }}
@@ -73,7 +73,7 @@ spec:
       image: {{ include "truespec.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext:
-        {{- include "truespec.containerSecurityContext" $root | nindent 8 }}
+        {{- include "truespec.containerSecurityContext" $pod.readOnlyRootFilesystem | nindent 8 }}
       ports:
         {{- if $isHead }}
         - {name: gcs-server, containerPort: 6379}
@@ -210,9 +210,10 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
+{{/* The argument is whether the root file system is read-only. */}}
 {{- define "truespec.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
+readOnlyRootFilesystem: {{ . }}
 runAsNonRoot: true
 capabilities:
   drop: [ALL]
