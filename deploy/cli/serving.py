@@ -32,12 +32,12 @@ def serve(file: Path, address: str | None, port: int | None) -> None:
     checked = load_config(file)
     if port is not None:
         checked = at_port(checked, port)
-    with served(checked, address) as client:
+    with served(checked, address) as client, _interruptible() as stop:
         say(f"Serving {client.model_name} at {client.base_url}. Try:\n  {curl_line(client)}", err)
         if checked.application.args.access.keys_file is not None:
             say("It asks for an API key: add -H 'authorization: Bearer KEY'.", err)
         say("Ctrl-C stops it; a second one does not wait for requests that run.", err)
-        _wait_for_interrupt()
+        stop.wait()
 
 
 @click.command()
@@ -124,8 +124,12 @@ def _print_figures(figures: dict[str, Any]) -> None:
     out.print(table)
 
 
-def _wait_for_interrupt() -> None:
-    """Return at the first interrupt or request to end; the next one is an interrupt as usual."""
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """An event that the first interrupt or request to end sets; the next one interrupts as usual.
+
+    What is printed inside is printed whole: an interrupt that arrives while a line is written does not break it off.
+    """
     stop = threading.Event()
 
     def end(*_: object) -> None:
@@ -135,4 +139,4 @@ def _wait_for_interrupt() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    stop.wait()
+    yield stop
