@@ -8,67 +8,44 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from speculative.arithmetic import Arithmetic, arithmetic_of
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.config import EngineConfig
-from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, constrain
+from speculative.drafting.base import Drafter, NoDrafter
 from speculative.drafting.cpu_loop import FusedDraftLoop
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
 from speculative.drafting.weightless import make_weightless
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
-from speculative.gpu.graph_step import GraphedStep
+from speculative.gpu.graph_step import GraphStep
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.request import ReplayedToken, Request, Speculation, Structure, TokenDelta, TokenLogprobs
+from speculative.request import Request, Speculation, Structure, TokenDelta
 from speculative.sampling.logprob_checks import LogprobContract
-from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.scheduling.draft_length import make_draft_length
 from speculative.scheduling.scheduler import Scheduler
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.batch import (
     Batch,
-    Entry,
-    Int64s,
-    Scored,
-    SequenceResult,
-    StepInput,
     StepOutcome,
     block_slots,
-    build_step_input,
 )
 from speculative.state.sequence import Phase, Sequence
-from speculative.state.token_constraint import Bools, ConstraintMaker, TokenConstraint
+from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
 from speculative.stats import EngineUsage, StepStats
+from speculative.step.eager_step import EagerStep
+from speculative.step.executor import StepExecutor
 from speculative.step.runner import ModelRunner
 from speculative.step.sampler import Sampler
 from speculative.vocabulary.kernel_ops import choose_ops
 from speculative.vocabulary.ops import TorchOps
 from speculative.weights import Weights, load_weights, longest_sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A step's drafts, and the tokens that structured entries may emit, by entry.
-
-    without_q: the entries whose drafts came without what they were drawn from. They are not among the drafts.
-    """
-
-    draft: DraftOutput
-    masks: dict[int, list[Bools]]
-    without_q: frozenset[int]
-
-
-_SCORED_ROWS_AT_ONCE = 64  # bounds the logits of a scored prompt
 
 
 class EngineCore:
@@ -100,9 +77,9 @@ class EngineCore:
         self.self_check = SelfCheck(config.self_check_share)
         self.ops = TorchOps() if self._uses_graphs else choose_ops(self.device)  # graphs hold torch's alone
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
-        cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
+        self.cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
         neural = None if draft_model is None else self._model_drafter(draft_model)
-        self.drafter: Drafter = neural or make_weightless(config.drafter)
+        self._make_executor(decoder, neural or make_weightless(config.drafter), neural)
         self.manifest = Manifest(
             fingerprint=fingerprint,
             dtype=config.dtype,
@@ -112,18 +89,30 @@ class EngineCore:
             logprobs_mode=config.logprobs_mode,
             drafter_state=self.drafter.state_name,
         )
-        self._make_runner(decoder, cache, neural)
 
-    def _make_runner(self, decoder: Decoder, cache: KVCache, neural: ModelDrafter | None) -> None:
-        """What runs the steps; the drafter is there already, and old graphs let their memory go."""
+    def _make_executor(self, decoder: Decoder, drafter: Drafter, neural: ModelDrafter | None) -> None:
+        """What runs the steps; old graphs have let go of their memory."""
         self._decoder = decoder
-        self.graphs: GraphedStep | None = None
-        self.runner = ModelRunner(decoder, cache, self.device)
+        self.graphs: GraphStep | None = None
+        runner = ModelRunner(decoder, self.cache, self.device)
         if self._uses_graphs:
-            self.graphs = GraphedStep(self.config, decoder, cache, self.drafter, self.max_model_len, neural)
-            self.runner = self.graphs.runner
+            self.graphs = GraphStep(self.config, decoder, self.cache, drafter, self.sampler, self.max_model_len, neural)
+            runner = self.graphs.runner
             if self.device.type == "cuda":
                 self.graphs.capture_all()
+        self.eager = EagerStep(self.config, runner, drafter, self.sampler, self._constraint)
+        steps = (self.eager,) if self.graphs is None else (self.graphs, self.eager)
+        self.executor = StepExecutor(steps, self.stats)
+
+    @property
+    def drafter(self) -> Drafter:
+        """What makes the drafts of eager steps; captured ones run it, too."""
+        return self.eager.drafter
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The target, with its cache."""
+        return self.eager.runner
 
     @property
     def _uses_graphs(self) -> bool:
@@ -223,7 +212,7 @@ class EngineCore:
                 tuple(sequence.tokens), sequence.num_prompt, sequence.num_cached, torch.empty(0), extra
             )
             blob, kv = allocate_blob(state, self.manifest)
-            self.runner.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
+            self.cache.read_all(self._slots(sequence, 0, sequence.num_computed), kv)
             # A position that is no number spoils every later one in the layers above: the last position shows all
             # layers but the last one, whose keys and values nothing here has read.
             sound = bool(kv[:, :, -1:].isfinite().all() and kv[-1].isfinite().all())
@@ -278,11 +267,10 @@ class EngineCore:
         The old makes room before the new is complete. An engine whose switch raises is neither; it must not go on.
         """
         self.scheduler.reset()
-        self.graphs, neural = None, None
-        if weights.draft_model is not None:
-            self.drafter = NoDrafter()  # lets the old drafter's cache go before the new one is made
-            self.drafter = neural = self._model_drafter(weights.draft_model)
-        self._make_runner(weights.decoder, self.runner.cache, neural)
+        weightless = self.drafter if weights.draft_model is None else NoDrafter()
+        del self.graphs, self.eager, self.executor  # the old drafter's cache goes before the new one is made
+        neural = None if weights.draft_model is None else self._model_drafter(weights.draft_model)
+        self._make_executor(weights.decoder, neural or weightless, neural)
         self.self_check.restart()
         self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is
             self.manifest,
@@ -316,100 +304,18 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[TokenDelta]:
-        """Advance every scheduled sequence: draft, verify, commit.
-
-        A replayed step copies what was decided to the host once, an eager one in 4 to 11 pieces.
-        """
+        """Advance every scheduled sequence: draft, verify, commit."""
         batch = self.scheduler.schedule()
         if batch is None:
             return []
         self._restore(batch.admitted)
         if not batch.entries:
             return []
-        started_s = self.stats.draft_s + self.stats.verify_s
-        if self.graphs is not None and self.graphs.takes(batch):
-            outcome = self._replay(self.graphs, batch)
-        else:
-            outcome = self._verify(batch, self._propose(batch))
-        step_s = self.stats.draft_s + self.stats.verify_s - started_s
-        self.scheduler.draft_length.observe(batch.entries, outcome.drawn, step_s)
+        outcome = self.executor.run(batch)
         deltas = self.scheduler.commit(batch, outcome)
         self._record(batch, outcome)
         self._forget(deltas)
         return deltas
-
-    def _replay(self, graphs: GraphedStep, batch: Batch) -> StepOutcome:
-        with _timed(self.stats, "draft_s"):
-            drafts = graphs.draft(batch)
-        with _timed(self.stats, "verify_s"):  # on a GPU the drafter's time too: only here the host waits
-            return graphs.verify(batch, drafts, self.sampler, self.self_check)
-
-    def _propose(self, batch: Batch) -> Proposal:
-        with _timed(self.stats, "draft_s"):
-            draft, without_q = self.drafter.propose(batch), frozenset[int]()
-            if draft.lacks_q:
-                without_q = frozenset(np.flatnonzero(draft.counts).tolist())
-                draft = DraftOutput.nothing(len(batch.entries))
-            return Proposal(*constrain(batch, draft), without_q)
-
-    def _verify(self, batch: Batch, proposal: Proposal) -> StepOutcome:
-        with _timed(self.stats, "verify_s"):
-            draft = proposal.draft
-            layout = build_step_input(batch.entries, draft.counts, draft.token_ids, self.config.block_size)
-            hidden = self._forward(batch, layout)
-            drawn: Iterator[SequenceResult] = iter(())
-            expected, terms = 0.0, None
-            if layout.drawing:
-                decoding_only = len(layout.verify_rows) == len(hidden)
-                rows = hidden if decoding_only else hidden[self._on_device(layout.verify_rows)]
-                logits = self.runner.logits(rows)  # [R, V]
-                masks = [proposal.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
-                draws = self.sampler.draw(layout, logits, draft.draft_probs, masks)
-                drawn, expected, terms = iter(draws.drawn), draws.expected_accepted, draws.terms
-            per_entry = [next(drawn) if entry.samples else None for entry in batch.entries]
-            for index in proposal.without_q:
-                per_entry[index] = SequenceResult((), 0, 0, fault="q_missing")
-            return StepOutcome(
-                drawn=tuple(per_entry),
-                scores=tuple(
-                    self._score(entry, start, hidden)
-                    for entry, start in zip(batch.entries, layout.row_starts[:-1].tolist(), strict=True)
-                ),
-                expected_accepted=expected,
-                terms=terms,
-            )
-
-    def _forward(self, batch: Batch, layout: StepInput) -> Tensor:
-        """Hidden states [N, hidden]; a drafter that reads features gets them."""
-        if not self.drafter.capture:
-            return self.runner.forward(layout)
-        hidden, features = self.runner.forward_with_features(layout, self.drafter.capture)
-        self.drafter.observe(batch, layout, features)
-        return hidden
-
-    def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> Scored:
-        """What is to be reported of the known tokens that this entry's rows predict."""
-        sequence = entry.sequence
-        wanted = sequence.scored_positions
-        begin = max(wanted.start - 1, sequence.num_computed)
-        end = min(wanted.stop - 1, sequence.num_computed + entry.num_known)
-        mode = "raw_logprobs" if sequence.scores_only else self.config.logprobs_mode
-        num_top = sequence.params.prompt_logprobs or 0
-        offset = row_start - sequence.num_computed
-        logprobs: list[TokenLogprobs] = []
-        replayed: list[ReplayedToken] = []
-        for start in range(begin, end, _SCORED_ROWS_AT_ONCE):
-            stop = min(start + _SCORED_ROWS_AT_ONCE, end)
-            token_ids = sequence.tokens[start + 1 : stop + 1]
-            logits = self.runner.logits(hidden[offset + start : offset + stop])
-            matrix = mode_matrix(mode, logits, logits)  # nothing is drawn here, so nothing processes it
-            host = gather_logprobs(matrix, torch.tensor(token_ids, device=self.device), num_top).to_host()
-            logprobs.extend(host.entry(row, token, num_top) for row, token in enumerate(token_ids))
-            if sequence.scores_only:
-                constraint = self._constraint(sequence.request)
-                known = (sequence.request, start + 1, constraint, self.model.eos_token_ids)
-                replayed.extend(replayed_tokens(logits, *known, self.ops.process))
-        return Scored(tuple(logprobs), tuple(replayed))
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
@@ -424,7 +330,7 @@ class EngineCore:
             if sequence.imported_kv is not None:
                 with _timed(self.stats, "insert_s"):
                     start, stop = sequence.num_shared, len(sequence.tokens) - 1
-                    self.runner.cache.write_all(
+                    self.cache.write_all(
                         self._slots(sequence, start, stop), sequence.imported_kv["kv"][:, :, start:stop]
                     )
                     if len(sequence.imported_kv) > 1:
@@ -461,10 +367,8 @@ class EngineCore:
         self.drafter.forget(sequence.request.request_id)
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
-        return self._on_device(block_slots(sequence.blocks, stop, self.config.block_size)[start:])
-
-    def _on_device(self, array: Int64s) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        slots = block_slots(sequence.blocks, stop, self.config.block_size)[start:]
+        return torch.from_numpy(slots).to(self.device)
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
         structure = request.params.structure
@@ -481,7 +385,10 @@ class EngineCore:
             )
         num_emitted = len(tokens) - len(request.prompt_token_ids)
         if num_emitted >= request.params.max_tokens:
-            raise InvalidRequest("max_tokens", f"{num_emitted} tokens are there, and max_tokens allows no more.")
+            raise InvalidRequest(
+                "max_tokens",
+                f"max_tokens is {request.params.max_tokens}, and {num_emitted} tokens were already generated.",
+            )
         if max(tokens) >= self.model.vocab_size or min(tokens) < 0:
             raise InvalidRequest("prompt", f"Token ids must be between 0 and {self.model.vocab_size - 1}.")
         request.params.check_vocabulary(self.model.vocab_size)

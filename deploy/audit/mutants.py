@@ -533,13 +533,13 @@ def _logits_modified_in_place(engine: EngineCore) -> None:
 
 @mutant("F11 prompt logprobs damaged at chunk borders", "requests")
 def _prompt_logprobs_at_chunk_borders(engine: EngineCore) -> None:
-    score = engine._score
+    score = engine.eager._score
 
     def scoring(entry: Any, row_start: int, hidden: Any) -> Any:
         later_chunk = entry.sequence.num_computed > 0
         return score(entry, row_start, hidden.roll(1, 0) if later_chunk else hidden)
 
-    engine._score = scoring  # type: ignore[method-assign]
+    engine.eager._score = scoring  # type: ignore[method-assign]
 
 
 @mutant("F16 a row of NaN becomes a token", "requests")

@@ -31,7 +31,7 @@ class TableRunner(ModelRunner):
     """A model whose next token depends on the last one only: logits are rows of a table [V, V]."""
 
     def __init__(self, decoder: Decoder, engine: EngineCore, table: Tensor) -> None:
-        super().__init__(decoder, engine.runner.cache, engine.device)
+        super().__init__(decoder, engine.cache, engine.device)
         self.table = table
 
     def forward(self, layout: StepInput) -> Tensor:
@@ -44,7 +44,7 @@ class TableRunner(ModelRunner):
 
 
 class TableDrafter(WeightlessDrafter):
-    """SampleOutput up to `most` tokens from a chain whose rows are q [V, V]."""
+    """Samples up to `most` tokens from a chain whose rows are q [V, V]."""
 
     def __init__(self, q: Tensor, most: int = NUM_DRAFTS) -> None:
         self.q = q.float()
@@ -100,8 +100,8 @@ def table_engine(vocab_size: int, *, chosen: bool = False, seed: int = 1, **chan
     near = table + torch.randn(vocab_size, vocab_size, generator=noise) * _DRAFT_NOISE
     settings = {"max_num_seqs": 128, "max_batched_tokens": 1024, "kv_cache_tokens": 32768, "prefix_caching": False}
     engine, decoder = _engine(vocab_size, {**settings, **changes}, seed)
-    engine.runner = TableRunner(decoder, engine, table)
-    engine.drafter = LikeliestDrafter(table) if chosen else TableDrafter(near.softmax(-1))
+    engine.eager.runner = TableRunner(decoder, engine, table)
+    engine.eager.drafter = LikeliestDrafter(table) if chosen else TableDrafter(near.softmax(-1))
     return engine
 
 

@@ -22,7 +22,7 @@ class DraftOutput:
 
     counts: [B] int64; an entry with nothing drafted takes no row.
     token_ids: [sum(counts)] int64.
-    distribution: what the drafts were drawn from, row by row.
+    draft_probs: q, what the drafts were sampled from, row by row.
     """
 
     counts: Int64s
@@ -31,7 +31,7 @@ class DraftOutput:
 
     @classmethod
     def pack(cls, drafts: Entries[Entries[int]], draft_probs: DraftProbs) -> "DraftOutput":
-        """Pack one list of token ids per entry of the batch; `distribution` is `PointMass()` where they were chosen."""
+        """Pack one list of token ids per entry of the batch; `PointMass()` as q of deterministic drafts."""
         counts = np.fromiter((len(draft) for draft in drafts), np.int64, len(drafts))
         flat = np.fromiter((token for draft in drafts for token in draft), np.int64, int(counts.sum()))
         return cls(counts, flat, draft_probs)

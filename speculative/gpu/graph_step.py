@@ -31,7 +31,6 @@ from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.request import SamplingParams
 from speculative.scheduling.early_exit import EarlyExit
-from speculative.selfcheck.monitor import SelfCheck
 from speculative.state.batch import Batch, Entry, Int64s, Scored, StepInput, StepOutcome, build_step_input
 from speculative.state.sequence import Sequence
 from speculative.step.host_copy import results_per_entry
@@ -52,14 +51,15 @@ class StepDrafts:
     rows: Int64s | None
 
 
-class GraphedStep:
-    """Runs the steps of plain decoding batches, and lends the engine its runner.
+class GraphStep:
+    """Runs the steps of plain decoding batches, and has the runner of the others.
 
     Args:
         config: of the engine.
         decoder: the target.
         cache: the target's keys and values, with a block more than the pool owns: the trash block.
         drafter: of the engine.
+        sampler: of the engine.
         max_model_len: tokens of the longest sequence.
         neural: that drafter where it has a model, whose passes are captured, too.
     """
@@ -70,6 +70,7 @@ class GraphedStep:
         decoder: Decoder,
         cache: KVCache,
         drafter: Drafter,
+        sampler: Sampler,
         max_model_len: int,
         neural: ModelDrafter | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class GraphedStep:
         self.capturer = Capturer(decoder.device)
         self._config = config
         self._drafter = drafter
+        self._sampler = sampler
         self._neural = neural
         self._draft_model = None if neural is None else neural.model
         self._room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
@@ -147,8 +149,9 @@ class GraphedStep:
             return None
         return self.loop.make(bucket, entries, hidden, self.capturer)
 
-    def verify(self, batch: Batch, drafts: StepDrafts, sampler: Sampler, self_check: SelfCheck) -> StepOutcome:
-        """Run the target on the step's rows, judge, and copy what was decided to the host."""
+    def verify(self, batch: Batch, drafts: StepDrafts) -> StepOutcome:
+        """Run the target on the step's rows, verify, and copy the results to the host, once."""
+        self_check = self._sampler.self_check
         layout = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
         bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
@@ -167,7 +170,7 @@ class GraphedStep:
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
         self._note_drafts(batch, known)
         return StepOutcome(
-            drawn=tuple(sampler.check_on_host(known, drawn, [None] * len(drawn))),
+            drawn=tuple(self._sampler.check_on_host(known, drawn, [None] * len(drawn))),
             scores=(Scored(),) * len(drawn),
             expected_accepted=judged.verdicts.expected_accepted,
             terms=judged.terms,

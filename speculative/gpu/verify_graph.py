@@ -21,12 +21,12 @@ from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.sampling.logprobs import HostLogprobs, gather_logprobs, mode_matrix
 from speculative.sampling.probs import SamplingRows, process, target_probs
-from speculative.sampling.rng import Purpose, uniforms
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
 from speculative.state.batch import HostTerms, StepInput
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
+from speculative.step.sampler import verify_rows
 from speculative.verification.base import VerifyInput, emitted_at_rows
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.verification.token_wise import verify_token_wise
@@ -174,20 +174,14 @@ def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
     per_entry = SamplingRows.build(params, 1, torch.device("cpu"))
     entries = layout.verify_entries
     host["places"][:num_rows] = rows.places
-    host["drafts"][:num_rows] = layout.drafts
-    # Every drawing entry before a row took one row that judges no draft.
-    host["packed"][:num_rows] = np.arange(num_rows) - entries
-    host["entries"][:num_rows] = entries
-    host["offsets"][:num_rows] = layout.offsets
-    ends = np.cumsum(layout.draft_counts + 1)
-    host["first_rows"][:num_entries] = ends - layout.draft_counts - 1
-    host["counts"][:num_entries] = layout.draft_counts
-    host["accept_uniforms"][:num_rows], host["sample_uniforms"][:num_rows] = _random_numbers(layout)
+    for name, values in verify_rows(layout).named().items():
+        if name in host:
+            host[name][: len(values)] = values
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
     host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
     host["counted"][:num_entries] = rows.counted
     judged = np.flatnonzero(layout.drafts >= 0)
-    host["judged_rows"][:] = ends[0] - 1  # a row that judges nothing, for the drafts that are none
+    host["judged_rows"][:] = layout.draft_counts[0]  # a row that judges nothing, for the drafts that are none
     host["judged_rows"][: len(judged)] = judged
     if rows.draft_rows is not None:
         host["draft_rows"][: len(judged)] = rows.draft_rows
@@ -201,16 +195,6 @@ def _give_rows_to_nobodies(host: dict[str, Array], num_rows: int, num_entries: i
     host["first_rows"][nobodies] = own
     host["entries"][own] = nobodies
     host["offsets"][own] = 0
-
-
-def _random_numbers(layout: StepInput) -> tuple[Array, Array]:
-    """Coins and final draws of the rows, [R] each."""
-    sequences = [entry.sequence for entry in layout.drawing]
-    seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)[layout.verify_entries]
-    rounds = np.array([len(sequence.tokens) for sequence in sequences], np.uint64)[layout.verify_entries]
-    key = (seeds, rounds, layout.offsets.astype(np.uint64))
-    final = np.where(layout.drafts < 0, np.uint64(Purpose.BONUS), np.uint64(Purpose.RESIDUAL))
-    return uniforms(*key, np.full_like(seeds, Purpose.COIN)), uniforms(*key, final)
 
 
 def _unpack(vector: Array, bucket: Bucket, kind: Kind, checks: tuple[str, ...], layout: StepInput) -> Judged:

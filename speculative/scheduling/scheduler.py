@@ -260,7 +260,8 @@ class Scheduler:
     # -- after the step -----------------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, outcome: StepOutcome) -> list[TokenDelta]:
-        """Write what the step decided into its sequences; the deltas go to whoever asked."""
+        """Write what the step decided into its sequences, and let the draft length learn from it."""
+        self.draft_length.observe(batch.entries, outcome.drawn, outcome.step_s)
         deltas = []
         for entry, drawn, scores in zip(batch.entries, outcome.drawn, outcome.scores, strict=True):
             entry.sequence.prompt_logprobs.extend(scores.logprobs)

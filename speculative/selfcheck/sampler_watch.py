@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from speculative.selfcheck.terms import Scope, take_terms, terms_to_host
 from speculative.state.batch import HostTerms
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass
+from speculative.verification.rows import VerifyRows
 
 _MOST_STEPS = 4096  # that are kept until somebody asks
 _MOST_SEEDS = 65536  # that are remembered
@@ -126,12 +128,11 @@ def round_terms(
     """
     device = distribution.device
     drafting = [row for row, count in enumerate(num_draft_tokens) if count]
-    counts = torch.tensor([num_draft_tokens[row] for row in drafting], device=device)
-    entries = torch.arange(len(drafting), device=device).repeat_interleave(counts + 1)  # [R]
-    first_rows = (counts + 1).cumsum(0) - counts - 1
-    offsets = torch.arange(len(entries), device=device) - first_rows[entries]
-    packed = torch.arange(len(entries), device=device) - entries  # each request before took one row more
-    judged = offsets < counts[entries]
+    counts = [num_draft_tokens[row] for row in drafting]
+    nothing = [0] * len(drafting)  # vLLM's random numbers are not known, and no term reads them
+    judged_rows = np.concatenate([np.append(np.ones(count, np.bool_), False) for count in counts])  # [R]
+    known = VerifyRows.build(counts, nothing, nothing, judged_rows.astype(np.int64) - 1).on_device(device)
+    judged, entries, packed = known["drafts"] >= 0, known["entries"], known["packed"]
     num_drafts = int(distribution.shape[0])
     probs = distribution.new_full(
         (len(entries), distribution.shape[1]), torch.nan
@@ -141,23 +142,9 @@ def round_terms(
     rows = emitted[torch.tensor(drafting, device=device)].long()  # [E, most + 1]
     rows = torch.where(rows < distribution.shape[1], rows, -1)  # a number that is no token is thrown away by vLLM too
     num_accepted = (rows >= 0).sum(dim=-1) - 1
-    zeros = torch.zeros(len(entries), dtype=torch.float64, device=device)
-    step = VerifyInput(
-        probs=probs,
-        draft_probs=draft_probs,
-        drafts=drafts,
-        packed=packed,
-        entries=entries,
-        offsets=offsets,
-        first_rows=first_rows,
-        counts=counts,
-        accept_uniforms=zeros,
-        sample_uniforms=zeros,
-        seeds=torch.zeros_like(entries),
-        positions=offsets,
-    )
+    step = VerifyInput(probs=probs, draft_probs=draft_probs, **{**known, "drafts": drafts})
     last = rows.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0]
-    verified = VerifyOutput(num_accepted, last, zeros[: len(drafting)])
+    verified = VerifyOutput(num_accepted, last, probs.new_zeros(len(drafting), dtype=torch.float64))
     none = torch.zeros(len(drafting), dtype=torch.bool, device=device)
     scope = Scope(
         verifier="token_wise",
@@ -167,5 +154,5 @@ def round_terms(
         any_coupled=False,
         all_coupled=False,
     )
-    at_rows = torch.where(offsets < num_accepted[entries], drafts, last[entries]).clamp(min=0)
+    at_rows = torch.where(known["offsets"] < num_accepted[entries], drafts, last[entries]).clamp(min=0)
     return terms_to_host(take_terms(step, verified, at_rows, scope))

@@ -199,9 +199,11 @@ class StepOutcome:
     scores: per entry; of known tokens that a scoring request, or one for its prompt's logprobs, asked for.
     expected_accepted: sum of the verifier's acceptance probability over the draft positions it reached.
     terms: of the self-checks; None where nothing counted.
+    step_s: seconds from the first draft to the last copy.
     """
 
     drawn: tuple[SequenceResult | None, ...]
     scores: tuple[Scored, ...]
     expected_accepted: float
     terms: HostTerms | None = None
+    step_s: float = 0.0

@@ -1,1 +1,4 @@
-"""Runs one step eagerly: the target's forward pass, sampling with verification, and the copy to the host."""
+"""Runs a step: `executor` chooses how and measures it, `eager_step` drafts, runs the target and has `sampler` verify.
+
+Knows batches, not requests: what is scheduled and what is committed is decided elsewhere.
+"""

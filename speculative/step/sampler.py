@@ -1,7 +1,6 @@
-"""SampleOutput the tokens of a step: logits to p, p and drafts to what is emitted, and the logprobs of it, on the
-device.
+"""Samples the tokens of a step on the device: from logits to p, from p and drafts to emitted tokens and their logprobs.
 
-A few copies to the host end it. On the way the self-checks take their terms, and look at every invariant of a row.
+A few copies to the host end it. On the way the self-checks take their terms and check every invariant of a row.
 """
 
 from dataclasses import dataclass, replace
@@ -16,23 +15,23 @@ from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows, highest_logits
-from speculative.sampling.rng import Float64s, Purpose, uniforms
 from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import Scope, terms_to_host
-from speculative.state.batch import HostTerms, Int64s, SequenceResult, StepInput, row_contexts
+from speculative.state.batch import HostTerms, SequenceResult, StepInput, row_contexts
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
 from speculative.verification.coupled import verify_coupled
 from speculative.verification.draft_probs import DraftProbs
 from speculative.verification.mixed import verify_mixed
+from speculative.verification.rows import VerifyRows
 from speculative.vocabulary.ops import VocabularyOps
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """What a step drew: per drawing entry; and for all of them what was expected, and the terms of the self-checks."""
+    """What a step sampled: one result per entry; over all of them, expected accepted drafts and self-check terms."""
 
     drawn: list[SequenceResult]
     expected_accepted: float
@@ -51,10 +50,10 @@ class Sampler:
         ops: VocabularyOps,
     ) -> None:
         self.ops = ops
-        self._self_check = self_check
+        self.self_check = self_check
         self._verifier: Literal["token_wise", "block"] = "block" if config.verifier == "block" else "token_wise"
         self._mode = config.logprobs_mode
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._device = device
         self.verify = _make_verifier(config, ops)
         self._all_coupled = config.verifier == "coupled"
@@ -68,19 +67,19 @@ class Sampler:
         Args:
             layout: the step's rows.
             logits: [R, V] float32 of the verify rows; not written to.
-            distribution: q of the step's drafts.
+            draft_probs: q of the step's drafts.
             masks: per drawing entry, the tokens its structure allows, row by row; None where it has none.
         """
         rows = self._rows.of(_params_per_row(layout), logits.shape[-1], self._device)
         adjusted = self._adjust(layout, logits, masks)
         processed = self.ops.process(adjusted, rows)  # [R, V]
-        step = self._verify_input(layout, self.ops.target_probs(processed, rows), draft_probs)
+        step = verify_rows(layout).input(self.ops.target_probs(processed, rows), draft_probs)
         verified = self._verify(layout, step)
         emitted = self.ops.emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
         outside = _outside_filters(adjusted, rows, emitted)
         broken = self.ops.broken_rows(step, verified, emitted, highest_logits(processed), outside)
-        terms = self._terms(layout, step, verified, emitted) if self._self_check.due() else None
+        terms = self._terms(layout, step, verified, emitted) if self.self_check.due() else None
         verdicts = copy_to_host(verified, broken)
         drawn = self.check_on_host(layout, results_per_entry(layout, verdicts, logprobs), masks)
         return SampleOutput(drawn, verdicts.expected_accepted, terms)
@@ -88,7 +87,7 @@ class Sampler:
     def _adjust(self, layout: StepInput, logits: Tensor, masks: list[list[Bools] | None]) -> Tensor:
         if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
             return logits
-        return adjust(logits, row_contexts(layout), _masks_per_row(layout, masks), self._eos_token_ids)
+        return adjust(logits, row_contexts(layout), _masks_per_row(layout, masks), self.eos_token_ids)
 
     def _verify(self, layout: StepInput, step: VerifyInput) -> VerifyOutput:
         coupled = self._coupled(layout)
@@ -105,11 +104,11 @@ class Sampler:
     # -- self-checks --------------------------------------------------------------------------------------------
 
     def _terms(self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> HostTerms:
-        counted = self._self_check.counted([entry.sequence for entry in layout.drawing])
+        counted = self.self_check.counted([entry.sequence for entry in layout.drawing])
         coupled = self._coupled(layout)
         scope = Scope(
             verifier=self._verifier,
-            judged_rows=self._on_device(np.flatnonzero(layout.drafts >= 0)),
+            judged_rows=torch.from_numpy(np.flatnonzero(layout.drafts >= 0)).to(self._device),
             counted=torch.from_numpy(counted).to(self._device),
             coupled=torch.tensor(coupled, device=self._device),
             any_coupled=any(coupled),
@@ -129,32 +128,10 @@ class Sampler:
                 fault = "conservation"
             if fault is None and wrong[index]:
                 fault = "positions"
-            if fault is None and forbidden_by_rules(entry, one.token_ids, masks[index], self._eos_token_ids):
+            if fault is None and forbidden_by_rules(entry, one.token_ids, masks[index], self.eos_token_ids):
                 fault = "support"
             checked.append(one if fault is one.fault else replace(one, fault=fault))
         return checked
-
-    def _verify_input(self, layout: StepInput, probs: Tensor, draft_probs: DraftProbs) -> VerifyInput:
-        rows, entries, unit = (self._on_device(table).unbind() for table in _tables(layout))
-        drafts, packed, owners, offsets, seeds, positions = rows
-        (first_rows, counts), (accept_uniforms, sample_uniforms) = entries, unit
-        return VerifyInput(
-            probs=probs,
-            draft_probs=draft_probs,
-            drafts=drafts,
-            packed=packed,
-            entries=owners,
-            offsets=offsets,
-            first_rows=first_rows,
-            counts=counts,
-            accept_uniforms=accept_uniforms,
-            sample_uniforms=sample_uniforms,
-            seeds=seeds,
-            positions=positions,
-        )
-
-    def _on_device(self, array: Int64s | Float64s) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
 
 
 def _make_verifier(config: EngineConfig, ops: VocabularyOps) -> Verifier:
@@ -171,29 +148,12 @@ def _outside_filters(adjusted: Tensor, rows: SamplingRows, emitted: Tensor) -> T
     return outside
 
 
-def _tables(layout: StepInput) -> tuple[Int64s, Int64s, Float64s]:
-    """All that a verification reads beside the distributions, so that it goes to the device in three pieces.
-
-    Returns:
-        [6, R]: drafts, which of the packed drafts they are, entries, offsets, seeds (as int64), positions.
-        [2, E]: first rows, drafts.
-        [2, R]: accept uniforms, and what the token of each row is drawn with if it is the last one.
-    """
-    seeds, lengths, packed, first_rows, purposes = list[int](), list[int](), list[int](), list[int](), list[int]()
-    for index, (entry, count) in enumerate(zip(layout.drawing, layout.draft_counts.tolist(), strict=True)):
-        first_rows.append(len(seeds))
-        packed += range(len(seeds) - index, len(seeds) - index + count + 1)  # each entry before has one row without
-        seeds += [entry.sequence.request.seed] * (count + 1)
-        lengths += [len(entry.sequence.tokens)] * (count + 1)
-        purposes += [int(Purpose.RESIDUAL)] * count + [int(Purpose.BONUS)]
-    num_rows, offsets = len(seeds), layout.offsets.tolist()
-    accept_uniforms = [int(Purpose.COIN)] * num_rows
-    key = np.array([seeds * 2, lengths * 2, offsets * 2, accept_uniforms + purposes], np.uint64)
-    rows = np.empty((6, num_rows), np.int64)
-    rows[0], rows[1], rows[2], rows[3] = layout.drafts, packed, layout.verify_entries, layout.offsets
-    rows[4] = key[0, :num_rows].view(np.int64)
-    np.add(lengths, layout.offsets, out=rows[5])
-    return rows, np.array([first_rows, layout.draft_counts]), uniforms(*key).reshape(2, -1)
+def verify_rows(layout: StepInput) -> VerifyRows:
+    """The verify rows of a step's entries."""
+    sequences = [entry.sequence for entry in layout.drawing]
+    seeds = [sequence.request.seed for sequence in sequences]
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    return VerifyRows.build(layout.draft_counts.tolist(), seeds, lengths, layout.drafts)
 
 
 def _params_per_row(layout: StepInput) -> list[SamplingParams]:

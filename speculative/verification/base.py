@@ -18,21 +18,21 @@ class VerifyInput:
     """One step's verify rows, packed. Row j of an entry judges its draft j; its last row draws the bonus token.
 
     probs: [R, V] the target's distribution p at each row.
-    distribution: the draft's distribution q.
+    draft_probs: q, the distribution of the drafts.
     drafts: [R] int64, the draft judged there; -1 in each entry's last row.
     packed: [R] int64, which of the step's packed drafts that is; meaningless in last rows.
     entries: [R] int64, which drawing entry a row belongs to.
     offsets: [R] int64, its position in the round.
     first_rows: [E] int64, each entry's first row.
     counts: [E] int64, its drafts.
-    accept uniforms: [R] float64 in (0, 1), purpose coin.
-    finals: [R] float64 in (0, 1), for the token drawn at this row if it is the last one: purpose residual where a draft
-        was rejected, purpose bonus in the last row.
+    accept_uniforms: [R] float64 in (0, 1), purpose coin.
+    sample_uniforms: [R] float64 in (0, 1), for the token sampled at this row if it is the last one: purpose
+        residual where a draft was rejected, purpose bonus in the last row.
     seeds, positions: [R] int64, the request's seed (as two's complement) and the position of the token drawn there.
     prepared: what an implementation keeps of this step between its calls; a copy of the step starts without it.
 
     Raises:
-        EngineFault: the distribution has fewer rows than there are drafts.
+        EngineFault: q has fewer rows than there are drafts.
     """
 
     probs: Tensor

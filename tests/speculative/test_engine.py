@@ -243,7 +243,7 @@ def test_choices_from_one_handoff_are_separate_requests(tiny_folder: Path, name:
 def test_a_handoff_into_used_slots_reads_nothing_of_their_last_tenant(tiny_folder: Path) -> None:
     prefill, decode, fresh = (tiny_engine(tiny_folder, kv_cache_tokens=256, prefix_caching=False) for _ in range(3))
     answer_all(decode, requests(SAMPLED))
-    decode.runner.cache.data[:] = math.nan  # whatever is read before it is written shows
+    decode.cache.data[:] = math.nan  # whatever is read before it is written shows
     for request in requests(SAMPLED):
         answer = hand_off(prefill, decode, request)
         assert answer.logprobs == hand_off(prefill, fresh, request).logprobs
@@ -362,7 +362,7 @@ def test_scoring_reads_no_cache_and_leaves_none(tiny_folder: Path) -> None:
     """Its values are to be right when the cache is wrong."""
     engine = tiny_engine(tiny_folder)
     answer = answer_all(engine, [Request("a", PROMPTS["plain"], GREEDY)])["a"]
-    engine.runner.cache.data[:] = 0.5
+    engine.cache.data[:] = 0.5
     text = (*PROMPTS["plain"], *answer.token_ids)
     published = dict(engine.scheduler.pool._block_of)
     engine.add(Request("s", text, score_from=len(PROMPTS["plain"])))
@@ -504,7 +504,7 @@ def test_scores_that_are_no_numbers_are_an_error(tiny_folder: Path) -> None:
 def test_a_damaged_prefix_fails_one_request_and_not_those_after_it(tiny_folder: Path) -> None:
     engine = tiny_engine(tiny_folder)
     expected = answer_all(engine, [Request("a", PROMPTS["plain"], GREEDY)])["a"]
-    engine.runner.cache.data[0, 1] = math.nan
+    engine.cache.data[0, 1] = math.nan
     engine.add(Request("b", PROMPTS["plain"], GREEDY))
     assert run(engine)["b"].finish_reason is FinishReason.ERROR
     engine.add(Request("c", PROMPTS["plain"], GREEDY))
@@ -697,7 +697,7 @@ def distribution_engine(folder: Path, drafter: Drafter | None = None, verify: Ve
         kv_cache_tokens=4096,
         drafter=DrafterConfig(num_draft_tokens=3, ngram_max=3, ngram_min=1),
     )
-    engine.drafter, engine.sampler.verify = drafter or engine.drafter, verify
+    engine.eager.drafter, engine.sampler.verify = drafter or engine.drafter, verify
     return engine
 
 

@@ -275,7 +275,7 @@ def test_what_is_no_number_early_in_the_last_layer_is_not_handed_off() -> None:
         engine.step()
     sequence = engine.scheduler.find("r")
     assert sequence is not None
-    engine.runner.cache.data[-1, 0, engine._slots(sequence, 1, 2)] = torch.nan
+    engine.cache.data[-1, 0, engine._slots(sequence, 1, 2)] = torch.nan
     with pytest.raises(EngineFault, match="not finite"):
         engine.export("r")
 
@@ -291,10 +291,10 @@ def test_what_is_no_number_is_not_handed_off_and_not_found_again() -> None:
         assert sequence is not None
         assert sequence.num_cached == 0  # nothing of the damaged prompt may be shared
         if damaged:
-            engine.runner.cache.data[:, :, engine._slots(sequence, 0, sequence.num_computed)] = torch.nan
+            engine.cache.data[:, :, engine._slots(sequence, 0, sequence.num_computed)] = torch.nan
             with pytest.raises(EngineFault, match="not finite"):
                 engine.export(name)
         else:
-            engine.runner.cache.data[engine.runner.cache.data.isnan()] = 0
+            engine.cache.data[engine.cache.data.isnan()] = 0
             assert decode_state(engine.export(name), engine.manifest).num_computed == len(prompt) - 1
         assert engine.usage().num_free_blocks == engine.usage().num_blocks

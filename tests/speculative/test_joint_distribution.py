@@ -19,7 +19,6 @@ from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.state.batch import Batch
-from speculative.step import sampler
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.block import verify_block
 from speculative.verification.draft_probs import Dense, PointMass
@@ -203,10 +202,8 @@ def test_the_method_sees_the_fault(folder: Path, table: Tensor, fault: str) -> N
 def test_the_method_sees_draft_and_residual_sharing_noise(folder: Path, table: Tensor) -> None:
     """F6: the residual draws with the uniform that drew the draft."""
     engine = table_engine(folder, table, TableDrafter(deceiving(table), 3, vary=False))
-    rounds = sampler.Sampler._verify_input
 
-    def shared(self: sampler.Sampler, layout: object, probs: Tensor, distribution: object) -> VerifyInput:
-        step = rounds(self, layout, probs, distribution)  # type: ignore[arg-type]
+    def shared(step: VerifyInput) -> VerifyInput:
         seeds = step.seeds.numpy().astype(np.uint64)
         starts = (step.positions - step.offsets).numpy().astype(np.uint64)
         offsets = step.offsets.numpy().astype(np.uint64)
@@ -215,7 +212,7 @@ def test_the_method_sees_draft_and_residual_sharing_noise(folder: Path, table: T
             step, sample_uniforms=torch.where(step.judged, torch.from_numpy(draft_noise), step.sample_uniforms)
         )
 
-    engine.sampler._verify_input = shared.__get__(engine.sampler)  # type: ignore[method-assign]
+    engine.sampler.verify = lambda step: verify_token_wise(shared(step))
     samples = sample(engine, (FIRST,), COUNT, LENGTH)
     assert worst_window(samples, softmax(table), FIRST) > FIVE_SIGMA
 

@@ -187,7 +187,7 @@ def test_a_teacher_forced_request_under_way_is_scored_by_one_set_of_weights(old:
     torch.testing.assert_close(reported, expected[range(len(reported)), (PROMPT * 3)[1:]], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("step", ["_model_drafter", "_make_runner"])
+@pytest.mark.parametrize("step", ["_model_drafter", "_make_executor"])
 def test_an_engine_whose_switch_fails_does_not_say_that_it_has_the_new_weights(
     old: Path, new: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

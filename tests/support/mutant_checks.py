@@ -45,7 +45,7 @@ class World:
         settings = {"dtype": "float32", "device": "cpu", "kv_cache_tokens": 4096, "prefix_caching": False}
         settings["drafter"] = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_min=1)  # type: ignore[assignment]
         engine = EngineCore.load(self.folder, EngineConfig(**{**settings, **config}))  # type: ignore[arg-type]
-        engine.drafter = proposer or engine.drafter
+        engine.eager.drafter = proposer or engine.drafter
         if faulty:
             self.install(engine)
         return engine
@@ -202,7 +202,7 @@ def the_joint_distribution_is_the_targets(world: World) -> None:
 @check
 def the_joint_distribution_holds_for_likely_runs(world: World) -> None:
     engine, p, _ = world.table()
-    engine.drafter = LikeliestDrafter(p)
+    engine.eager.drafter = LikeliestDrafter(p)
     assert worst_window(sample(engine, (3,), 12_000, 7), p.double().numpy(), 3) < 5
 
 

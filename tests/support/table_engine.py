@@ -54,9 +54,9 @@ def table_engine(
     model = ModelConfig.from_folder(folder)
     decoder = load_decoder(folder, dtype=torch.float32, device="cpu")
     engine = engine_class(decoder, model, EngineConfig(**{**settings, **config}))  # type: ignore[arg-type]
-    engine.runner = toy.TableRunner(decoder, engine, table.float())
+    engine.eager.runner = toy.TableRunner(decoder, engine, table.float())
     if drafter is not None:
-        engine.drafter = drafter
+        engine.eager.drafter = drafter
     return engine
 
 

@@ -140,7 +140,7 @@ async def test_a_switch_that_fails_ends_the_engine(
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(backend._live_engine(), "_make_runner", fails)
+    monkeypatch.setattr(backend._live_engine(), "_make_executor", fails)
     await backend.load_weights(str(folders[1]))
     running = await Running(backend).begun()
     await backend.pause(PauseMode.KEEP if frozen else PauseMode.WAIT)

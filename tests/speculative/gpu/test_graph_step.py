@@ -17,7 +17,7 @@ from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.gpu.attention_choice import make_attend
 from speculative.gpu.capture import Capturer
-from speculative.gpu.graph_step import GraphedStep, graph_bytes
+from speculative.gpu.graph_step import GraphStep, graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
 from speculative.gpu.verify_graph import Kind
 from speculative.model.decoder import Decoder
@@ -101,12 +101,17 @@ def twin_caches(decoder: Decoder, num_blocks: int, block_size: int) -> tuple[KVC
     return plain, padded
 
 
+def graph_step(config: EngineConfig, decoder: Decoder, cache: KVCache, engine: EngineCore) -> GraphStep:
+    """A captured step over this cache, with the drafter and the sampler of an engine."""
+    return GraphStep(config, decoder, cache, engine.drafter, engine.sampler, 256)
+
+
 @torch.inference_mode()
 def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) -> None:
     decoder = load_decoder(target, dtype=torch.float32, device="cpu")
     config = settings(cuda_graphs=True, max_num_seqs=9, drafter=NGRAM)
     plain_cache, padded_cache = twin_caches(decoder, config.num_blocks, config.block_size)
-    graphs = GraphedStep(config, decoder, padded_cache, tiny_engine(target, drafter=NGRAM).drafter, 256)
+    graphs = graph_step(config, decoder, padded_cache, tiny_engine(target, drafter=NGRAM))
     plain = ModelRunner(decoder, plain_cache, torch.device("cpu"))
     trash = config.num_blocks * config.block_size
     for number, bucket in enumerate(graphs.buckets):
@@ -135,7 +140,7 @@ def test_in_a_mixed_step_prompts_run_eagerly_and_rows_keep_their_order(target: P
     decoder = load_decoder(target, dtype=torch.float32, device="cpu")
     config = settings(cuda_graphs=True)
     plain_cache, padded_cache = twin_caches(decoder, config.num_blocks, config.block_size)
-    graphs = GraphedStep(config, decoder, padded_cache, tiny_engine(target).drafter, 256)
+    graphs = graph_step(config, decoder, padded_cache, tiny_engine(target))
     graphs.runner.target.capture = capture
     graphs.buffers = dataclasses.replace(
         graphs.buffers, features=torch.zeros((len(graphs.buffers.hidden), len(capture) * decoder.config.hidden_size))
@@ -156,7 +161,7 @@ def test_padding_writes_to_nobodys_blocks(target: Path) -> None:
     decoder = load_decoder(target, dtype=torch.float32, device="cpu")
     config = settings(cuda_graphs=True, max_num_seqs=8)
     _, cache = twin_caches(decoder, config.num_blocks, config.block_size)
-    graphs = GraphedStep(config, decoder, cache, tiny_engine(target).drafter, 256)
+    graphs = graph_step(config, decoder, cache, tiny_engine(target))
     bucket = graphs.buckets.largest
     layout = layout_of([5, 0, 12], [2, 1, 5], config.block_size, seed=0)
     before = cache.data.clone()
@@ -179,7 +184,7 @@ def poison(engine: EngineCore) -> None:
         tensor.fill_(0)
     pool, size = engine.scheduler.pool, engine.config.block_size
     unheld = [block for block in pool._free if block not in pool._hash_of] + [pool.num_blocks]
-    caches = [engine.runner.cache, *([engine.drafter.cache] if hasattr(engine.drafter, "cache") else [])]
+    caches = [engine.cache, *([engine.drafter.cache] if hasattr(engine.drafter, "cache") else [])]
     for block in unheld:
         for cache in caches:
             cache.data[:, :, block * size : (block + 1) * size] = torch.nan
@@ -238,9 +243,9 @@ def test_graphs_emit_what_the_plain_path_emits(
     expected = answers(plain_engine, PLAIN)
     graphed = tiny_engine(target, drafter=drafters[name], cuda_graphs=True)
     assert graphed.graphs is not None
-    replayed, eager = Counted(graphed.graphs.verify), Counted(graphed._verify)
+    replayed, eager = Counted(graphed.graphs.verify), Counted(graphed.eager.verify)
     monkeypatch.setattr(graphed.graphs, "verify", replayed)
-    monkeypatch.setattr(graphed, "_verify", eager)
+    monkeypatch.setattr(graphed.eager, "verify", eager)
     assert_same(answers(graphed, PLAIN, poisoned=True), expected)
     assert replayed.count > 5 and eager.count <= 6, "decoding is replayed, prefills are not"
     own, other = graphed.take_stats(), plain_engine.take_stats()
@@ -324,7 +329,7 @@ def test_a_row_that_is_no_number_ends_its_request_and_no_other(target: Path) -> 
     victim = engine.scheduler.find("r2")
     assert victim is not None
     with torch.inference_mode():
-        engine.runner.cache.data[:, :, victim.blocks[0] * engine.config.block_size] = torch.nan
+        engine.cache.data[:, :, victim.blocks[0] * engine.config.block_size] = torch.nan
     for name, answer in run(engine).items():
         assert (answer.finish_reason is FinishReason.ERROR) == (name == "r2")
         assert (answer.error is not None) == (name == "r2")
@@ -401,7 +406,7 @@ def test_graphs_are_off_without_a_gpu_unless_asked_for(target: Path) -> None:
     assert EngineConfig().cuda_graphs is None
     plain, graphed = tiny_engine(target), tiny_engine(target, cuda_graphs=True)
     assert plain.graphs is None
-    assert graphed.runner.cache.data.shape[2] == plain.runner.cache.data.shape[2] + plain.config.block_size
+    assert graphed.cache.data.shape[2] == plain.cache.data.shape[2] + plain.config.block_size
     assert graphed.usage().num_blocks == plain.usage().num_blocks, "nobody is given the trash block"
 
 

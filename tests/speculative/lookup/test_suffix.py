@@ -263,7 +263,7 @@ def asked_again(folder: Path, distribution: torch.Tensor) -> np.ndarray:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     said = []
     for group in range(8):
-        engine.drafter = LookupDrafter(made(config(suffix_max_tokens=10**6)))
+        engine.eager.drafter = LookupDrafter(made(config(suffix_max_tokens=10**6)))
         for time in ("first", "second", "third"):
             for mark in asking.tolist():
                 engine.add(Request(f"{time} {mark}", (mark,), params, seed=10_000 * group + mark))

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import speculative.engine
 import speculative.step.host_copy
 from speculative.config import LogprobsMode
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
 from speculative.sampling.logprob_checks import LogprobContract, violation
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_matrix
 from speculative.stats import LOGPROB_RULES, StepStats
+from speculative.step import eager_step
 from tests.support.engines import assert_idle, run, tiny_engine
 
 VOCAB = 32
@@ -231,7 +231,9 @@ def test_faults_that_contradict_themselves_are_seen(
 def test_broken_prompt_logprobs_fail_the_request_too(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, prefill_only_after: int | None
 ) -> None:
-    monkeypatch.setattr(speculative.engine, "mode_matrix", lambda mode, *logits: mode_matrix("raw_logits", *logits))
+    monkeypatch.setattr(
+        speculative.step.eager_step, "mode_matrix", lambda mode, *logits: mode_matrix("raw_logits", *logits)
+    )
     engine = tiny_engine(tiny_folder)
     engine.add(
         Request("victim", LOOP, SamplingParams(prompt_logprobs=3), seed=1), prefill_only_after=prefill_only_after

@@ -10,7 +10,7 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
-from speculative.state.batch import Batch
+from speculative.state.batch import Batch, StepInput
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.coupled import verify_coupled
 from speculative.verification.draft_probs import Dense, PointMass
@@ -71,7 +71,7 @@ def make_engine(folder: Path, drafter: Drafter | None = None, **config: object) 
     settings["drafter"] = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_min=1)  # type: ignore[assignment]
     engine = EngineCore.load(folder, EngineConfig(**{**settings, **config}))  # type: ignore[arg-type]
     if drafter is not None:
-        engine.drafter = drafter
+        engine.eager.drafter = drafter
     return engine
 
 
@@ -110,13 +110,13 @@ def perturbed_gap(folder: Path, request: Request, emitted: list[int]) -> float:
     """Between the two best perturbed scores of the token after these."""
     engine = make_engine(folder, NoDrafter(), verifier="coupled")
     seen: list[VerifyInput] = []
-    original = engine.sampler._verify_input
+    verify = engine.sampler._verify
 
-    def spy(*args: object) -> VerifyInput:
-        seen.append(original(*args))  # type: ignore[arg-type]
-        return seen[-1]
+    def spy(layout: StepInput, step: VerifyInput) -> VerifyOutput:
+        seen.append(step)
+        return verify(layout, step)
 
-    engine.sampler._verify_input = spy  # type: ignore[method-assign, assignment]
+    engine.sampler._verify = spy  # type: ignore[method-assign]
     engine.add(request, emitted=emitted)
     while not seen:
         engine.step()

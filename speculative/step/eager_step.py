@@ -1,0 +1,130 @@
+"""A step whose every operation is launched by Python, for batches of any kind."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.config import EngineConfig
+from speculative.drafting.base import Drafter, DraftOutput, constrain
+from speculative.request import ReplayedToken, Request, TokenLogprobs
+from speculative.sampling.logprobs import gather_logprobs, mode_matrix
+from speculative.selfcheck.replayed_tokens import replayed_tokens
+from speculative.state.batch import Batch, Entry, Scored, SequenceResult, StepInput, StepOutcome, build_step_input
+from speculative.state.token_constraint import Bools, TokenConstraint
+from speculative.step.runner import ModelRunner
+from speculative.step.sampler import Sampler
+
+_SCORED_ROWS_AT_ONCE = 64  # bounds the logits of a scored prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A step's drafts, and the tokens that structured entries may emit, by entry.
+
+    without_q: the entries whose drafts came without the probabilities they were sampled from. Those drafts are not
+        among `draft`.
+    """
+
+    draft: DraftOutput
+    masks: dict[int, list[Bools]]
+    without_q: frozenset[int]
+
+
+class EagerStep:
+    """Drafts, runs the target, verifies and scores; 4 to 11 copies to the host end it.
+
+    Args:
+        config: of the engine.
+        runner: the target and its cache.
+        drafter: of the engine.
+        sampler: of the engine.
+        constraint_of: compiles the structure of a request; None where it has none.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        drafter: Drafter,
+        sampler: Sampler,
+        constraint_of: Callable[[Request], TokenConstraint | None],
+    ) -> None:
+        self.runner = runner
+        self.drafter = drafter
+        self.sampler = sampler
+        self._config = config
+        self._constraint_of = constraint_of
+
+    def takes(self, batch: Batch) -> bool:
+        """Every batch."""
+        return True
+
+    def draft(self, batch: Batch) -> Proposal:
+        """The drafts of every entry, without those that came without q."""
+        draft, without_q = self.drafter.propose(batch), frozenset[int]()
+        if draft.lacks_q:
+            without_q = frozenset(np.flatnonzero(draft.counts).tolist())
+            draft = DraftOutput.nothing(len(batch.entries))
+        return Proposal(*constrain(batch, draft), without_q)
+
+    def verify(self, batch: Batch, drafts: Proposal) -> StepOutcome:
+        """Run the target over known tokens and drafts, verify and sample, and score what was asked for."""
+        draft = drafts.draft
+        layout = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
+        hidden = self._forward(batch, layout)
+        drawn: Iterator[SequenceResult] = iter(())
+        expected, terms = 0.0, None
+        if layout.drawing:
+            decoding_only = len(layout.verify_rows) == len(hidden)
+            rows = hidden if decoding_only else hidden[torch.from_numpy(layout.verify_rows).to(hidden.device)]
+            logits = self.runner.logits(rows)  # [R, V]
+            masks = [drafts.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
+            output = self.sampler.draw(layout, logits, draft.draft_probs, masks)
+            drawn, expected, terms = iter(output.drawn), output.expected_accepted, output.terms
+        per_entry = [next(drawn) if entry.samples else None for entry in batch.entries]
+        for index in drafts.without_q:
+            per_entry[index] = SequenceResult((), 0, 0, fault="q_missing")
+        return StepOutcome(
+            drawn=tuple(per_entry),
+            scores=tuple(
+                self._score(entry, start, hidden)
+                for entry, start in zip(batch.entries, layout.row_starts[:-1].tolist(), strict=True)
+            ),
+            expected_accepted=expected,
+            terms=terms,
+        )
+
+    def _forward(self, batch: Batch, layout: StepInput) -> Tensor:
+        """Hidden states [N, hidden]; a drafter that reads features gets them."""
+        if not self.drafter.capture:
+            return self.runner.forward(layout)
+        hidden, features = self.runner.forward_with_features(layout, self.drafter.capture)
+        self.drafter.observe(batch, layout, features)
+        return hidden
+
+    def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> Scored:
+        """The logprobs that were asked for of the known tokens that this entry's rows predict."""
+        sequence = entry.sequence
+        wanted = sequence.scored_positions
+        begin = max(wanted.start - 1, sequence.num_computed)
+        end = min(wanted.stop - 1, sequence.num_computed + entry.num_known)
+        mode = "raw_logprobs" if sequence.scores_only else self._config.logprobs_mode
+        num_top = sequence.params.prompt_logprobs or 0
+        offset = row_start - sequence.num_computed
+        logprobs: list[TokenLogprobs] = []
+        replayed: list[ReplayedToken] = []
+        for start in range(begin, end, _SCORED_ROWS_AT_ONCE):
+            stop = min(start + _SCORED_ROWS_AT_ONCE, end)
+            token_ids = sequence.tokens[start + 1 : stop + 1]
+            logits = self.runner.logits(hidden[offset + start : offset + stop])
+            matrix = mode_matrix(mode, logits, logits)  # nothing is sampled here, so no processor applies
+            host = gather_logprobs(matrix, torch.tensor(token_ids, device=logits.device), num_top).to_host()
+            logprobs.extend(host.entry(row, token, num_top) for row, token in enumerate(token_ids))
+            if sequence.scores_only:
+                constraint = self._constraint_of(sequence.request)
+                known = (sequence.request, start + 1, constraint, self.sampler.eos_token_ids)
+                replayed.extend(replayed_tokens(logits, *known, self.sampler.ops.process))
+        return Scored(tuple(logprobs), tuple(replayed))
