@@ -231,9 +231,7 @@ def test_faults_that_contradict_themselves_are_seen(
 def test_broken_prompt_logprobs_fail_the_request_too(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, prefill_only_after: int | None
 ) -> None:
-    monkeypatch.setattr(
-        speculative.step.eager_step, "mode_matrix", lambda mode, *logits: mode_matrix("raw_logits", *logits)
-    )
+    monkeypatch.setattr(eager_step, "mode_matrix", lambda mode, *logits: mode_matrix("raw_logits", *logits))
     engine = tiny_engine(tiny_folder)
     engine.add(
         Request("victim", LOOP, SamplingParams(prompt_logprobs=3), seed=1), prefill_only_after=prefill_only_after
