@@ -160,7 +160,7 @@ function drawReplicas() {
     `${replica.waiting ?? "–"}`, `${replica.replaying ?? "–"}`, replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), ago(replica.since), replica.reason || "–",
   ]);
   const columns = [["pool"], ["replica"], ["kernels"], ["breaker"], ["speculation"], ["mode"], ["running", true], ["waiting", true],
-    ["replays", true], ["KV in use", true], ["for", true], ["last trip"]];
+    ["replays", true], ["KV in use", true], ["state age", true], ["last trip"]];
   table(byId("replicas"), columns, rows, "No replica has reported yet. Replicas report each second once their model is loaded.");
 }
 
