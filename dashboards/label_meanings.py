@@ -6,21 +6,21 @@ from serve_app.telemetry.metric_names import PREFIX, REFUSALS, STRATA, Metric
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 
 Meaning = Mapping[str, str] | str
-"""Each value with what it means; a text where the values are no fixed set."""
+"""Each value with its meaning; one text where the set of values is open."""
 
-# label -> metric without its prefix ("" = all others that have the label) -> meaning
+# label -> metric without its prefix ("" = all others with the label) -> meaning
 _MEANINGS: dict[str, dict[str, Meaning]] = {
     "model_name": {"": "The name that clients use."},
     "pool": {
         "": {
-            "prefill": "computes prompts and replays; what the referee counts is reported here, too",
+            "prefill": "computes prompts and replays; the referee's counts are reported here, too",
             "decode": "decodes, and answers HTTP where there is no router",
             "monolith": "both in one",
-            "router": "answers HTTP before replicas that may die",
+            "router": "answers HTTP in front of replicas that may die",
         }
     },
-    "replica": {"": "Ray Serve's name of the replica. Only gauges have it: they do not add up."},
-    "position": {"": "Place of the draft token in its round, 0 = first."},
+    "replica": {"": "Ray Serve's name of the replica. Only gauges carry it, since they do not add up."},
+    "position": {"": "Position of the draft token in its round, 0 = first."},
     "nats": {"": "The drift that was exceeded. The thresholds overlap: a token counts at each that it exceeds."},
     "version": {"": "Of truespec."},
     "fingerprint": {"": "Of the model's configuration and weights."},
@@ -31,44 +31,48 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
         "": {
             "stop": "ended with a stop token or a stop string",
             "length": "reached its max_tokens, or the model's longest length",
-            "abort": "its client left",
-            "error": "the engine or the service failed, or its time was up",
-            "rejected": "was not begun: too much was under way, or it asks for what cannot be served",
+            "abort": "its client disconnected",
+            "error": "the engine or the service failed, or the deadline passed",
+            "rejected": "was not started: too much was in flight, or it asks for something that cannot be served",
         }
     },
     "result": {
         "handoffs_total": {
-            "ok": "taken in by the decode engine",
-            "refused": "not taken in, and the prompt computed there (`truespec_handoff_refusals_total` says why)",
-            "failed": "no prefill replica gave one, and the prompt was computed by the decode engine",
+            "ok": "accepted by the decode engine",
+            "refused": "not accepted; the decode engine computed the prompt (`truespec_handoff_refusals_total` has the "
+            "reason)",
+            "failed": "no prefill replica supplied one; the decode engine computed the prompt",
         },
-        "resumes_total": {"resumed": "goes on at another replica", "failed": "ended with an error"},
+        "resumes_total": {"resumed": "continues on another replica", "failed": "ended with an error"},
         "replays_total": {
             "ok": "computed and compared",
             "failed": "could not be computed or submitted: the answer stays unverified",
-            "skipped": "not tried: too many waited",
+            "skipped": "not tried: too many were waiting",
             "outdated": "not comparable: the weights have been changed since",
-            "refused": "not computed: the model cannot have given that answer (too long, or ids that are no tokens)",
+            "refused": "not computed: the model cannot have produced that answer (too long, or invalid token ids)",
         },
         "canaries_total": {
-            "passed": "nothing was found wrong: speculation is back",
-            "failed": "something was: speculation stays off for longer",
+            "passed": "no fault was found: speculation is re-enabled",
+            "failed": "a fault was found: speculation stays off for longer",
             "inconclusive": "too little was drafted, or the trial could not be run; it is repeated",
         },
-        "key_file_reloads_total": {"ok": "the new keys hold", "failed": "the file is broken: the old keys go on"},
-        "weight_updates_total": {"ok": "the new weights serve", "failed": "the old ones go on"},
+        "key_file_reloads_total": {
+            "ok": "the new keys are in effect",
+            "failed": "the file is invalid: the old keys stay in effect",
+        },
+        "weight_updates_total": {"ok": "the new weights are served", "failed": "the old weights are still served"},
     },
     "phase": {
         "handoff_seconds_total": {
             "prefill": "from the request for a prefill to its answer, as the decode replica sees it",
             "export": "copying keys and values out of the prefill engine's cache",
-            "pack": "making the handoff ready to travel, by its transport",
-            "unpack": "getting it from its transport, on the decode replica",
-            "check": "its checksum and manifest",
+            "pack": "preparing the handoff for its transport",
+            "unpack": "receiving it from its transport, on the decode replica",
+            "check": "verifying its checksum and manifest",
             "insert": "copying keys and values into the decode engine's cache",
         },
         "weight_update_seconds_total": {
-            "load": "reading the new weights, beside the requests",
+            "load": "reading the new weights while requests run",
             "switch": "from the pause to the first step with the new weights",
         },
     },
@@ -77,23 +81,23 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
         "prefill_failures_total": {
             "died": "the replica was lost, or could not be reached",
             "timeout": "it took longer than `recovery.prefill_timeout_s`",
-            "full": "the pool takes nothing more",
+            "full": "the pool accepts no more work",
             "engine": "its engine failed on the request",
         },
         "handoff_refusals_total": {
             "request": "it was computed for another prompt",
-            "manifest": "with another model, dtype, drafter or layout",
-            "version": "by a build that speaks another wire format",
-            "damaged": "it was cut or altered on its way, or contradicts itself",
-            "drafter": "what the drafter needs of it is missing, or of another shape",
-            "lost": "vLLM was to read it by NIXL, and could not, or it was no longer there",
+            "manifest": "it was computed with another model, dtype, drafter or layout",
+            "version": "it was computed by a build that uses another wire format",
+            "damaged": "it was truncated or altered in transit, or contradicts itself",
+            "drafter": "the drafter's state is missing from it, or has another shape",
+            "lost": "vLLM could not read it through NIXL, or it was no longer there",
         },
         "breaker_trips_total": {
             "selfcheck": "a zero-mean check of the engine raised its alarm",
             "invariant": "a step broke a rule that holds in every step",
             "logprobs": "logprobs broke their contract",
-            "drift": "replays gave other logprobs",
-            "law": "replays show that tokens do not follow the distribution they were to follow",
+            "drift": "replayed logprobs differed from those served",
+            "law": "replays show that tokens do not follow the distribution they should",
         },
     },
     "check": {"": CHECKS},
@@ -101,33 +105,33 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
     "stratum": {"": STRATA},
     "term": {
         "": {
-            "probability": "p(y) minus the sum of p squared, y the token served",
+            "probability": "p(y) minus the sum of p squared, where y is the served token",
             "surprisal": "-log p(y) minus its mean under p, nats",
         }
     },
     "alarm": {
         "": {
-            "drift": "the logprobs served are not those replayed",
-            "probability": "tokens are likelier, or less likely, than tokens drawn from p",
-            "surprisal": "tokens are more, or less, surprising than tokens drawn from p",
-            "support": "tokens that the request's rules or filters leave out",
-            "greedy": "tokens of greedy requests that are not the likeliest",
-            "impossible": "an answer that no engine takes: too long for the model, or ids that are no tokens",
+            "drift": "served logprobs differ from replayed ones",
+            "probability": "tokens are more, or less, likely than tokens sampled from p",
+            "surprisal": "tokens are more, or less, surprising than tokens sampled from p",
+            "support": "tokens that the request's rules or filters exclude",
+            "greedy": "tokens of greedy requests that are not the most likely ones",
+            "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",
         }
     },
     "distribution": {
         "": {
             "tested": "sampled with random numbers not seen before: evidence on the distribution of the tokens",
-            "greedy": "nothing was drawn; each token was held against the likeliest",
-            "repeated_seed": "its seed was seen before, so its tokens are no further evidence: nobody tested them",
-            "untested": "the replay gave logprobs only",
+            "greedy": "nothing was sampled; each token was compared with the most likely one",
+            "repeated_seed": "its seed was seen before, so its tokens add no evidence and were not tested",
+            "untested": "the replay returned logprobs only",
         }
     },
     "verdict": {
         "": {
-            "verified": "computed again, and nothing found wrong in what was checked",
-            "unverified": "the check did not come about",
-            "suspect": "found wrong, or made where something was found wrong",
+            "verified": "recomputed; no fault found in what was checked",
+            "unverified": "the check did not take place",
+            "suspect": "found wrong, or generated in a window in which a fault was found",
         }
     },
 }
@@ -137,7 +141,7 @@ def meaning_of(metric: Metric, label: str) -> Meaning:
     """What a metric's label means.
 
     Raises:
-        KeyError: nobody has said it.
+        KeyError: no meaning is listed for it.
     """
     meanings = _MEANINGS[label]
     name = metric.name.removeprefix(PREFIX)

@@ -1,7 +1,7 @@
 """Recording and alert rules of Prometheus, and the runbook of each alert.
 
-Thresholds are those of the panels. Recorded names are `level:metric:operation`, the level being the labels that are
-kept beside the job.
+Thresholds match the panels. Recorded names follow `level:metric:operation`, where the level lists the labels kept
+besides the job.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _OPEN = BREAKER_STATES.index("open")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A figure that Prometheus computes and keeps."""
+    """A series that Prometheus precomputes."""
 
     name: str
     expr: str
@@ -42,9 +42,9 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """When somebody is told, and what they need to know.
+    """When an alert fires, and what its reader needs to know.
 
-    `summary` may quote the alert's labels; to the model it names, the namespace is added where there is one.
+    `summary` may quote the alert's labels; the namespace, if any, is appended to the model's name.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Alert:
 
 
 def _recorded_share(name: str, where: str) -> str:
-    """The part of recorded events that has the given labels, by release and model."""
+    """The share of recorded events with the given labels, by release and model."""
     by = ", ".join(_KEEP)
     some, all_of_them = f"sum by ({by}) ({name}{{{where}}})", f"sum by ({by}) ({name})"
     return f"({some} or 0 * {all_of_them}) / ({all_of_them} > 0)"
@@ -116,13 +116,13 @@ ALERTS = (
         "and model:truespec_draft_tokens:increase10m > 1000",
         "15m",
         "warning",
-        "Acceptance of {{ $labels.model_name }} fell to {{ $value | humanizePercentage }}, below 70 % of its level of "
-        "the last hours.",
-        "Fewer drafts are accepted than in the hours before; output stays right, but comes slower.",
-        "The acceptance page. Observed on expected: the traffic changed (kind of prompts, temperature, structured "
-        "output) or the drafter did. One position falls alone: the drafter's state. One pool alone: a release.",
+        "Acceptance of {{ $labels.model_name }} fell to {{ $value | humanizePercentage }}, below 70 % of its level "
+        "over the last hours.",
+        "Fewer drafts are accepted than in the previous hours; output stays correct, but is slower.",
+        "The acceptance page. Observed still matches expected: the traffic (kind of prompts, temperature, structured "
+        "output) or the drafter changed. Only one position fell: the drafter's state. Only one pool fell: a release.",
         "Compare with the last release and with the traffic; choose another drafter or the dynamic length; if observed "
-        "left expected, treat it as TruespecAcceptanceNotAsExpected.",
+        "departs from expected, treat it as TruespecAcceptanceNotAsExpected.",
     ),
     Alert(
         "TruespecAcceptanceNotAsExpected",
@@ -130,11 +130,13 @@ ALERTS = (
         f"{_1H.increase('accepted_tokens_total')} / ({_1H.increase('expected_accepted_tokens_total')} > 0) - 1) > 0.01",
         "5m",
         "critical",
-        "{{ $labels.model_name }} accepts other than its own probabilities say (z = {{ $value | humanize }}).",
-        "The verifier accepts more or less than its own acceptance probabilities: the accept step is wrong, and so is "
-        "the distribution of the output.",
-        "The logprob sanity page: which self-check has left ±5, and since when; the acceptance page by position.",
-        "Switch speculation off for the model, keep the dumps, and roll back the last release; mask answers of the "
+        "Acceptance of {{ $labels.model_name }} departs from the verifier's own probabilities (z = {{ $value | "
+        "humanize }}).",
+        "The verifier accepts more or fewer drafts than its own acceptance probabilities predict: the accept step is "
+        "wrong, and so is the output distribution.",
+        "The logprob sanity page: which self-check is beyond ±5, and since when; acceptance by position on the "
+        "acceptance page.",
+        "Switch speculation off for the model, keep the dumps, and roll back the last release; mask answers from that "
         "window in training data.",
     ),
     Alert(
@@ -144,12 +146,12 @@ ALERTS = (
         "5m",
         "critical",
         "TME of {{ $labels.model_name }} is {{ $value | humanize }} in stratum {{ $labels.stratum }}.",
-        "Logprobs that were served are not those a plain recomputation gives.",
-        "The logprob sanity page: the stratum that stands out names the fault (after a handoff, near the length limit, "
-        "prefix-cached, drafted). Only one or few tokens far off: the drift quantiles. All strata alike: the model, "
-        "its dtype, or different models in the two pools.",
-        "Stop training and scoring on these logprobs; switch speculation off; if it stays, take the prefill and decode "
-        "pools back to one version and empty the prefix cache by restarting the replicas.",
+        "Served logprobs differ from those of a plain recomputation.",
+        "The logprob sanity page: the stratum that stands out points to the fault (after a handoff, near the length "
+        "limit, prefix-cached, drafted). Only a few tokens far off: see the drift quantiles. All strata alike: the "
+        "model, its dtype, or different models in the two pools.",
+        "Stop training and scoring on these logprobs; switch speculation off; if that does not help, roll the prefill "
+        "and decode pools back to one version and clear the prefix cache by restarting the replicas.",
     ),
     Alert(
         "TruespecReplayAlarm",
@@ -159,9 +161,9 @@ ALERTS = (
         "Replays of {{ $labels.model_name }} raised the alarm {{ $labels.alarm }} in stratum {{ $labels.stratum }}.",
         "Replayed requests show, beyond chance, that logprobs are off (drift) or that the text does not follow the "
         "model's distribution (probability, surprisal, support, greedy, impossible).",
-        "The logprob sanity page, and the dump that the referee wrote: request ids, positions, values served and "
-        "replayed.",
-        "The breaker has switched speculation off where it should; check that it did. Mask answers of the window whose "
+        "The logprob sanity page, and the dump that the referee wrote: request ids, positions, served and replayed "
+        "values.",
+        "Check that the breaker has switched speculation off where it should. Mask answers from that window whose "
         "verdict is suspect, and look for the fault in the dump.",
     ),
     Alert(
@@ -170,11 +172,11 @@ ALERTS = (
         "0m",
         "critical",
         "Logprobs of {{ $labels.model_name }} broke the rule {{ $labels.kind }}.",
-        "An answer was failed because its logprobs broke the contract (not finite, above 0, not sorted, one token with "
-        "two values); it was not delivered.",
+        "A request was failed because its logprobs broke the contract (not finite, above 0, not sorted, one token with "
+        "two values); the answer was not delivered.",
         "The replica's log names the request and the rule; the metric's kind is listed in docs/metrics.md.",
-        "It is a fault of the engine or damaged memory: keep the log, take the replica out if it is one alone, roll "
-        "back if it came with a release.",
+        "The engine or memory is faulty: keep the log, remove the replica if only one is affected, roll back if it "
+        "started with a release.",
     ),
     Alert(
         "TruespecInvariantViolations",
@@ -182,10 +184,10 @@ ALERTS = (
         "0m",
         "critical",
         "A step of {{ $labels.model_name }} broke the invariant {{ $labels.kind }}.",
-        "The engine broke one of its own rules within a step; the request was failed and nothing was made up.",
-        "The replica's log names the request; docs/metrics.md lists the kinds. not_finite alone on one replica: its "
-        "GPU or its memory.",
-        "Take the replica out if it is one alone; roll back if it came with a release.",
+        "The engine broke one of its own rules within a step; the request was failed rather than answered wrongly.",
+        "The replica's log names the request; docs/metrics.md lists the kinds. not_finite on a single replica: its GPU "
+        "or its memory.",
+        "Remove the replica if only one is affected; roll back if it started with a release.",
     ),
     Alert(
         "TruespecSelfCheckAlarm",
@@ -193,11 +195,10 @@ ALERTS = (
         "0m",
         "critical",
         "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
-        "A term whose mean is 0 in a right sampler is not: the output does not follow the model's distribution. A "
-        "clean engine "
-        "does this with a chance below one in a million in its life.",
-        "Which check fired (docs/metrics.md says what each sees), and whether expected acceptance moved with it.",
-        "The breaker switches speculation off and says so; leave it off, keep the dump, and look for what changed.",
+        "A term whose mean is 0 in a correct sampler has another mean: the output does not follow the model's "
+        "distribution. The false-alarm rate is below 1e-6 per check over an engine's lifetime.",
+        "Which check fired (docs/metrics.md lists what each covers), and whether expected acceptance moved with it.",
+        "The breaker switches speculation off and reports it; leave it off, keep the dump, and look for what changed.",
     ),
     Alert(
         "TruespecBreakerOpen",
@@ -205,19 +206,19 @@ ALERTS = (
         "1m",
         "critical",
         "The breaker of {{ $labels.replica }} ({{ $labels.model_name }}, {{ $labels.pool }}) is open.",
-        "Something was found wrong on this replica: it serves without speculation, or is on its way out.",
+        "A fault was found on this replica: it serves without speculation, or is being taken out of service.",
         "Trips by reason on the logprob sanity page, and what fired just before.",
-        "Answers are right meanwhile, and slower. If canaries fail again and again, the fault is still there: replace "
-        "the replica, or roll back when several are open.",
+        "Answers stay correct meanwhile, but are slower. If canaries keep failing, the fault persists: replace the "
+        "replica, or roll back if several breakers are open.",
     ),
     Alert(
         "TruespecReplaysFail",
         f"{_recorded_share(_REPLAYS, NOT_OK)} > 0.5",
         "15m",
         "warning",
-        "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} are not done.",
-        "The logprob check sees less than half of what it was to see: wrong logprobs may pass unnoticed.",
-        "Replays by result: skipped means that the queue is full, failed that no prefill replica computes them.",
+        "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} did not complete.",
+        "The logprob check covers less than half of what it should: wrong logprobs may go unnoticed.",
+        "Replays by result: skipped means the queue is full, failed means no prefill replica could compute them.",
         "Lower `replay.share`, or add prefill replicas.",
     ),
     Alert(
@@ -226,9 +227,9 @@ ALERTS = (
         "5m",
         "warning",
         "{{ $value | humanizePercentage }} of the handoffs of {{ $labels.model_name }} were refused or failed.",
-        "Decode replicas compute prompts themselves: answers are right, and slower.",
+        "Decode replicas compute prompts themselves: answers are correct, but slower.",
         "The disaggregation page: refusals by reason; prefill replicas that restart; versions and fingerprints under "
-        "What runs.",
+        "Running versions.",
         "Bring both pools to one version and one model; replace prefill replicas that do not answer.",
     ),
     Alert(
@@ -248,8 +249,8 @@ ALERTS = (
         "warning",
         "Requests of {{ $labels.model_name }} queue up in pool {{ $labels.pool }}, and the queue grows.",
         "More requests arrive than this pool finishes.",
-        "The disaggregation page: which pool waits; KV cache in use; replicas that are gone.",
-        "Add replicas of the pool, or more KV memory when the cache is full; otherwise clients will be turned away.",
+        "The disaggregation page: which pool is waiting; KV cache in use; missing replicas.",
+        "Add replicas of the pool, or more KV memory if the cache is full; otherwise requests will be rejected.",
     ),
     Alert(
         "TruespecRequestErrors",
@@ -257,19 +258,19 @@ ALERTS = (
         "5m",
         "warning",
         "{{ $value | humanizePercentage }} of the requests of {{ $labels.model_name }} end in an error.",
-        "Requests fail in the engine or pass their deadline.",
+        "Requests fail in the engine or miss their deadline.",
         "The replicas' logs by request id; broken rules on the logprob sanity page; restarts of replicas.",
-        "Follow the error that the logs name; deadline errors want more replicas or more `limits.request_timeout_s`.",
+        "Follow the error in the logs; deadline errors call for more replicas or a higher `limits.request_timeout_s`.",
     ),
     Alert(
         "TruespecKeysStale",
         f"{_15M.events('key_file_reloads_total', where=_FAILED)} > 0",
         "0m",
         "warning",
-        "The changed file of API keys of {{ $labels.model_name }} is wrong.",
-        "The keys that were known before go on: a new key does not work yet, and a revoked one still does.",
+        "The changed API key file of {{ $labels.model_name }} is invalid.",
+        "The previous keys stay in effect: a new key does not work yet, and a revoked one still does.",
         "The replicas' logs, which name the file, the field and the fix.",
-        "Fix the file, or make another with `truespec keys`; it is read again within a second.",
+        "Fix the file, or generate another with `truespec keys`; it is reread within a second.",
     ),
     Alert(
         "TruespecNoTraffic",
@@ -277,9 +278,9 @@ ALERTS = (
         f"sum by ({', '.join(_KEEP)}) (increase({_5M.series('requests_total')}[6h] offset 30m)) > 0",
         "5m",
         "info",
-        "No request of {{ $labels.model_name }} has ended for half an hour.",
-        "A model that had traffic has none: nobody asks, or nobody gets through.",
-        "The way to the service (gateway, proxy, DNS); requests that run and never end.",
+        "No request for {{ $labels.model_name }} has finished for half an hour.",
+        "A model that had traffic has none: no requests are sent, or none get through.",
+        "The path to the service (gateway, proxy, DNS); requests that run and never finish.",
         "Send a request by hand. If it is answered, traffic has simply stopped.",
     ),
     Alert(
@@ -288,16 +289,16 @@ ALERTS = (
         f"unless count by (job, namespace) ({_BUILD}))",
         "10m",
         "critical",
-        f"Prometheus has no metrics of truespec{_IN_NAMESPACE}{_OF_JOB}.",
-        "A release that had metrics within the last six hours has none, or none has: the service is down or it is not "
-        "scraped. Every other alert is blind to it meanwhile.",
+        f"Prometheus has no metrics from truespec{_IN_NAMESPACE}{_OF_JOB}.",
+        "A release that had metrics within the last six hours has none now, or no release has any: the service is down "
+        "or not scraped. Every other alert is blind meanwhile.",
         "Prometheus' targets page; whether the service answers /healthz; whether the release was removed, or its job "
-        "renamed, on purpose: then the alert ends by itself after six hours.",
+        "renamed, on purpose: in that case the alert clears by itself after six hours.",
         "Fix the scrape configuration (job, relabelling of `ray_truespec_`), or start the service.",
     ),
 )
 
-# vLLM's names, for public dashboards that ask for them; truespec itself never exports these.
+# vLLM's names, for public dashboards that expect them; truespec itself never exports these.
 _VLLM_NAMES = {
     "vllm:spec_decode_num_drafts_total": "drafts_total",
     "vllm:spec_decode_num_draft_tokens_total": "draft_tokens_total",
@@ -310,7 +311,7 @@ _VLLM_NAMES = {
 
 
 def rule_file() -> dict[str, Any]:
-    """Recording rules first, so that the alerts after them read figures of the same evaluation."""
+    """Recording rules first, so that the alerts after them use values of the same evaluation."""
     return {
         "groups": [
             {"name": "truespec-recording", "interval": "30s", "rules": [rule.as_dict() for rule in RECORDINGS]},
@@ -320,6 +321,6 @@ def rule_file() -> dict[str, Any]:
 
 
 def vllm_rule_file() -> dict[str, Any]:
-    """Optional rules that keep our counts under vLLM's names too."""
+    """Optional rules that also record our counters under vLLM's names."""
     rules = [{"record": name, "expr": _5M.series(ours)} for name, ours in _VLLM_NAMES.items()]
     return {"groups": [{"name": "truespec-vllm-names", "interval": "30s", "rules": rules}]}

@@ -1,13 +1,12 @@
-"""The logprob sanity page: whether the logprobs that were served are right, and the output follows the model's
-distribution."""
+"""The logprob sanity page: whether served logprobs are right and the output follows the model's distribution."""
 
 from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Steps
 from dashboards.queries import distribution_mean, replay_mean, selfcheck_z, tme
 from dashboards.speculation import Z_STEPS
 from serve_app.telemetry.metric_names import BREAKER_STATES
 
-ALL = 'stratum="all"'  # strata overlap, so their sum means nothing
-TME_LIMIT = 1.05  # NeMo-RL's: beyond it the inference engine is at fault
+ALL = 'stratum="all"'  # strata overlap, so their sum is meaningless
+TME_LIMIT = 1.05  # NeMo-RL's limit: beyond it the inference engine is at fault
 TME_STEPS: Steps = ((None, "green"), (1.03, "yellow"), (TME_LIMIT, "red"))
 EVENT_STEPS: Steps = ((None, "green"), (1, "red"))
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
@@ -15,9 +14,9 @@ _STATE_STEPS: Steps = ((None, "green"), (1, "orange"), (2, "red"))
 
 TME = Panel(
     title="TME",
-    description="Mean of exp|logprob served - logprob replayed| over replayed tokens: 1.00 in float32, up to 1.03 in "
-    "bfloat16. Above 1.05 the served logprobs are not those of the model: do not train or score on them. One token "
-    "that is far off is enough, so look at the quantiles beside it.",
+    description="Mean of exp|served - replayed logprob| over replayed tokens: 1.00 in float32, up to 1.03 in bfloat16. "
+    "Above 1.05 the served logprobs are not those of the model: do not train or score on them. A single token far off "
+    "is enough, so check the quantiles as well.",
     unit="none",
     queries=(Query(tme(VISIBLE, ALL), "TME", instant=True),),
     kind="stat",
@@ -28,8 +27,8 @@ TME = Panel(
 )
 ALARMS = Panel(
     title="Alarms",
-    description="Alarms of the engine's self-checks and of the replays in the visible time. A clean engine raises "
-    "none in its life (chance below one in a million a check): any alarm is a fault to be followed up.",
+    description="Alarms of the engine's self-checks and of the replays in the visible time range. The false-alarm rate "
+    "is below 1e-6 per check over an engine's lifetime: treat any alarm as a fault.",
     unit="none",
     queries=(
         Query(VISIBLE.events("selfcheck_alarms_total"), "self-checks", instant=True, sparse=True),
@@ -43,8 +42,8 @@ ALARMS = Panel(
 )
 VIOLATIONS = Panel(
     title="Broken rules",
-    description="Requests that were failed in the visible time because a step broke an invariant, or because logprobs "
-    "broke their contract. Each is a fault of the engine; none became a wrong answer.",
+    description="Requests that were failed in the visible time range because a step broke an invariant, or because "
+    "logprobs broke their contract. Each is an engine fault; none was answered wrongly.",
     unit="none",
     queries=(
         Query(VISIBLE.events("selfcheck_violations_total"), "invariants", instant=True, sparse=True),
@@ -59,7 +58,7 @@ VIOLATIONS = Panel(
 BREAKER = Panel(
     title="Breaker",
     description="The worst state of any replica's breaker. Open or canary: that replica serves without speculation "
-    "because something was found wrong. Out: it has left service and is being replaced.",
+    "because a fault was found. Out: it has left service and is being replaced.",
     unit="none",
     queries=(Query(PAGE.gauge("breaker_state", how="max"), "worst replica"),),
     kind="stat",
@@ -71,8 +70,9 @@ BREAKER = Panel(
 
 _TME_BY_STRATUM = Panel(
     title="TME by stratum",
-    description="The stratum that stands out names the fault: after a handoff, near the length limit, prefix-cached, "
-    "at drafted positions. Strata overlap and do not add up. Above 1.05 the logprobs of that stratum are wrong.",
+    description="The stratum that stands out points to the fault: after a handoff, near the length limit, "
+    "prefix-cached, at drafted positions. Strata overlap and do not add up. Above 1.05 the logprobs of that stratum "
+    "are wrong.",
     unit="none",
     queries=(Query(tme(PAGE), "{{stratum}}"),),
     steps=((None, "green"), (TME_LIMIT, "red")),
@@ -81,24 +81,23 @@ _TME_BY_STRATUM = Panel(
 )
 _DRIFT_QUANTILES = Panel(
     title="Drift of replayed tokens",
-    description="Quantiles of |logprob served - logprob replayed|. Rounding in bfloat16 stays below some tenths of a "
-    "nat at the far end; a median above 0.01 or a tail above 1 nat is a fault.",
+    description="Quantiles of |served - replayed logprob|. Rounding in bfloat16 stays below a few tenths of a nat in "
+    "the tail; a median above 0.01 or a tail above 1 nat indicates a fault.",
     unit="none",
     queries=tuple(Query(PAGE.quantile(q, "replay_drift_nats"), f"p{100 * q:g} nats") for q in _QUANTILES),
     log_scale=True,
 )
 _DRIFT_HEATMAP = Panel(
     title="Distribution of drift",
-    description="Replayed tokens by how far their logprob was off, in nats. Healthy: one band at the bottom that does "
-    "not move. A second band higher up is a fault that hits some tokens only.",
+    description="Replayed tokens by logprob drift, in nats. Healthy: one steady band at the bottom. A second band "
+    "higher up is a fault that affects only some tokens.",
     unit="none",
     queries=(Query(PAGE.increase("replay_drift_nats", "le"), "{{le}}"),),
     kind="heatmap",
 )
 _DRIFT_OVER = Panel(
-    title="Share of tokens that drifted far",
-    description="Replayed tokens whose logprob was off by more than 0.1, 1 and 5 nats. More than 1 nat is never "
-    "rounding.",
+    title="Share of tokens with large drift",
+    description="Replayed tokens whose logprob was off by more than 0.1, 1 and 5 nats. Rounding never exceeds 1 nat.",
     unit="percentunit",
     queries=(
         Query(
@@ -111,8 +110,8 @@ _DRIFT_OVER = Panel(
 )
 _IMPORTANCE = Panel(
     title="Importance ratio",
-    description="Mean of exp(replayed - served), 1 where nothing is wrong. Away from 1 by more than a percent, "
-    "importance sampling in training is biased.",
+    description="Mean of exp(replayed - served); 1 when healthy. More than 1 % away from 1, importance sampling in "
+    "training is biased.",
     unit="none",
     queries=(Query(replay_mean(PAGE, "replay_importance_ratio_total", ALL), "importance ratio"),),
     interval="5m",
@@ -121,7 +120,7 @@ _IMPORTANCE = Panel(
 _KL = Panel(
     title="Generation KL and probability drift",
     description="Means over replayed tokens. Generation KL is healthy below 0.001 nats; a mean probability difference "
-    "above 0.01 is a fault of the engine.",
+    "above 0.01 is an engine fault.",
     unit="none",
     queries=(
         Query(replay_mean(PAGE, "replay_gen_kl_total", ALL), "generation KL, nats"),
@@ -131,9 +130,8 @@ _KL = Panel(
 )
 _CALIBRATION = Panel(
     title="Distribution test",
-    description="Whether replayed tokens are as likely as the model's distribution says: p(y) minus its mean, and "
-    "surprisal "
-    "minus its mean. Both are 0 within rounding; away from 0 the text does not follow the model, even where its "
+    description="Whether replayed tokens are as likely as under the model's distribution: p(y) minus its mean, and "
+    "surprisal minus its mean. Both are 0 up to rounding; away from 0 the text does not follow the model, even if its "
     "logprobs are right.",
     unit="none",
     queries=(Query(distribution_mean(PAGE, ALL), "{{term}}"),),
@@ -141,8 +139,8 @@ _CALIBRATION = Panel(
 )
 _REPLAYS = Panel(
     title="Replays",
-    description="Replays of finished requests a second, by result. Skipped: the queue was full, lower the share or "
-    "add prefill replicas. Failed: nobody could compute them. Without replays, wrong logprobs go unseen.",
+    description="Replays of finished requests per second, by result. Skipped: the queue was full; lower the share or "
+    "add prefill replicas. Failed: no replica could compute them. Without replays, wrong logprobs go unnoticed.",
     unit="ops",
     queries=(Query(PAGE.rate("replays_total", "result"), "{{result}}"),),
     stacked=True,
@@ -150,14 +148,15 @@ _REPLAYS = Panel(
 )
 _REPLAY_TOKENS = Panel(
     title="Tokens replayed",
-    description="Tokens compared a second, by stratum. A stratum without tokens is not watched. Strata overlap.",
+    description="Tokens compared per second, by stratum. A stratum without tokens is not monitored. Strata overlap.",
     unit="ops",
     queries=(Query(PAGE.rate("replay_tokens_total", "stratum"), "{{stratum}}"),),
     minimum=0,
 )
 _QUEUE = Panel(
     title="Replay queue",
-    description="Finished requests that wait to be replayed. A queue that stays full skips replays: lower the share.",
+    description="Finished requests waiting to be replayed. While the queue is full, replays are skipped: lower the "
+    "share.",
     unit="none",
     queries=(Query(PAGE.gauge("replay_queue_length"), "waiting"),),
     minimum=0,
@@ -165,8 +164,8 @@ _QUEUE = Panel(
 )
 _SELFCHECK_Z = Panel(
     title="Self-check terms, in standard deviations",
-    description="Each term has mean 0 while the sampler is right. Beyond ±5 over the visible time the part of the "
-    "sampler that the check watches is wrong; docs/metrics.md says which that is.",
+    description="Each term has mean 0 while the sampler is correct. Beyond ±5 over the visible time range, the part of "
+    "the sampler that the check covers is wrong; docs/metrics.md lists what each covers.",
     unit="none",
     queries=(Query(selfcheck_z(VISIBLE), "{{check}}", instant=True),),
     kind="bargauge",
@@ -176,25 +175,25 @@ _SELFCHECK_Z = Panel(
     decimals=1,
 )
 _SELFCHECK_TERMS = Panel(
-    title="Self-check terms a second",
+    title="Self-check terms per second",
     description="How much evidence each check gathers. 0 means that it sees nothing: greedy requests have no terms, "
-    "and some checks need drafts that were drawn.",
+    "and some checks need sampled drafts.",
     unit="ops",
     queries=(Query(PAGE.rate("selfcheck_terms_total", "check"), "{{check}}"),),
     minimum=0,
 )
 _REPEATED_SEEDS = Panel(
-    title="Requests with a seed that was seen before",
-    description="They draw the same numbers again, so no self-check counts them. Where all clients send one seed, the "
-    "self-checks see nothing: replays still do.",
+    title="Requests with a repeated seed",
+    description="They reuse the same random numbers, so no self-check counts them. If all clients send one seed, the "
+    "self-checks see nothing; replays still work.",
     unit="reqps",
     queries=(Query(PAGE.rate("repeated_seeds_total"), "repeated"),),
     minimum=0,
 )
 _ALARMS_BY_CHECK = Panel(
     title="Alarms by check",
-    description="Alarms of the self-checks and of the replays. Any is a fault; which one fired names the part that is "
-    "wrong (docs/runbooks.md).",
+    description="Alarms of the self-checks and of the replays. Each is a fault; the check that fired names the faulty "
+    "part (docs/runbooks.md).",
     unit="none",
     queries=(
         Query(PAGE.events("selfcheck_alarms_total", "check"), "self-check {{check}}", sparse=True),
@@ -204,8 +203,8 @@ _ALARMS_BY_CHECK = Panel(
 )
 _VIOLATIONS_BY_KIND = Panel(
     title="Broken rules by kind",
-    description="Requests that were failed because an invariant or the logprob contract was broken. Any is a fault of "
-    "the engine.",
+    description="Requests that were failed because an invariant or the logprob contract was broken. Each is an engine "
+    "fault.",
     unit="none",
     queries=(
         Query(PAGE.events("selfcheck_violations_total", "kind"), "invariant {{kind}}", sparse=True),
@@ -215,8 +214,8 @@ _VIOLATIONS_BY_KIND = Panel(
 )
 _BREAKER_BY_REPLICA = Panel(
     title="Breaker by replica",
-    description="Closed is healthy. A replica that opens alone has a fault of its own; all opening together points to "
-    "the model, the settings or a release.",
+    description="Closed is healthy. A single open breaker points to that replica; all opening together point to the "
+    "model, the settings or a release.",
     unit="none",
     queries=(Query(PAGE.gauge("breaker_state", "replica", how="max"), "{{replica}}"),),
     steps=_STATE_STEPS,
@@ -226,8 +225,8 @@ _BREAKER_BY_REPLICA = Panel(
 )
 _TRIPS = Panel(
     title="Trips, canaries and dumps",
-    description="Trips of the breaker by what was found wrong, trials of speculation by result, and files written for "
-    "a post-mortem. Failed canaries: the fault is still there, and a second trip takes the replica out.",
+    description="Breaker trips by reason, canary trials of speculation by result, and dumps written for a post-mortem. "
+    "Failed canaries: the fault persists, and a second trip takes the replica out.",
     unit="none",
     queries=(
         Query(PAGE.events("breaker_trips_total", "reason"), "trip: {{reason}}", sparse=True),
@@ -238,26 +237,26 @@ _TRIPS = Panel(
 )
 _VERDICTS = Panel(
     title="Verdicts",
-    description="Verdicts on answers a second. Suspect: the answer was given in a window in which something was found "
-    "wrong; trainers mask it. Unverified: it was not replayed.",
+    description="Verdicts on answers per second. Suspect: the answer was generated in a window in which a fault was "
+    "found; trainers mask it. Unverified: it was not replayed.",
     unit="ops",
     queries=(Query(PAGE.rate("verdicts_total", "verdict"), "{{verdict}}"),),
     stacked=True,
     minimum=0,
 )
 _DISTRIBUTION = Panel(
-    title="What replays say of the distribution",
-    description="Replayed answers a second. Tested: their tokens are evidence on whether tokens follow the model's "
-    "distribution. Where nearly all are repeated_seed, clients send one seed again and again, and nothing is tested.",
+    title="Replays as evidence on the distribution",
+    description="Replayed answers per second. Tested: their tokens count as evidence on whether tokens follow the "
+    "model's distribution. If nearly all are repeated_seed, clients keep sending the same seed, and nothing is tested.",
     unit="ops",
     queries=(Query(PAGE.rate("replay_distributions_total", "distribution"), "{{distribution}}"),),
     stacked=True,
     minimum=0,
 )
 _SPECULATION = Panel(
-    title="Replicas that speculate",
+    title="Speculating replicas",
     description="Share of replicas whose requests may speculate. Below 1, the breaker or an operator has switched it "
-    "off somewhere: right, but slower.",
+    "off somewhere: output is correct, but slower.",
     unit="percentunit",
     queries=(Query(PAGE.gauge("speculation_enabled", how="avg"), "speculating"),),
     minimum=0,
@@ -268,11 +267,11 @@ _SPECULATION = Panel(
 LOGPROB_SANITY = Page(
     uid="truespec-logprob-sanity",
     title="truespec / Logprob sanity",
-    description="Whether the logprobs that were served are right, and the output follows the model's distribution.",
+    description="Whether served logprobs are right and the output follows the model's distribution.",
     rows=(
         Row("At a glance", (TME, ALARMS, VIOLATIONS, BREAKER)),
         Row("Replay", (_TME_BY_STRATUM, _DRIFT_QUANTILES, _DRIFT_HEATMAP, _DRIFT_OVER, _IMPORTANCE, _KL, _CALIBRATION)),
-        Row("How much is replayed", (_REPLAYS, _REPLAY_TOKENS, _QUEUE, _SPECULATION, _VERDICTS, _DISTRIBUTION)),
+        Row("Replay volume", (_REPLAYS, _REPLAY_TOKENS, _QUEUE, _SPECULATION, _VERDICTS, _DISTRIBUTION)),
         Row(
             "Self-checks",
             (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _REPEATED_SEEDS),

@@ -12,16 +12,16 @@ _FULL_STEPS: Steps = ((None, "green"), (0.8, "yellow"), (0.95, "red"))
 
 _WEIGHT_UPDATES = Panel(
     title="Weight updates",
-    description="Replicas that took new weights, or could not load them. A failure calls the update off for "
-    "all replicas: the trainer gets the reason, and the replica's log says it too.",
+    description="Replicas that loaded new weights or failed to. A failure cancels the update on all replicas; the "
+    "reason is returned to the trainer and logged by the replica.",
     unit="none",
     queries=(Query(PAGE.events("weight_updates_total", "pool", "result"), "{{pool}} {{result}}"),),
     minimum=0,
 )
 _WEIGHT_UPDATE_TIME = Panel(
     title="Time for weight updates",
-    description="Share of the time that replicas spend on new weights. Load goes on beside requests; switch is time "
-    "in which nothing new begins, and long where the update waits for running requests.",
+    description="Share of time that replicas spend on new weights. Loading runs alongside requests; no request starts "
+    "during the switch, which is long if the update waits for running requests.",
     unit="percentunit",
     queries=(Query(PAGE.rate("weight_update_seconds_total", "pool", "phase"), "{{pool}} {{phase}}", sparse=True),),
     minimum=0,
@@ -29,8 +29,8 @@ _WEIGHT_UPDATE_TIME = Panel(
 
 _FIRING = Panel(
     title="Firing alerts",
-    description="Alerts of truespec's rules that fire now, whatever is chosen above; docs/runbooks.md says what to do "
-    "about each. Empty where the rules are not installed.",
+    description="Currently firing alerts of truespec's rules, regardless of the selection above; docs/runbooks.md "
+    "describes what to do. Empty if the rules are not installed.",
     unit="none",
     queries=(
         Query(
@@ -45,9 +45,9 @@ _FIRING = Panel(
     steps=EVENT_STEPS,
 )
 _RUNS = Panel(
-    title="What runs",
-    description="Version, drafter and model fingerprint of the replicas. Two at once outside an upgrade mean that "
-    "replicas serve different models under one name, and refuse each other's handoffs.",
+    title="Running versions",
+    description="Version, drafter and model fingerprint of the replicas. More than one outside an upgrade means that "
+    "replicas serve different models under one name and refuse each other's handoffs.",
     unit="none",
     queries=(
         Query(
@@ -62,17 +62,17 @@ _RUNS = Panel(
     shows_name=True,
 )
 _TOKENS = Panel(
-    title="Tokens a second",
-    description="Tokens emitted, by pool. A fall while requests wait means that replicas are lost or slow.",
+    title="Tokens per second",
+    description="Tokens emitted, by pool. A drop while requests wait means that replicas are lost or slow.",
     unit="ops",
     queries=(Query(PAGE.rate("emitted_tokens_total", "pool"), "{{pool}}"),),
     stacked=True,
     minimum=0,
 )
 _REQUESTS = Panel(
-    title="Requests a second",
-    description="Requests that ended, by outcome. Error: the engine or the deadline failed them. Rejected: there was "
-    "no room, clients were given a time to retry. Abort: the client left.",
+    title="Requests per second",
+    description="Finished requests, by outcome. Error: the engine failed or the deadline passed. Rejected: there was "
+    "no room; clients were sent a retry time. Abort: the client disconnected.",
     unit="reqps",
     queries=(Query(PAGE.rate("requests_total", "outcome"), "{{outcome}}"),),
     stacked=True,
@@ -89,7 +89,7 @@ _FIRST_TOKEN = Panel(
 )
 _INTER_TOKEN = Panel(
     title="Time between tokens",
-    description="Between two messages of a stream, by token of the later one. It rises with the load of the decode "
+    description="Between two messages of a stream, per token of the later one. It rises with the load of the decode "
     "pool, with long contexts, and when acceptance falls.",
     unit="s",
     queries=tuple(Query(PAGE.quantile(q, "inter_token_latency_seconds"), f"p{100 * q:g}") for q in _QUANTILES),
@@ -97,9 +97,8 @@ _INTER_TOKEN = Panel(
 )
 _LOAD = Panel(
     title="Requests running and waiting",
-    description="Requests of clients that are computed and that wait for room in an engine, over all replicas, and "
-    "replays beside them. Waiting that grows and does not come down means that the service is too small for its "
-    "traffic.",
+    description="Client requests being computed and waiting for room in an engine, over all replicas, plus replays. A "
+    "waiting count that keeps growing means that the service is too small for its traffic.",
     unit="none",
     queries=(
         Query(PAGE.gauge("requests_running", "pool"), "running {{pool}}"),
@@ -109,9 +108,9 @@ _LOAD = Panel(
     minimum=0,
 )
 _KERNELS = Panel(
-    title="Replicas with their kernels",
-    description="Share of replicas that compute with the kernels made for their device. Those that do without are "
-    "several times slower; the status page and their log say why.",
+    title="Replicas with active kernels",
+    description="Share of replicas that compute with the kernels made for their device. Others are several times "
+    "slower; the status page and their logs show why.",
     unit="percentunit",
     queries=(Query(PAGE.gauge("kernels_active", "pool", "kernels", how="avg"), "{{pool}} {{kernels}}"),),
     minimum=0,
@@ -120,7 +119,7 @@ _KERNELS = Panel(
 _KV_USAGE = Panel(
     title="KV cache in use",
     description="Share of the KV blocks that sequences hold, the fullest replica of each pool. Near 1, sequences are "
-    "preempted and computed again: more KV memory, more replicas, or fewer sequences at once.",
+    "preempted and recomputed: add KV memory or replicas, or allow fewer concurrent sequences.",
     unit="percentunit",
     queries=(Query(PAGE.gauge("kv_cache_usage_ratio", "pool", how="max"), "{{pool}}"),),
     steps=_FULL_STEPS,
@@ -128,10 +127,9 @@ _KV_USAGE = Panel(
     maximum=1,
 )
 _TURNED_AWAY = Panel(
-    title="Requests turned away",
-    description="Requests that make sense and were refused, by reason. Keys at their limits want other limits; "
-    "capacity, load, time to first token and deadline want more replicas; unauthenticated and forbidden, a word with "
-    "whoever sends them.",
+    title="Refused requests",
+    description="Valid requests that were refused, by reason. Key limits: raise them; capacity, load, time to first "
+    "token and deadline: add replicas; unauthenticated and forbidden: contact the sender.",
     unit="reqps",
     queries=(Query(PAGE.rate("refusals_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
@@ -139,7 +137,7 @@ _TURNED_AWAY = Panel(
 )
 _KEY_TOKENS = Panel(
     title="Tokens by API key",
-    description="Tokens of prompts and answers a second, by the id of the key. Empty without keys.",
+    description="Prompt and answer tokens per second, by key id. Empty without keys.",
     unit="ops",
     queries=(Query(PAGE.rate("key_tokens_total", "key"), "{{key}}", sparse=True),),
     stacked=True,
@@ -147,16 +145,16 @@ _KEY_TOKENS = Panel(
 )
 _KEY_REQUESTS = Panel(
     title="Requests by API key",
-    description="Requests a second that were let in, by the id of the key. Empty without keys.",
+    description="Requests per second that were admitted, by key id. Empty without keys.",
     unit="reqps",
     queries=(Query(PAGE.rate("key_requests_total", "key"), "{{key}}", sparse=True),),
     stacked=True,
     minimum=0,
 )
 _KEY_RELOADS = Panel(
-    title="Reloads of the key file",
-    description="Changed files of keys that replicas read, by result. Failed: the new file is wrong, and the keys "
-    "that were known before go on, revoked ones included.",
+    title="Key file reloads",
+    description="Changed key files read by replicas, by result. Failed: the new file is invalid, and the previous keys "
+    "stay in effect, revoked ones included.",
     unit="none",
     queries=(Query(PAGE.events("key_file_reloads_total", "result"), "{{result}}", sparse=True),),
     minimum=0,
@@ -165,40 +163,40 @@ _KEY_RELOADS = Panel(
 OVERVIEW = Page(
     uid="truespec-overview",
     title="truespec / Overview",
-    description="Is it right, is it fast, is it loaded.",
+    description="Correctness, speed, load and usage.",
     rows=(
-        Row("Is it right", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
-        Row("Is it fast", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN)),
-        Row("Is it loaded", (_LOAD, _KV_USAGE, _KERNELS)),
-        Row("Who uses it", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS)),
-        Row("Are its weights new", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME)),
+        Row("Correctness", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
+        Row("Speed", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN)),
+        Row("Load", (_LOAD, _KV_USAGE, _KERNELS)),
+        Row("Usage", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS)),
+        Row("Weight updates", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME)),
     ),
 )
 
 _HANDOFFS = Panel(
-    title="Handoffs a second",
+    title="Handoffs per second",
     description="Handoffs from prefill to decode, by result. Refused: the state belonged to another model or was "
     "damaged. Failed: no prefill replica answered. Both cost time, since the decode replica computes the prompt "
-    "itself; none costs correctness.",
+    "itself; neither affects correctness.",
     unit="ops",
     queries=(Query(PAGE.rate("handoffs_total", "result"), "{{result}}"),),
     stacked=True,
     minimum=0,
 )
 _HANDOFF_FAILURES = Panel(
-    title="Share of handoffs that did not succeed",
+    title="Share of unsuccessful handoffs",
     description=f"Refused and failed handoffs. Above {HANDOFF_FAILURE_LIMIT:.0%} an alert fires: the pools run "
-    "different models or versions, prefill replicas die, or the network damages what it carries.",
+    "different models or versions, prefill replicas die, or the network corrupts data.",
     unit="percentunit",
     queries=(Query(PAGE.share("handoffs_total", NOT_OK), "refused or failed"),),
     steps=((None, "green"), (HANDOFF_FAILURE_LIMIT, "red")),
     minimum=0,
 )
 _HANDOFF_TIME = Panel(
-    title="Time of a handoff",
-    description="Seconds by handoff, by phase: prefill is the whole call as decode sees it, export and insert the "
-    "copies out of one cache and into the other. Copies that grow beside prefill mean that moving the state costs "
-    "more than computing it: use a monolith, or a faster link.",
+    title="Time per handoff",
+    description="Seconds per handoff, by phase: prefill is the whole call as decode sees it; export and insert are the "
+    "copies out of one cache and into the other. Copies that take a growing share of prefill mean that moving the "
+    "state costs more than computing it: use a monolith or a faster link.",
     unit="s",
     queries=(
         Query(
@@ -211,33 +209,33 @@ _HANDOFF_TIME = Panel(
 )
 _HANDOFF_BYTES = Panel(
     title="Bytes handed off",
-    description="Bytes of computed-token state a second. Compare with the link between the pools: near its limit, the "
-    "time to first token grows.",
+    description="Bytes of computed-token state per second. Compare with the bandwidth between the pools: near its "
+    "limit, the time to first token grows.",
     unit="Bps",
     queries=(Query(PAGE.rate("handoff_bytes_total"), "bytes"),),
     minimum=0,
 )
 _HANDOFF_SIZE = Panel(
-    title="Size of a handoff",
-    description="Mean bytes of a handoff that succeeded. It follows the length of the prompts; a jump without longer "
-    "prompts is a fault.",
+    title="Handoff size",
+    description="Mean bytes of a successful handoff. It follows prompt length; a jump without longer prompts is a "
+    "fault.",
     unit="bytes",
     queries=(Query(PAGE.ratio("handoff_bytes_total", "handoffs_total", under_where='result="ok"'), "mean"),),
     minimum=0,
 )
 _REFUSALS = Panel(
     title="Refusals by reason",
-    description="Handoffs that the decode side refused. A fingerprint that differs: two models or versions run under "
-    "one name. A checksum: the state was damaged on its way.",
+    description="Handoffs that the decode side refused. Manifest or version: two models or versions run under one "
+    "name. Damaged: the state was corrupted in transit.",
     unit="none",
     queries=(Query(PAGE.events("handoff_refusals_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
     minimum=0,
 )
 _PREFILL_FAILURES = Panel(
-    title="Prefills that failed",
-    description="Attempts at a prefill that came to nothing, by reason; each is made again, at last by the "
-    "decode replica. Died: replicas are lost. Timeout: they hang, or the pool is too small. Full: it is too small.",
+    title="Failed prefills",
+    description="Failed prefill attempts, by reason; each is retried, finally on the decode replica. Died: replicas "
+    "are lost. Timeout: they hang, or the pool is too small. Full: the pool is too small.",
     unit="none",
     queries=(Query(PAGE.events("prefill_failures_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,
@@ -245,8 +243,8 @@ _PREFILL_FAILURES = Panel(
 )
 _RESUMES = Panel(
     title="Requests that lost their replica",
-    description="Requests whose decode replica was lost. Resumed: they went on elsewhere, and their clients "
-    "saw a pause. Failed: they did not ask to be resumed, or were too often.",
+    description="Requests whose decode replica was lost. Resumed: they continued elsewhere, and their clients saw a "
+    "pause. Failed: they did not ask to be resumed, or were resumed too often.",
     unit="none",
     queries=(Query(PAGE.events("resumes_total", "result"), "{{result}}", sparse=True),),
     stacked=True,
@@ -254,24 +252,24 @@ _RESUMES = Panel(
 )
 _PROMPT_TOKENS = Panel(
     title="Prompt tokens computed",
-    description="Prompt tokens a second, by pool. Many in the decode pool mean that handoffs fail or sequences are "
-    "preempted, and that decoding waits for prompts.",
+    description="Prompt tokens per second, by pool. Many in the decode pool mean that handoffs fail or sequences are "
+    "preempted, and decoding waits for prompts.",
     unit="ops",
     queries=(Query(PAGE.rate("prompt_tokens_total", "pool"), "{{pool}}"),),
     minimum=0,
 )
 _POOL_LOAD = Panel(
     title="Running by replica",
-    description="Requests that each replica computes. One that stands apart is ill or badly routed; a pool at its "
-    "limit while the other idles wants another ratio of replicas.",
+    description="Requests running on each replica. An outlier is unhealthy or badly routed; if one pool is at its "
+    "limit while the other idles, change the ratio of replicas.",
     unit="none",
     queries=(Query(PAGE.gauge("requests_running", "pool", "replica"), "{{pool}} {{replica}}"),),
     minimum=0,
 )
 _POOL_QUEUE = Panel(
     title="Waiting by pool",
-    description="Requests that wait for room in an engine. Waiting in prefill: more prefill replicas. Waiting in "
-    "decode: more decode replicas, or more KV memory.",
+    description="Requests waiting for room in an engine. Waiting in prefill: add prefill replicas. Waiting in decode: "
+    "add decode replicas or KV memory.",
     unit="none",
     queries=(Query(PAGE.gauge("requests_waiting", "pool"), "{{pool}}"),),
     minimum=0,
@@ -280,7 +278,7 @@ _POOL_QUEUE = Panel(
 DISAGGREGATION = Page(
     uid="truespec-disaggregation",
     title="truespec / Disaggregation",
-    description="The handoff from prefill to decode, and how the two pools are loaded. Empty in a monolith.",
+    description="The handoff from prefill to decode, and the load of both pools. Empty in a monolith.",
     rows=(
         Row("Handoff", (_HANDOFFS, _HANDOFF_FAILURES, _HANDOFF_TIME, _REFUSALS, _HANDOFF_BYTES, _HANDOFF_SIZE)),
         Row("Recovery", (_PREFILL_FAILURES, _RESUMES)),
@@ -298,24 +296,24 @@ _QUEUE_TIME = Panel(
 )
 _FIRST_TOKEN_HEATMAP = Panel(
     title="Distribution of the time to first token",
-    description="Requests by time to first token. Two bands are two kinds of requests (short and long prompts, cached "
-    "or not) or a replica that is slow.",
+    description="Requests by time to first token. Two bands mean two kinds of requests (short and long prompts, cached "
+    "or not) or a slow replica.",
     unit="s",
     queries=(Query(PAGE.increase("time_to_first_token_seconds", "le"), "{{le}}"),),
     kind="heatmap",
 )
 _INTER_TOKEN_HEATMAP = Panel(
     title="Distribution of the time between tokens",
-    description="Messages by time for each token of theirs. A band far above the rest: decoding waits, for prompts "
-    "computed in the same replica or for a slow drafter.",
+    description="Stream messages by time per token. A band far above the rest: decoding waits for prompts computed on "
+    "the same replica or for a slow drafter.",
     unit="s",
     queries=(Query(PAGE.increase("inter_token_latency_seconds", "le"), "{{le}}"),),
     kind="heatmap",
 )
 _PREFIX_CACHE = Panel(
     title="Prefix cache hits",
-    description="Share of prompt tokens that were found in the prefix cache. A fall makes prompts dearer: traffic that "
-    "shares less, routing that scatters it, or a cache that is too small.",
+    description="Share of prompt tokens found in the prefix cache. A drop makes prompts more expensive: prompts share "
+    "less, routing scatters them, or the cache is too small.",
     unit="percentunit",
     queries=(Query(PAGE.ratio("prefix_cache_hits_total", "prefix_cache_queries_total", "pool"), "{{pool}}"),),
     minimum=0,
@@ -323,15 +321,15 @@ _PREFIX_CACHE = Panel(
 )
 _PREEMPTIONS = Panel(
     title="Preemptions",
-    description="Sequences a second that lost their KV and were computed again. More than a few: the KV cache is too "
-    "small for so many sequences at once.",
+    description="Sequences per second that lost their KV and were recomputed. More than a few: the KV cache is too "
+    "small for that many concurrent sequences.",
     unit="ops",
     queries=(Query(PAGE.rate("preemptions_total", "pool"), "{{pool}}"),),
     minimum=0,
 )
 _BY_MODEL_P95 = Panel(
     title="Time to first token by model",
-    description="The 95th percentile. One model that stands apart needs replicas of its own; all together, look at "
+    description="The 95th percentile. If one model stands out, give it its own replicas; if all rise together, look at "
     "the cluster.",
     unit="s",
     queries=(Query(PAGE.quantile(0.95, "time_to_first_token_seconds", "model_name"), "{{model_name}}"),),
@@ -341,10 +339,10 @@ _BY_MODEL_P95 = Panel(
 LATENCY = Page(
     uid="truespec-latency",
     title="truespec / Latency",
-    description="What a client waits for, and why.",
+    description="How long clients wait, and why.",
     rows=(
         Row("First token", (_FIRST_TOKEN, _QUEUE_TIME, _FIRST_TOKEN_HEATMAP, _BY_MODEL_P95)),
         Row("Further tokens", (_INTER_TOKEN, _INTER_TOKEN_HEATMAP)),
-        Row("What makes it slow", (_PREFIX_CACHE, _PREEMPTIONS, _LOAD, _KV_USAGE)),
+        Row("Causes of latency", (_PREFIX_CACHE, _PREEMPTIONS, _LOAD, _KV_USAGE)),
     ),
 )

@@ -1,57 +1,56 @@
-"""Plain numbers of engine steps: what metrics are made of."""
+"""Plain counts of engine steps, from which metrics are computed."""
 
 import math
 from dataclasses import dataclass, field
 
 LOGPROB_RULES = {
-    "count": "not one entry a token, or not the candidates that were asked for",
-    "token": "an entry is of another token",
+    "count": "not one entry per token, or not the requested candidates",
+    "token": "an entry belongs to another token",
     "not_finite": "a value is not finite",
     "positive": "a log-probability is above 0",
     "duplicate": "a candidate occurs twice",
     "order": "the candidates are not sorted",
-    "disagreement": "two values of one token differ",
+    "disagreement": "two values for one token differ",
     "rank": "a rank contradicts the values",
     "mass": "the probabilities add up to more than 1",
 }
-"""What a breach of each rule of the logprobs contract means."""
+"""What breaking each rule of the logprob contract means."""
 
 CHECKS = {
-    "a": "accepted or not, against the chance to be: the whole accept step",
-    "a_prime": "the chance of each draft, against its mean: whether drafts come from q",
-    "b": "accepted or not, against the chance of the very draft: the coin",
-    "c": "q of what is emitted, against its mean: whether the output follows p where something was drafted",
-    "d": "p of what is emitted, against its mean: whether the output follows p",
-    "e": "q of what is drafted, against its mean: whether drafts come from q",
-    "f": "q of what replaces a draft, against its mean: the residual distribution and its noise",
-    "g": "the place of a round's last token in the order of its distribution, against the middle: the noise it is "
-    "drawn with",
-    "r": "the residual distribution of what replaces a draft, against its mean",
+    "a": "accepted or not, minus the expected acceptance: the whole accept step",
+    "a_prime": "acceptance probability of each draft, minus its mean: whether drafts come from q",
+    "b": "accepted or not, minus that draft's acceptance probability: the random accept decision",
+    "c": "q of emitted tokens, minus its mean: whether the output follows p at drafted positions",
+    "d": "p of emitted tokens, minus its mean: whether the output follows p",
+    "e": "q of draft tokens, minus its mean: whether drafts come from q",
+    "f": "q of recovered tokens, minus its mean: the residual distribution and its noise",
+    "g": "the rank of a round's last token within its distribution, minus its mean: the noise it is sampled with",
+    "r": "residual probability of recovered tokens after a deterministic draft, minus its mean",
     "coupled_a_prime": "a_prime of reproducible requests",
     "coupled_c": "c of reproducible requests",
     "coupled_d": "d of reproducible requests",
     "coupled_e": "e of reproducible requests",
 }
-"""The self-checks: numbers whose mean is 0 while an engine samples what it says it samples."""
+"""The self-checks: terms whose mean is 0 as long as an engine samples from the distributions it claims to."""
 
 INVARIANTS = {
     "not_finite": "the logits were not finite",
-    "no_token": "the request's own rules left no token to draw",
-    "law": "the distribution of a draft was no distribution: not finite, negative, or not of mass 1",
-    "q_missing": "drafts came without the distribution they were drawn from",
-    "q_zero": "a draft has probability 0 under the distribution it is said to come from",
-    "p_zero": "a token of probability 0 was to be emitted",
-    "support": "a token that the request forbids was to be emitted",
-    "positions": "rows of drafts do not stand where they belong",
+    "no_token": "the request's own rules left no token to sample",
+    "law": "the distribution of a draft was invalid: not finite, negative, or not of mass 1",
+    "q_missing": "drafts came without the distribution they were sampled from",
+    "q_zero": "a draft has probability 0 under its own distribution",
+    "p_zero": "a token of probability 0 would have been emitted",
+    "support": "a token that the request forbids would have been emitted",
+    "positions": "rows of drafts are at the wrong positions",
     "conservation": "tokens, keys and values do not add up",
-    "length": "more tokens were to be emitted than the model's longest sequence holds",
-    "stop": "tokens behind the one that ends the answer were to be emitted",
-    "metrics": "drafts were counted that there were not, or not counted",
+    "length": "more tokens than the model's maximum sequence length would have been emitted",
+    "stop": "tokens after the one that ends the answer would have been emitted",
+    "metrics": "drafts that did not exist were counted, or drafts were not counted",
 }
-"""What a breach of each invariant means."""
+"""What breaking each invariant means."""
 
 CLIENTS_FAULT = "no_token"
-"""The one of them that a client's own parameters bring about: it fails the request, and says nothing of the engine."""
+"""The one invariant that a client's own parameters can break: it fails the request and is no engine fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,9 @@ class CheckSums:
 
 @dataclass(frozen=True, slots=True)
 class CheckState:
-    """How one self-check stands over an engine's life.
+    """State of one self-check over an engine's life.
 
-    log_e, log_threshold: nats, of the e-process that stands closest to an alarm.
+    log_e, log_threshold: nats, of the e-process closest to an alarm.
     """
 
     check: str
@@ -100,11 +99,11 @@ class CheckState:
 
 @dataclass(slots=True)
 class StepStats:
-    """Counts since the last time they were taken; `merge` adds two of them.
+    """Counts since they were last taken; `merge` adds two of them.
 
     Positions are counted from 0 for the first draft of a round. `expected_accepted` is the sum of the verifier's own
     acceptance probability over the positions it reached, `achievable_accepted` that of sum(min(p, q)) there, with the q
-    the drafts were drawn from, estimated from the steps that the self-checks looked at: a verifier that was told
+    the drafts were sampled from, estimated from the steps that the self-checks cover: a verifier that was given
     another q falls short of it.
     """
 
@@ -113,7 +112,7 @@ class StepStats:
     num_emitted: int = 0
     num_drafts: int = 0  # rounds in which a sequence had at least one draft
     num_rounds_with_logprobs: int = 0  # of requests that ask for logprobs
-    num_drafted_with_logprobs: int = 0  # drafts in them: none at all would mean that speculation is off there
+    num_drafted_with_logprobs: int = 0  # drafts in them: 0 would mean that speculation is off there
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     expected_accepted: float = 0.0
@@ -129,7 +128,7 @@ class StepStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     export_s: float = 0.0  # copying computed-token state out of the cache
-    check_s: float = 0.0  # checking handoffs that came
+    check_s: float = 0.0  # checking received handoffs
     insert_s: float = 0.0  # copying them into the cache
 
     @property
@@ -159,7 +158,7 @@ class StepStats:
         self.violations[kind] = self.violations.get(kind, 0) + 1
 
     def clear(self) -> None:
-        """Count from nothing again."""
+        """Reset all counts."""
         fresh = StepStats()
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
@@ -181,14 +180,14 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """What an engine holds right now. Replays, for which no client waits, are counted by themselves."""
+    """What an engine holds right now. Replays, for which no client waits, are counted separately."""
 
     num_running: int
     num_waiting: int
     num_held: int  # computed and waiting to be handed off
-    num_free_blocks: int  # cached blocks nobody uses count as free
+    num_free_blocks: int  # unused cached blocks count as free
     num_blocks: int
-    block_size: int  # tokens a block
+    block_size: int  # tokens per block
     num_replays: int = 0  # running or waiting
 
     @property

@@ -1,4 +1,4 @@
-"""GET /openapi.json: the API as an OpenAPI 3.1 document, made from the models that read the requests."""
+"""GET /openapi.json: the API as an OpenAPI 3.1 document, generated from the models that parse the requests."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ _MAYBE_TEXT: Schema = {"type": ["string", "null"]}
 def _reply(kind: str, *choice_fields: str) -> Schema:
     choice = _object(
         {"index": _COUNT, "finish_reason": _MAYBE_TEXT} | {name: {} for name in choice_fields},
-        reproducible={"type": "boolean"},  # where a seed was sent
+        reproducible={"type": "boolean"},  # if a seed was sent
         reproducible_reason=_TEXT,
     )
     about = {"id": _TEXT, "object": {"const": kind}, "created": _COUNT, "model": _TEXT, "choices": _list(choice)}
@@ -99,10 +99,10 @@ class Operation:
     method: str
     path: str
     summary: str
-    reply: str  # a schema's name, or a content type that has none
+    reply: str  # a schema's name, or a content type without a schema
     body: type[BaseModel] | None = None
     streams: bool = False  # the reply may be server-sent events
-    scope: str | None = "user"  # of the key that opens it; None = it is open
+    scope: str | None = "user"  # required of the key; None = no key needed
     body_required: bool = True
 
 
@@ -113,47 +113,45 @@ OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "Answer a conversation.", "ChatCompletion", ChatCompletionRequest, streams=True
     ),
-    Operation("POST", "/v1/score", "Tell how likely labels are after contexts.", "Scores", ScoreRequest),
-    Operation("GET", "/v1/verdicts/{reply_id}", "Tell what the check of a reply found.", "Verdict"),
-    Operation("GET", "/admin/speculation", "Tell where each replica stands.", "Replicas", scope="admin"),
-    Operation(
-        "POST", "/admin/speculation", "Say who decides about speculation.", "Replicas", SpeculationOrder, scope="admin"
-    ),
-    Operation("GET", "/admin/weights", "Tell which weights each replica serves.", "Replicas", scope="admin"),
-    Operation("POST", "/admin/weights", "Bring new weights to every replica.", "Replicas", WeightsOrder, scope="admin"),
+    Operation("POST", "/v1/score", "Score how likely labels are after contexts.", "Scores", ScoreRequest),
+    Operation("GET", "/v1/verdicts/{reply_id}", "Return the verdict on a reply.", "Verdict"),
+    Operation("GET", "/admin/speculation", "Return each replica's speculation state.", "Replicas", scope="admin"),
+    Operation("POST", "/admin/speculation", "Set the speculation mode.", "Replicas", SpeculationOrder, scope="admin"),
+    Operation("GET", "/admin/weights", "Return the weights that each replica serves.", "Replicas", scope="admin"),
+    Operation("POST", "/admin/weights", "Update weights on every replica.", "Replicas", WeightsOrder, scope="admin"),
     Operation(
         "POST",
         "/admin/pause",
-        "Begin no request on any replica.",
+        "Stop starting requests on all replicas.",
         "Replicas",
         PauseOrder,
         scope="admin",
         body_required=False,
     ),
-    Operation("POST", "/admin/resume", "Begin requests again.", "Replicas", scope="admin"),
-    Operation("GET", "/healthz", "Tell whether this replica can serve.", "Health", scope=None),
-    Operation("GET", "/metrics", "Figures for Prometheus.", "text/plain", scope=None),
-    Operation("GET", "/status", "The figures of the status page.", "Status"),
-    Operation("GET", "/status/events", "They as they change, each second.", "text/event-stream"),
+    Operation("POST", "/admin/resume", "Resume starting requests.", "Replicas", scope="admin"),
+    Operation("GET", "/healthz", "Report whether this replica can serve.", "Health", scope=None),
+    Operation("GET", "/metrics", "Metrics for Prometheus.", "text/plain", scope=None),
+    Operation("GET", "/status", "The data of the status page.", "Status"),
+    Operation("GET", "/status/events", "Stream the status each second.", "text/event-stream"),
 )
 
 _HEADERS = (
-    ("x-request-id", "Comes back with the reply, and stands in the logs.", _TEXT),
+    ("x-request-id", "Returned with the reply, and logged.", _TEXT),
     (
         "x-request-timeout",
-        "Seconds for all of the request, above 0; as `timeout` in the body.",
+        "Time limit for the whole request in seconds, above 0; same as `timeout` in the body.",
         _TEXT | {"pattern": r"^[0-9]{1,6}(\.[0-9]{1,6})?$"},
     ),
 )
 
 
 def document(routes: Collection[tuple[str, str]], *, version: str, needs_key: bool) -> Schema:
-    """The document of the routes that are served.
+    """The document for the routes that are served.
 
     Args:
         routes: (method, path) of each.
         version: of this program.
-        needs_key: whether users need one; `/admin` always does.
+        needs_key: whether users need a key; `/admin` always requires one.
     """
     served = [operation for operation in OPERATIONS if (operation.method, operation.path) in routes]
     models = sorted(
@@ -213,5 +211,5 @@ def _content(operation: Operation) -> Schema:
 
 
 def _failed(code: str) -> Schema:
-    whose = "The request's fault, or not now." if code == "4XX" else "The server's fault."
+    whose = "The request is invalid, or cannot be served now." if code == "4XX" else "The server failed."
     return {"description": whose, "content": {"application/json": {"schema": _ref("Error")}}}

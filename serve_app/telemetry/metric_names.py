@@ -1,7 +1,7 @@
 """Every metric truespec exports, as data: dashboards, alerts and both exporters read this list and nothing else.
 
-Counters end in `_total` and count from 0 at the start of the process that keeps them. Means and shares are to be made
-from counters; histograms serve quantiles (Ray's agent only estimates a histogram's sum).
+Counters end in `_total` and count from 0 at the start of the process that keeps them. Compute means and shares
+from counters; use histograms for quantiles (Ray's agent only estimates a histogram's sum).
 """
 
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 
 PREFIX = "truespec_"
 COMMON_LABELS = ("model_name", "pool")
-REPLICA_LABEL = "replica"  # gauges carry it beside the common labels, since they do not add up
+REPLICA_LABEL = "replica"  # gauges carry it besides the common labels, since they do not add up
 DRIFT_THRESHOLDS_NATS = (0.1, 1.0, 5.0)
 BREAKER_STATES = ("closed", "canary", "open", "out")  # in the order of the gauge's values
 TRIP_REASONS = ("selfcheck", "invariant", "logprobs", "drift", "law")
-REFUSALS = {  # why a request that makes sense is refused, and what each reason means
+REFUSALS = {  # why a valid request is refused, and what each reason means
     "unauthenticated": "no valid API key was sent",
-    "forbidden": "the key may not do this",
-    "key_concurrency": "the key has as many requests under way as it may",
-    "key_requests": "the key has used up its requests of this minute",
-    "key_tokens": "the key has used up its tokens of this minute",
-    "capacity": "the replica has as many requests under way as it takes on",
-    "load": "as many requests as `limits.max_load` allows are computed or wait",
-    "queued_tokens": "too many prompt tokens wait for their first token",
-    "time_to_first_token": "those ahead would keep it waiting for longer than the service allows",
-    "deadline": "those ahead would keep it waiting for longer than its own time",
+    "forbidden": "the key is not allowed to do this",
+    "key_concurrency": "the key has reached its limit of concurrent requests",
+    "key_requests": "the key has used up its requests for this minute",
+    "key_tokens": "the key has used up its tokens for this minute",
+    "capacity": "the replica has reached its limit of concurrent requests",
+    "load": "as many requests as `limits.max_load` allows are running or waiting",
+    "queued_tokens": "too many prompt tokens are queued",
+    "time_to_first_token": "the requests ahead would keep it waiting longer than the service allows",
+    "deadline": "the requests ahead would keep it waiting past its own deadline",
 }
 REPLAY_ALARMS = ("drift", "probability", "surprisal", "support", "greedy", "impossible")
-DRIFT_CLIP_NATS = 10.0  # a single drift beyond this would drown the sum of the others
+DRIFT_CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -39,7 +39,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric of the catalogue. `labels` come after the common ones; `unit` is what one counts in."""
+    """One metric of the catalogue. `labels` follow the common ones; `unit` is the unit of its values."""
 
     name: str
     kind: Kind
@@ -71,18 +71,21 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("drafts_total", "rounds", "Rounds in which a sequence had at least one draft token."),
     _counter("draft_tokens_total", "tokens", "Draft tokens proposed."),
     _counter("accepted_tokens_total", "tokens", "Draft tokens accepted by the verifier."),
-    _counter("emitted_tokens_total", "tokens", "Tokens emitted: accepted drafts and the token after each round."),
-    _counter("prompt_tokens_total", "tokens", "Prompt tokens computed, recomputation after preemption included."),
     _counter(
-        "draft_tokens_per_position_total", "tokens", "Draft tokens proposed at a position, 0 = first.", "position"
+        "emitted_tokens_total",
+        "tokens",
+        "Tokens emitted: accepted drafts and the recovered or bonus token of each round.",
     ),
+    _counter("prompt_tokens_total", "tokens", "Prompt tokens computed, recomputation after preemption included."),
+    _counter("draft_tokens_per_position_total", "tokens", "Draft tokens proposed, by position, 0 = first.", "position"),
     _counter(
-        "accepted_tokens_per_position_total", "tokens", "Draft tokens accepted at a position, 0 = first.", "position"
+        "accepted_tokens_per_position_total", "tokens", "Draft tokens accepted, by position, 0 = first.", "position"
     ),
     _counter(
         "expected_accepted_tokens_total",
         "tokens",
-        "Sum of the verifier's own acceptance probabilities over the positions it reached; accepted tokens follow it.",
+        "Sum of the verifier's own acceptance probabilities over the positions it reached; accepted tokens must match "
+        "it.",
     ),
     _counter("draft_seconds_total", "seconds", "Time spent drafting."),
     _counter("verify_seconds_total", "seconds", "Time spent in the target's forward pass and in verification."),
@@ -103,8 +106,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "prefill_failures_total",
         "prefills",
-        "Prefills that failed and were asked for again or computed by the decode replica, by reason: died, timeout, "
-        "full, engine.",
+        "Prefills that failed and were retried or computed by the decode replica, by reason: died, timeout, full, "
+        "engine.",
         "reason",
     ),
     _counter(
@@ -117,25 +120,25 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "requests_total",
         "requests",
-        "Requests that ended, by outcome: stop, length, abort, error, rejected.",
+        "Finished requests, by outcome: stop, length, abort, error, rejected.",
         "outcome",
     ),
     _counter(
         "refusals_total",
         "requests",
-        f"Requests that were refused although they make sense, by reason: {', '.join(REFUSALS)}.",
+        f"Valid requests that were refused, by reason: {', '.join(REFUSALS)}.",
         "reason",
     ),
-    _counter("key_requests_total", "requests", "HTTP requests that were let in, by the id of their API key.", "key"),
-    _counter("key_tokens_total", "tokens", "Tokens of prompts and answers, by the id of the API key.", "key"),
+    _counter("key_requests_total", "requests", "HTTP requests admitted, by API key id.", "key"),
+    _counter("key_tokens_total", "tokens", "Prompt and answer tokens, by API key id.", "key"),
     _counter(
         "key_file_reloads_total",
         "reloads",
-        "Times that the changed file of API keys was read, by result: ok, failed (the old keys go on).",
+        "Reloads of a changed API key file, by result: ok, failed (the old keys stay in effect).",
         "result",
     ),
-    _gauge("requests_running", "requests", "Requests of clients that are being computed."),
-    _gauge("requests_waiting", "requests", "Requests of clients that wait for room in the engine."),
+    _gauge("requests_running", "requests", "Client requests being computed."),
+    _gauge("requests_waiting", "requests", "Client requests waiting for room in the engine."),
     _histogram("time_to_first_token_seconds", "seconds", "From a request's arrival to its first token.", _REQUEST_S),
     _histogram(
         "inter_token_latency_seconds", "seconds", "Between two messages of a stream, per token of the later.", _TOKEN_S
@@ -145,170 +148,175 @@ CATALOGUE: tuple[Metric, ...] = (
     _gauge("kv_cache_usage_ratio", "ratio", "Share of the KV blocks that sequences hold, 0 to 1."),
     _counter("prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache."),
     _counter("prefix_cache_hits_total", "tokens", "Prompt tokens found in the prefix cache."),
-    _counter("preemptions_total", "preemptions", "Sequences that lost their KV and were computed again."),
+    _counter("preemptions_total", "preemptions", "Sequences that lost their KV and were recomputed."),
     # Self-checks of the engine
     _counter(
         "achievable_accepted_tokens_total",
         "tokens",
-        "Sum of min(p, q) over the positions reached, q as drawn: what a verifier that knows q can accept.",
+        "Sum of sum(min(p, q)) over the positions reached, with the q that drafts were sampled from: what a verifier "
+        "that knows q can accept.",
     ),
     _counter(
         "selfcheck_terms_total",
         "terms",
-        "Zero-mean terms evaluated, by check; z = (positive - negative) / sqrt(square) is of the order of 1.",
+        "Zero-mean terms evaluated, by check; z = (positive - negative) / sqrt(square) is of order 1.",
         "check",
     ),
     _counter("selfcheck_positive_total", "terms", "Sum of the terms' positive parts.", "check"),
-    _counter("selfcheck_negative_total", "terms", "Sum of the sizes of the terms' negative parts.", "check"),
+    _counter("selfcheck_negative_total", "terms", "Sum of the absolute values of the terms' negative parts.", "check"),
     _counter("selfcheck_square_total", "terms", "Sum of the terms' squares.", "check"),
     _counter(
         "selfcheck_alarms_total",
         "alarms",
-        f"Alarms of the engine's self-checks; clean engines raise none. By check: {', '.join(CHECKS)}.",
+        f"Alarms of the engine's self-checks, of which a healthy engine raises none, by check: {', '.join(CHECKS)}.",
         "check",
     ),
     _counter(
         "selfcheck_violations_total",
         "requests",
-        "Requests that were failed because a step broke an invariant, and steps of vLLM that verified sampled drafts "
-        f"without q, by kind: {', '.join(INVARIANTS)}.",
+        "Requests failed because a step broke an invariant, and vLLM steps that verified sampled drafts without q, by "
+        f"kind: {', '.join(INVARIANTS)}.",
         "kind",
     ),
     _counter(
         "repeated_seeds_total",
         "requests",
-        "Requests whose seed the engine had seen before: they draw the same numbers, and no self-check counts them.",
+        "Requests whose seed the engine had seen before: they reuse its random numbers, so no self-check counts them.",
     ),
     _counter("rounds_with_logprobs_total", "rounds", "Rounds of requests that ask for logprobs."),
     _counter(
         "draft_tokens_with_logprobs_total",
         "tokens",
-        "Draft tokens in them; none at all would mean that logprobs switch speculation off.",
+        "Draft tokens in rounds of requests that ask for logprobs; 0 would mean that logprobs switch speculation off.",
     ),
     _counter(
         "logprob_violations_total",
         "requests",
-        f"Requests that were failed because their logprobs broke the contract, by kind: {', '.join(LOGPROB_RULES)}.",
+        f"Requests failed because their logprobs broke the contract, by kind: {', '.join(LOGPROB_RULES)}.",
         "kind",
     ),
     # Replay. Strata overlap: the total is stratum="all", never the sum.
     _counter(
         "replays_total",
         "replays",
-        "Replays of finished requests, by result: ok, failed, skipped, outdated (other weights since), refused (an "
-        "answer that the model cannot have given).",
+        "Replays of finished requests, by result: ok, failed, skipped, outdated (weights changed since), refused (an "
+        "answer that the model cannot have produced).",
         "result",
     ),
-    _gauge("replay_queue_length", "replays", "Finished requests that wait to be replayed."),
-    _gauge("replays_running", "replays", "Replays that a replica computes, or that wait for room in its engine."),
+    _gauge("replay_queue_length", "replays", "Finished requests waiting to be replayed."),
+    _gauge("replays_running", "replays", "Replays that a replica is computing, or that wait for room in its engine."),
     _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's.", "stratum"),
     _counter(
         "replay_tme_excess_total",
         "ratio",
-        "Sum of exp|d| - 1 over replayed tokens, d = logprob given minus logprob replayed, |d| clipped at 10 nats; "
-        "TME = 1 + this / replay tokens.",
+        "Sum of exp|d| - 1 over replayed tokens, d = served minus replayed logprob, |d| clipped at 10 nats; TME = 1 + "
+        "this / replay tokens.",
         "stratum",
     ),
     _counter(
         "replay_gen_kl_total",
         "nats",
-        "Sum of exp(-d) + d - 1 over replayed tokens; its mean is healthy below 0.001.",
+        "Sum of exp(-d) + d - 1 over replayed tokens; a healthy mean is below 0.001.",
         "stratum",
     ),
     _counter(
         "replay_importance_ratio_total",
         "ratio",
-        "Sum of exp(-d), the sampling importance ratio, over replayed tokens; its mean is 1 where nothing is wrong.",
+        "Sum of exp(-d), the sampling importance ratio, over replayed tokens; a healthy mean is 1.",
         "stratum",
     ),
     _counter(
         "replay_probability_drift_total",
         "probability",
-        "Sum of |probability given - probability replayed| over replayed tokens; a mean above 0.01 is a problem.",
+        "Sum of |served - replayed probability| over replayed tokens; a mean above 0.01 is a problem.",
         "stratum",
     ),
-    _histogram("replay_drift_nats", "nats", "|logprob given - logprob replayed| of a token.", _DRIFT_NATS),
+    _histogram("replay_drift_nats", "nats", "|served - replayed logprob| of a token.", _DRIFT_NATS),
     _counter(
         "replay_drift_over_total", "tokens", "Replayed tokens that drifted by more than `nats`.", "nats", "stratum"
     ),
     _counter(
         "replay_law_terms_total",
         "tokens",
-        "Replayed tokens that entered the calibration test, of strata that are known before a token is drawn.",
+        "Replayed tokens that entered the calibration test, for strata that are known before a token is sampled.",
         "stratum",
     ),
     _counter(
         "replay_law_positive_total",
         "ratio",
-        "Positive parts of the calibration test's terms, by term: probability (p(y) - sum of p squared), surprisal "
-        "(-log p(y) "
-        "minus its mean).",
+        "Sum of the positive parts of the calibration test's terms, by term: probability (p(y) - sum of p squared), "
+        "surprisal (-log p(y) minus its mean).",
         "term",
         "stratum",
     ),
     _counter(
         "replay_law_negative_total",
         "ratio",
-        "Sizes of the negative parts of the calibration test's terms, by term.",
+        "Sum of the absolute values of the negative parts of the calibration test's terms, by term.",
         "term",
         "stratum",
     ),
     _counter(
         "replay_alarms_total",
         "alarms",
-        f"Alarms over replayed tokens, by what was found: {', '.join(REPLAY_ALARMS)} (all but drift: the "
-        f"distribution).",
+        f"Alarms over replayed tokens, by finding: {', '.join(REPLAY_ALARMS)} (all but drift concern the "
+        "distribution).",
         "alarm",
         "stratum",
     ),
     _counter(
         "replay_distributions_total",
         "requests",
-        "Replayed requests, by what their tokens say of the distribution: tested, greedy, repeated_seed, untested.",
+        "Replayed requests, by what they show about the distribution: tested, greedy, repeated_seed, untested.",
         "distribution",
     ),
     _counter(
-        "verdicts_total", "requests", "Verdicts given: verified, suspect, unverified (a replay that failed).", "verdict"
+        "verdicts_total",
+        "requests",
+        "Verdicts on answers: verified, suspect, unverified (a replay that failed).",
+        "verdict",
     ),
     # Breaker
     _gauge(
         "breaker_state",
         "state",
-        f"The breaker of a replica: {', '.join(f'{value} {name}' for value, name in enumerate(BREAKER_STATES))}.",
+        f"State of a replica's breaker: {', '.join(f'{value} {name}' for value, name in enumerate(BREAKER_STATES))}.",
     ),
-    _gauge("speculation_enabled", "state", "1 where client requests may speculate, by breaker and by operator."),
+    _gauge("speculation_enabled", "state", "1 if client requests may speculate, according to breaker and operator."),
     _counter(
         "breaker_trips_total",
         "trips",
-        f"Trips of the breaker, by what was found wrong: {', '.join(TRIP_REASONS)}.",
+        f"Breaker trips, by reason: {', '.join(TRIP_REASONS)}.",
         "reason",
     ),
-    _counter("canaries_total", "canaries", "Trials of speculation, by result: passed, failed, inconclusive.", "result"),
-    _counter("dumps_total", "dumps", "Files written for a post-mortem."),
+    _counter(
+        "canaries_total", "canaries", "Canary trials of speculation, by result: passed, failed, inconclusive.", "result"
+    ),
+    _counter("dumps_total", "dumps", "Dumps written for a post-mortem."),
     # Weights
     _counter(
         "weight_updates_total",
         "updates",
-        "Updates of a replica's weights, by result: ok, failed (they could not be loaded).",
+        "Weight updates of a replica, by result: ok, failed (they could not be loaded).",
         "result",
     ),
     _counter(
         "weight_update_seconds_total",
         "seconds",
-        "Time spent on weight updates, by phase: load (beside the requests), switch (pause included).",
+        "Time spent on weight updates, by phase: load (while requests run), switch (including the pause).",
         "phase",
     ),
     # Build
     _gauge(
         "kernels_active",
         "state",
-        "1 where a replica computes with the kernels made for its device; 0 where it has to do without, and is slow.",
+        "1 if a replica computes with the kernels made for its device; 0 if it runs without them, slowly.",
         "kernels",
     ),
     _gauge(
         "build_info",
         "info",
-        "1, labelled with what runs: version, the model's fingerprint, and the kind of drafter.",
+        "1, labelled with version, model fingerprint and kind of drafter.",
         "version",
         "fingerprint",
         "drafter",
@@ -321,23 +329,23 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 STRATA: dict[str, str] = {
     "all": "every emitted token",
     "prompt": "prompt tokens whose logprobs were returned",
-    "speculative": "of requests for which something was drafted",
-    "plain": "of requests for which nothing was drafted: their drift is the noise floor",
+    "speculative": "tokens of requests with drafts",
+    "plain": "tokens of requests without drafts: their drift is the noise floor",
     "handoff_0": "the first round after a handoff",
     "handoff_1": "the second round after a handoff",
     "handoff_2_7": "rounds 2 to 7 after a handoff, counted from 0",
     "handoff_8_up": "later rounds after a handoff",
-    "no_handoff": "computed where the prompt was",
-    "near_limit": "so near the model's longest length that a full round of drafts no longer fits",
+    "no_handoff": "computed on the replica that computed the prompt",
+    "near_limit": "so near the model's maximum length that a full round of drafts no longer fits",
     "first": "first tokens after a prompt",
     "accepted": "accepted drafts",
-    "recovered": "drawn after a rejected draft",
-    "bonus": "drawn after the last draft, or where there was none",
-    "cached_prefix": "of requests that found part of their prompt in the prefix cache",
-    "computed_prefix": "of requests that computed all of their prompt",
-    "preempted": "emitted after the request had lost its keys and values and had them computed again",
-    "greedy": "of requests at temperature 0",
-    "sampled": "of requests at a temperature above 0, with no filter",
-    "filtered": "of requests with top_k, top_p or min_p",
+    "recovered": "sampled after a rejected draft",
+    "bonus": "sampled after the last draft, or where there was none",
+    "cached_prefix": "tokens of requests that found part of their prompt in the prefix cache",
+    "computed_prefix": "tokens of requests that computed their whole prompt",
+    "preempted": "emitted after the request was preempted and its keys and values were recomputed",
+    "greedy": "tokens of requests at temperature 0",
+    "sampled": "tokens of requests at a temperature above 0, without a filter",
+    "filtered": "tokens of requests with top_k, top_p or min_p",
 }
 """What each value of the label `stratum` means."""

@@ -233,7 +233,7 @@ def test_contradictory_logprobs_are_found_without_the_weights(fake: FakeAudited,
     audit = run_audit(lab, only=["logprob contract"])
     expectations = {finding.expected for finding in audit.findings}
     assert "logprobs of at most 0" in expectations
-    assert "no token likelier than the likeliest" in expectations
+    assert "no logprob above the top logprob" in expectations
 
 
 def test_who_does_not_answer_cannot_be_audited(fake: FakeAudited, server: Server) -> None:
@@ -297,7 +297,7 @@ def test_a_report_shows_findings_and_plots(folders: tuple[Path, Path], reference
     audit = audit_of("F12 the first draft is committed unverified", folders, reference, ["distribution of the tokens"])
     page = html_page(audit)
     assert page.count("<svg") >= len([name for name in PROBES if name == "distribution of the tokens"])
-    assert "uniform if right" in page
+    assert "uniform if correct" in page
     assert "A request that shows it" in page
     assert "&lt;" not in audit.findings[0].expected
 

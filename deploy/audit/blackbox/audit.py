@@ -1,4 +1,4 @@
-"""Runs an audit: every probe in turn, whatever becomes of the server meanwhile."""
+"""Runs an audit: every probe in turn, even if the server fails meanwhile."""
 
 import dataclasses
 import time
@@ -26,12 +26,12 @@ Report = Callable[[str], None]
 
 _MODULES = (replay, twins, lengths, contract, parameters, counters)  # importing them registers their probes
 _LAST = ("logprob contract", "nonsense", "own alarms", "top_k", "neighbours of scored ids")
-"""Probes that look at what the others gathered, or may end the server."""
+"""Probes that inspect what the others gathered, or may kill the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What an audit came to. `answered`: how many requests the server was sent; `facts`: what was audited, and how."""
+    """Result of an audit. `num_requests`: sent to the server; `facts`: what was audited, and how."""
 
     url: str
     facts: dict[str, Any]
@@ -46,11 +46,11 @@ class Audit:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Ids that the findings look like."""
+        """Ids of the faults that the findings resemble."""
         return tuple(dict.fromkeys(fault for finding in self.findings for fault in finding.faults))
 
     def count(self, verdict: Verdict) -> int:
-        """Probes with a verdict."""
+        """Number of probes with this verdict."""
         return sum(outcome.verdict is verdict for outcome in self.outcomes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,12 +65,12 @@ class Audit:
 
 
 def run_audit(lab: Lab, report: Report = lambda _: None, only: Sequence[str] = ()) -> Audit:
-    """Ask everything that the server and the budget allow; Ctrl-C ends it with what is known by then.
+    """Run every probe that the server and the budget allow; Ctrl-C ends the audit and keeps the results so far.
 
     Args:
         lab: the server, and what it is compared with.
         report: called with every probe as it ends.
-        only: names of probes; all without it.
+        only: names of probes; empty = all.
     """
     began = time.monotonic()
     outcomes: list[Outcome] = []
@@ -86,8 +86,8 @@ def run_audit(lab: Lab, report: Report = lambda _: None, only: Sequence[str] = (
             outcomes.append(Outcome(probe.name, probe.asks, Verdict.INCONCLUSIVE, gone))
             continue
         if not _serves(lab, outcomes[-1]):
-            _note_death(lab, outcomes[-1], f"it no longer answers since '{probe.name}'")
-            gone = f"the server was gone: {outcomes[-1].reported}"
+            _note_death(lab, outcomes[-1], f"it stopped answering during '{probe.name}'")
+            gone = f"the server is down: {outcomes[-1].reported}"
         report(f"{probe.name}: {outcomes[-1].verdict} ({outcomes[-1].reported})")
     return Audit(lab.server.url, _facts(lab), tuple(outcomes), lab.server.num_requests, time.monotonic() - began)
 
@@ -117,7 +117,7 @@ def _run(lab: Lab, probe: Probe) -> Outcome:
 
 
 def _serves(lab: Lab, outcome: Outcome) -> bool:
-    """Whether the server is there; where requests failed, whether it still answers a plain one."""
+    """Whether the server is up; if requests failed, whether it still answers a plain one."""
     if not lab.server.alive():
         return False
     if not any("request fails" in finding.faults for finding in outcome.findings):
@@ -128,7 +128,7 @@ def _serves(lab: Lab, outcome: Outcome) -> bool:
 
 def _note_death(lab: Lab, outcome: Outcome, reported: str) -> None:
     request = outcome.findings[-1].request if outcome.findings else lab.server.last_failed
-    outcome.findings.append(Finding(outcome.probe, ("server dies",), request, "a server that lives on", reported))
+    outcome.findings.append(Finding(outcome.probe, ("server dies",), request, "a server that keeps running", reported))
     outcome.verdict, outcome.reported = Verdict.FAILED, reported
 
 

@@ -1,4 +1,4 @@
-"""`truespec audit server`, and the audit of the audit: known faults served, and looked at from outside."""
+"""`truespec audit server`, and the audit of the audit: servers with known faults, audited from outside."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,16 +32,16 @@ PAGE_HEAD = "# Audits that were run\n"
 _DEEP = replace(FULL, answers=12, plain_share=24, first_tokens=1000)  # some 9,000 tokens at temperature 1
 _SHIFTS = ("F6 ", "F7 ", "F8 ")
 _SIZES = ("max_model_len", "kv_cache_tokens")
-_SHORT_OF_BLOCKS = 256  # tokens that the KV cache holds, and that a sequence may have; what comes at once wants more
-_PUBLISHING_S = 0.05  # of a server in this process, which counts as it is asked
+_SHORT_OF_BLOCKS = 256  # tokens of the KV cache, and of the longest sequence; concurrent requests need more
+_PUBLISHING_S = 0.05  # of a server in this process, which counts when asked
 
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """What `truespec audit server` was asked for.
+    """Options of `truespec audit server`.
 
     model: whose weights to compare with: a catalogue name, a folder or a hub id. served: which of the server's models.
-    only: names of probes; all without any.
+    only: names of probes; empty = all.
     """
 
     url: str
@@ -59,8 +59,8 @@ def audit_url(options: AuditOptions, report: Report) -> Audit:
     """Audit a running server.
 
     Raises:
-        AuditFailed: nobody answers there, or the weights to compare with cannot be loaded.
-        ConfigError: there is no probe of a name in `only`.
+        AuditFailed: no server answers there, or the weights to compare with cannot be loaded.
+        ConfigError: a name in `only` is not a probe.
     """
     for name in options.only:
         if name not in PROBES:
@@ -79,7 +79,7 @@ def audit_url(options: AuditOptions, report: Report) -> Audit:
 
 
 def show(audit: Audit, out: Console, json_file: Path | None, html_file: Path | None) -> None:
-    """Print an audit, and write its files."""
+    """Print an audit and write its files."""
     print_audit(audit, out)
     write_json(json_file, audit.as_dict(), indent=1)
     if html_file is not None:
@@ -88,7 +88,7 @@ def show(audit: Audit, out: Console, json_file: Path | None, html_file: Path | N
 
 
 def put_into(page: Path, audit: Audit, name: str) -> None:
-    """Write an audit into a section of a page; the table of probes, too, where the page has one."""
+    """Write an audit into a section of a page, and the table of probes if the page has one."""
     if page.is_file() and PROBES_MARK in page.read_text(encoding="utf-8"):
         write_probes(page, PAGE_HEAD)
     write_page(audit, page, name, PAGE_HEAD)
@@ -99,7 +99,7 @@ def put_into(page: Path, audit: Audit, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FaultFound:
-    """What the audit of one faulty server came to. way: what drafted. found: the faults that it was taken for."""
+    """Result of auditing one faulty server. way: the drafter. found: the faults that the audit named."""
 
     fault: str
     way: str
@@ -117,8 +117,8 @@ class FaultFound:
 
 
 def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: None) -> list[FaultFound]:
-    """Serve a tiny model with each of these faults, `sound` for none, and audit every one; rows are written to the page
-    as they come."""
+    """Serve a tiny model with each of these faults (`sound` = none) and audit each server; rows are written to the
+    page one by one."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = write_tiny_pair(Path(scratch))
@@ -134,17 +134,17 @@ def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: No
 
 
 def servable(prefixes: Sequence[str] = ()) -> list[str]:
-    """`sound` and the faults that can be served, in the catalogue's order; those that begin so, where any are given.
+    """`sound` and the faults that can be served, in the catalogue's order; only those with a prefix, if any is given.
 
     Raises:
-        ConfigError: none begins with one of these.
+        ConfigError: nothing matches one of the prefixes.
     """
     names = [name for name in ("sound", *MUTANTS) if name not in WRITTEN_FOR_A_TABLE]
     return beginning_with(prefixes, names, "fault that can be served")
 
 
 def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> dict[str, FaultyServer]:
-    """The servers that a fault shows in, by what drafts for them; of `sound` all of them."""
+    """The servers in which a fault shows, by drafter; for `sound` all of them."""
     model = DrafterConfig(kind="draft_model", model=str(draft), num_draft_tokens=NGRAM.num_draft_tokens)
     drafters = {"n-gram": NGRAM, "draft model": model}
     if name == "sound":
@@ -158,9 +158,7 @@ def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> di
             for way, (one, handoffs) in ways.items()
         }
     mutant = MUTANTS[name]
-    chosen = (
-        mutant.traffic != "drawn" or mutant.fault == "F19"
-    )  # a dead drafter's drafts are drawn from no distribution
+    chosen = mutant.traffic != "drawn" or mutant.fault == "F19"  # a dead drafter's drafts are not sampled
     way = "n-gram" if chosen else "draft model"
     handoffs = mutant.traffic == "handoffs"
     config = replace(TINY, drafter=drafters[way], **_settings(mutant))
@@ -168,17 +166,17 @@ def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> di
 
 
 def budget_for(name: str) -> Budget:
-    """What is asked of a fault: where it only shifts the distribution of tokens, more of them."""
+    """The budget for a fault: larger if it only shifts the distribution of tokens."""
     return _DEEP if name.startswith(_SHIFTS) else QUICK
 
 
 def _settings(mutant: Mutant) -> dict[str, Any]:
-    """Those of the mutant; its sizes are for another model, and only tell that the KV cache is to run short."""
+    """Settings of the mutant; its sizes are for another model and only mean that the KV cache should run short."""
     short = dict.fromkeys(_SIZES, _SHORT_OF_BLOCKS) if "kv_cache_tokens" in mutant.settings else {}
     return {name: value for name, value in mutant.settings.items() if name not in _SIZES} | short
 
 
 def audit_faulty(server: FaultyServer, reference: Reference, budget: Budget = QUICK, only: Sequence[str] = ()) -> Audit:
-    """Serve, and audit; with the probes of `only`, or all."""
+    """Serve and audit, with the probes in `only`, or all."""
     with server.running() as url, Server(url) as http:
         return run_audit(Lab(http, find_dialect(http), budget, reference, publishing_s=_PUBLISHING_S), only=only)

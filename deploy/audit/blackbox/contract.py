@@ -1,4 +1,4 @@
-"""Probes of the logprob contract: one entry a token, no two that contradict each other, ids as asked."""
+"""Probes of the logprob contract: one entry per token, no contradictions, the requested ids."""
 
 import dataclasses
 
@@ -15,12 +15,12 @@ _CONSTANT_FROM = 8  # tokens that cannot all be certain at temperature 1
 
 @probe(
     "logprob contract",
-    "Does every token come with one logprob that is possible, and fits the likeliest tokens'?",
+    "Does every token have one valid logprob that is consistent with the top logprobs?",
     Need.LOGPROBS,
 )
 def logprob_contract(lab: Lab, trial: Trial) -> None:
-    """Looks at every answer of the whole audit."""
-    lab.traffic  # noqa: B018 -- asks for it, where no probe did yet
+    """Inspects every answer of the whole audit."""
+    lab.traffic  # noqa: B018 -- generates the traffic if no probe has yet
     for served in lab.gathered:
         for holds, faults, expected, observed in _rules(served):
             trial.check(holds, faults, served.exchange.body, expected, observed)
@@ -33,9 +33,9 @@ def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
     num = len(answer.token_ids) if answer.token_ids is not None else len(given)
     counted = num if answer.num_tokens is None else answer.num_tokens
     rules = [
-        (len(given) == num, ("F10",), "a logprob for each token", f"{len(given)} logprobs for {num} tokens"),
-        (counted == num, ("F21", "F18"), "usage that counts the tokens", f"usage {counted}, {num} tokens"),
-        (None not in given, ("F10", "F16"), "a number for each token", f"{sum(v is None for v in given)} are null"),
+        (len(given) == num, ("F10",), "one logprob per token", f"{len(given)} logprobs for {num} tokens"),
+        (counted == num, ("F21", "F18"), "usage that matches the number of tokens", f"usage {counted}, {num} tokens"),
+        (None not in given, ("F10", "F16"), "a number for every token", f"{sum(v is None for v in given)} are null"),
         (
             not len(finite) or finite.max() <= _ROUNDING,
             ("F10", "F2"),
@@ -53,27 +53,23 @@ def _rules(served: Served) -> list[tuple[bool, tuple[str, ...], str, str]]:
         if place >= len(values) or not top or not np.isfinite(values[place]):
             continue
         mass, own = float(np.exp(top).sum()), float(values[place])
-        rules.append(
-            (mass <= 1 + _MASS, ("F10", "F2"), "probabilities of the likeliest that add up to at most 1", f"{mass:.4f}")
-        )
-        reported = f"{own:.4f} above the likeliest, {top[0]:.4f}, at token {place}"
-        rules.append((own <= top[0] + _ROUNDING, ("F10",), "no token likelier than the likeliest", reported))
+        rules.append((mass <= 1 + _MASS, ("F10", "F2"), "top probabilities that add up to at most 1", f"{mass:.4f}"))
+        reported = f"{own:.4f} exceeds the top logprob, {top[0]:.4f}, at token {place}"
+        rules.append((own <= top[0] + _ROUNDING, ("F10",), "no logprob above the top logprob", reported))
     if answer.top is not None and given:
         reported = f"{len(answer.top)} lists for {num} tokens"
-        rules.append(
-            (len(answer.top) == num and all(answer.top), ("F10",), "the likeliest tokens with each token", reported)
-        )
+        rules.append((len(answer.top) == num and all(answer.top), ("F10",), "top logprobs for every token", reported))
     return rules
 
 
 @probe(
     "scored ids",
-    "Are logprobs of given token ids returned, and right?",
+    "Are logprobs of requested token ids returned, and correct?",
     Need.LOGPROBS,
     Need.TOKEN_IDS,
 )
 def scored_ids(lab: Lab, trial: Trial) -> None:
-    """`logprob_token_ids` beside ordinary top logprobs of the same request; one request at a time."""
+    """`logprob_token_ids` together with ordinary top logprobs in the same request; one request at a time."""
     ids = _ids_to_score(lab)
     extra = {"logprob_token_ids": list(ids)}
     settings = [dataclasses.replace(SETTINGS[name], max_tokens=12) for name in ("greedy", "temperature 1", "top_p")]
@@ -94,8 +90,8 @@ def _ids_to_score(lab: Lab) -> tuple[int, ...]:
 def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> None:
     body, scored = one.exchange.body, one.answer.scored or ()
     present = bool(one.ids) and len(scored) == len(one.ids) and all(set(each) >= set(ids) for each in scored)
-    reported = f"{len(scored)} of {len(one.ids)} tokens have any"
-    if not trial.check(present, ("F2",), body, f"{len(ids)} scored ids with each token", reported):
+    reported = f"{len(scored)} of {len(one.ids)} tokens have scores"
+    if not trial.check(present, ("F2",), body, f"{len(ids)} scored ids for every token", reported):
         return
     table = np.array([[each[token] for token in ids] for each in scored])
     trial.check(
@@ -122,25 +118,24 @@ def _check_scores(lab: Lab, trial: Trial, one: Served, ids: tuple[int, ...]) -> 
         off = float(np.nanmedian(np.abs(table - reported_distribution.numpy())))
         if lab.mode == "raw":
             wanted = f"scores within {lab.tolerance.nats:g} nats of the model's"
-            trial.check(
-                off <= lab.tolerance.nats, ("F2",), body, wanted, f"half of them are off by {off:.2f} nats or more"
-            )
+            trial.check(off <= lab.tolerance.nats, ("F2",), body, wanted, f"the median error is {off:.2f} nats")
 
 
 @probe(
     "neighbours of scored ids",
-    "Do others get the same answers beside requests that score ids? Those have killed engines that score wrongly.",
+    "Are other requests' answers unchanged next to requests that score ids? Those have killed faulty engines.",
     Need.LOGPROBS,
     Need.TOKEN_IDS,
 )
 def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
     """Top logprobs of greedy requests, alone and in a batch with scoring ones.
 
-    Asked last, and where scores were found wrong only with --destructive.
+    Runs last; if scores were found wrong, only with --destructive.
     """
     if lab.scores_wrongly and not lab.destructive:
         raise Stopped(
-            Verdict.UNSUPPORTED, "scores are wrong here, where batches with them have killed servers: --destructive"
+            Verdict.UNSUPPORTED,
+            "scores are wrong here, and mixed batches have killed such servers; to run it anyway, use --destructive",
         )
     extra = {"logprob_token_ids": list(_ids_to_score(lab))}
     plain = dataclasses.replace(SETTINGS["greedy"], max_tokens=24)
@@ -157,13 +152,13 @@ def neighbours_of_scored_ids(lab: Lab, trial: Trial) -> None:
         pairs = list(zip(first.answer.top or (), second.answer.top or (), first.ids, second.ids, strict=False))
         agreed = next((i for i, (_, _, a, b) in enumerate(pairs) if a != b), len(pairs))
         worst = max((_difference(a, b) for a, b, _, _ in pairs[:agreed]), default=0.0)
-        wanted = "the same likeliest tokens beside requests that score ids"
+        wanted = "the same top logprobs next to requests that score ids"
         reported = f"their logprobs differ by {worst:.2f} nats, or some are missing"
         trial.check(worst <= 2 * lab.tolerance.nats, ("F2",), second.exchange.body, wanted, reported)
 
 
 def _difference(first: tuple[float, ...], second: tuple[float, ...]) -> float:
-    """Between the values of the likeliest tokens; infinite where one has fewer."""
+    """Largest difference between the top logprobs; infinite if the second has fewer."""
     num = min(NUM_TOP, len(first))
     if len(second) < num:
         return float("inf")

@@ -1,4 +1,4 @@
-"""Probes of what a server counts: identities that hold whatever it drafts, and what its own checks found."""
+"""Probes of a server's counters: identities that hold for any drafter, and findings of the server's own checks."""
 
 import dataclasses
 import threading
@@ -12,11 +12,11 @@ from deploy.audit.blackbox.lab import SETTINGS, Lab
 from deploy.audit.blackbox.probes import Need, Stopped, Trial, Verdict, probe
 
 _GREEDY = SETTINGS["greedy"]
-_SETTLE_S = 12.0  # what a server may take to publish its counts
+_SETTLE_S = 12.0  # how long a server may take to publish its counts
 _LEAST_DRAFTS = 60
-_DEAD = 0.02  # an acceptance below it, in texts that repeat themselves, is a drafter that does not work
-_ONE_LEFT = 129  # tokens of a prompt of which a cache of whole blocks leaves one to compute, up to 128 tokens a block
-_LOST = 0.75  # of the acceptance, beside a neighbour that may not matter
+_DEAD = 0.02  # acceptance below this in repetitive text means that the drafter does not work
+_ONE_LEFT = 129  # prompt tokens of which a cache of whole blocks leaves one to compute, for blocks of up to 128 tokens
+_LOST = 0.75  # share of the acceptance that must remain next to an unrelated request
 
 _NAMES = {
     "truespec_": {
@@ -51,7 +51,7 @@ _OWN_CHECKS: dict[str, dict[str, tuple[str, ...]]] = {
     "truespec_selfcheck_alarms_total": {"": ("F3", "F4", "F6", "F7", "F8", "F12")},
     "truespec_replay_alarms_total": {"": ("F1", "F5", "F10", "F11", "F13", "F14", "F15")},
 }
-"""What a truespec server says of itself, and what it looks like; by the value of `kind`, `check` or `alarm`."""
+"""Metrics of truespec's own checks and the faults they suggest, by the value of `kind`, `check` or `alarm`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Counts:
     per_position: tuple[float, ...] = ()
 
     def since(self, earlier: "Counts") -> "Counts":
-        """What was counted after an earlier reading."""
+        """The counts since an earlier reading."""
         num = max(len(self.per_position), len(earlier.per_position))
         pad = [0.0] * num
         later, before = [*self.per_position, *pad][:num], [*earlier.per_position, *pad][:num]
@@ -79,7 +79,7 @@ class Counts:
 
     @property
     def acceptance(self) -> float:
-        """Accepted of the drafted."""
+        """Accepted / drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
@@ -105,7 +105,7 @@ def read_counts(lab: Lab) -> Counts:
 
 
 def counted(lab: Lab, work: Callable[[], int]) -> tuple[Counts, int]:
-    """What the server counted while `work` was done, and the tokens that `work` was given; waits for it to be told."""
+    """What the server counted while `work` ran, and the tokens that `work` received; waits until it is published."""
     before = _settled(lab, lambda _: True)
     tokens = work()
     after = _settled(lab, lambda now: now.since(before).generated >= tokens)
@@ -113,7 +113,7 @@ def counted(lab: Lab, work: Callable[[], int]) -> tuple[Counts, int]:
 
 
 def _settled(lab: Lab, enough: Callable[[Counts], bool]) -> Counts:
-    """The counts, once they stand still; after `_SETTLE_S` whatever they are."""
+    """The counts once they are stable, or after `_SETTLE_S`."""
     deadline, last = time.monotonic() + _SETTLE_S, read_counts(lab)
     while time.monotonic() < deadline:
         time.sleep(lab.publishing_s)
@@ -126,12 +126,12 @@ def _settled(lab: Lab, enough: Callable[[Counts], bool]) -> Counts:
 
 @probe(
     "counters",
-    "Do the server's counts of drafts fit each other, and the tokens that it served?",
+    "Are the server's draft counters consistent with each other and with the served tokens?",
     Need.METRICS,
     Need.TOKEN_IDS,
 )
 def counters(lab: Lab, trial: Trial) -> None:
-    """Greedy loops with and without logprobs; identities that hold for any drafter."""
+    """Greedy answers to repetitive prompts, with and without logprobs; identities that hold for any drafter."""
     found: dict[bool, Counts] = {}
     for with_logprobs in (False, True):
         params = dataclasses.replace(_GREEDY, max_tokens=48, logprobs=3 if with_logprobs else None)
@@ -141,7 +141,8 @@ def counters(lab: Lab, trial: Trial) -> None:
         body = lab.dialect.body(asks[0])
         if counts.generated > tokens:
             trial.unclear = (
-                f"the server generated {counts.generated:.0f} tokens while {tokens} were asked for: others use it"
+                f"the server generated {counts.generated:.0f} tokens while {tokens} were requested: it has other "
+                "clients"
             )
             return
         reported = f"{counts.generated:.0f} counted, {tokens} served"
@@ -149,19 +150,17 @@ def counters(lab: Lab, trial: Trial) -> None:
         _check_identities(trial, counts, tokens, len(asks), body)
     plain, reported_logprobs = found[False], found[True]
     trial.figures |= {"acceptance": plain.acceptance, "drafted": plain.drafted}
-    trial.reported = f"{plain.accepted:.0f} of {plain.drafted:.0f} drafts accepted in texts that repeat themselves"
+    trial.reported = f"{plain.accepted:.0f} of {plain.drafted:.0f} drafts accepted in repetitive text"
     if plain.drafted >= _LEAST_DRAFTS:
         body = lab.dialect.body(Ask(lab.loop(1), dataclasses.replace(_GREEDY, max_tokens=48)))
         reported = f"{reported_logprobs.drafted:.0f} drafts with logprobs, {plain.drafted:.0f} without"
-        trial.check(reported_logprobs.drafted > 0, ("F22",), body, "drafts while logprobs are asked for", reported)
+        trial.check(reported_logprobs.drafted > 0, ("F22",), body, "drafts also when logprobs are requested", reported)
         reported = f"{plain.acceptance:.1%} of {plain.drafted:.0f} drafts accepted"
-        trial.check(
-            plain.acceptance > _DEAD, ("F19", "F20"), body, "some drafts accepted in texts that repeat", reported
-        )
+        trial.check(plain.acceptance > _DEAD, ("F19", "F20"), body, "some drafts accepted in repetitive text", reported)
 
 
 def _serve(lab: Lab, trial: Trial, asks: list[Ask]) -> int:
-    """Ask, and give the number of tokens that came."""
+    """Send the requests; returns the number of tokens received."""
     return sum(len(one.ids) for one in lab.ask_all(asks, "counters") if trial.answered(one.exchange))
 
 
@@ -170,27 +169,29 @@ def _check_identities(trial: Trial, counts: Counts, tokens: int, num_requests: i
     trial.check(counts.accepted <= counts.drafted, ("F18",), body, "no more accepted than drafted", reported)
     if counts.per_position:
         reported = f"{sum(counts.per_position):.0f} over positions, {counts.accepted:.0f} in all"
-        trial.check(sum(counts.per_position) == counts.accepted, ("F18",), body, "positions that add up", reported)
+        trial.check(
+            sum(counts.per_position) == counts.accepted, ("F18",), body, "positions that add up to the total", reported
+        )
         falling = all(a >= b for a, b in zip(counts.per_position, counts.per_position[1:], strict=False))
         reported = ", ".join(f"{value:.0f}" for value in counts.per_position)
         trial.check(falling, ("F18",), body, "no position accepted more often than the one before", reported)
-    slack = num_requests * max(len(counts.per_position), 1)  # of a last run that max_tokens cut
+    slack = num_requests * max(len(counts.per_position), 1)  # for a last round cut by max_tokens
     least = counts.accepted + counts.drafts
     reported = (
         f"{counts.accepted:.0f} accepted in {counts.drafts:.0f} rounds make {least:.0f} tokens, {tokens} were served"
     )
     fits = least <= tokens + slack
-    trial.check(fits, ("F18", "F12"), body, "a token for every accepted draft and one for every round", reported)
+    trial.check(fits, ("F18", "F12"), body, "one token for every accepted draft plus one per round", reported)
 
 
 @probe(
     "drafts of one token",
-    "Does a request for one token, whose prompt is cached, count no drafts?",
+    "Does a request for one token with a cached prompt count no drafts?",
     Need.METRICS,
     Need.TOKEN_IDS,
 )
 def drafts_of_one_token(lab: Lab, trial: Trial) -> None:
-    """Its only token comes of the prompt: whatever is counted as drafted was not."""
+    """Its only token comes from the prompt, so any counted draft is wrong."""
     params = dataclasses.replace(_GREEDY, max_tokens=1, logprobs=None)
     ask = Ask(lab.passage(11, _ONE_LEFT), params)
     long = Ask(ask.prompt, dataclasses.replace(params, max_tokens=6))
@@ -202,31 +203,31 @@ def drafts_of_one_token(lab: Lab, trial: Trial) -> None:
     wanted = "no drafts for requests of one token"
     trial.check(counts.drafted == 0, ("placeholder drafts", "F18"), lab.dialect.body(ask), wanted, reported)
     counts, tokens = counted(lab, lambda: _serve(lab, trial, [long] * 12))
-    most = counts.generated - 12  # the first token of each comes of its prompt, too
-    reported = f"{counts.drafts:.0f} rounds with drafts, {tokens} tokens of 12 requests"
-    wanted = "no more rounds with drafts than tokens after the first ones"
+    most = counts.generated - 12  # the first token of each also comes from its prompt
+    reported = f"{counts.drafts:.0f} rounds with drafts, {tokens} tokens in 12 requests"
+    wanted = "no more rounds with drafts than tokens after the first of each request"
     trial.check(counts.drafts <= most, ("placeholder drafts", "F18"), lab.dialect.body(long), wanted, reported)
 
 
 @probe(
     "neighbours of a long request",
-    "Are drafts accepted as often beside a request that is about to reach the longest sequence?",
+    "Are drafts accepted as often next to a request that is about to reach the length limit?",
     Need.METRICS,
     Need.TOKEN_IDS,
     Need.LIMIT,
 )
 def neighbours_of_a_long_request(lab: Lab, trial: Trial) -> None:
-    """Greedy loops alone, and again while other requests stand two tokens before the limit."""
+    """Greedy answers to repetitive prompts, alone and again next to requests at the length limit."""
     limit = lab.dialect.max_model_len
     assert limit is not None
     params = dataclasses.replace(_GREEDY, max_tokens=64, logprobs=None)
     asks = [Ask(lab.loop(2 * number + 1), params) for number in range(6)]
     near = Ask(lab.passage(9, limit - 4), dataclasses.replace(params, max_tokens=4))
-    lab.ask_all([*asks, near])  # warms the caches, so that both ways compute the same
+    lab.ask_all([*asks, near])  # warms the caches, so that both runs compute the same
     alone, _ = counted(lab, lambda: _serve(lab, trial, asks))
     if alone.drafted < _LEAST_DRAFTS or alone.accepted < _LEAST_DRAFTS / 2:
         raise Stopped(
-            Verdict.INCONCLUSIVE, f"only {alone.accepted:.0f} of {alone.drafted:.0f} drafts are accepted anyway"
+            Verdict.INCONCLUSIVE, f"only {alone.accepted:.0f} of {alone.drafted:.0f} drafts are accepted even alone"
         )
     over = threading.Event()
     others: list[int] = []
@@ -249,19 +250,19 @@ def neighbours_of_a_long_request(lab: Lab, trial: Trial) -> None:
     lost = beside.accepted < _LOST * alone.accepted and beside.drafted > alone.drafted
     reported = (
         f"{alone.accepted:.0f} of {alone.drafted:.0f} accepted alone, {beside.accepted:.0f} of {beside.drafted:.0f} "
-        f"beside {len(others)} such requests"
+        f"next to {len(others)} such requests"
     )
     trial.figures |= {"acceptance alone": alone.acceptance, "acceptance beside": beside.acceptance}
     trial.reported = reported
-    wanted = "the same drafts accepted beside a request near the length limit"
+    wanted = "the same drafts accepted next to a request near the length limit"
     trial.check(not lost, ("neighbour zeroes drafts", "F1"), lab.dialect.body(near), wanted, reported)
 
 
-@probe("own alarms", "Did the server's own checks find anything while it was audited?", Need.METRICS)
+@probe("own alarms", "Did the server's own checks find anything during the audit?", Need.METRICS)
 def own_alarms(lab: Lab, trial: Trial) -> None:
-    """What a truespec server counts of its self-checks, replays and breaker."""
+    """Counters of a truespec server's self-checks and replays."""
     if lab.dialect.can.metrics != "truespec_":
-        raise Stopped(Verdict.UNSUPPORTED, "this server does not watch itself")
+        raise Stopped(Verdict.UNSUPPORTED, "this server has no checks of its own")
     time.sleep(2 * lab.publishing_s)
     for family in text_string_to_metric_families(lab.server.get("/metrics") or ""):
         for sample in family.samples:

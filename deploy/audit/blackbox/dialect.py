@@ -1,4 +1,4 @@
-"""What a server understands and how it says things: found out by asking, so that probes need not know its make."""
+"""Which fields a server accepts and how it replies, found by trying, so that probes need not know its vendor."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ _PARAMS = {
 }
 _ALWAYS = ("max_tokens", "temperature")
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Sent where they ask for nothing, too: some servers filter by default."""
+"""Always sent, since some servers filter by default."""
 
 _EXTENSIONS = ("return_token_ids", "return_tokens_as_token_ids")
 _NONSENSE = "is_this_field_known"
@@ -24,14 +24,14 @@ _MASKED = -9000.0  # OpenAI writes -9999 for a token that cannot occur
 
 
 class AuditFailed(TruespecError):
-    """The server could not be audited at all; the message says why."""
+    """The server could not be audited at all; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, apart from how a server wants it to be written.
+    """One request, independent of the server's dialect.
 
-    prompt: token ids, or a text. extra: further fields of the body.
+    prompt: token ids, or a text. extra: additional fields of the body.
     """
 
     prompt: tuple[int, ...] | str
@@ -42,10 +42,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice of a reply; None where the server did not tell.
+    """One choice of a reply; None where the server did not report a value.
 
-    token_ids: emitted. logprobs: of the emitted tokens, nats. top: per token, the values of the likeliest ones, highest
-    first, the emitted one's possibly among them. scored: per token, those of logprob_token_ids. prompt_logprobs: of the
+    token_ids: emitted. logprobs: of the emitted tokens, nats. top: per token, the highest logprobs in descending order,
+    possibly including the emitted token's. scored: per token, those of logprob_token_ids. prompt_logprobs: of the
     prompt's tokens from the second on.
     """
 
@@ -56,30 +56,30 @@ class Answer:
     scored: tuple[dict[int, float], ...] | None
     prompt_logprobs: tuple[float | None, ...] | None
     finish_reason: str | None
-    num_tokens: int | None  # of the whole reply, as its usage says
+    num_tokens: int | None  # of the whole reply, from its usage
 
 
 @dataclass(frozen=True, slots=True)
 class Can:
-    """What a server was found to do."""
+    """Capabilities found."""
 
     token_prompts: bool = False
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
-    switches_speculation: bool = False  # takes speculate = false
-    reproducible: bool = False  # takes reproducible = false: a seed alone then does not choose the verifier
-    strict: bool = False  # refuses fields that it does not know
+    switches_speculation: bool = False  # accepts speculate = false
+    reproducible: bool = False  # accepts reproducible = false: a seed alone then does not select the verifier
+    strict: bool = False  # rejects unknown fields
     metrics: str | None = None  # prefix of its metrics' names
 
     def reported(self) -> dict[str, Any]:
-        """For a report."""
+        """As a dict, for a report."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How to talk to one server: its model's name, its longest sequence, the fields that it takes."""
+    """How to talk to one server: model name, maximum sequence length, accepted fields."""
 
     model: str
     max_model_len: int | None
@@ -92,7 +92,7 @@ class Dialect:
         sent = {
             name: value for name, value in params.items() if name in _ALWAYS or value not in (_PARAMS[name], None, ())
         }
-        sent.pop("bad_words", None)  # token ids, for the distribution; on the wire they are texts, in `extra`
+        sent.pop("bad_words", None)  # token ids, for the reference; sent as texts in `extra`
         if "logit_bias" in sent:
             sent["logit_bias"] = {str(token): value for token, value in ask.params.logit_bias}
         sent = {name: list(value) if isinstance(value, tuple) else value for name, value in sent.items()}
@@ -110,7 +110,7 @@ class Dialect:
 
 
 def read_stream(events: Sequence[dict[str, Any]]) -> Answer:
-    """The one choice of a stream, put together."""
+    """The single choice of a stream, assembled."""
     parts = [_answer(choice, ()) for event in events for choice in event.get("choices") or ()]
     ids = [token for part in parts for token in part.token_ids or ()]
     values = [value for part in parts for value in part.logprobs or ()]
@@ -153,7 +153,7 @@ def _ranked(top: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _prompt_logprobs(choice: dict[str, Any], prompt: Any) -> tuple[float | None, ...] | None:
-    """Of each prompt token but the first. Where the prompt was a text, the token itself stands first in its object."""
+    """Of each prompt token but the first. For a text prompt, the token itself is the first key of its object."""
     reported = choice.get("prompt_logprobs")
     if reported is None:
         return None
@@ -171,14 +171,14 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-# -- asking what a server can do -------------------------------------------------------------------------------------
+# -- finding out what a server can do ---------------------------------------------------------------------------------
 
 
 def find_dialect(server: Server, model: str | None = None) -> Dialect:
-    """Ask a server for its model, and try what it takes.
+    """Ask a server for its model, and try which fields it accepts.
 
     Raises:
-        AuditFailed: nobody answers, or not even a plain completion.
+        AuditFailed: no server answers, or even a plain completion fails.
     """
     name, longest = _model(server, model)
     plain = {"model": name, "max_tokens": 1, "temperature": 0}
@@ -207,14 +207,16 @@ def find_dialect(server: Server, model: str | None = None) -> Dialect:
 def _model(server: Server, wanted: str | None) -> tuple[str, int | None]:
     text = server.get("/v1/models")
     if text is None:
-        raise AuditFailed(f"{server.url}/v1/models gives no list of models: is a server running there?")
+        raise AuditFailed(
+            f"{server.url}/v1/models returned no list of models; check the URL and that a server is running there."
+        )
     try:
         cards = {card["id"]: card for card in json.loads(text)["data"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise AuditFailed(f"{server.url}/v1/models is no list of models: {text[:100]}") from error
+        raise AuditFailed(f"{server.url}/v1/models returned no list of models: {text[:100]}") from error
     if not cards or (wanted is not None and wanted not in cards):
         raise AuditFailed(
-            f"{server.url} serves {', '.join(cards) or 'no model'}, not {wanted}; name one with --served."
+            f"{server.url} serves {', '.join(cards) or 'no model'}, not {wanted}; choose a served model with --served."
         )
     name = wanted or next(iter(cards))
     return name, cards[name].get("max_model_len")

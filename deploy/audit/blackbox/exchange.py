@@ -1,4 +1,4 @@
-"""Requests to a server under audit: whatever comes back, a refusal, a timeout or a closed door, is a value."""
+"""Requests to a server under audit: every result, including refusals, timeouts and connection errors, is a value."""
 
 import json
 import time
@@ -11,15 +11,14 @@ import httpx
 
 COMPLETIONS = "/v1/completions"
 _OK = 200
-_LONGEST_ERROR = 300  # characters that are kept of a reply that is no answer
+_LONGEST_ERROR = 300  # characters kept of a failed reply
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request and what came of it.
+    """A request and its result.
 
-    status: of HTTP; None = no reply. reply: the JSON body, or {}. error: what went wrong, in words; empty where nothing
-    did.
+    status: of HTTP; None = no reply. reply: the JSON body, or {}. error: what went wrong; empty = nothing.
     """
 
     path: str
@@ -36,22 +35,22 @@ class Exchange:
 
     @property
     def refused(self) -> bool:
-        """Whether the server said that it does not do this."""
+        """Whether the server rejected the request (4xx)."""
         return self.status is not None and 400 <= self.status < 500
 
     def reported(self) -> str:
-        """What came back, in a few words."""
+        """The result in a few words."""
         if self.ok:
             return "an answer"
         return f"{'no reply' if self.status is None else f'HTTP {self.status}'}: {self.error}"
 
 
 class Server:
-    """One server, by its address with or without /v1; from several threads at once.
+    """One server, addressed with or without /v1; may be used from several threads.
 
     Args:
         url: of the server.
-        api_key: sent as a bearer token where there is one.
+        api_key: sent as a bearer token if given.
         timeout_s: for a whole reply.
     """
 
@@ -69,7 +68,7 @@ class Server:
         self._http.close()
 
     def get(self, path: str) -> str | None:
-        """The text at a path; None where there is none."""
+        """The text at a path; None if the request fails."""
         try:
             response = self._http.get(path)
         except httpx.HTTPError:
@@ -90,14 +89,14 @@ class Server:
         return Exchange(path, body, response.status_code, reply, error_text, time.monotonic() - began)
 
     def post_all(self, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Exchange]:
-        """Send requests, so many at a time; their exchanges in the order of the bodies."""
+        """Send requests, `at_once` at a time; returns their exchanges in the order of the bodies."""
         if not bodies:
             return []
         with ThreadPoolExecutor(max_workers=at_once) as threads:
             return list(threads.map(self.post, bodies))
 
     def stream(self, body: dict[str, Any], path: str = COMPLETIONS) -> tuple[Exchange, list[dict[str, Any]]]:
-        """Send a streaming request; the exchange, and the events of its stream."""
+        """Send a streaming request; returns the exchange and the events of its stream."""
         self.num_requests += 1
         body = body | {"stream": True}
         began = time.monotonic()
@@ -118,7 +117,7 @@ class Server:
         return Exchange(path, body, status, {}, error, time.monotonic() - began), events
 
     def alive(self) -> bool:
-        """Whether it still answers at all."""
+        """Whether the server still answers at all."""
         return any(self.get(path) is not None for path in ("/health", "/healthz", "/v1/models"))
 
 
@@ -127,9 +126,9 @@ def _read(response: httpx.Response) -> tuple[dict[str, Any], str]:
     try:
         reply = response.json()
     except ValueError:
-        return {}, f"no JSON: {response.text[:_LONGEST_ERROR]}"
+        return {}, f"not JSON: {response.text[:_LONGEST_ERROR]}"
     if not isinstance(reply, dict):
-        return {}, f"no JSON object: {response.text[:_LONGEST_ERROR]}"
+        return {}, f"not a JSON object: {response.text[:_LONGEST_ERROR]}"
     if response.status_code == _OK and "error" not in reply:
         return reply, ""
     error = reply.get("error", reply)

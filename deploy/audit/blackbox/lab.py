@@ -1,4 +1,4 @@
-"""What the probes of one audit share: the server, the model to compare with, prompts, and ordinary traffic."""
+"""What the probes of one audit share: the server, the reference model, prompts and ordinary traffic."""
 
 import dataclasses
 import json
@@ -20,10 +20,10 @@ from speculative.selfcheck.eprocess import Floats
 
 SEED = 20_261
 AT_ONCE = 8
-NUM_TOP = 3  # candidates asked for with every token
+NUM_TOP = 3  # top logprobs requested for every token
 
-_ORDINARY_NATS = 10.0  # surprisal of a token from which on rounding may do anything to an answer's logprobs
-_EXACT_NATS = 3e-4  # a server whose first tokens drift by less in the median computes in float32
+_ORDINARY_NATS = 10.0  # surprisal of a token after which rounding may change an answer's logprobs arbitrarily
+_EXACT_NATS = 3e-4  # a server whose first tokens have a smaller median drift computes in float32
 _BASE = SamplingParams(max_tokens=32, logprobs=NUM_TOP, ignore_eos=True)
 _PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2}
 
@@ -36,21 +36,21 @@ SETTINGS: dict[str, SamplingParams] = {
     "min_p": dataclasses.replace(_BASE, min_p=0.1),
     "penalties": dataclasses.replace(_BASE, **_PENALTIES),
 }
-"""Ways of sampling that every audit tries, all in one batch. top_k has killed servers, and has its own probe."""
+"""Sampling settings that every audit tries, all in one batch. top_k has killed servers, so it has its own probe."""
 
 TOP_K = dataclasses.replace(_BASE, top_k=8)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much an audit asks: answers of each setting (of temperature 1 `plain_share` times as many), and the rest."""
+    """Size of an audit: answers per setting (`plain_share` times as many at temperature 1), and the rest."""
 
     name: Literal["quick", "full"]
     answers: int
     plain_share: int
     twins: int
     lengths: tuple[int, ...]
-    longest: int  # tokens of a sequence that runs into the server's limit
+    longest: int  # tokens of a sequence that reaches the server's limit
     first_tokens: int
 
 
@@ -63,10 +63,10 @@ FULL = Budget(
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What rounding may do on a server.
+    """Allowance for a server's rounding.
 
-    nats: |served - computed again| of a logprob; a share `rate` of tokens may differ by more. edge: nats by which a
-    filter's edge, or the likeliest token, may move. shift: of the mean of a term of the distribution.
+    nats: |served - recomputed| of a logprob; a share `rate` of tokens may differ by more. edge: nats by which a
+    filter's edge, or the most likely token, may move. shift: of the mean of a term of the distribution.
     """
 
     nats: float
@@ -81,8 +81,7 @@ ROUNDED = Tolerance(nats=0.5, rate=0.01, edge=0.35, shift=0.02)
 
 @dataclass(slots=True)
 class Served:
-    """An answered request; `setting` names how it was sampled. `distribution` is what the reference says of the
-    answer."""
+    """A request and its answer. `setting`: how it was sampled; `distribution`: the reference's for the answer."""
 
     setting: str
     ask: Ask
@@ -97,7 +96,7 @@ class Served:
 
     @property
     def values(self) -> Floats:
-        """The logprobs that were served; NaN for what was left out."""
+        """The served logprobs; NaN where one is missing."""
         given = self.answer.logprobs or ()
         return np.array([np.nan if value is None else value for value in given], float)
 
@@ -106,8 +105,8 @@ class Served:
 class Lab:
     """Everything a probe works with.
 
-    beside: a second server of the same model, without speculation. publishing_s: how often the server publishes its
-    counts, at least.
+    beside: a second server of the same model, without speculation. publishing_s: the longest time between the
+    server's updates of its counters.
     """
 
     server: Server
@@ -117,15 +116,15 @@ class Lab:
     beside: tuple[Server, Dialect] | None = None
     destructive: bool = False
     publishing_s: float = 1.1
-    mixed_up: bool = False  # parameters were found not to hold
-    scores_wrongly: bool = False  # logprobs of given ids were found missing or wrong
-    refused: dict[str, str] = field(default_factory=dict)  # settings that the server does not take
-    failed: list[Exchange] = field(default_factory=list)  # requests of the traffic that were not answered
-    gathered: list[Served] = field(default_factory=list)  # all answers with logprobs, whoever asked for them
+    mixed_up: bool = False  # a parameter was found not to be applied
+    scores_wrongly: bool = False  # logprobs of requested ids were found missing or wrong
+    refused: dict[str, str] = field(default_factory=dict)  # settings that the server rejects
+    failed: list[Exchange] = field(default_factory=list)  # requests of the traffic that failed
+    gathered: list[Served] = field(default_factory=list)  # all answers with logprobs, from any probe
 
     @property
     def missing(self) -> set[Need]:
-        """Needs that cannot be met here."""
+        """Needs that this audit cannot meet."""
         can, limit = self.dialect.can, self.dialect.max_model_len
         met = {
             Need.LOGPROBS: can.logprobs,
@@ -142,7 +141,7 @@ class Lab:
 
     @cached_property
     def corpus(self) -> tuple[int, ...]:
-        """Tokens of ordinary text; of a model without a tokenizer, random ones."""
+        """Tokens of ordinary text; random ones for a model without a tokenizer."""
         text = json.loads(Path(deploy.bench.prompts.__file__).with_name("prompts.json").read_text(encoding="utf-8"))
         prose = "\n\n".join(text["summarise"])
         if self.reference is not None and self.reference.tokenizer is not None:
@@ -158,28 +157,28 @@ class Lab:
         return tuple(ids)
 
     def passage(self, number: int, length: int) -> tuple[int, ...]:
-        """Text of so many tokens; other numbers begin elsewhere."""
+        """Text of `length` tokens; each number begins elsewhere."""
         start = (number * 61) % len(self.corpus)
         rounds = 1 + (start + length) // len(self.corpus)
         return (self.corpus * rounds)[start : start + length]
 
     def loop(self, number: int, length: int = 40) -> tuple[int, ...]:
-        """Text that repeats itself, so that there is something to draft."""
+        """Repetitive text, so that there is something to draft."""
         period = self.passage(number, 9 + number % 4)
         return (period * (1 + length // len(period)))[:length]
 
     def prompt(self, number: int) -> tuple[int, ...]:
-        """One of many prompts, every other one repeating itself."""
+        """One of many prompts, every other one repetitive."""
         return self.loop(number) if number % 2 else self.passage(number, 20 + number % 23)
 
     # -- asking ------------------------------------------------------------------------------------------------
 
     def ask(self, ask: Ask, setting: str = "") -> Served:
-        """Ask one request."""
+        """Send one request."""
         return self.ask_all([ask], setting, at_once=1)[0]
 
     def ask_all(self, asks: Sequence[Ask], setting: str = "", at_once: int = AT_ONCE) -> list[Served]:
-        """Ask several, so many at a time. Of an exchange that failed the answer is empty."""
+        """Send several, `at_once` at a time. The answer of a failed exchange is empty."""
         exchanges = self.server.post_all([self.dialect.body(ask) for ask in asks], at_once)
         return [self._served(setting, ask, one) for ask, one in zip(asks, exchanges, strict=True)]
 
@@ -195,7 +194,7 @@ class Lab:
         ]
 
     def distribution(self, served: Served) -> Distribution:
-        """What the reference says of an answer."""
+        """The reference's distribution for an answer."""
         assert self.reference is not None
         if served.distribution is None:
             served.distribution = self.reference.distribution(served.ask.prompt, served.ids, served.ask.params)  # type: ignore[arg-type]
@@ -212,8 +211,8 @@ class Lab:
 
     @cached_property
     def traffic(self) -> dict[str, list[Served]]:
-        """Answers of every setting that the server takes, asked together; every other one without a seed. Where a seed
-        chooses the verifier, every other seeded one declines: most users' requests, without a seed, are judged so."""
+        """Answers for every setting that the server accepts, sent together; every other one has no seed. Where a seed
+        selects the verifier, every other seeded request opts out, to be verified like most users' unseeded ones."""
         asks: list[tuple[str, Ask]] = []
         for place, (name, params) in enumerate(SETTINGS.items()):
             count = self.budget.answers * (self.budget.plain_share if name == "temperature 1" else 1)
@@ -236,7 +235,7 @@ class Lab:
 
     @cached_property
     def modes(self) -> dict[str, str]:
-        """By setting, whether logprobs are of the model's distribution ("raw") or of the request's ("processed")."""
+        """By setting, whether logprobs belong to the model's distribution ("raw") or the request's ("processed")."""
         found = {}
         for name, answers in self.traffic.items():
             raw, processed = (self._drifts(answers, mode) for mode in ("raw", "processed"))
@@ -246,13 +245,13 @@ class Lab:
 
     @property
     def mode(self) -> str:
-        """What most settings' logprobs are of."""
+        """The mode of most settings."""
         reported = [mode for mode in self.modes.values() if mode != "either"]
         return max(set(reported), key=reported.count) if reported else "raw"
 
     @cached_property
     def tolerance(self) -> Tolerance:
-        """What this server's rounding may do, by how far answers' first logprobs drift: nothing is drafted there."""
+        """Allowance for this server's rounding, from the drift of answers' first logprobs: these are never drafted."""
         if self.reference is None:
             return ROUNDED
         parts = [self._drifts([one], self.mode)[:1] for one in self.traffic["temperature 1"]]
@@ -262,10 +261,10 @@ class Lab:
         return EXACT if exact else ROUNDED
 
     def drifts(self, answers: Sequence[Served]) -> Floats:
-        """|served - computed again| of their tokens, nats; what was not told is NaN.
+        """|served - recomputed| of their tokens, nats; NaN where the server reported none.
 
-        Of a server that rounds only as long as an answer is ordinary text: behind a token that the model would hardly
-        ever say, two sound computations of the same weights part by whole nats.
+        On a server that rounds, only as long as an answer is ordinary text: after a token that the model would hardly
+        ever emit, two correct computations with the same weights differ by whole nats.
         """
         if self.tolerance is EXACT:
             return self._drifts(answers, self.mode)
@@ -282,7 +281,7 @@ class Lab:
 
 
 def _num_ordinary(distribution: Distribution) -> int:
-    """Tokens before the first one that the model would hardly ever say."""
+    """Number of tokens before the first one that the model would hardly ever emit."""
     odd = np.flatnonzero(distribution.raw < -_ORDINARY_NATS)
     return int(odd[0]) if len(odd) else len(distribution)
 

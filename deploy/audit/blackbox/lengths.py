@@ -1,4 +1,4 @@
-"""Probes at boundaries: prompt lengths around blocks and chunks, the longest sequence, warm prefixes, ends."""
+"""Probes at boundaries: prompt lengths around blocks and chunks, the length limit, warm prefixes, stops."""
 
 import dataclasses
 
@@ -18,14 +18,14 @@ _ROOMS = (*range(1, 10), 12, 16)
 
 @probe(
     "prompt logprobs",
-    "Are the prompt's logprobs right at every length around blocks, chunks and captured sizes, in a busy batch?",
+    "Are prompt logprobs correct at lengths around blocks, chunks and captured sizes, in a busy batch?",
     Need.PROMPT_LOGPROBS,
     Need.TOKEN_IDS,
     Need.REFERENCE,
     tests=30,
 )
 def prompt_logprobs(lab: Lab, trial: Trial) -> None:
-    """Prefixes of one text, so that one pass of the reference tells them all; asked beside greedy loops."""
+    """Prefixes of one text, so that one pass of the reference covers them all; sent next to greedy requests."""
     limit = lab.dialect.max_model_len or 2**20
     lengths = [length for length in lab.budget.lengths if length + 2 < limit]
     prompts = [lab.passage(3, length) for length in lengths]
@@ -42,7 +42,7 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
         if not trial.answered(one.exchange, ("F11", "request fails")):
             continue
         values = one.answer.prompt_logprobs or ()
-        reported = f"{len(values)} of them, {sum(value is None for value in values)} of them null"
+        reported = f"{len(values)} logprobs, {sum(value is None for value in values)} of them null"
         whole = len(values) == length - 1 and None not in values
         if not trial.check(whole, ("F11",), one.exchange.body, f"{length - 1} logprobs for {length} tokens", reported):
             continue
@@ -65,7 +65,7 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
 
 @probe(
     "length limit",
-    "Are tokens and logprobs right up to the longest sequence that the server takes, and is there an end?",
+    "Are tokens and logprobs correct up to the server's length limit, and does the answer stop there?",
     Need.TOKEN_IDS,
     Need.LOGPROBS,
     Need.REFERENCE,
@@ -73,7 +73,7 @@ def prompt_logprobs(lab: Lab, trial: Trial) -> None:
     tests=1,
 )
 def length_limit(lab: Lab, trial: Trial) -> None:
-    """Greedy, so that drafts are made right up to where they no longer fit."""
+    """Greedy, so that drafting goes on until drafts no longer fit."""
     limit = lab.dialect.max_model_len
     assert limit is not None
     base = (*lab.passage(9, max(0, limit - 41)), *lab.loop(9, 40))[-limit:]
@@ -109,13 +109,13 @@ def length_limit(lab: Lab, trial: Trial) -> None:
 
 @probe(
     "warm prefixes",
-    "Is an answer the same when its prompt is found in a cache, whole or in part?",
+    "Is an answer the same when all or part of its prompt is cached?",
     Need.TOKEN_IDS,
     Need.LOGPROBS,
     Need.REFERENCE,
 )
 def warm_prefixes(lab: Lab, trial: Trial) -> None:
-    """Cold, warm, and warm with another end; each is replayed."""
+    """Cold, warm, and warm with another suffix; each is replayed."""
     for number in range(max(3, lab.budget.twins // 2)):
         shared = lab.passage(200 + number, 97)
         params = dataclasses.replace(_GREEDY, max_tokens=12)
@@ -137,14 +137,14 @@ def warm_prefixes(lab: Lab, trial: Trial) -> None:
 
 @probe(
     "ends",
-    "Does an answer end exactly where it should: at max_tokens, at a stop token, at a stop string?",
+    "Does an answer end exactly where it should: at max_tokens, a stop token or a stop string?",
     Need.TOKEN_IDS,
 )
 def ends(lab: Lab, trial: Trial) -> None:
-    """In texts that repeat themselves, where the end lies inside of what was drafted."""
+    """In repetitive text, where the end lies within a draft."""
     for number in range(1, 2 * max(2, lab.budget.twins // 3), 2):
         before = lab.ask(Ask(lab.loop(number), _GREEDY), "ends")
-        prompt = (*lab.loop(number), *before.ids)  # what comes next has mostly been said before
+        prompt = (*lab.loop(number), *before.ids)  # the continuation mostly repeats earlier text
         whole = lab.ask(Ask(prompt, _GREEDY), "ends")
         if not trial.answered(whole.exchange):
             continue
@@ -174,10 +174,10 @@ def _check_stop_tokens(lab: Lab, trial: Trial, prompt: tuple[int, ...], whole: S
             continue
         place = one.ids.index(stop) if stop in one.ids else None
         reported = f"{len(one.ids)} tokens, finish_reason {one.answer.finish_reason}"
-        if place is None:  # a server may leave the stop token out
+        if place is None:  # a server may omit the stop token
             right = one.answer.finish_reason == "stop" or len(one.ids) == one.ask.params.max_tokens
         else:
-            right, reported = place == len(one.ids) - 1, f"{reported}, the stop token at place {place}"
+            right, reported = place == len(one.ids) - 1, f"{reported}, the stop token at position {place}"
         trial.check(right, ("F21",), one.exchange.body, "an end at the first stop token", reported)
 
 

@@ -1,4 +1,4 @@
-"""An audit as one HTML file: nothing is loaded from elsewhere, and it reads in light and in dark."""
+"""An audit as one self-contained HTML file, with light and dark themes."""
 
 import html
 import json
@@ -100,11 +100,11 @@ def _plots(outcomes: Iterable[Outcome]) -> str:
             if outcome.probe == "distribution of the tokens":
                 drawn.append(
                     plots.histogram(
-                        values, f"{name}: places of tokens in the distribution's order, uniform if right", uniform=True
+                        values, f"{name}: ranks of tokens within the distribution, uniform if correct", uniform=True
                     )
                 )
             elif name == "drift, nats":
-                drawn.append(plots.log_histogram(values, "logprobs: |served - computed again|, nats"))
+                drawn.append(plots.log_histogram(values, "logprobs: |served - recomputed|, nats"))
             elif name.endswith(": observed"):
                 place = name.removesuffix(": observed")
                 drawn.append(

@@ -1,4 +1,4 @@
-"""Probes of parameters: each in a request where its effect is certain, at positions that are likely to be drafted."""
+"""Probes of parameters: each in a request where its effect is certain, at positions likely to be drafted."""
 
 import dataclasses
 import json
@@ -17,18 +17,18 @@ from speculative.request import SamplingParams
 _GREEDY = dataclasses.replace(SETTINGS["greedy"], max_tokens=24)
 _WARM = dataclasses.replace(_GREEDY, temperature=1.0)
 _FAULT = ("F9",)
-_COLD = 0.01  # some servers take nothing colder
+_COLD = 0.01  # some servers accept nothing lower
 _UNLIKELY_NATS = 20.0
 
 
 @probe(
     "sampling parameters",
-    "Does each parameter hold at every position, drafted ones included?",
+    "Is each parameter applied at every position, including drafted ones?",
     Need.TOKEN_IDS,
     Need.REFERENCE,
 )
 def sampling_parameters(lab: Lab, trial: Trial) -> None:
-    """Each asked in texts that repeat themselves; what a server refuses is not held against it."""
+    """Each in repetitive text; a parameter that a server rejects is no finding."""
     refused: dict[str, str] = {}
     for number in range(1, 2 * max(1, lab.budget.twins // 4) + 1, 2):
         prompt = lab.loop(number)
@@ -56,9 +56,7 @@ def _asks(lab: Lab, prompt: tuple[int, ...], common: list[int]) -> dict[str, Ask
         "repetition_penalty": {"repetition_penalty": 1.4},
         "allowed_token_ids": {"allowed_token_ids": tuple(dict.fromkeys((*lab.passage(2, 30), *common[1:])))},
     }
-    for number, bias in enumerate(
-        (12.0, 16.5, 21.0)
-    ):  # one token again and again, until the penalty outweighs the bias
+    for number, bias in enumerate((12.0, 16.5, 21.0)):  # one token repeatedly, until the penalty outweighs the bias
         run = {"logit_bias": ((common[number % len(common)], bias),), "frequency_penalty": 1.9}
         greedy[f"frequency_penalty in run {number}"] = run
     warm: dict[str, dict[str, Any]] = {
@@ -83,7 +81,7 @@ def _asks(lab: Lab, prompt: tuple[int, ...], common: list[int]) -> dict[str, Ask
 
 
 def _word(lab: Lab, common: list[int]) -> tuple[int, str] | None:
-    """A common token that is a word of its own, however it is written."""
+    """A common token that is a whole word, with or without a leading space."""
     tokenizer = lab.reference.tokenizer if lab.reference is not None else None
     if tokenizer is None:
         return None
@@ -95,22 +93,22 @@ def _word(lab: Lab, common: list[int]) -> tuple[int, str] | None:
 
 
 def _check_likeliest(lab: Lab, trial: Trial, name: str, one: Served) -> None:
-    """Every token is the likeliest under the parameters, whatever the temperature."""
+    """Every token is the most likely one under the parameters, at any temperature."""
     check_greedy(lab, trial, one, name, _FAULT)
 
 
 def _check_cold(lab: Lab, trial: Trial, name: str, one: Served) -> None:
     gap = float(lab.distribution(one).gap.max())
     most = lab.tolerance.edge + _UNLIKELY_NATS * _COLD
-    wanted = f"{name}: no token more than {most:g} nats less likely than the best"
-    trial.check(gap <= most, _FAULT, one.exchange.body, wanted, f"one is {gap:.2f} nats less likely")
+    wanted = f"{name}: no token more than {most:g} nats below the most likely"
+    trial.check(gap <= most, _FAULT, one.exchange.body, wanted, f"one is {gap:.2f} nats below")
 
 
 def _check_towards(lab: Lab, trial: Trial, name: str, one: Served) -> None:
     wanted = one.ask.params.logit_bias[0][0]
     others = sum(token != wanted for token in one.ids)
-    reported = f"{others} of {len(one.ids)} are others"
-    trial.check(not others, _FAULT, one.exchange.body, f"{name}: nothing but token {wanted}", reported)
+    reported = f"{others} of {len(one.ids)} tokens differ"
+    trial.check(not others, _FAULT, one.exchange.body, f"{name}: only token {wanted}", reported)
 
 
 def _check_min_tokens(lab: Lab, trial: Trial, name: str, one: Served) -> None:
@@ -125,7 +123,7 @@ def _check_min_tokens(lab: Lab, trial: Trial, name: str, one: Served) -> None:
 def _check_bad_words(lab: Lab, trial: Trial, name: str, one: Served) -> None:
     ((token,),) = one.ask.params.bad_words
     count = one.ids.count(token)
-    trial.check(not count, _FAULT, one.exchange.body, f"{name}: never token {token}", f"it comes {count} times")
+    trial.check(not count, _FAULT, one.exchange.body, f"{name}: never token {token}", f"it occurs {count} times")
 
 
 _CHECKS: dict[str, Callable[[Lab, Trial, str, Served], None]] = {
@@ -145,9 +143,9 @@ _SCHEMA = {
 }
 
 
-@probe("structured output", "Do answers keep to a regex, a choice and a schema, at every position?")
+@probe("structured output", "Do answers match a regex, a choice and a JSON schema at every position?")
 def structured_output(lab: Lab, trial: Trial) -> None:
-    """Greedy and sampled; what is cut off by max_tokens is only looked at where no more could come."""
+    """Greedy and sampled; only answers that stopped by themselves are checked."""
     forms: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
         "regex": ({"structured_outputs": {"regex": _REGEX}}, lambda text: re.fullmatch(_REGEX, text) is not None),
         "choice": ({"structured_outputs": {"choice": list(_COLOURS)}}, lambda text: text in _COLOURS),
@@ -170,10 +168,10 @@ def structured_output(lab: Lab, trial: Trial) -> None:
             elif trial.answered(one.exchange, (*_FAULT, "request fails")) and one.answer.finish_reason == "stop":
                 reported = repr(one.answer.text[:80])
                 trial.check(
-                    fits(one.answer.text), _FAULT, one.exchange.body, f"an answer that fits the {name}", reported
+                    fits(one.answer.text), _FAULT, one.exchange.body, f"an answer that matches the {name}", reported
                 )
     if len(set(unsupported)) == len(forms):
-        raise Stopped(Verdict.UNSUPPORTED, "no form of structured output is taken")
+        raise Stopped(Verdict.UNSUPPORTED, "the server accepts no form of structured output")
     trial.reported = f"{trial.num_cases} answers"
 
 
@@ -197,29 +195,34 @@ _NONSENSE: dict[str, dict[str, Any]] = {
 }
 
 
-@probe("nonsense", "Is a request that makes no sense refused, without harm to the server?")
+@probe("nonsense", "Are invalid requests rejected without harm to the server?")
 def nonsense(lab: Lab, trial: Trial) -> None:
-    """A refusal is an HTTP status of 4xx; being taken is no finding, breaking is."""
+    """A rejection is an HTTP status of 4xx; accepting the request is no finding, failing on it is."""
     plain = lab.dialect.body(Ask("The", SamplingParams(max_tokens=2, temperature=0)))
     for name, change in _NONSENSE.items():
         exchange = lab.server.post(plain | change)
         fine = exchange.ok or exchange.refused
-        trial.check(fine, ("request fails",), exchange.body, f"{name}: a refusal in 4xx", exchange.reported())
+        trial.check(
+            fine, ("request fails",), exchange.body, f"{name}: an answer or a rejection with 4xx", exchange.reported()
+        )
     exchange = lab.server.post(plain)
-    trial.check(exchange.ok, ("server dies",), exchange.body, "service as before", exchange.reported())
+    trial.check(exchange.ok, ("server dies",), exchange.body, "a server that still answers", exchange.reported())
 
 
 @probe(
     "top_k",
-    "Does top_k hold, and does the server live on? It has killed engines that mix parameters up.",
+    "Is top_k applied, and does the server survive? It has killed engines that mix up parameters.",
     Need.TOKEN_IDS,
     Need.REFERENCE,
     tests=1,
 )
 def top_k(lab: Lab, trial: Trial) -> None:
-    """top_k of 1, and of 8; asked last, and where parameters do not hold anyway only with --destructive."""
+    """top_k of 1 and of 8; runs last, and if other parameters are misapplied only with --destructive."""
     if lab.mixed_up and not lab.destructive:
-        raise Stopped(Verdict.UNSUPPORTED, "parameters do not hold here, where top_k has killed servers: --destructive")
+        raise Stopped(
+            Verdict.UNSUPPORTED,
+            "parameters are misapplied here, and top_k has killed such servers; to run it anyway, use --destructive",
+        )
     asks = [Ask(lab.loop(number), dataclasses.replace(_WARM, top_k=1)) for number in (1, 3)]
     asks += [Ask(lab.prompt(number), TOP_K, SEED + number) for number in range(lab.budget.answers)]
     outside, example = [], lab.dialect.body(asks[-1])
@@ -233,4 +236,4 @@ def top_k(lab: Lab, trial: Trial) -> None:
     trial.num_cases += len(outside)
     beyond = sum(value > lab.tolerance.edge for value in outside)
     if outside and too_many(len(outside), beyond, lab.tolerance.rate, trial.delta):
-        trial.found(_FAULT, example, "only tokens among the 8 likeliest", f"{beyond} of {len(outside)} are not")
+        trial.found(_FAULT, example, "only tokens among the 8 most likely", f"{beyond} of {len(outside)} are not")

@@ -1,4 +1,4 @@
-"""Small plots as inline SVG, without a library and without a script."""
+"""Small plots as inline SVG, without a library or script."""
 
 import html
 import math
@@ -9,7 +9,7 @@ _LEFT, _BOTTOM, _TOP = 42, 22, 8
 
 
 def histogram(values: Sequence[float], label: str, *, num_bins: int = 20, uniform: bool = False) -> str:
-    """How values are spread; `uniform` draws the level that a uniform distribution on [0, 1] would have."""
+    """A histogram of values; `uniform` draws the level of a uniform distribution on [0, 1]."""
     if not values:
         return ""
     low, high = (0.0, 1.0) if uniform else (min(values), max(values))
@@ -22,7 +22,7 @@ def histogram(values: Sequence[float], label: str, *, num_bins: int = 20, unifor
 
 
 def log_histogram(values: Sequence[float], label: str) -> str:
-    """How positive values are spread over their powers of ten."""
+    """A histogram of positive values on a log scale."""
     logs = [math.log10(max(value, 1e-9)) for value in values]
     low, high = math.floor(min(logs, default=0)), math.ceil(max(logs, default=1))
     num = max(1, 2 * (high - low))
@@ -34,7 +34,7 @@ def log_histogram(values: Sequence[float], label: str) -> str:
 
 
 def compared(observed: Sequence[float], expected: Sequence[float], label: str) -> str:
-    """Observed shares as bars, with a mark at what was expected."""
+    """Observed shares as bars, with marks at the expected ones."""
     if not observed:
         return ""
     top = max([*observed, *expected]) or 1.0
@@ -51,7 +51,7 @@ def compared(observed: Sequence[float], expected: Sequence[float], label: str) -
 
 
 def line(values: Sequence[float], label: str) -> str:
-    """Values in their order."""
+    """A line plot of values in order."""
     if not values:
         return ""
     top = max(values) or 1.0

@@ -1,4 +1,4 @@
-"""What a probe is: a question to a server, what it needs, and what came of it."""
+"""Probes: a question to a server, what it needs, and its result."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from typing import Any
 from deploy.audit.blackbox.exchange import Exchange
 
 FALSE_ALARMS = 1e-4
-"""Probability that an audit of a sound server finds a fault by chance; split evenly over all statistical tests."""
+"""False-alarm rate of an audit of a correct server; split evenly over all statistical tests."""
 
 _MOST_EXAMPLES = 3  # findings of one kind that a probe reports with their requests
-_LONGEST_REQUEST = 600  # characters of a request that are shown
+_LONGEST_REQUEST = 600  # characters shown of a request's text
 
 
 class Verdict(StrEnum):
-    """What came of a probe."""
+    """Result of a probe."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -25,22 +25,22 @@ class Verdict(StrEnum):
 
 
 class Need(StrEnum):
-    """What a probe cannot do without."""
+    """What a probe requires."""
 
     LOGPROBS = "logprobs"
     TOKEN_IDS = "token ids, in and out"
     PROMPT_LOGPROBS = "prompt_logprobs"
     METRICS = "/metrics of vLLM or truespec"
     REFERENCE = "the model's weights (--model)"
-    BESIDE = "a second server without speculation (--beside), or one that takes speculate = false"
-    LIMIT = "a context length that /v1/models reports and not too long for this budget"
+    BESIDE = "a second server without speculation (--beside), or one that accepts speculate = false"
+    LIMIT = "a context length in /v1/models that is not too long for this budget"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A fault, with one request that shows it.
 
-    faults: ids of the catalogue that it looks like, or a name where none fits. count: how often the probe saw it.
+    faults: catalogue ids that it resembles, or a name if none fits. count: how often the probe saw it.
     """
 
     probe: str
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one probe: its verdict, why, the figures it measured, and series [n] to be plotted."""
+    """Result of one probe: verdict, reason, measured figures, and series [n] to plot."""
 
     probe: str
     asks: str
@@ -75,7 +75,7 @@ class Outcome:
 
 
 class Stopped(Exception):
-    """A probe cannot go on; `verdict` says what that makes of it."""
+    """A probe cannot continue; `verdict` is its result."""
 
     def __init__(self, verdict: Verdict, reported: str) -> None:
         super().__init__(reported)
@@ -83,7 +83,7 @@ class Stopped(Exception):
 
 
 class Trial:
-    """One run of a probe, which tells it what it saw. `delta`: the false alarms that each of its tests may raise."""
+    """One run of a probe, which reports to it. `delta`: the false-alarm rate of each of its tests."""
 
     def __init__(self, probe: "Probe", delta: float) -> None:
         self.probe = probe
@@ -99,14 +99,14 @@ class Trial:
     def check(
         self, holds: bool, faults: tuple[str, ...], request: dict[str, Any], expected: str, observed: str
     ) -> bool:
-        """Count a case, and note a finding where it does not hold."""
+        """Count a case, and record a finding if it does not hold."""
         self.num_cases += 1
         if not holds:
             self.found(faults, request, expected, observed)
         return holds
 
     def found(self, faults: tuple[str, ...], request: dict[str, Any], expected: str, observed: str) -> None:
-        """Note a finding; of many of one kind the first few are kept."""
+        """Record a finding; only the first few of each kind are kept."""
         kind = (faults, expected)
         self._counts[kind] = self._counts.get(kind, 0) + 1
         kept = self._found.setdefault(kind, [])
@@ -114,10 +114,10 @@ class Trial:
             kept.append(Finding(self.probe.name, faults, request, expected, observed))
 
     def answered(self, exchange: Exchange, faults: tuple[str, ...] = ()) -> bool:
-        """Whether a valid request was answered; a refusal is no fault, anything else is.
+        """Whether a valid request was answered; a rejection is no fault, any other failure is.
 
-        `faults` is what it looks like. Where nothing is known, a server that fails while it tells logprobs may have
-        none for a token (F10), or one that is no number (F16) and cannot be sent.
+        `faults` is what the failure resembles. By default, a server that fails while reporting logprobs may have none
+        for a token (F10), or one that is not a number (F16) and cannot be sent.
         """
         if exchange.ok or exchange.refused:
             return exchange.ok
@@ -126,7 +126,7 @@ class Trial:
         return self.check(False, faults, exchange.body, "an answer to a valid request", exchange.reported())
 
     def findings(self) -> list[Finding]:
-        """What was found: one for each kind, with how often it was seen."""
+        """One finding of each kind, with how often it was seen."""
         return [
             Finding(one.probe, one.faults, one.request, one.expected, one.observed, self._counts[kind])
             for kind, examples in self._found.items()
@@ -138,7 +138,7 @@ class Trial:
         found = self.findings()
         verdict = Verdict.FAILED if found else Verdict.INCONCLUSIVE if self.unclear else Verdict.PASSED
         if not found and not self.unclear and not self.num_cases:
-            verdict, self.unclear = Verdict.INCONCLUSIVE, "nothing could be looked at"
+            verdict, self.unclear = Verdict.INCONCLUSIVE, "nothing could be checked"
         reported = f"{found[0].observed}" if found else self.unclear or self.reported or f"{self.num_cases} cases"
         return Outcome(self.probe.name, self.probe.asks, verdict, reported, found, self.figures, self.series)
 
@@ -147,7 +147,7 @@ class Trial:
 class Probe:
     """A question.
 
-    asks: what, in a sentence. needs: what it cannot do without. tests: statistical tests it makes, each of which gets
+    asks: the question, in a sentence. needs: what it requires. tests: number of statistical tests, each of which gets
     an equal share of FALSE_ALARMS.
     """
 
@@ -172,13 +172,13 @@ def probe(name: str, asks: str, *needs: Need, tests: int = 0) -> Callable[[Calla
 
 
 def delta_per_test() -> float:
-    """The false alarms that each statistical test may raise."""
+    """The false-alarm rate of each statistical test."""
     return FALSE_ALARMS / max(sum(one.tests for one in PROBES.values()), 1)
 
 
 @contextmanager
 def stopping(outcomes: list[Outcome], probe: Probe) -> Iterator[None]:
-    """Within it a probe may stop; what comes of that is appended."""
+    """Within it a probe may stop; the result is appended."""
     try:
         yield
     except Stopped as stopped:
@@ -186,11 +186,11 @@ def stopping(outcomes: list[Outcome], probe: Probe) -> Iterator[None]:
 
 
 def shortened(body: dict[str, Any]) -> dict[str, Any]:
-    """A request with its long lists cut, for people."""
+    """A request with long values truncated, for display."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, list) and len(value) > 24:
-            return [*value[:16], f"... {len(value)} in all"]
+            return [*value[:16], f"... {len(value)} in total"]
         return value[:_LONGEST_REQUEST] if isinstance(value, str) else value
 
     return {name: cut(value) for name, value in body.items()}

@@ -1,7 +1,7 @@
-"""The same weights, computed apart from the server: `transformers` on the CPU, float32, one sequence at a time.
+"""The same weights, computed independently of the server: `transformers` on the CPU, float32, one sequence at a time.
 
-It shares no code with any server, ours included. What a request's parameters make of the logits is our `adjust` and
-`process`.
+It shares no code with any server, ours included, except that our `adjust` and `process` apply a request's parameters to
+the logits.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ from speculative.selfcheck.eprocess import Floats
 from speculative.state.batch import RowContext
 from speculative.state.sequence import Sequence as Served
 
-_COPY_LEAST = 2  # tokens that must have occurred before for what followed them to be taken for a draft
+_COPY_LEAST = 2  # tokens that must have occurred before for their continuation to count as a draft
 
 
 class Distribution:
-    """What the reference says of the n tokens of one answer; every array is [n], in nats or probabilities.
+    """The reference's figures for the n tokens of one answer; every array is [n], in nats or probabilities.
 
     raw, processed: log-probability of the token under the model's distribution, and under the request's. p, mean_p: its
-    probability and the mean of that. surprisal, mean_surprisal: clipped at SURPRISAL_CLIP_NATS. gap: by which it is
-    less likely than the likeliest; outside: by which it lies outside the filters, inf = a rule forbids it; both before
-    the temperature. below, own: mass of what is likelier than it, and its own. margin: between the two best. copied,
-    p_copied: whether it is what followed the latest tokens before, and the probability of that; p < 0 where there is no
-    such token. best, p_best: the same for the likeliest token.
+    probability and the mean of that. surprisal, mean_surprisal: clipped at SURPRISAL_CLIP_NATS. gap: distance
+    below the most likely token; outside: distance outside the filters, inf = a rule forbids it; both before the
+    temperature. below, own: mass of more likely tokens, and its own. margin: between the two most likely. copied,
+    p_copied: whether it is what followed the latest tokens before, and the probability of that; p < 0 if there is no
+    such token. best, p_best: the same for the most likely token.
     """
 
     def __init__(self, logits: Tensor, adjusted: Tensor, params: SamplingParams, tokens: Sequence[int], start: int):
@@ -78,7 +78,7 @@ class Reference:
     """A model folder's distribution. Loads on construction.
 
     Raises:
-        AuditFailed: the folder holds no model that transformers can load.
+        AuditFailed: transformers cannot load a model from the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +86,7 @@ class Reference:
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise AuditFailed(f"{folder} holds no model to compare with: {error}") from error
+            raise AuditFailed(f"cannot load a model to compare with from {folder}: {error}") from error
         self._model = loaded.eval()
         self.vocab_size = int(loaded.config.vocab_size)
         eos = loaded.generation_config.eos_token_id
@@ -96,7 +96,7 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], start: int) -> Tensor:
-        """[n, V] float32 that predict tokens[start:]. What a long prefix needed is kept for the next call."""
+        """[n, V] float32 that predict tokens[start:]. The KV cache of a long prefix is kept for the next call."""
         known, cache = self._prefix
         reused = min(_common(known, tokens), start - 1, len(tokens) - 1)
         if cache is None or reused < len(tokens) // 2:
@@ -113,7 +113,7 @@ class Reference:
 
     @torch.inference_mode()
     def distribution(self, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams) -> Distribution:
-        """What the model says of an answer, under the parameters that it was asked with."""
+        """The model's distribution for an answer, under the request's parameters."""
         tokens, start = [*prompt, *emitted], len(prompt)
         logits = self.logits(tokens, start)
         before = Served(Request("audited", tuple(prompt), params), tokens=tuple(prompt))
@@ -138,7 +138,7 @@ def _array(values: Tensor) -> Floats:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 

@@ -1,4 +1,4 @@
-"""An audit for people in a terminal, and as sections of a Markdown page."""
+"""An audit as terminal output and as sections of a Markdown page."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def print_audit(audit: Audit, out: Console) -> None:
 
 
 def summary(audit: Audit) -> str:
-    """One line on the whole."""
+    """A one-line summary."""
     counts = ", ".join(f"{audit.count(verdict)} {verdict}" for verdict in Verdict if audit.count(verdict))
     verdict = f"{len(audit.findings)} findings" if audit.findings else "no findings"
     return f"{verdict}; probes: {counts}; {audit.num_requests} requests in {audit.seconds:.0f} s."
@@ -78,22 +78,22 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that rich prints as it is."""
+    """Text escaped so that rich prints it unchanged."""
     return text.replace("[", "\\[")
 
 
 def write_faults(rows: Sequence[tuple[str, str, Audit]], page: Path, head: str) -> None:
-    """Write what became of faults that were put back, (fault, how it was served, its audit), beside those there."""
+    """Write the rows of faults put back, (fault, how it was served, its audit), next to the existing rows."""
     found = provenance()
     origin = f"{found['date'][:10]}, commit {found['commit']}"
     lines = _faults_there(page) | {(fault, way): _fault_row(fault, way, audit, origin) for fault, way, audit in rows}
     order = {name: place for place, name in enumerate(("sound", *MUTANTS))}
     text = [
-        "## Faults put back, seen from outside",
+        "## Faults put back, audited from outside",
         "",
-        "Written by `truespec audit faults --outside`, row by row. Each was served by a tiny model in float32, with "
-        "the engine's own rules off, and audited once. What only `own alarms` found is what the server's self-checks "
-        "reported in its metrics: another server's would not.",
+        "Written by `truespec audit faults --outside`, row by row. Each fault was served with a tiny model in float32, "
+        "with the engine's own rules off, and audited once. Faults found only by `own alarms` were reported by the "
+        "server's self-checks in its metrics; other servers have none.",
         "",
         "| fault | drafts | named | probes that failed | tokens replayed | from |",
         "|---|---|---|---|---:|---|",
@@ -113,7 +113,7 @@ def _fault_row(fault: str, way: str, audit: Audit, origin: str) -> str:
 
 
 def _faults_there(page: Path) -> dict[tuple[str, str], str]:
-    """The rows that the page has, by fault and way."""
+    """The existing rows of the page, by fault and way."""
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     section = text.partition(f"<!-- {_COMMAND}: faults -->")[2].partition(f"<!-- end of {_COMMAND} -->")[0]
     rows = [line for line in section.splitlines() if line.startswith(("| sound ", "| F"))]
@@ -122,7 +122,7 @@ def _faults_there(page: Path) -> dict[tuple[str, str], str]:
 
 
 def write_probes(page: Path, head: str) -> None:
-    """Write what the probes ask into a section of a page."""
+    """Write the probes' questions into a section of a page."""
     lines = ["## The probes", "", "| probe | asks | needs |", "|---|---|---|"]
     lines += [f"| {one.name} | {_cell(one.asks)} | {'; '.join(one.needs)} |" for one in PROBES.values()]
     write_section(page, _COMMAND, "probes", "\n".join(lines), head=head)

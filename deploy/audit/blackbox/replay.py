@@ -1,4 +1,4 @@
-"""Probes that compute answers again: whether logprobs are right, and whether tokens follow the distribution."""
+"""Probes that recompute answers: whether logprobs are correct and tokens follow the distribution."""
 
 import numpy as np
 
@@ -22,13 +22,13 @@ _STRATA = {
     "the last token before max_tokens": ("F1", "F10"),
     "tokens in between": ("F10", *STATE),
 }
-"""Where a logprob stands in its answer, and what it looks like when those are wrong."""
+"""Positions of a logprob in its answer, and the faults that errors there suggest."""
 
 _TERMS = {
     "probability": "p(y) - sum(p^2)",
     "surprisal": "surprisal - entropy",
-    "likeliest": "share of likeliest tokens - its probability",
-    "copied": "share of tokens that repeat the text - its probability",
+    "likeliest": "share of most likely tokens - its expectation",
+    "copied": "share of tokens that repeat the text - its expectation",
 }
 _HOPELESS_NATS = 0.2  # a median drift beyond it is not rounding
 _MANY = 2000  # points of a plot
@@ -36,14 +36,14 @@ _MANY = 2000  # points of a plot
 
 @probe(
     "replayed logprobs",
-    "Is every logprob the one that the model gives to this token, whichever way it was sampled?",
+    "Does every logprob match the model's for this token, however it was sampled?",
     Need.LOGPROBS,
     Need.TOKEN_IDS,
     Need.REFERENCE,
     tests=3,
 )
 def replayed_logprobs(lab: Lab, trial: Trial) -> None:
-    """Values of all traffic against the reference; strata: the first two tokens, and the rest."""
+    """Logprobs of all traffic against the reference, by position in the answer."""
     traffic = lab.traffic
     for exchange in lab.failed:
         trial.answered(exchange)
@@ -51,7 +51,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
     drifts = lab.drifts(answers)
     reported = drifts[np.isfinite(drifts)]
     if not len(reported):
-        trial.unclear = "no answer came with a logprob for each of its tokens"
+        trial.unclear = "no answer had a logprob for each of its tokens"
         return
     trial.num_cases = len(reported)
     clipped = np.minimum(reported, 10.0)
@@ -71,7 +71,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
             ROWS,
             worst.exchange.body,
             "logprobs of this model",
-            f"half of them are off by {np.median(reported):.2f} nats or more",
+            f"the median error is {np.median(reported):.2f} nats",
         )
         return
     for where, faults in _STRATA.items():
@@ -89,7 +89,7 @@ def replayed_logprobs(lab: Lab, trial: Trial) -> None:
 
 
 def _stratum(drifts: Floats, where: str, num_tokens: int) -> Floats:
-    """The part of an answer's drifts that belongs to a stratum; there may be fewer drifts than tokens."""
+    """The drifts of an answer in one stratum; there may be fewer drifts than tokens."""
     if where == "the first two tokens":
         return drifts[:2]
     last = num_tokens - 1
@@ -97,20 +97,20 @@ def _stratum(drifts: Floats, where: str, num_tokens: int) -> Floats:
 
 
 def _check_modes(lab: Lab, trial: Trial) -> None:
-    """Every setting's logprobs are of one kind of distribution: the model's, or the request's."""
+    """All settings' logprobs belong to one kind of distribution: the model's or the request's."""
     modes = {name: mode for name, mode in lab.modes.items() if mode != "either"}
     odd = [name for name, mode in modes.items() if mode != lab.mode]
     if odd:
         example = lab.traffic[odd[0]][0].exchange.body
         reported = ", ".join(f"{name}: {mode}" for name, mode in modes.items())
         trial.found(
-            ROWS, example, "logprobs of one kind in every request: the model's distribution, or the request's", reported
+            ROWS, example, "logprobs of one kind in every request: the model's distribution or the request's", reported
         )
 
 
 @probe(
     "own prompt logprobs",
-    "Does the server give the same logprobs for an answer when it is sent back as a prompt?",
+    "Does the server return the same logprobs for an answer when it is sent back as a prompt?",
     Need.LOGPROBS,
     Need.TOKEN_IDS,
     Need.PROMPT_LOGPROBS,
@@ -154,13 +154,13 @@ def own_prompt_logprobs(lab: Lab, trial: Trial) -> None:
 
 @probe(
     "distribution of the tokens",
-    "Do sampled tokens follow the model's distribution under the request's parameters, and greedy ones its maximum?",
+    "Do sampled tokens follow the model's distribution under the request's parameters, and greedy ones its argmax?",
     Need.TOKEN_IDS,
     Need.REFERENCE,
     tests=len(_SAMPLED) * (len(_TERMS) + 2) + 2,
 )
 def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
-    """Surprisal against entropy, probability against its mean, the likeliest and the copied token, support, PIT."""
+    """Surprisal against entropy, probability against its mean, the most likely and the copied token, support, PIT."""
     random = np.random.default_rng(SEED)
     for name in _SAMPLED:
         answers = _answers(lab, name)
@@ -174,8 +174,8 @@ def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
         beyond = int((outside > lab.tolerance.edge).sum())
         if np.isinf(outside).any() or too_many(len(outside), beyond, lab.tolerance.rate, trial.delta):
             lab.mixed_up = True
-            reported = f"{beyond} of {len(outside)} tokens lie outside"
-            trial.found(PARAMETERS, body, f"only tokens that the filters of '{name}' let through", reported)
+            reported = f"{beyond} of {len(outside)} tokens are outside them"
+            trial.found(PARAMETERS, body, f"only tokens within the filters of '{name}'", reported)
         for term, values in _terms(distributions, outside == 0).items():
             trial.figures[f"{name}: {term}"] = float(values.mean()) if len(values) else 0.0
             if mean_departs(np.clip(values, -1, 1), lab.tolerance.shift, trial.delta):
@@ -187,15 +187,15 @@ def distribution_of_the_tokens(lab: Lab, trial: Trial) -> None:
         trial.series[name] = places[:_MANY].tolist()
         distance = not_uniform(places, lab.tolerance.shift, trial.delta)
         if distance is not None:
-            reported = f"it is {distance:.3f} away from it over {len(places)} tokens"
-            trial.found(faults, body, f"a uniform integral transform of the tokens of '{name}'", reported)
+            reported = f"its distance from uniform is {distance:.3f} over {len(places)} tokens"
+            trial.found(faults, body, f"a uniform probability integral transform of the tokens of '{name}'", reported)
     _check_greedy(lab, trial, "greedy", ("F8", "F12", "F5"))
     _check_greedy(lab, trial, "greedy, penalties", ("F9", "F15"))
     trial.reported = f"{trial.num_cases} tokens"
 
 
 def check_greedy(lab: Lab, trial: Trial, served: Served, what: str, faults: tuple[str, ...]) -> bool:
-    """Every token of one answer is the likeliest, or as good as it, and none is forbidden."""
+    """Every token of one answer is the most likely up to a near-tie, and none is forbidden."""
     distribution = lab.distribution(served)
     wrong = np.flatnonzero((distribution.gap > lab.tolerance.edge) | np.isinf(distribution.outside))
     if not len(wrong):
@@ -206,11 +206,11 @@ def check_greedy(lab: Lab, trial: Trial, served: Served, what: str, faults: tupl
     elif place == len(distribution) - 1 and served.answer.finish_reason == "length":  # where drafts no longer fit
         faults = ("F1", *faults)
     faults = tuple(dict.fromkeys(faults))
-    how = "is forbidden" if np.isinf(distribution.outside[place]) else f"is {distribution.gap[place]:.2f} nats less "
-    "likely than the best"
+    forbidden = np.isinf(distribution.outside[place])
+    how = "is forbidden" if forbidden else f"is {distribution.gap[place]:.2f} nats below the most likely"
     reported = f"token {place} of {len(distribution)} ({served.ids[place]}) {how}; {len(wrong)} such tokens"
     return trial.check(
-        False, faults, served.exchange.body, f"{what}: the likeliest token that is allowed, each time", reported
+        False, faults, served.exchange.body, f"{what}: the most likely allowed token every time", reported
     )
 
 
@@ -225,7 +225,7 @@ def _check_greedy(lab: Lab, trial: Trial, name: str, faults: tuple[str, ...]) ->
     if too_many(len(gaps), wrong, lab.tolerance.rate, trial.delta):
         worst = max(answers, key=lambda one: float(lab.distribution(one).gap.max()))
         reported = f"{wrong} of {len(gaps)} tokens are not, by up to {gaps.max():.2f} nats"
-        trial.found(faults, worst.exchange.body, f"'{name}': the likeliest token every time", reported)
+        trial.found(faults, worst.exchange.body, f"'{name}': the most likely token every time", reported)
 
 
 def _terms(distributions: list[Distribution], inside: Floats) -> dict[str, Floats]:
@@ -252,13 +252,13 @@ def _answers(lab: Lab, name: str) -> list[Served]:
 
 @probe(
     "first tokens",
-    "Are the first two tokens of many answers to one prompt distributed as the model says?",
+    "Do the first two tokens of many answers to one prompt follow the model's distribution?",
     Need.TOKEN_IDS,
     Need.REFERENCE,
     tests=2,
 )
 def first_tokens(lab: Lab, trial: Trial) -> None:
-    """The second one is the first that can have been drafted. Cell by cell, against the exact distribution."""
+    """The second is the first that may be drafted. Cell by cell, against the exact distribution."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     prompt = min((lab.loop(number) for number in range(1, 8, 2)), key=lambda one: _uncertainty(lab, one))
     count = lab.budget.first_tokens
@@ -291,7 +291,7 @@ def first_tokens(lab: Lab, trial: Trial) -> None:
             trial.found(
                 VERIFICATION if place > 1 else (*STATE, "F17"),
                 answered[0].exchange.body,
-                f"token {place} of the answers as often as the model's distribution says",
+                f"token {place} of the answers as often as the model's distribution predicts",
                 reported,
             )
 
@@ -303,5 +303,5 @@ def _next_distribution(lab: Lab, context: tuple[int, ...]) -> Floats:
 
 
 def _uncertainty(lab: Lab, prompt: tuple[int, ...]) -> float:
-    """How far from a coin's toss the likeliest next token is."""
+    """Distance of the most likely next token's probability from 0.5."""
     return abs(float(_next_distribution(lab, prompt).max()) - 0.5)

@@ -1,4 +1,4 @@
-"""Our own server with a fault in its engine, in this process and over HTTP: what the audit itself is audited with."""
+"""Our own server with a fault in its engine, in this process and over HTTP, for testing the audit itself."""
 
 import asyncio
 import contextlib
@@ -38,8 +38,8 @@ _DISTRIBUTION, _Q_ZERO = (1 + ROW_KINDS.index(kind) for kind in ("law", "q_zero"
 class FaultyServer:
     """What to serve: a model folder, an engine's settings, the fault in its decoding engine.
 
-    guarded: whether the engine's own rules stay on, which fail what breaks them. handoffs: prompts are computed by a
-    second engine, without the fault.
+    guarded: whether the engine's own rules, which fail requests that break them, stay on. handoffs: prompts are
+    computed by a second engine, without the fault.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class FaultyServer:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        """Serve until the block ends; gives the address."""
+        """Serve until the block ends; yields the address."""
         started: list[str] = []
         failed: list[BaseException] = []
         stop = threading.Event()
@@ -66,7 +66,9 @@ class FaultyServer:
         deadline = time.monotonic() + _START_S
         while not started:
             if failed or time.monotonic() > deadline:
-                raise RuntimeError("The server to be audited did not start.") from next(iter(failed), None)
+                raise RuntimeError(f"The server to be audited did not start within {_START_S:g} s.") from next(
+                    iter(failed), None
+                )
             time.sleep(0.01)
         try:
             yield started[0]
@@ -120,7 +122,7 @@ class FaultyServer:
 
 @contextlib.asynccontextmanager
 async def _listening(app: Any, started: list[str]) -> AsyncIterator[None]:
-    """Serve the app on a free port, and tell its address once it is there."""
+    """Serve the app on a free port, and append its address to `started` once it is up."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -135,9 +137,9 @@ async def _listening(app: Any, started: list[str]) -> AsyncIterator[None]:
 
 
 def unguard(engine: EngineCore) -> None:
-    """Switch the engine's own rules off, so that what is wrong leaves it as it would leave an engine without any.
+    """Switch the engine's own rules off, so that faulty output is served as by an engine without rules.
 
-    Two stay: behind a draft that q calls impossible, verification has no meaning.
+    Two stay on: verification is meaningless for a draft that is impossible under q.
     """
     engine.scheduler._contract = None
     engine.scheduler._breach = lambda sequence, delta, length: None  # type: ignore[method-assign]
@@ -164,11 +166,11 @@ TINY = EngineConfig(
     block_size=8,
     drafter=NGRAM,
 )
-"""An engine in which everything happens soon: chunks, shared blocks, the longest sequence."""
+"""An engine in which chunks, shared blocks and the length limit are reached quickly."""
 
 
 def _q_before_filters(engine: EngineCore) -> None:
-    """Drafts are drawn behind the request's filters; the verifier is told the distribution before them."""
+    """Drafts are sampled after the request's filters; the verifier gets the distribution before them."""
     sampler = cast(ModelDrafter, engine.drafter).sampler
     draw = sampler.draw
 
@@ -181,7 +183,7 @@ def _q_before_filters(engine: EngineCore) -> None:
 
 
 def _drafter_of_other_weights(engine: EngineCore) -> None:
-    """What the draft model says belongs to other tokens."""
+    """The draft model's logits belong to other tokens."""
     model: Any = cast(ModelDrafter, engine.drafter).model
     logits = model.logits
     model.logits = lambda hidden: logits(hidden).roll(100, -1)
@@ -191,7 +193,7 @@ FOR_MODELS: dict[str, Install] = {
     "F7 q before the filters, drafts drawn behind them": _q_before_filters,
     "F20 a drafter of other weights than its target was updated to": _drafter_of_other_weights,
 }
-"""Faults whose mutants are written for a table that drafts, as they are with a draft model."""
+"""Draft-model versions of faults whose mutants are written for a table drafter."""
 
 WRITTEN_FOR_A_TABLE = ("F7 drafts cut short by the token that was drawn",)
-"""Faults that only a drafter without a state of its own can have."""
+"""Faults that only a stateless drafter can have."""

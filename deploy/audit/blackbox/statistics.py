@@ -1,4 +1,4 @@
-"""Tests whose false alarms are bounded for any number of draws, not only for many."""
+"""Tests whose false-alarm rate is bounded for any sample size."""
 
 import math
 
@@ -21,19 +21,19 @@ def binomial_tail(num: int, events: int, rate: float) -> float:
 
 
 def too_many(num: int, events: int, rate: float, delta: float) -> bool:
-    """Whether so many events tell that they occur in more than a share `rate`; false with probability <= delta."""
+    """Whether this many events show a rate above `rate`; the false-alarm rate is at most delta."""
     return binomial_tail(num, events, rate) <= delta
 
 
 def departs(num: int, events: int, rate: float, shift: float, delta: float) -> bool:
-    """Whether so many events tell that their share is further than `shift` from `rate`; both sides together delta."""
+    """Whether this many events show a rate more than `shift` from `rate`; the false-alarm rate is at most delta."""
     more = binomial_tail(num, events, min(1.0, rate + shift))
     fewer = binomial_tail(num, num - events, min(1.0, 1 - rate + shift))
     return min(more, fewer) <= delta / 2
 
 
 def mean_departs(values: Floats, shift: float, delta: float) -> bool:
-    """Whether values in [-1, 1] with conditional mean 0 (give or take `shift`) drift off; an e-process, looked at after
+    """Whether values in [-1, 1] with conditional mean 0 (up to `shift`) depart from it; an e-process, evaluated after
     every value."""
     process = EProcess(delta, shift)
     for value in values:
@@ -42,8 +42,7 @@ def mean_departs(values: Floats, shift: float, delta: float) -> bool:
 
 
 def not_uniform(values: Floats, shift: float, delta: float) -> float | None:
-    """The largest distance from the uniform distribution on [0, 1], where it is more than chance and `shift` make; else
-    None.
+    """The largest distance from the uniform distribution on [0, 1] if it exceeds chance plus `shift`, else None.
 
     Source: Massart, "The tight constant in the Dvoretzky-Kiefer-Wolfowitz inequality" (1990).
     """

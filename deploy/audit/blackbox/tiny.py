@@ -1,7 +1,7 @@
-"""Tiny checkpoints that audits of known faults are served from: texts that go round in circles, with surprises.
+"""Tiny checkpoints for audits of known faults: their text goes round in circles, with surprises.
 
-The target's output layer says, after a token, mostly what follows it in its circle; attention and noise do the rest. So
-there is something to draft for n-grams, and a draft model with other noise agrees about half of the time.
+After a token, the target's output layer mostly predicts its successor in its circle; attention and noise do the rest.
+So n-grams have something to draft, and a draft model with different noise agrees about half of the time.
 """
 
 import json
@@ -15,13 +15,13 @@ from transformers.utils.logging import disable_progress_bar
 VOCAB_SIZE = 512
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 _EOS = 2
-_CIRCLE = 9  # tokens after which a text would come round
+_CIRCLE = 9  # tokens after which a text would repeat
 _SHARPNESS = 0.16  # of the output layer: nats per unit of likeness
 _DRAFT_NOISE = 0.06
 
 
 def write_tiny_pair(folder: Path) -> tuple[Path, Path]:
-    """Write a target and a draft model for it, both with the same tokenizer; gives their folders."""
+    """Write a target and a draft model for it, both with the same tokenizer; returns their folders."""
     target, draft = folder / "target", folder / "draft"
     model = _model()
     _save(model, target)
@@ -80,7 +80,7 @@ def _save(model: LlamaForCausalLM, folder: Path) -> None:
 def write_tiny_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE, **settings: str) -> None:
     """Write a byte-level BPE: three special tokens, the 256 bytes, then short English pieces up to `vocab_size`.
 
-    `settings` go into the tokenizer's configuration besides.
+    `settings` are added to the tokenizer's configuration.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = "etaoinshrdlu"

@@ -1,4 +1,4 @@
-"""Probes that ask the same thing twice: what may not matter must not matter."""
+"""Probes that send the same request twice: what must not affect the answer does not."""
 
 import dataclasses
 import math
@@ -14,12 +14,12 @@ from deploy.audit.blackbox.statistics import too_many
 from speculative.request import SamplingParams
 
 _GREEDY = SETTINGS["greedy"]
-_FLIPS = 0.01  # share of sampled tokens that rounding may turn into another
+_FLIPS = 0.01  # share of sampled tokens that rounding may change
 _WARM = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True, logprobs=NUM_TOP)
 
 
 def parting(lab: Lab, first: Served, second: Served) -> str:
-    """Where two greedy answers part although the model can tell the tokens apart; empty where they need not agree."""
+    """Where two greedy answers diverge without a near-tie; empty if they agree or need not."""
     pairs = list(zip(first.ids, second.ids, strict=False))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:
@@ -30,11 +30,11 @@ def parting(lab: Lab, first: Served, second: Served) -> str:
     if margin is None or margin <= (lab.tolerance.edge if lab.reference is not None else ROUNDED.edge):
         return ""
     tokens = f"{first.ids[place]}, {second.ids[place]}"
-    return f"they part at token {place} ({tokens}), where the two best are {margin:.2f} nats apart"
+    return f"they diverge at token {place} ({tokens}), where the top two are {margin:.2f} nats apart"
 
 
 def _margin(lab: Lab, served: Served, place: int) -> float | None:
-    """Nats between the two best tokens; without a reference by what was served, None where that does not tell."""
+    """Nats between the two most likely tokens; without a reference from served logprobs, None if those are missing."""
     if lab.reference is not None:
         return float(lab.distribution(served).margin[place])
     tops = served.answer.top
@@ -45,7 +45,7 @@ def _margin(lab: Lab, served: Served, place: int) -> float | None:
 
 @probe(
     "greedy twins",
-    "Is a greedy answer the same alone, again, as a stream, in a mixed batch, and without speculation?",
+    "Is a greedy answer the same alone, repeated, in a mixed batch, and without speculation?",
     Need.TOKEN_IDS,
 )
 def greedy_twins(lab: Lab, trial: Trial) -> None:
@@ -64,7 +64,7 @@ def greedy_twins(lab: Lab, trial: Trial) -> None:
                 reported = parting(lab, first, second)
                 trial.check(not reported, faults, second.exchange.body, f"the same greedy answer {way}", reported)
     if Need.BESIDE in lab.missing:
-        trial.reported = f"{trial.num_cases} pairs; none without speculation: that takes --beside"
+        trial.reported = f"{trial.num_cases} pairs; none without speculation, which needs --beside"
     if lab.reference is not None:
         for served in alone:
             if served.ids:
@@ -82,9 +82,9 @@ def _among_others(lab: Lab, asks: Sequence[Ask]) -> list[Served]:
     return [one for ask in asks for one in answered if one.ask is ask]
 
 
-@probe("streams", "Does a stream say the same as a whole reply: tokens, logprobs, the end?", Need.TOKEN_IDS)
+@probe("streams", "Does a stream match a whole reply in tokens, logprobs and finish_reason?", Need.TOKEN_IDS)
 def streams(lab: Lab, trial: Trial) -> None:
-    """Greedy; pieces put together against a whole."""
+    """Greedy; the assembled stream against a whole reply."""
     for number in range(min(4, lab.budget.twins)):
         ask = Ask(lab.prompt(number), _GREEDY)
         whole = lab.ask(ask, "streams")
@@ -94,29 +94,33 @@ def streams(lab: Lab, trial: Trial) -> None:
         answer = read_stream(events)
         streamed = Served("streams", ask, exchange, answer)
         if not streamed.ids:
-            trial.unclear = "streams carry no token ids here"
+            trial.unclear = "this server's streams carry no token ids"
             return
         reported = parting(lab, whole, streamed)
         trial.check(not reported, ("F10", "F21"), exchange.body, "the same tokens as a stream and as a whole", reported)
         if answer.logprobs:
             reported = f"{len(answer.logprobs)} logprobs for {len(streamed.ids)} tokens"
             trial.check(
-                len(answer.logprobs) == len(streamed.ids), ("F10",), exchange.body, "a logprob a token", reported
+                len(answer.logprobs) == len(streamed.ids), ("F10",), exchange.body, "one logprob per token", reported
             )
-        reported = f"{answer.finish_reason}, as a whole {whole.answer.finish_reason}"
+        reported = f"{answer.finish_reason}, in the whole reply {whole.answer.finish_reason}"
         trial.check(
-            answer.finish_reason == whole.answer.finish_reason, ("F21",), exchange.body, "the same end", reported
+            answer.finish_reason == whole.answer.finish_reason,
+            ("F21",),
+            exchange.body,
+            "the same finish_reason",
+            reported,
         )
 
 
 @probe(
     "seeded twins",
-    "Does a seed give the same sampled answer again, and another seed another one?",
+    "Does the same seed reproduce a sampled answer, and another seed change it?",
     Need.TOKEN_IDS,
     tests=1,
 )
 def seeded_twins(lab: Lab, trial: Trial) -> None:
-    """Asked one after the other on a warm prefix, so that every shape is the same; rounding may still flip a few."""
+    """Sent one after the other on a warm prefix, so that all shapes are the same; rounding may still change a few."""
     same, pairs, different = 0, 0, 0
     example: Served | None = None
     for number in range(2 * lab.budget.twins):
@@ -140,7 +144,7 @@ def seeded_twins(lab: Lab, trial: Trial) -> None:
                     other.ids != first.ids,
                     ("F17", "seed"),
                     other.exchange.body,
-                    "another answer for another seed",
+                    "a different answer for another seed",
                     reported,
                 )
     trial.figures["share reproduced"] = same / max(pairs, 1)
@@ -153,14 +157,20 @@ def seeded_twins(lab: Lab, trial: Trial) -> None:
 
 
 def _surprising(served: Served, nats: float = 12.0) -> bool:
-    """Whether an answer is so unlikely that it does not come twice by chance."""
+    """Whether an answer is too unlikely to occur twice by chance."""
     values = served.values
     return len(values) > 0 and bool(np.isfinite(values).all()) and float(values.sum()) < -nats
 
 
-@probe("unseeded answers", "Do requests without a seed draw different numbers?", Need.TOKEN_IDS, Need.LOGPROBS, tests=1)
+@probe(
+    "unseeded answers",
+    "Do requests without a seed use different random numbers?",
+    Need.TOKEN_IDS,
+    Need.LOGPROBS,
+    tests=1,
+)
 def unseeded_answers(lab: Lab, trial: Trial) -> None:
-    """Equal answers to one prompt are a finding where their own probability does not allow for them."""
+    """Equal answers to one prompt are a finding if they are too unlikely to coincide."""
     count = 2 * AT_ONCE
     ask = Ask(lab.passage(5, 24), dataclasses.replace(_WARM, temperature=1.0))
     answered = [one for one in lab.ask_all([ask] * count, "unseeded") if trial.answered(one.exchange)]
@@ -184,13 +194,13 @@ def unseeded_answers(lab: Lab, trial: Trial) -> None:
 
 @probe(
     "slots and crowds",
-    "Are answers right when slots are used again, and more requests come than there is room for?",
+    "Are answers correct when slots are reused and more requests arrive than fit?",
     Need.TOKEN_IDS,
     Need.LOGPROBS,
     Need.REFERENCE,
 )
 def slots_and_crowds(lab: Lab, trial: Trial) -> None:
-    """Greedy requests with penalties and staggered ends, four times as many as usual at once: each is replayed."""
+    """Greedy requests with penalties and staggered ends, four times the usual concurrency; each is replayed."""
     params = SETTINGS["greedy, penalties"] if "greedy, penalties" not in lab.refused else _GREEDY
     asks = [
         Ask(lab.prompt(80 + number), dataclasses.replace(params, max_tokens=4 + (11 * number) % 45))

@@ -1,4 +1,4 @@
-// The status page: follows the stream of figures, and draws them.
+// The status page: follows the status stream and draws it.
 
 import { listen } from "./answers.js";
 import { columns, element, empty, evidence, lines } from "./charts.js";
@@ -13,13 +13,13 @@ const whole = (value) => Math.round(value).toLocaleString("en");
 
 let status = null; // the newest
 let history = [];
-let following = null; // what stops the stream
+let following = null; // aborts the stream
 let heardAt = performance.now();
-let locked = false; // for want of a key
+let locked = false; // until a key is entered
 
 // ---- figures
 
-/** What was counted in the seconds up to a point; null where the history does not reach back or began anew. */
+/** What was counted in the seconds up to a point; null if the history does not reach back or was reset. */
 function change(index, seconds, key) {
   const last = history[index];
   let from = index;
@@ -52,17 +52,17 @@ function drawTiles() {
   const accepted = near ?? (now.drafted ? now.accepted / now.drafted : null);
   const tme = now.replayed ? 1 + now.excess / now.replayed : null;
   const { verified = 0, suspect = 0, unverified = 0 } = status.verdicts;
-  const mean = now.drafts ? `${(1 + now.accepted / now.drafts).toFixed(2)} tokens a drafted round` : "nothing drafted yet";
+  const mean = now.drafts ? `${(1 + now.accepted / now.drafts).toFixed(2)} tokens per drafted round` : "nothing drafted yet";
   const limit = status.about.max_tme;
   byId("tiles").replaceChildren(
-    tile("Tokens a second", speed ? (speed.difference / speed.seconds).toFixed(1) : "–",
-      `${status.running} running, ${status.waiting} waiting${status.replaying ? `, ${status.replaying} replayed` : ""}`),
+    tile("Tokens per second", speed ? (speed.difference / speed.seconds).toFixed(1) : "–",
+      `${status.running} running, ${status.waiting} waiting${status.replaying ? `, ${status.replaying} replaying` : ""}`),
     tile(near === null ? "Acceptance since the start" : "Acceptance, last minute", percent(accepted), mean),
     tile("Logprob drift (TME)", tme === null ? "–" : tme.toFixed(4),
       now.replayed ? `${whole(now.replayed)} tokens replayed; limit ${limit}` : "nothing replayed yet", tme > limit),
     tile("Alarms", whole(alarms()), "self-checks, replays, broken contracts", alarms() > 0),
     tile("Verified answers", whole(verified),
-      `${whole(suspect)} suspect, ${whole(unverified)} not checked; distribution tested of ${whole(status.distributions.tested ?? 0)}`, suspect > 0),
+      `${whole(suspect)} suspect, ${whole(unverified)} not checked; distribution tested in ${whole(status.distributions.tested ?? 0)}`, suspect > 0),
   );
 }
 
@@ -70,9 +70,9 @@ function drawHealth() {
   const tripped = status.replicas.filter((replica) => replica.breaker !== "closed");
   const suspect = status.verdicts.suspect ?? 0;
   const [text, tone] = tripped.length ? [`breaker ${tripped[0].breaker} on ${tripped.length} of ${status.replicas.length}`, "bad"]
-    : alarms() > 0 ? ["there were alarms", "bad"]
+    : alarms() > 0 ? ["alarms raised", "bad"]
     : suspect > 0 ? ["suspect answers", "bad"]
-    : history.at(-1).replayed > 0 ? ["in order", "good"]
+    : history.at(-1).replayed > 0 ? ["healthy", "good"]
     : ["nothing checked yet", ""];
   byId("health").textContent = text;
   byId("health").className = `pill ${tone}`;
@@ -84,10 +84,10 @@ function drawSpeed() {
     return [point.at, emitted && emitted.difference / emitted.seconds];
   });
   const place = byId("speed");
-  if (!points.some((point) => point[1])) return empty(place, "No token was emitted in the last minutes. Ask something above.");
+  if (!points.some((point) => point[1])) return empty(place, "No tokens were emitted in the last minutes. Send a prompt above.");
   lines(place, {
     series: [{ kind: "emitted", points, filled: true }], span: HISTORY_S, now: status.at, top: null,
-    format: (value) => (value > 0 && value < 10 ? value.toFixed(1) : whole(value)), label: "Tokens a second over five minutes",
+    format: (value) => (value > 0 && value < 10 ? value.toFixed(1) : whole(value)), label: "Tokens per second over five minutes",
   });
 }
 
@@ -98,7 +98,7 @@ function drawCourse() {
   }));
   if (!series[2].points.some((point) => point[1] !== null)) {
     return empty(place, status.about.drafter === "none" ? "No drafter is configured."
-      : "Nothing was drafted in the last minutes. Short answers to fresh prompts may give a drafter nothing to go by.");
+      : "Nothing was drafted in the last minutes. Short answers to new prompts may leave a drafter nothing to draft from.");
   }
   lines(place, { series, span: HISTORY_S, now: status.at, top: 1, format: (share) => `${Math.round(share * 100)} %`,
     label: "Observed, expected and achievable acceptance over five minutes" });
@@ -125,7 +125,7 @@ function drawChecks() {
       }
     }
   }
-  if (!worst.size) return empty(byId("checks"), "No draw was checked yet: greedy answers draw nothing. Ask at a temperature above 0.");
+  if (!worst.size) return empty(byId("checks"), "No sampling has been checked yet: greedy answers sample nothing. Send a prompt with a temperature above 0.");
   const rows = [...worst.values()].map((check) => ({
     name: check.check.replace("coupled_", "coupled "),
     value: check.log_e / Math.LN10,
@@ -135,7 +135,7 @@ function drawChecks() {
   evidence(byId("checks"), { rows, label: "E-values of the self-checks, on a log scale with their alarm lines" });
 }
 
-/** A table; `columns`: [heading, whether a number], `rows`: lists of strings and elements. */
+/** A table; `columns`: [heading, whether numeric], `rows`: lists of strings and elements. */
 function table(place, columns, rows, why) {
   if (!rows.length) return empty(place, why);
   const kind = (index) => (columns[index][1] ? { class: "num" } : {});
@@ -145,7 +145,7 @@ function table(place, columns, rows, why) {
 }
 
 const pill = (text, tone) => element("span", { class: `pill ${tone}` }, text);
-/** The verdict, and why where that is not plain. */
+/** The verdict, with the reason if it is not obvious. */
 const verdict = (one, tone) => element("span", {}, pill(one.verdict, tone), one.reason === "replayed" ? "" : ` ${one.reason}`);
 const shortName = (name) => name.split("#").at(-1);
 const ago = (at) => {
@@ -159,15 +159,15 @@ function drawReplicas() {
     replica.speculating === undefined ? "–" : replica.speculating ? "on" : "off", replica.mode, `${replica.running ?? "–"}`,
     `${replica.waiting ?? "–"}`, `${replica.replaying ?? "–"}`, replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), ago(replica.since), replica.reason || "–",
   ]);
-  const columns = [["pool"], ["replica"], ["kernels"], ["breaker"], ["speculation"], ["decided by"], ["running", true], ["waiting", true],
-    ["replays", true], ["KV in use", true], ["so since", true], ["last trip"]];
-  table(byId("replicas"), columns, rows, "No replica has reported yet. They do so each second once their model is loaded.");
+  const columns = [["pool"], ["replica"], ["kernels"], ["breaker"], ["speculation"], ["mode"], ["running", true], ["waiting", true],
+    ["replays", true], ["KV in use", true], ["state age", true], ["last trip"]];
+  table(byId("replicas"), columns, rows, "No replica has reported yet. Replicas report each second once their model is loaded.");
 }
 
-/** What makes a replica slow, said once for all that have it. */
+/** Why replicas are slow; each reason is shown once. */
 function drawSlow() {
   const why = [...new Set(status.replicas.map((replica) => replica.kernels_off).filter(Boolean))];
-  byId("slow").textContent = `Replicas compute without their kernels, which is slow: ${why.join("; ")}.`;
+  byId("slow").textContent = `Some replicas run without their kernels, which is slow: ${why.join("; ")}.`;
   byId("slow").hidden = !why.length;
 }
 
@@ -177,8 +177,8 @@ function drawStrata() {
     return [name, whole(tokens), pill(tme.toFixed(4), tme > status.about.max_tme ? "bad" : "good"), whole(raised)];
   });
   table(byId("strata"), [["stratum"], ["tokens", true], ["TME", true], ["alarms", true]], rows,
-    status.about.replay_share > 0 ? "Nothing was replayed yet. A share of the answers is, soon after they end."
-      : "Replays are off (replay.share is 0): only answers that ask for `verify` are replayed.");
+    status.about.replay_share > 0 ? "Nothing has been replayed yet. A share of answers is replayed soon after they finish."
+      : "Replays are off (replay.share is 0): only answers to requests with `verify` are replayed.");
 }
 
 function drawLatest() {
@@ -187,8 +187,8 @@ function drawLatest() {
     ago(one.at), verdict(one, tones[one.verdict] ?? ""), one.checked.join(", ") || "–", whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
     one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0", `${shortName(one.replica)} → ${shortName(one.replayed_by) || "–"}`,
   ]);
-  const columns = [["ago"], ["verdict"], ["checked"], ["tokens", true], ["TME", true], ["most, nats", true], ["replicas"]];
-  table(byId("latest"), columns, rows, "No answer was replayed yet.");
+  const columns = [["ago"], ["verdict"], ["checked"], ["tokens", true], ["TME", true], ["max drift, nats", true], ["replicas"]];
+  table(byId("latest"), columns, rows, "No answer has been replayed yet.");
 }
 
 function drawCounts() {
@@ -197,10 +197,10 @@ function drawCounts() {
   const told = {
     "Tokens emitted": whole(now.emitted), "Tokens drafted": whole(now.drafted), "Drafts accepted": whole(now.accepted),
     "Expected by the verifier": whole(now.expected), "Achievable with these drafts": whole(now.achievable),
-    Requests: list(status.requests), Replays: list(status.replays), "Distribution of replayed answers": list(status.distributions), Handoffs: list(status.handoffs),
-    "Breaker trips": list(status.trips), "Trials of speculation": list(status.canaries),
+    Requests: list(status.requests), Replays: list(status.replays), "Distribution tests of replayed answers": list(status.distributions), Handoffs: list(status.handoffs),
+    "Breaker trips": list(status.trips), "Canary trials of speculation": list(status.canaries),
     "Self-check alarms": list(status.check_alarms), "Replay alarms": list(status.replay_alarms),
-    "Logprob contract broken": list(status.logprob_violations), "Invariants broken": list(status.invariant_violations),
+    "Logprob contract violations": list(status.logprob_violations), "Invariant violations": list(status.invariant_violations),
   };
   byId("counts").replaceChildren(...Object.entries(told).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
@@ -218,7 +218,7 @@ function draw() {
 // ---- the stream
 
 function take(told) {
-  if (status && status.started_at !== told.started_at) history = []; // another referee, which counts from 0
+  if (status && status.started_at !== told.started_at) history = []; // a new referee, which counts from 0
   status = told;
   history = history.concat(told.history).filter((point) => point.at >= told.at - HISTORY_S - ACCEPTANCE_S);
   draw();
@@ -231,12 +231,12 @@ function trouble(text) {
 
 function hear({ event, data }) {
   heardAt = performance.now();
-  if (event === "trouble") return trouble(`${JSON.parse(data).message} The figures below are the last that were heard.`);
+  if (event === "trouble") return trouble(`${JSON.parse(data).message} The figures below are the last received.`);
   trouble("");
   take(JSON.parse(data));
 }
 
-/** Read stream after stream; each goes on where the one before ended. */
+/** Read stream after stream; each continues where the previous one ended. */
 async function follow(signal) {
   let last = "";
   while (!signal.aborted) {
@@ -270,13 +270,13 @@ function connect() {
 
 setInterval(() => {
   if (document.hidden || locked || performance.now() - heardAt < SILENT_MS) return;
-  trouble("The connection is lost; trying again. The figures below are the last that were heard.");
+  trouble("The connection is lost; retrying. The figures below are the last received.");
 }, RETRY_MS);
 
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) return following.abort();
   heardAt = performance.now();
-  history = []; // the new stream begins with all of it
+  history = []; // the new stream starts with the full history
   connect();
 });
 

@@ -260,7 +260,7 @@ def test_charts_tables_and_an_answer_in_a_browser(served: Served, browser: Brows
     served.script.say("the quick brown fox jumps over the lazy dog")
     visit = Visit(browser, served.url)
     page = visit.page
-    expect(page.locator("#health")).to_have_text("in order")
+    expect(page.locator("#health")).to_have_text("healthy")
     for chart, shapes in (("speed", "polyline"), ("course", "polyline"), ("positions", "rect"), ("checks", "rect.bar")):
         assert page.locator(f"#{chart} {shapes}").count() >= 1, chart
     assert page.locator("#course polyline").count() == 3
@@ -283,7 +283,7 @@ def test_charts_tables_and_an_answer_in_a_browser(served: Served, browser: Brows
 def test_every_token_can_be_seen_and_pointed_at(served: Served, browser: Browser) -> None:
     served.script.say("€\n\u200bok")  # parts of characters, a line's end, and a character without width
     visit = Visit(browser, served.url)
-    expect(visit.page.locator("#health")).to_have_text("in order")
+    expect(visit.page.locator("#health")).to_have_text("healthy")
     visit.page.get_by_role("button", name="Send").click()
     expect(visit.page.locator(".answer .pill")).to_have_text("done")
     assert visit.page.locator(".answer .text").text_content() == "€\n\u200bok<|im_end|>"
@@ -333,7 +333,7 @@ def test_trouble_is_shown_as_such(served: Served, referee: Referee, browser: Bro
 @needs_chromium
 def test_a_lost_connection_is_said_and_fixed(served: Served, referee: Referee, browser: Browser) -> None:
     visit = Visit(browser, served.url)
-    expect(visit.page.locator("#health")).to_have_text("in order")
+    expect(visit.page.locator("#health")).to_have_text("healthy")
     referee.turns_away = True
     visit.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # it asks for a new stream
     expect(visit.page.locator("#connection")).to_contain_text("connection is lost")
@@ -359,7 +359,7 @@ def test_empty_states_say_what_is_missing(served: Served, referee: Referee, brow
 def test_on_and_off_are_compared_with_the_same_seed(served: Served, browser: Browser) -> None:
     served.source.requests.clear()
     visit = Visit(browser, served.url)
-    expect(visit.page.locator("#health")).to_have_text("in order")
+    expect(visit.page.locator("#health")).to_have_text("healthy")
     served.script.say("one two three STOP four")
     visit.page.get_by_text("compare").click()
     visit.page.get_by_role("button", name="Send").click()
@@ -374,7 +374,7 @@ def test_on_and_off_are_compared_with_the_same_seed(served: Served, browser: Bro
 @needs_chromium
 def test_a_refused_prompt_says_why(served: Served, browser: Browser) -> None:
     visit = Visit(browser, served.url)
-    expect(visit.page.locator("#health")).to_have_text("in order")
+    expect(visit.page.locator("#health")).to_have_text("healthy")
     visit.page.fill("#max-tokens", "2048")
     visit.page.get_by_role("button", name="Send").click()
     expect(visit.page.locator(".answer .error")).to_contain_text("context")
@@ -406,14 +406,14 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(keyed_server: Served, browser: B
         if key == "wrong":
             expect(page.locator("#unlock")).to_be_visible()
             expect(page.locator("#connection")).to_contain_text("need an API key")
-    expect(page.locator("#health")).to_have_text("in order")
+    expect(page.locator("#health")).to_have_text("healthy")
     expect(page.locator("#unlock")).to_be_hidden()
     expect(page.locator("#connection")).to_be_hidden()
     page.get_by_role("button", name="Send").click()
     expect(page.locator(".answer .text")).to_contain_text("the quick brown fox")
     visit.shoot("keyed")
     page.reload()
-    expect(page.locator("#health")).to_have_text("in order")
+    expect(page.locator("#health")).to_have_text("healthy")
     assert page.evaluate("[document.cookie, Object.values(localStorage).join()].join()") == ","
     page.get_by_role("button", name="forget key").click()
     expect(page.locator("#connection")).to_contain_text("need an API key")

@@ -198,7 +198,7 @@ def test_one_token_beyond_the_longest_sequence_is_never_emitted() -> None:
         else:
             assert said < 20
             assert (deltas[-1].finish_reason, deltas[-1].broken) == (FinishReason.ERROR, "length")
-            assert "longest sequence" in (deltas[-1].error or "")
+            assert "maximum sequence length" in (deltas[-1].error or "")
             assert engine.take_stats().violations == {"length": 1}
         engine.scheduler._until_stop = one_too_many  # type: ignore[method-assign]
 
