@@ -27,7 +27,7 @@ from deploy.preflight import faults_here, faults_on_cluster, require_servable
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.serve_file import HttpOptions, ServeFile
-from serve_app.deployments.replica import REFEREE
+from serve_app.deployments.replica import CONTROLLER
 from serve_app.http.slow_clients import PROXY_CALLBACK
 from speculative.errors import ConfigError, TruespecError
 
@@ -254,7 +254,7 @@ def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
 
 def _kernels_off(name: str) -> list[str]:
     """Why replicas compute without the kernels made for their device; nothing where none does."""
-    handle: DeploymentHandle[Any] = serve.get_deployment_handle(REFEREE, name)
+    handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, name)
     handle._init(_run_router_in_separate_loop=True)  # or it wants this thread's loop where Serve is set for throughput
     status = handle.status.remote().result(timeout_s=_STATUS_TIMEOUT_S)
     return sorted({replica["kernels_off"] for replica in status["replicas"]} - {""})

@@ -18,7 +18,7 @@ from ray.exceptions import RayTaskError
 from safetensors.torch import save
 
 from serve_app.backends.base import PauseMode
-from serve_app.deployments.replica import REFEREE
+from serve_app.deployments.replica import CONTROLLER
 from serve_app.weights.desired_state import Outcome
 from serve_app.weights.transfer import digest_of
 from speculative.errors import TruespecError
@@ -49,7 +49,7 @@ def push_weights(
     Raises:
         UpdateRefused: nothing has changed; the message says why.
     """
-    referee = serve.get_deployment_handle(REFEREE, app_name).options(_by_reference=True)  # shards are large
+    referee = serve.get_deployment_handle(CONTROLLER, app_name).options(_by_reference=True)  # shards are large
     transfer = _reported(referee.begin_transfer.remote())
     counts = [0, 0]
     for drafter, source in enumerate((tensors, drafter_tensors)):

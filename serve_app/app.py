@@ -11,13 +11,13 @@ from ray.serve.config import RequestRouterConfig
 from serve_app.config.app_config import AppConfig, RouterSection
 from serve_app.config.base import PoolName
 from serve_app.config.files import parse_args
-from serve_app.deployments.controller import RefereeServer
+from serve_app.deployments.controller import Controller
 from serve_app.deployments.pools import DecodeServer, MonolithServer, PrefillServer
 from serve_app.deployments.stream_router import DecodeWorker, StreamRouter
 
 _PROXY_RETRY_AFTER_S = 2
 # Answers that wait for their verdict wait inside the referee, and must not keep reports out.
-_REFEREE_OPTIONS: dict[str, Any] = {
+_CONTROLLER_OPTIONS: dict[str, Any] = {
     "num_replicas": 1,
     "max_ongoing_requests": 10_000,
     "ray_actor_options": {"num_cpus": 0},
@@ -31,7 +31,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
         ConfigError: a field of `args` is wrong; the message names it and the fix.
     """
     config = parse_args(args)
-    referee = serve.deployment(**_REFEREE_OPTIONS, logging_config=_logging(config))(RefereeServer).bind(config)
+    referee = serve.deployment(**_CONTROLLER_OPTIONS, logging_config=_logging(config))(Controller).bind(config)
     if config.topology == "monolith":
         if config.router is not None:
             return _routed(config, config.router, "MonolithServer", None, referee)

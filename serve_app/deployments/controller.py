@@ -25,14 +25,14 @@ from serve_app.integrity.verdicts import Checked
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, RaySink
 from serve_app.telemetry.tracing import Carried, adopt, carried
-from serve_app.weights.coordinator import WeightsDesk
+from serve_app.weights.coordinator import WeightCoordinator
 from serve_app.weights.desired_state import DesiredState, Outcome, WeightsRef
 from serve_app.weights.transfer import Transfers
 from speculative.errors import EngineFault
 from speculative.request import Request
 
 
-class RefereeServer:
+class Controller:
     """One actor for the whole app: it has finished requests replayed, keeps the verdicts, and everybody's counts."""
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
@@ -56,7 +56,7 @@ class RefereeServer:
         metrics = Metrics([RaySink(), self._sums], model_name=config.model.served_name, pool=pool)
         self._referee = Referee(replay, metrics, _referee_settings(config), _dump_folder(config))
         self._status = StatusBook(_about(config), time.time)
-        self._desk = WeightsDesk()
+        self._weights = WeightCoordinator()
         self._transfers = Transfers(ray.put)
         self._work = asyncio.get_running_loop().create_task(self._run())
 
@@ -86,19 +86,19 @@ class RefereeServer:
         orders = self._referee.hear(report)
         if report.weights is None:
             return orders
-        return dataclasses.replace(orders, weights=self._desk.hear(report.status.replica, report.weights))
+        return dataclasses.replace(orders, weights=self._weights.hear(report.status.replica, report.weights))
 
     async def wanted_weights(self) -> DesiredState:
         """What a replica that starts is to serve."""
-        return self._desk.wanted
+        return self._weights.wanted
 
     async def weights(self) -> Statuses:
         """Which weights each replica serves."""
-        return self._desk.statuses()
+        return self._weights.statuses()
 
     async def update_weights(self, ref: WeightsRef, mode: PauseMode, timeout_s: float) -> Outcome:
         """Bring new weights to every replica, or to none."""
-        return await self._desk.update(ref, mode=mode, timeout_s=timeout_s)
+        return await self._weights.update(ref, mode=mode, timeout_s=timeout_s)
 
     async def begin_transfer(self) -> int:
         """Weights are to come over the wire; the number of their transfer."""
@@ -113,15 +113,15 @@ class RefereeServer:
     ) -> Outcome:
         """All of them came, so many shards of the target and of the drafter: bring them to every replica."""
         ref = self._transfers.end(transfer, version, *num_shards)
-        return await self._desk.update(ref, mode=mode, timeout_s=timeout_s)
+        return await self._weights.update(ref, mode=mode, timeout_s=timeout_s)
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> Outcome:
         """Have every replica begin nothing new."""
-        return await self._desk.pause(mode, timeout_s)
+        return await self._weights.pause(mode, timeout_s)
 
     async def resume(self) -> Outcome:
         """Have every replica go on."""
-        return await self._desk.resume()
+        return await self._weights.resume()
 
     async def count(self, batch: MetricBatch) -> None:
         """Take in what a replica without an engine counted."""

@@ -3,7 +3,7 @@
 DecodeServer is the HTTP ingress and the orchestrator: it asks a prefill replica for the handoff, goes on from it, and
 streams. MonolithServer is the same without a prefill pool. Where streams are to outlive the replica that decodes them,
 StreamRouter answers HTTP and DecodeWorker takes the place of either. PrefillServer computes prompts, and replays
-finished requests for the referee. RefereeServer is one actor: it checks what was served, keeps the verdicts, and the
+finished requests for the referee. The Controller is one actor: it checks what was served, keeps the verdicts, and the
 sums of the whole app for `/metrics`.
 """
 

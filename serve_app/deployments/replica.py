@@ -43,7 +43,7 @@ from speculative.errors import EngineFault, TruespecError
 from speculative.request import Request
 
 _logger = logging.getLogger("truespec.serve")
-REFEREE = "RefereeServer"
+CONTROLLER = "Controller"
 REPORT_EVERY_S = 1.0
 _HURRIED_REPORT_S = 0.1  # while weights are on their way
 _JOIN_TIMEOUT_S = 60.0
@@ -81,7 +81,7 @@ class Replica:
     def referee(self) -> DeploymentHandle[Any]:
         """The app's one referee. The handle is kept: each has a router of its own."""
         if self._referee is None:
-            handle: DeploymentHandle[Any] = serve.get_deployment_handle(REFEREE, self._app_name)
+            handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, self._app_name)
             self._referee = handle.options(_by_reference=True)  # weights come as references to objects
         return self._referee
 

@@ -81,4 +81,4 @@ class Orders:
 
     findings: tuple[Finding, ...] = ()
     mode: Mode | None = None  # what an operator wants; None = nothing new
-    weights: DesiredState | None = None  # which to serve; None = the desk has nothing to say
+    weights: DesiredState | None = None  # which to serve; None = no change

@@ -1,9 +1,9 @@
 """New weights for a service that runs: every replica of every pool gets them, or none does.
 
-The desk, one for the app, says in its answer to each report which weights a replica is to load beside those it serves,
-and which it is to serve. When all replicas have loaded the same, they are served from then on; before that, one failure
-calls the update off. What is wanted is a state and not a message, so nothing depends on a message that was lost, and a
-replica that starts later comes to the same weights. The keeper, one for each replica, brings it there.
+The coordinator, one for the app, says in its answer to each report which weights a replica is to load beside those it
+serves, and which it is to serve. When all replicas have loaded the same, they are served from then on; before that, one
+failure calls the update off. What is wanted is a state and not a message, so nothing depends on a message that was
+lost, and a replica that starts later comes to the same weights. The updater, one for each replica, brings it there.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, W
 
 _logger = logging.getLogger("truespec.weights")
 _SILENT_AFTER_S = 15.0  # a replica that is not heard of for so long is gone
-_FIRST_REPORTS_S = 3.0  # by then every replica that lives has reported to a new desk
+_FIRST_REPORTS_S = 3.0  # by then every replica that lives has reported to a new coordinator
 _LOOK_EVERY_S = 0.1
 
 
@@ -37,7 +37,7 @@ class _Update:
     refusal: str = ""  # set when it is called off
 
 
-class WeightsDesk:
+class WeightCoordinator:
     """Decides for the whole app. Bound to one asyncio loop.
 
     Args:
@@ -59,7 +59,7 @@ class WeightsDesk:
         self._members[name] = _Member(status, self._clock())
         update = self._update
         if status.serving.number > self._serve.number and (update is None or not self._decided(update)):
-            self._serve = status.serving  # this desk is new, and the replica knows what the last one decided
+            self._serve = status.serving  # this coordinator is new; the replica knows what the last one decided
             if update is not None:  # its number may be too low
                 update.refusal = f"{name} says only now that they are what is served; ask again"
         self._decide()
@@ -157,7 +157,7 @@ class WeightsDesk:
         return bool(update.refusal) or self._serve is update.ref
 
     async def _first_reports(self) -> None:
-        """Wait until the replicas have said what the last desk decided."""
+        """Wait until the replicas have reported what the last coordinator decided."""
         while self._clock() < self._began_at + _FIRST_REPORTS_S:
             await asyncio.sleep(_LOOK_EVERY_S)
 

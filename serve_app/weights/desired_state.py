@@ -33,7 +33,7 @@ CONFIGURED = WeightsRef(0, DEFAULT_VERSION)
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """The desk to a replica: what it is to come to."""
+    """From the coordinator to a replica: the state it should reach."""
 
     serve: WeightsRef
     load: WeightsRef | None = None  # beside those it serves
@@ -43,7 +43,7 @@ class DesiredState:
 
 @dataclass(frozen=True, slots=True)
 class WeightsStatus:
-    """A replica to the desk: where it stands."""
+    """From a replica to the coordinator: its current state."""
 
     serving: WeightsRef
     fingerprint: str  # of what it serves

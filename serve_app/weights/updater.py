@@ -19,7 +19,7 @@ Fetch = Callable[[WeightsRef], contextlib.AbstractAsyncContextManager[tuple[str,
 
 
 class WeightsKeeper:
-    """Brings one replica to what the desk wants.
+    """Brings one replica to the state that the coordinator wants.
 
     Args:
         backend: its engine.
@@ -71,7 +71,7 @@ class WeightsKeeper:
 
     @property
     def behind(self) -> bool:
-        """Whether something is under way, so that the desk should hear of it soon."""
+        """Whether something is under way, so that the coordinator should hear of it soon."""
         wanted = self._wanted
         return wanted.load is not None or wanted.serve.number != self._serving.number or wanted.paused != self._paused
 

@@ -95,7 +95,7 @@ def test_the_cpu_example_serves_and_the_smoke_script_passes(cluster: Cluster, ob
     wait_until(lambda: cluster.application().get("status") in ("RUNNING", "DEPLOY_FAILED"), "the application", 600)
     application = cluster.application()
     assert application["status"] == "RUNNING", application["message"]
-    assert set(application["deployments"]) == {"PrefillServer", "DecodeServer", "RefereeServer"}
+    assert set(application["deployments"]) == {"PrefillServer", "DecodeServer", "Controller"}
     done = smoke(url, 300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok: ") == 6

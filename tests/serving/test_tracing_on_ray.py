@@ -85,7 +85,7 @@ def test_spans_and_log_lines_of_a_request_lead_through_all_replicas(traced: Serv
 
 def _check_lines(reply_id: str) -> None:
     lines = log_lines()
-    assert lines.keys() == {"DecodeServer", "PrefillServer", "RefereeServer"}
+    assert lines.keys() == {"DecodeServer", "PrefillServer", "Controller"}
     for deployment, reported in lines.items():
         own = [line for line in reported if "time" in line]  # since the replica set up its lines
         assert all({"time", "level", "logger", "message"} <= line.keys() for line in own)

@@ -37,7 +37,7 @@ def test_either_setting_puts_a_router_before_the_pool_that_decodes(
     found = deployments(topology=topology, **args)
     assert next(iter(found)) == "StreamRouter"
     assert found[name].endswith("DecodeWorker")
-    assert "RefereeServer" in found
+    assert "Controller" in found
 
 
 @pytest.mark.parametrize(

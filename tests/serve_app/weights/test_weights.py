@@ -16,7 +16,7 @@ from serve_app.backends.base import ModelInfo, PauseMode
 from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.errors import UpdateRefused
 from serve_app.telemetry.metrics import BufferSink, Metrics
-from serve_app.weights.coordinator import WeightsDesk
+from serve_app.weights.coordinator import WeightCoordinator
 from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, WeightsRef, WeightsStatus
 from serve_app.weights.transfer import Transfers, digest_of, fetched
 from serve_app.weights.updater import WeightsKeeper
@@ -34,11 +34,11 @@ class Clock:
 
 
 class App:
-    """A desk and what its replicas tell it."""
+    """A coordinator and what its replicas tell it."""
 
     def __init__(self, *names: str) -> None:
         self.clock = Clock()
-        self.desk = WeightsDesk(self.clock)
+        self.coordinator = WeightCoordinator(self.clock)
         self.clock.now += 10
         self.stands = {name: WeightsStatus(CONFIGURED, "f0") for name in names}
         for name in names:
@@ -46,10 +46,10 @@ class App:
 
     def report(self, name: str, **changes: object) -> DesiredState:
         self.stands[name] = dataclasses.replace(self.stands[name], **changes)  # type: ignore[arg-type]
-        return self.desk.hear(name, self.stands[name])
+        return self.coordinator.hear(name, self.stands[name])
 
     def update(self, ref: WeightsRef = NEW, **options: object) -> "asyncio.Task[Outcome]":
-        return asyncio.create_task(self.desk.update(ref, **options))  # type: ignore[arg-type]
+        return asyncio.create_task(self.coordinator.update(ref, **options))  # type: ignore[arg-type]
 
 
 async def soon(condition: object) -> None:
@@ -59,8 +59,8 @@ async def soon(condition: object) -> None:
 
 
 async def begun(app: App) -> WeightsRef:
-    await soon(lambda: app.desk.wanted.load is not None)
-    load = app.desk.wanted.load
+    await soon(lambda: app.coordinator.wanted.load is not None)
+    load = app.coordinator.wanted.load
     assert load is not None
     return load
 
@@ -100,7 +100,7 @@ async def test_one_replica_that_cannot_load_them_calls_it_off_for_all() -> None:
     for name in app.stands:
         app.report(name, loaded=2, loaded_fingerprint="f2")
     for name in app.stands:
-        app.report(name, serving=app.desk.wanted.serve)
+        app.report(name, serving=app.coordinator.wanted.serve)
     assert (await again).complete
 
 
@@ -134,7 +134,7 @@ async def test_a_dead_replica_does_not_hold_up_the_others() -> None:
     app.report("d1", loaded=1, loaded_fingerprint="f1")
     app.clock.now += 16  # d2 says nothing
     app.report("d1")
-    await soon(lambda: app.desk.wanted.serve == load)
+    await soon(lambda: app.coordinator.wanted.serve == load)
     app.report("d1", serving=load, loaded=None)
     outcome = await update
     assert outcome.complete and [one["replica"] for one in outcome.replicas] == ["d1"]
@@ -148,7 +148,7 @@ async def test_a_replica_that_starts_in_the_middle_is_waited_for() -> None:
     app.stands["late"] = WeightsStatus(CONFIGURED, "f0")
     assert app.report("late").load == load
     app.report("d1", loaded=1, loaded_fingerprint="f1")
-    assert app.desk.wanted.serve is CONFIGURED
+    assert app.coordinator.wanted.serve is CONFIGURED
     app.report("late", loaded=1, loaded_fingerprint="f1")
     for name in app.stands:
         app.report(name, serving=load)
@@ -162,7 +162,7 @@ async def test_after_the_decision_there_is_no_way_back_only_a_word_that_it_is_no
     for name in app.stands:
         app.report(name, loaded=1, loaded_fingerprint="f1")
     app.report("d1", serving=load)
-    await soon(lambda: app.desk.wanted.load is None)
+    await soon(lambda: app.coordinator.wanted.load is None)
     for _ in range(4):
         await asyncio.sleep(0.15)
         app.clock.now += 10
@@ -177,10 +177,10 @@ async def test_two_updates_at_once_and_an_old_name_are_refused() -> None:
     update = app.update()
     await begun(app)
     with pytest.raises(UpdateRefused, match="'v1' is under way"):
-        await app.desk.update(dataclasses.replace(NEW, version="v2"))
+        await app.coordinator.update(dataclasses.replace(NEW, version="v2"))
     update.cancel()
     with pytest.raises(UpdateRefused, match="'default' is what is served"):
-        await App("d1").desk.update(dataclasses.replace(NEW, version="default"))
+        await App("d1").coordinator.update(dataclasses.replace(NEW, version="default"))
 
 
 async def test_a_new_desk_learns_from_the_replicas_what_the_last_one_decided() -> None:
@@ -196,7 +196,7 @@ async def test_a_new_desk_learns_from_the_replicas_what_the_last_one_decided() -
 
 def restarted(app: App) -> App:
     """The app with a desk that has just begun."""
-    app.desk = WeightsDesk(app.clock)
+    app.coordinator = WeightCoordinator(app.clock)
     return app
 
 
@@ -247,26 +247,26 @@ async def test_a_number_is_above_all_that_replicas_report() -> None:
 
 async def test_pause_and_resume_wait_for_all_replicas() -> None:
     app = App("p", "d1")
-    pause = asyncio.create_task(app.desk.pause(PauseMode.ABORT))
-    await soon(lambda: app.desk.wanted.paused is PauseMode.ABORT)
+    pause = asyncio.create_task(app.coordinator.pause(PauseMode.ABORT))
+    await soon(lambda: app.coordinator.wanted.paused is PauseMode.ABORT)
     app.report("p", paused=PauseMode.ABORT)
     await asyncio.sleep(0.25)
     assert not pause.done()
     app.report("d1", paused=PauseMode.ABORT)
     assert (await pause).complete
-    assert all(one["paused"] is True for one in app.desk.statuses())
-    resume = asyncio.create_task(app.desk.resume())
-    await soon(lambda: app.desk.wanted.paused is None)
+    assert all(one["paused"] is True for one in app.coordinator.statuses())
+    resume = asyncio.create_task(app.coordinator.resume())
+    await soon(lambda: app.coordinator.wanted.paused is None)
     for name in app.stands:
         app.report(name, paused=None)
     assert (await resume).complete
-    assert all(one["paused"] is False for one in app.desk.statuses())
+    assert all(one["paused"] is False for one in app.coordinator.statuses())
 
 
 async def test_a_pause_of_another_kind_is_complete_when_that_is_reached() -> None:
     app = App("d1")
     app.report("d1", paused=PauseMode.KEEP)
-    pause = asyncio.create_task(app.desk.pause(PauseMode.WAIT))
+    pause = asyncio.create_task(app.coordinator.pause(PauseMode.WAIT))
     await asyncio.sleep(0.25)
     assert not pause.done(), "it stands still, but has requests to finish"
     app.report("d1", paused=None)
@@ -279,9 +279,9 @@ async def test_a_pause_of_another_kind_is_complete_when_that_is_reached() -> Non
 @pytest.mark.parametrize("resumed", [True, False])
 async def test_a_pause_is_over_when_something_else_is_wanted(resumed: bool) -> None:
     app = App("d1")
-    pause = asyncio.create_task(app.desk.pause(PauseMode.WAIT))
-    await soon(lambda: app.desk.wanted.paused is PauseMode.WAIT)
-    other = asyncio.create_task(app.desk.resume() if resumed else app.desk.pause(PauseMode.KEEP))
+    pause = asyncio.create_task(app.coordinator.pause(PauseMode.WAIT))
+    await soon(lambda: app.coordinator.wanted.paused is PauseMode.WAIT)
+    other = asyncio.create_task(app.coordinator.resume() if resumed else app.coordinator.pause(PauseMode.KEEP))
     assert not (await asyncio.wait_for(pause, 300)).complete
     other.cancel()
 
