@@ -30,7 +30,7 @@ _logger = logging.getLogger("truespec.engine")
 _IDLE_S = 0.02  # how long to wait for a command when work is there but nothing can run (all blocks are held)
 _LOOK_EVERY_S = 1.0  # whether an engine that is waited for still lives
 _STALLED_AFTER_S = 120.0  # one step that takes longer is taken for dead
-_ROUNDED = ("int8", "int4", "w8a8", "w4a8")  # forms of `engine.weights` that round them
+_ROUNDED = ("int8", "int4", "w8a8", "w4a8")  # forms of `engine.quantization` that round them
 _WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
 
 Command = Callable[[EngineCore], None]
@@ -428,7 +428,7 @@ class TorchBackend:
 def _quantization(folder: Path, engine: EngineCore) -> str | None:
     """How the weights of a folder are rounded where this engine serves them; None = as `dtype` has them."""
     config = engine.config
-    kept = choose_weights(config.weights, folder, dtype=config.dtype, device=engine.device)
+    kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device)
     if kept in _ROUNDED:
         return kept
     return "int4" if (folder / QUANTIZED_FILE).is_file() else None  # the plain weights are those numbers, spelt out

@@ -93,7 +93,7 @@ class VllmBackend:
         self._paused = False
         self._readings = Readings()
         self._adapters = Adapters({})
-        self._self_check = SelfCheck(settings.self_check_share)
+        self._self_check = SelfCheck(settings.self_check_sample_rate)
 
     async def start(self) -> ModelInfo:
         """Start vLLM's process, and wait until it has loaded the model."""
@@ -119,7 +119,7 @@ class VllmBackend:
             await self._end_engine()
             raise
         if self._watches:
-            watched = (self._settings.self_check_share, draws_drafts(drafter))
+            watched = (self._settings.self_check_sample_rate, draws_drafts(drafter))
             await self._llm.collective_rpc("watch_sampler", args=watched)
             self._spawn(self._take_terms_forever())
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
@@ -557,7 +557,7 @@ class VllmBackend:
 
     @property
     def _watches(self) -> bool:
-        return self._speculates and self._settings.self_check_share > 0
+        return self._speculates and self._settings.self_check_sample_rate > 0
 
     def _info(self) -> ModelInfo:
         model = self._llm.model_config

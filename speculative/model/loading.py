@@ -99,7 +99,8 @@ def choose_weights(wanted: WeightsName, folder: Path, *, dtype: str, device: tor
         if wanted in ("auto", dtype):
             return None
         raise ConfigError(
-            f"weights: {wanted} with dtype {dtype} needs a CPU with AVX-512 and a C++ compiler; take weights: auto."
+            f"quantization: {wanted} with dtype {dtype} needs a CPU with AVX-512 and a C++ compiler; "
+            "take quantization: auto."
         )
     if wanted != "auto":
         return wanted

@@ -178,7 +178,7 @@ function drawStrata() {
   });
   table(byId("strata"), [["stratum"], ["tokens", true], ["TME", true], ["alarms", true]], rows,
     status.about.replay_share > 0 ? "Nothing was replayed yet. A share of the answers is, soon after they end."
-      : "Replays are off (replay.share is 0): only answers that ask for `verify` are replayed.");
+      : "Replays are off (replay.sample_rate is 0): only answers that ask for `verify` are replayed.");
 }
 
 function drawLatest() {

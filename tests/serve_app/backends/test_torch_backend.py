@@ -62,7 +62,7 @@ async def test_rounded_weights_are_reported_in_whatever_form_they_are_kept(
     made = shutil.copytree(folder, tmp_path / "model")
     if came_quantized:
         save_quantized(made, {})
-    backend = TorchBackend(str(made), "tiny", replace(CONFIG, weights=weights))
+    backend = TorchBackend(str(made), "tiny", replace(CONFIG, quantization=weights))
     assert (await backend.start()).quantization == reported
     await backend.load_weights(str(folder))
     assert (await backend.switch_weights("other")).quantization is None
