@@ -11,9 +11,10 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from serve_app.backends.base import Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.base import SHIPPED_HEADS, Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
 from serve_app.text.grammar import StructureCompiler
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
@@ -39,7 +40,13 @@ Event = TokenDelta | Handoff | Exception
 
 
 def load_engine(folder: Path, config: EngineConfig) -> EngineCore:
-    """Load a checkpoint folder's engine, able to keep answers to a structure in the folder's own vocabulary."""
+    """Load a checkpoint folder's engine, able to keep answers to a structure in the folder's own vocabulary.
+
+    The drafter may be a head that comes with the package.
+    """
+    if config.drafter.model is not None:
+        head = str(resolve_model(config.drafter.model, SHIPPED_HEADS))
+        config = replace(config, drafter=replace(config.drafter, model=head))
     model = ModelConfig.from_folder(folder)
     return EngineCore.load(folder, config, StructureCompiler(folder, model.vocab_size, model.eos_token_ids))
 
@@ -167,7 +174,8 @@ class TorchBackend:
         def load() -> tuple[Weights, str | None]:
             folder = resolve_model(source)
             check_same_model(folder, engine.model)
-            weights = load_weights(folder, engine.config, engine.device, drafter)
+            head = None if drafter is None else resolve_model(drafter, SHIPPED_HEADS)
+            weights = load_weights(folder, engine.config, engine.device, head)
             return weights, _quantization(folder, engine)
 
         self._loaded = None  # what was loaded before makes room
@@ -338,7 +346,7 @@ class TorchBackend:
             fingerprint=engine.manifest.fingerprint,
             folder=str(self._folder),
             eos_token_ids=engine.model.eos_token_ids,
-            drafter_folder="" if drafter is None else str(resolve_model(drafter)),
+            drafter_folder="" if drafter is None else str(resolve_model(drafter, SHIPPED_HEADS)),
             quantization=self._quantization,
             computing=self._computing(engine),
         )

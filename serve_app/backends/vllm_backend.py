@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from serve_app.backends.base import Backend, Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.base import (
+    SHIPPED_HEADS,
+    Backend,
+    Computing,
+    Handoff,
+    ModelInfo,
+    PauseMode,
+    Prefilled,
+    Replayed,
+)
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
 from serve_app.backends.vllm_parts.checkpoint import (
     came_quantized,
@@ -102,7 +111,9 @@ class VllmBackend:
             os.environ.setdefault(name, value)
         self._folder = await asyncio.to_thread(resolve_model, self._source)
         drafter = self._settings.engine.drafter
-        self._drafter_folder = None if drafter.model is None else await asyncio.to_thread(resolve_model, drafter.model)
+        self._drafter_folder = None
+        if drafter.model is not None:
+            self._drafter_folder = await asyncio.to_thread(resolve_model, drafter.model, SHIPPED_HEADS)
         self._adapters = await asyncio.to_thread(read_adapters, self._settings.lora_modules, self._folder)
         self._scratch = await asyncio.to_thread(Scratch, _memory_folder())
         try:
