@@ -219,7 +219,7 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} did not complete.",
         "The logprob check covers less than half of what it should: wrong logprobs may go unnoticed.",
         "Replays by result: skipped means the queue is full, failed means no prefill replica could compute them.",
-        "Lower `replay.share`, or add prefill replicas.",
+        "Lower `replay.sample_rate`, or add prefill replicas.",
     ),
     Alert(
         "TruespecHandoffsFail",

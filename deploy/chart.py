@@ -18,6 +18,7 @@ import yaml
 
 from deploy.reference import json_schema
 from serve_app.config.app_config import AppConfig
+from serve_app.config.renamed import RENAMED
 from speculative.errors import TruespecError
 
 ROOT = Path(__file__).parents[1]
@@ -61,12 +62,22 @@ def schema() -> dict[str, Any]:
     del config["properties"]["pools"]  # the chart writes them
     del sections["ModelSection"]["properties"]["source"]["minLength"]  # empty by default, and a guard tells it better
     made["properties"]["config"] = _draft_07(config)
+    _allow_old_names(config, sections)
     for name in sorted(_needed(config, sections)):
         made["definitions"][f"config.{name}"] = _draft_07(sections[name])
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     made["required"] = ["config"]
     made["allOf"] = [_required({key: value for key, value in defaults.items() if key != "config"})]
     return made
+
+
+def _allow_old_names(config: dict[str, Any], sections: dict[str, Any]) -> None:
+    """Settings that were renamed, as the application still reads them; guards refuse both names at once."""
+    for old, new in RENAMED.items():
+        section, _, old_name = old.partition(".")
+        fields = sections[config["properties"][section]["$ref"].rsplit("/", 1)[1]]["properties"]
+        as_now = {key: value for key, value in fields[new.rpartition(".")[2]].items() if key != "default"}
+        fields[old_name] = as_now | {"description": f"Now `{new}`.", "deprecated": True}
 
 
 def _required(defaults: dict[str, Any]) -> dict[str, Any]:

@@ -96,4 +96,4 @@ def _wait_for_replay(client: Client) -> MetricSummary:
             return metrics
         seen = metrics["replayed_tokens"]
         time.sleep(2.0)
-    raise ServiceError(f"No request was replayed within {_REPLAY_WAIT_S:.0f} s; is replay.share above 0?")
+    raise ServiceError(f"No request was replayed within {_REPLAY_WAIT_S:.0f} s; is replay.sample_rate above 0?")

@@ -91,15 +91,17 @@ def fetch_model(name: str, *, cache_dir: Path | None = None, progress: Progress 
 
 
 def find_model(name: str, progress: Progress | None = None) -> Path:
-    """The folder of a model of the catalogue, fetched where it is not there yet; or of what else `resolve_model` knows.
+    """The folder of a model: of the catalogue, fetched where it is not there yet, or a head that comes with the
+    package, or what else `resolve_model` knows.
 
     Raises:
         ConfigError: there is no such model.
         FetchFailed: it could not be fetched.
     """
-    from speculative.model.loading import resolve_model  # torch: not before the command line is understood
+    from serve_app.backends.base import SHIPPED_HEADS  # numpy, torch: not before the command line is understood
+    from speculative.model.loading import resolve_model
 
-    return fetch_model(name, progress=progress) if name in CATALOGUE else resolve_model(name)
+    return fetch_model(name, progress=progress) if name in CATALOGUE else resolve_model(name, SHIPPED_HEADS)
 
 
 def model_here(name: str) -> Path | None:
@@ -111,13 +113,14 @@ def model_here(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    from serve_app.backends.base import SHIPPED_HEADS
     from speculative.model.loading import checkpoint_files, resolve_model
 
     if name in CATALOGUE:
         folder = models_folder() / name
         return folder if _is_complete(folder, CATALOGUE[name]) else None
     if not _HUB_ID.fullmatch(name) or Path(name).is_dir():
-        return resolve_model(name)
+        return resolve_model(name, SHIPPED_HEADS)
     try:
         repository, _, revision = name.partition("@")
         folder = Path(snapshot_download(repository, revision=revision or None, local_files_only=True))

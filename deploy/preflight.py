@@ -247,9 +247,9 @@ def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, P
         yield from _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
     faults, longest = _look("engine.max_model_len", partial(longest_sequence, model, engine))
     yield from faults
-    if engine.weights not in ("auto", engine.dtype) and not config.uses_gpu:
-        choose = partial(choose_weights, engine.weights, folder, dtype=engine.dtype, device=torch.device("cpu"))
-        yield from _look("engine.weights", choose)[0]
+    if engine.quantization not in ("auto", engine.dtype) and not config.uses_gpu:
+        choose = partial(choose_weights, engine.quantization, folder, dtype=engine.dtype, device=torch.device("cpu"))
+        yield from _look("engine.quantization", choose)[0]
     if longest is not None and "drafter.model" in sources:
         yield from _drafter_faults(config.drafter.kind, sources["drafter.model"], model, longest)
 
@@ -323,9 +323,9 @@ def _room_faults(
 
 def _kept_bytes(engine: EngineConfig, *, uses_gpu: bool) -> float:
     """Least bytes that a weight takes once it is loaded: of four bits where nothing says otherwise on a CPU."""
-    if uses_gpu or engine.weights == engine.dtype or engine.dtype == "float32":
+    if uses_gpu or engine.quantization == engine.dtype or engine.dtype == "float32":
         return _WEIGHT_BYTES[engine.dtype]
-    return _WEIGHT_BYTES["int4" if engine.weights == "auto" else engine.weights]
+    return _WEIGHT_BYTES["int4" if engine.quantization == "auto" else engine.quantization]
 
 
 def _num_weights(folder: Path) -> int:

@@ -41,7 +41,7 @@ def arithmetic_of(decoder: Decoder) -> Arithmetic:
         return Arithmetic("cpu", found, rounding, name)
     rounding = ""
     if decoder.packed is None:
-        rounding = "oneDNN's products round by the size of the batch; engine.weights: bfloat16 does without them"
+        rounding = "oneDNN's products round by the size of the batch; engine.quantization: bfloat16 does without them"
     elif decoder.config.head_dim % 16 != 0:
         rounding = "torch's attention rounds by the size of the batch, and heads of this size need it"
     return Arithmetic("cpu", "", rounding, f"{Path(found.file).stem} {torch_name} {decoder.packed}")

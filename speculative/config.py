@@ -107,13 +107,15 @@ class EngineConfig:
     block_size: int = 16  # tokens a block
     prefix_caching: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    weights: WeightsName = "auto"  # how the CPU keeps them; auto = as the checkpoint's source had them, else as `dtype`
+    quantization: WeightsName = (
+        "auto"  # how the CPU keeps them; auto = as the checkpoint's source had them, else as `dtype`
+    )
     device: str = "auto"  # a CUDA device when there is one, else the CPU
     cuda_graphs: bool | None = None  # replay captured decoding steps; None = on a GPU; True elsewhere pads, for tests
     num_threads: int = 1  # CPU threads: the replica's share of the cores, never the machine's
     logprobs_mode: LogprobsMode = "raw_logprobs"
     verifier: VerifierName = "token_wise"  # requests that ask to be reproducible get the coupled one in any case
-    self_check_share: float = 0.5  # of the steps whose terms the self-checks take; invariants are checked in all
+    self_check_sample_rate: float = 0.5  # of the steps whose terms the self-checks take; invariants are checked in all
     priority_ageing_s: float = 10.0  # seconds of waiting that make up for one class of priority
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
@@ -126,7 +128,7 @@ class EngineConfig:
             "kv_cache_tokens",
             f"must be a multiple of block_size ({self.block_size})",
         )
-        _check(0 <= self.self_check_share <= 1, "self_check_share", "must be between 0 and 1")
+        _check(0 <= self.self_check_sample_rate <= 1, "self_check_sample_rate", "must be between 0 and 1")
         _check(
             0 < self.priority_ageing_s < math.inf,
             "priority_ageing_s",

@@ -74,7 +74,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
         )
-        self.self_check = SelfCheck(config.self_check_share)
+        self.self_check = SelfCheck(config.self_check_sample_rate)
         self.ops = TorchOps() if self._uses_graphs else choose_ops(self.device)  # graphs hold torch's alone
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
         self.cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))

@@ -45,7 +45,7 @@ def load_weights(
         ConfigError: files are missing or damaged, or target and drafter do not belong together.
         UnsupportedModel: the checkpoint needs what this engine does not do.
     """
-    kind = choose_weights(config.weights, folder, dtype=config.dtype, device=device)
+    kind = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
     decoder = decoder or load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=kind)
     draft_model = _load_draft_model(folder, config, decoder, drafter)
     return Weights(decoder, model_fingerprint(folder, weights=kind), draft_model)

@@ -45,7 +45,7 @@ class AuditedModel:
             max_num_seqs=16,
             kv_cache_tokens=16384,
             verifier=setting.verifier,
-            self_check_share=1.0,
+            self_check_sample_rate=1.0,
             drafter=DrafterConfig(
                 kind="eagle3", model=self.head, sampled=not setting.chosen, num_draft_tokens=_NUM_DRAFTS
             ),

@@ -148,7 +148,7 @@ def audit_clean(num_positions: int, report: Report = lambda _: None, serve: Serv
 
 def serve_table(setting: CleanSetting, seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[EngineCore, Iterator[Request]]:
     """Serve from a table."""
-    engine = table_engine(vocab_size, self_check_share=1.0, verifier=setting.verifier, chosen=setting.chosen)
+    engine = table_engine(vocab_size, self_check_sample_rate=1.0, verifier=setting.verifier, chosen=setting.chosen)
     return engine, sampling(vocab_size, setting.params, seed)
 
 

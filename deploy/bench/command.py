@@ -20,6 +20,7 @@ from deploy.bench.report import print_report, write_markdown
 from deploy.bench.rounds import BenchResult, Progress, run_bench
 from deploy.models import find_model
 from deploy.options import check_writable, write_json
+from serve_app.backends.base import SHIPPED_HEADS
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
 
@@ -130,7 +131,7 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
         profile=options.profile,
         together=options.together,
         gguf=gguf,
-        head=head and str(resolve_model(head)),
+        head=head and str(resolve_model(head, SHIPPED_HEADS)),
         draft_model=options.draft_model and str(resolve_model(options.draft_model)),
         pythons={family: python for family, python in pythons.items() if python is not None},
     )

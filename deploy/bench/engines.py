@@ -88,7 +88,7 @@ def _together(launches: list[Launch]) -> list[Launch]:
         key: Any = launch.name.text
         if launch.name.family == OURS:
             engine = launch.settings["engines"][key]["engine"]
-            key = tuple(engine[name] for name in ("weights", "dtype", "device", "num_threads"))
+            key = tuple(engine[name] for name in ("quantization", "dtype", "device", "num_threads"))
         if key in kept:
             kept[key].settings["engines"].update(launch.settings["engines"])
         else:
@@ -143,11 +143,11 @@ def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Opt
         "max_model_len": plan.max_model_len,
         "kv_cache_tokens": most * blocks * 16,
         "prefix_caching": False,
-        "weights": options.text("weights", "auto"),
+        "quantization": options.text("weights", "auto"),
         "device": options.text("device", "auto"),
         "cuda_graphs": _GRAPHS[options.choice("graphs", tuple(_GRAPHS))],
         "verifier": options.text("verifier", EngineConfig().verifier),
-        "self_check_share": options.share("checks", EngineConfig().self_check_share),
+        "self_check_sample_rate": options.share("checks", EngineConfig().self_check_sample_rate),
     }
 
 

@@ -16,6 +16,7 @@ import torch
 
 from deploy.jobs.view import View
 from deploy.models import find_model
+from serve_app.backends.base import SHIPPED_HEADS
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore, resolve_device
@@ -203,7 +204,7 @@ def _resumes(job: TrainJob) -> bool:
 def _start(job: TrainJob, target: Decoder) -> DraftHead | None:
     """The head to go on from; None = a new one."""
     if not _resumes(job):
-        return load_head(job.kind, resolve_model(job.init_from), target) if job.init_from else None
+        return load_head(job.kind, resolve_model(job.init_from, SHIPPED_HEADS), target) if job.init_from else None
     try:
         return load_head(job.kind, job.out / HEAD, target)
     except ConfigError as error:
@@ -313,7 +314,7 @@ def _provenance(job: TrainJob, conversations: Conversations, start: DraftHead | 
         return reported
     if job.init_from is None or start is None:
         return reported | {"init_from": None}
-    fingerprint = model_fingerprint(resolve_model(job.init_from), start.config)
+    fingerprint = model_fingerprint(resolve_model(job.init_from, SHIPPED_HEADS), start.config)
     return reported | {"init_from": job.init_from, "init_from_fingerprint": fingerprint}
 
 

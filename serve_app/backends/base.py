@@ -4,12 +4,16 @@ import enum
 import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
+
+SHIPPED_HEADS = Path(__file__).parents[1] / "heads"
+"""Draft heads that come with the package: as `drafter.model`, each is known by its folder's name."""
 
 Handoff = np.ndarray[Any, np.dtype[np.uint8]]
 """A computed-token state on its way from one engine to another: one run of bytes that only an engine opens."""

@@ -11,9 +11,10 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from serve_app.backends.base import Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.base import SHIPPED_HEADS, Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
 from serve_app.text.grammar import StructureCompiler
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
@@ -30,7 +31,7 @@ _logger = logging.getLogger("truespec.engine")
 _IDLE_S = 0.02  # how long to wait for a command when work is there but nothing can run (all blocks are held)
 _LOOK_EVERY_S = 1.0  # whether an engine that is waited for still lives
 _STALLED_AFTER_S = 120.0  # one step that takes longer is taken for dead
-_ROUNDED = ("int8", "int4", "w8a8", "w4a8")  # forms of `engine.weights` that round them
+_ROUNDED = ("int8", "int4", "w8a8", "w4a8")  # forms of `engine.quantization` that round them
 _WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
 
 Command = Callable[[EngineCore], None]
@@ -39,7 +40,13 @@ Event = TokenDelta | Handoff | Exception
 
 
 def load_engine(folder: Path, config: EngineConfig) -> EngineCore:
-    """Load a checkpoint folder's engine, able to keep answers to a structure in the folder's own vocabulary."""
+    """Load a checkpoint folder's engine, able to keep answers to a structure in the folder's own vocabulary.
+
+    The drafter may be a head that comes with the package.
+    """
+    if config.drafter.model is not None:
+        head = str(resolve_model(config.drafter.model, SHIPPED_HEADS))
+        config = replace(config, drafter=replace(config.drafter, model=head))
     model = ModelConfig.from_folder(folder)
     return EngineCore.load(folder, config, StructureCompiler(folder, model.vocab_size, model.eos_token_ids))
 
@@ -167,7 +174,8 @@ class TorchBackend:
         def load() -> tuple[Weights, str | None]:
             folder = resolve_model(source)
             check_same_model(folder, engine.model)
-            weights = load_weights(folder, engine.config, engine.device, drafter)
+            head = None if drafter is None else resolve_model(drafter, SHIPPED_HEADS)
+            weights = load_weights(folder, engine.config, engine.device, head)
             return weights, _quantization(folder, engine)
 
         self._loaded = None  # what was loaded before makes room
@@ -338,7 +346,7 @@ class TorchBackend:
             fingerprint=engine.manifest.fingerprint,
             folder=str(self._folder),
             eos_token_ids=engine.model.eos_token_ids,
-            drafter_folder="" if drafter is None else str(resolve_model(drafter)),
+            drafter_folder="" if drafter is None else str(resolve_model(drafter, SHIPPED_HEADS)),
             quantization=self._quantization,
             computing=self._computing(engine),
         )
@@ -428,7 +436,7 @@ class TorchBackend:
 def _quantization(folder: Path, engine: EngineCore) -> str | None:
     """How the weights of a folder are rounded where this engine serves them; None = as `dtype` has them."""
     config = engine.config
-    kept = choose_weights(config.weights, folder, dtype=config.dtype, device=engine.device)
+    kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device)
     if kept in _ROUNDED:
         return kept
     return "int4" if (folder / QUANTIZED_FILE).is_file() else None  # the plain weights are those numbers, spelt out

@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from serve_app.backends.base import Backend, Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.base import (
+    SHIPPED_HEADS,
+    Backend,
+    Computing,
+    Handoff,
+    ModelInfo,
+    PauseMode,
+    Prefilled,
+    Replayed,
+)
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
 from serve_app.backends.vllm_parts.checkpoint import (
     came_quantized,
@@ -93,7 +102,7 @@ class VllmBackend:
         self._paused = False
         self._readings = Readings()
         self._adapters = Adapters({})
-        self._self_check = SelfCheck(settings.self_check_share)
+        self._self_check = SelfCheck(settings.self_check_sample_rate)
 
     async def start(self) -> ModelInfo:
         """Start vLLM's process, and wait until it has loaded the model."""
@@ -102,7 +111,9 @@ class VllmBackend:
             os.environ.setdefault(name, value)
         self._folder = await asyncio.to_thread(resolve_model, self._source)
         drafter = self._settings.engine.drafter
-        self._drafter_folder = None if drafter.model is None else await asyncio.to_thread(resolve_model, drafter.model)
+        self._drafter_folder = None
+        if drafter.model is not None:
+            self._drafter_folder = await asyncio.to_thread(resolve_model, drafter.model, SHIPPED_HEADS)
         self._adapters = await asyncio.to_thread(read_adapters, self._settings.lora_modules, self._folder)
         self._scratch = await asyncio.to_thread(Scratch, _memory_folder())
         try:
@@ -119,7 +130,7 @@ class VllmBackend:
             await self._end_engine()
             raise
         if self._watches:
-            watched = (self._settings.self_check_share, draws_drafts(drafter))
+            watched = (self._settings.self_check_sample_rate, draws_drafts(drafter))
             await self._llm.collective_rpc("watch_sampler", args=watched)
             self._spawn(self._take_terms_forever())
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
@@ -557,7 +568,7 @@ class VllmBackend:
 
     @property
     def _watches(self) -> bool:
-        return self._speculates and self._settings.self_check_share > 0
+        return self._speculates and self._settings.self_check_sample_rate > 0
 
     def _info(self) -> ModelInfo:
         model = self._llm.model_config

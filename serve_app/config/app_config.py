@@ -8,10 +8,11 @@ import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings
 from serve_app.config.base import POOLS_OF_TOPOLOGY, AtLeastOne, FieldError, PoolName, Section, Target, ray_share
+from serve_app.config.renamed import with_new_names
 from serve_app.config.scaling import AutoscalingSection
 from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig, LogprobsMode, drafter_kinds
 from speculative.errors import ConfigError
@@ -48,8 +49,8 @@ class EngineSection(Section):
     kind: Literal["torch", "vllm"] = "torch"
     """Our own engine; or vLLM where it is installed, for what ours does not do (docs/vllm.md)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the KV cache, and of weights and activations where `weights` does not say otherwise."""
-    weights: Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
+    """Type of the KV cache, and of weights and activations where `quantization` does not say otherwise."""
+    quantization: Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
     """How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8, w16a16 activations."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`auto` takes the GPU that Ray gave the replica, else the CPU."""
@@ -71,7 +72,7 @@ class EngineSection(Section):
     """What `logprobs` returns: before or after the sampling parameters, logits or logprobs."""
     verifier: Literal["token_wise", "block", "coupled"] = "token_wise"
     """How drafts are verified; reproducible requests (docs/concepts.md, Seeds) get `coupled` in any case."""
-    self_check_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them."""
     priority_ageing_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Seconds of waiting that make up for one class of `priority`: nobody waits for ever."""
@@ -86,7 +87,7 @@ class VllmSection(Section):
     """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
     replays: Literal["vllm", "torch"] = "vllm"
     """Who computes finished requests again; `torch`: our own engine beside vLLM, but for requests of an adapter."""
-    self_check_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the steps of which self-checks see what vLLM's rejection sampler draws from; 0 = none."""
     tool_parser: Annotated[str, Field(min_length=1)] | None = None
     """vLLM's parser of the tool calls that the model makes, such as `hermes` (`--tool-call-parser`)."""
@@ -232,7 +233,7 @@ class RecoverySection(Section):
 class ReplaySection(Section):
     """The check of finished requests: how many are computed again, and what is put up with."""
 
-    share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the finished requests that are computed again without speculation and compared."""
     max_queue: AtLeastOne = 64
     """Requests that may wait for their replay; more are counted as skipped."""
@@ -407,6 +408,11 @@ class AppConfig(Section):
     limits: LimitsSection = LimitsSection()
     """What is refused instead of queued."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _old_names_are_read(cls, data: Any, info: ValidationInfo) -> Any:
+        return with_new_names(data, (info.context or {}).get("file", "the application's args"))
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         for name in self.pools.model_fields_set - {*self.pool_names, "router"}:
@@ -426,11 +432,11 @@ class AppConfig(Section):
                 "raise it or lower max_model_len.",
             )
         self._check_engine()
-        if self.replay.share > 0 and self.engine.logprobs_mode != "raw_logprobs":
+        if self.replay.sample_rate > 0 and self.engine.logprobs_mode != "raw_logprobs":
             raise FieldError(
-                "replay.share",
+                "replay.sample_rate",
                 f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
-                f"{self.engine.logprobs_mode}; set replay.share to 0 or the mode to raw_logprobs.",
+                f"{self.engine.logprobs_mode}; set replay.sample_rate to 0 or the mode to raw_logprobs.",
             )
         return self
 
@@ -498,7 +504,7 @@ class AppConfig(Section):
     def replay_config(self, pool: PoolName) -> EngineConfig:
         """The torch engine's settings where it replays beside vLLM: the same weights, not those that are packed."""
         drafter = DrafterConfig(kind="none")
-        return replace(self.engine_config(pool), weights=self.engine.dtype, drafter=drafter)
+        return replace(self.engine_config(pool), quantization=self.engine.dtype, drafter=drafter)
 
     @property
     def parcels(self) -> Literal["plasma", "inline", "nixl"]:
@@ -520,6 +526,6 @@ class AppConfig(Section):
             self.vllm.engine_args,
             handoff="none" if apart is None else "nixl" if self.handoff.transport == "nixl" else "copy",
             role=apart or "kv_both",
-            self_check_share=self.vllm.self_check_share,
+            self_check_sample_rate=self.vllm.self_check_sample_rate,
             lora_modules=self.vllm.lora_modules,
         )

@@ -30,7 +30,7 @@ def read_file(path: Path | str, kind: type[SomeModel]) -> SomeModel:
     """
     data = _read_yaml(path)
     try:
-        return kind.model_validate(data)
+        return kind.model_validate(data, context={"file": path})
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {line}" for line in _faults(error))) from error
 

@@ -170,7 +170,7 @@ def _about(config: AppConfig) -> dict[str, Any]:
         "model": config.model.served_name,
         "topology": config.topology,
         "drafter": config.drafter.kind,
-        "replay_share": config.replay.share,
+        "replay_share": config.replay.sample_rate,
         "max_tme": config.replay.max_tme,
         "verifies": config.engine.logprobs_mode == "raw_logprobs",
     }

@@ -52,7 +52,7 @@ class HttpFront(Replica):
         limits, replay = self._config.limits, self._config.replay
         comparable = self._config.engine.logprobs_mode == "raw_logprobs"
         self._checks = Checks(
-            lambda request_id: chosen(request_id, replay.share), self._submit, self.check, replay.verify_timeout_s
+            lambda request_id: chosen(request_id, replay.sample_rate), self._submit, self.check, replay.verify_timeout_s
         )
         slots = self._config.engine.max_num_seqs * num_engines
         most = limits.max_ongoing_requests * num_engines

@@ -24,14 +24,15 @@ _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model"]  # nothing that runs code
 # Tables that old versions of transformers saved; they follow from the configuration.
-SHIPPED_HEADS = Path(__file__).parents[1] / "heads"
-
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".self_attn.masked_bias")
 
 
-def resolve_model(name_or_path: str | Path) -> Path:
-    """The folder of a model: a folder, a fetched catalogue name, a head that comes with the package, or a Hugging Face
-    hub id (`org/name[@revision]`).
+def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
+    """The folder of a model: a folder, a fetched catalogue name, or a Hugging Face hub id (`org/name[@revision]`).
+
+    Args:
+        name_or_path: the model.
+        others: folders of further models, by name, where those that were fetched lack it.
 
     Raises:
         ConfigError: it is none of these, or the hub cannot be reached; the message says how to get a model.
@@ -40,9 +41,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
-    for named in (models_folder() / name, SHIPPED_HEADS / name):
-        if name and (named / "config.json").is_file():
-            return named
+    for models in (models_folder(), *others):
+        if name and (models / name / "config.json").is_file():
+            return models / name
     if isinstance(name_or_path, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(
             f"No model {name!r}: there is no such folder, and it is not among the fetched models in {models_folder()}. "
@@ -99,7 +100,8 @@ def choose_weights(wanted: WeightsName, folder: Path, *, dtype: str, device: tor
         if wanted in ("auto", dtype):
             return None
         raise ConfigError(
-            f"weights: {wanted} with dtype {dtype} needs a CPU with AVX-512 and a C++ compiler; take weights: auto."
+            f"quantization: {wanted} with dtype {dtype} needs a CPU with AVX-512 and a C++ compiler; "
+            "take quantization: auto."
         )
     if wanted != "auto":
         return wanted

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoTokenizer
 
 from deploy import models
-from deploy.models import CATALOGUE, CatalogueModel, FetchFailed, fetch_model
+from deploy.models import CATALOGUE, CatalogueModel, FetchFailed, fetch_model, find_model, model_here
+from serve_app.backends.base import SHIPPED_HEADS
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder, resolve_model
@@ -181,3 +182,13 @@ def test_the_real_model() -> None:
     ids = tokenizer(text)["input_ids"]
     assert (ids[0], ids.count(1), ids.count(2)) == (1, 3, 2)
     assert tokenizer.decode(ids) == text
+
+
+def test_a_head_that_comes_with_the_package_is_found_and_only_its_package_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
+    name = "smollm2-135m-eagle3"
+    assert find_model(name) == model_here(name) == SHIPPED_HEADS / name
+    with pytest.raises(ConfigError, match="No model"):
+        resolve_model(name)

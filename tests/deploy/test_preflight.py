@@ -129,7 +129,7 @@ def test_an_engine_that_is_not_installed_is_named(models: Mapping[str, str], mon
 
 
 def test_a_cache_that_no_memory_holds_is_refused_with_what_would_fit(models: Mapping[str, str]) -> None:
-    wanted = {"kv_cache_tokens": 2**24, "dtype": "float32", "weights": "float32"}
+    wanted = {"kv_cache_tokens": 2**24, "dtype": "float32", "quantization": "float32"}
     found = only(faults(config(models, engine=wanted)))
     assert (
         "args.engine.kv_cache_tokens: 16777216 tokens take 16.0 GiB" in found

@@ -136,7 +136,7 @@ def test_sampled_tokens_follow_the_distribution_on_the_gpu(
 ) -> None:
     """Self-checks over thousands of positions raise no alarm, and none of their means is far from 0."""
     own = drafter("draft_model", stranger_folder)
-    engine = gpu_engine(gpu_folder, drafter=own, self_check_share=1.0, max_num_seqs=32)
+    engine = gpu_engine(gpu_folder, drafter=own, self_check_sample_rate=1.0, max_num_seqs=32)
     for index in range(64):
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         engine.add(Request(f"r{index}", PROMPTS[index % len(PROMPTS)], params, seed=1000 + index))

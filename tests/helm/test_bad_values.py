@@ -7,8 +7,10 @@ import yaml
 
 from deploy.chart import CHART, ChartError
 from serve_app.app import build_app
+from serve_app.config.files import parse_args
+from serve_app.config.renamed import RENAMED
 from speculative.errors import ConfigError
-from tests.support.chart import MINIMAL, merged, pod_templates, template
+from tests.support.chart import MINIMAL, merged, pod_templates, serve_config, template
 
 
 def engine(**fields: Any) -> dict[str, Any]:
@@ -73,7 +75,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (engine(max_num_seqs=0), "config.engine.max_num_seqs: Must be greater than or equal to 1"),
     (drafter(kind="medusa"), "config.drafter.kind must be one of the following"),
     (drafter(num_draft_tokens=65), "config.drafter.num_draft_tokens: Must be less than or equal to 64"),
-    ({"config": {"replay": {"share": 1.5}}}, "config.replay.share: Must be less than or equal to 1"),
+    ({"config": {"replay": {"sample_rate": 1.5}}}, "config.replay.sample_rate: Must be less than or equal to 1"),
     ({"config": {"topology": "sharded"}}, "config.topology must be one of the following"),
     ({"config": {"model": {"source": ""}}}, "config.model.source is not set; give a folder on a volume"),
     (
@@ -83,7 +85,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # The application's own settings, against each other
     (drafter(kind="eagle3"), "config.drafter.model is not set; kind eagle3 needs a folder"),
     (drafter(kind="ngram", model="x"), "config.drafter.model is set, but kind ngram has no weights; remove it"),
-    (engine(logprobs_mode="raw_logits"), "config.replay.share is above 0, but replays compare raw_logprobs"),
+    (engine(logprobs_mode="raw_logits"), "config.replay.sample_rate is above 0, but replays compare raw_logprobs"),
     ({"config": {"access": {"keys_file": "/k"}}}, "config.access.keys_file is the chart's to set; use apiKeys"),
     ({"config": {"access": {"open_metrics": False}}}, "config.access.open_metrics is false, but there are no keys"),
     ({"apiKeys": {"existingSecret": "keys"}}, "so `helm test` needs a key; set apiKeys.smokeSecret"),
@@ -231,6 +233,29 @@ def test_bad_values_are_refused_with_the_fix(values: dict[str, Any], message: st
     with pytest.raises(ChartError) as refused:
         template(merged(MINIMAL, values))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_is_taken_and_both_names_at_once_are_refused(old: str, new: str) -> None:
+    section, _, old_name = old.partition(".")
+    value = "float32" if old_name == "weights" else 0.0
+    around = merged(MINIMAL, VLLM if section == "vllm" else {})
+    given = merged(around, {"config": {section: {old_name: value}}})
+    (application,) = serve_config(template(given))["applications"]
+    section_read = getattr(parse_args(application["args"]), section)
+    assert getattr(section_read, new.rpartition(".")[2]) == value
+    both = merged(given, {"config": {section: {new.rpartition(".")[2]: value}}})
+    with pytest.raises(ChartError, match=rf"config\.{old} is the old name of config\.{new}, and both are set"):
+        template(both)
+
+
+def test_guards_look_at_old_names_too() -> None:
+    replays_off = {"config": {"engine": {"logprobs_mode": "raw_logits"}, "replay": {"share": 0.0}}}
+    assert template(merged(MINIMAL, replays_off))
+    with pytest.raises(ChartError, match=r"config\.replay\.sample_rate is above 0"):
+        template(merged(MINIMAL, replays_off, {"config": {"replay": {"share": 0.5}}}))
+    with pytest.raises(ChartError, match=r"config\.engine\.weights belongs to the torch engine"):
+        template(merged(MINIMAL, VLLM, engine(weights="int8")))
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [

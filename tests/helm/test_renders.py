@@ -339,7 +339,9 @@ def test_only_deployments_change_with_the_number_of_replicas() -> None:
 
 
 def test_settings_of_the_application_change_no_pod() -> None:
-    changed = {"config": {"engine": {"max_num_seqs": 49}, "drafter": {"num_draft_tokens": 9}, "replay": {"share": 0.5}}}
+    changed = {
+        "config": {"engine": {"max_num_seqs": 49}, "drafter": {"num_draft_tokens": 9}, "replay": {"sample_rate": 0.5}}
+    }
     assert pod_templates(template(MINIMAL)) == pod_templates(template(merged(MINIMAL, changed)))
 
 
@@ -349,7 +351,7 @@ def test_the_chart_repeats_the_applications_defaults() -> None:
     assert values["limits"]["request_timeout_s"] == defaults.limits.request_timeout_s
     assert (values["drafter"]["kind"], values["topology"]) == (defaults.drafter.kind, defaults.topology)
     guards = (CHART / "templates" / "_guards.tpl").read_text()
-    assert f'"share" {defaults.replay.share:g} ' in guards
+    assert f'"sample_rate" (dig "share" {defaults.replay.sample_rate:g} $replay) $replay' in guards
     for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_batched_tokens"):
         assert f"default {getattr(defaults.engine, name)} $engine.{name}" in guards
     assert f"default {defaults.drafter.num_draft_tokens} $drafter.num_draft_tokens" in guards

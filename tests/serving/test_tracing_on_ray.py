@@ -29,7 +29,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def traced(ray_port: int, tiny_folder: Path, collector: Collector) -> Iterator[Service]:
     observability = {"log_format": "json", "log_level": "debug", "traces_endpoint": collector.url}
-    args = app_args(tiny_folder, "disaggregated", observability=observability, replay={"share": 0.0})
+    args = app_args(tiny_folder, "disaggregated", observability=observability, replay={"sample_rate": 0.0})
     with deployed(ray_port, APP, args) as service:
         yield service
 

@@ -208,7 +208,7 @@ def test_an_engine_whose_switch_fails_does_not_say_that_it_has_the_new_weights(
 
 
 def test_self_checks_begin_again_and_the_breakers_word_stays(old: Path, new: Path) -> None:
-    engine = EngineCore.load(old, config(NGRAM, self_check_share=1.0))
+    engine = EngineCore.load(old, config(NGRAM, self_check_sample_rate=1.0))
     engine.set_speculation(Speculation.OFF)
     answer(engine, asked())
     restarts = 0

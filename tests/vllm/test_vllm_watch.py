@@ -38,7 +38,7 @@ async def test_the_terms_of_sampled_drafts_arrive(
     """
     monkeypatch.setattr(vllm_backend, "faults_of", lambda *, cpu: Faults(kept_away and cpu, chunked_seeds=cpu))
     folder = write_tiny_model(tmp_path / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True)
-    settings = VllmSettings(CONFIG, SIZES, {"enforce_eager": True}, self_check_share=1.0)
+    settings = VllmSettings(CONFIG, SIZES, {"enforce_eager": True}, self_check_sample_rate=1.0)
     backend = VllmBackend(str(folder), "tiny", settings)
     await backend.start()
     try:

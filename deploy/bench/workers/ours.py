@@ -37,7 +37,7 @@ class Ours:
             decoder = loaded.decoder
             engine = EngineCore(decoder, model, config, loaded.fingerprint, draft_model=loaded.draft_model)
             self._engines[name] = engine
-        weights = choose_weights(config.weights, folder, dtype=config.dtype, device=device)
+        weights = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
         self._names = (f"bench-{number}" for number in count())
         self.versions = {"truespec": importlib.metadata.version("truespec"), "torch": torch.__version__}
         self.versions["weights"] = weights or config.dtype

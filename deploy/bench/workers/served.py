@@ -28,7 +28,7 @@ class Served:
             "drafter": settings["drafter"],
             "topology": settings["topology"],
             "pools": {name: {"num_cpus": float(settings["threads"])} for name in pools},
-            "replay": {"share": 0.0},
+            "replay": {"sample_rate": 0.0},
         }
         file = ServeFile.model_validate(
             {"http_options": {"host": _HOST, "port": settings["port"]}, "applications": [{"args": args}]}

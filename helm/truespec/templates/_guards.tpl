@@ -71,10 +71,19 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if and $traces (not (regexMatch "^https?://[^/\\s]+/\\S" $traces)) -}}
 {{- fail (printf "config.observability.traces_endpoint is %s; give a URL with its path, such as http://collector:4318/v1/traces." $traces) -}}
 {{- end -}}
-{{- $share := dig "share" 0.1 (default dict $config.replay) -}}
+{{- range $section, $names := dict "engine" (dict "weights" "quantization" "self_check_share" "self_check_sample_rate") "vllm" (dict "self_check_share" "self_check_sample_rate") "replay" (dict "share" "sample_rate") -}}
+{{- range $old, $new := $names -}}
+{{- $set := default dict (get $config $section) -}}
+{{- if and (hasKey $set $old) (hasKey $set $new) -}}
+{{- fail (printf "config.%s.%s is the old name of config.%s.%s, and both are set; remove the old one." $section $old $section $new) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $replay := default dict $config.replay -}}
+{{- $share := dig "sample_rate" (dig "share" 0.1 $replay) $replay -}}
 {{- $mode := default "raw_logprobs" $engine.logprobs_mode -}}
 {{- if and (gt (float64 $share) 0.0) (ne $mode "raw_logprobs") -}}
-{{- fail (printf "config.replay.share is above 0, but replays compare raw_logprobs and config.engine.logprobs_mode is %s; set share to 0." $mode) -}}
+{{- fail (printf "config.replay.sample_rate is above 0, but replays compare raw_logprobs and config.engine.logprobs_mode is %s; set sample_rate to 0." $mode) -}}
 {{- end -}}
 {{- if dig "admin" "token_file" "" $config -}}
 {{- fail "config.admin.token_file is the chart's to set; use admin.enabled and admin.existingSecret." -}}
@@ -152,7 +161,7 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- $engine := default dict $config.engine -}}
 {{- with .Values.vllm -}}
 {{- if .enabled -}}
-{{- range $key := list "weights" "cuda_graphs" "verifier" "self_check_share" "priority_ageing_s" -}}
+{{- range $key := list "quantization" "weights" "cuda_graphs" "verifier" "self_check_sample_rate" "self_check_share" "priority_ageing_s" -}}
 {{- if hasKey $engine $key -}}
 {{- fail (printf "config.engine.%s belongs to the torch engine; remove it." $key) -}}
 {{- end -}}

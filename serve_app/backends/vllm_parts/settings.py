@@ -84,17 +84,17 @@ _OF_ADAPTERS = frozenset(
 
 _SPLIT_SEQUENCES = ("decode_context_parallel_size", "prefill_context_parallel_size")
 _NEEDS_DEFAULT: dict[str, Any] = {
-    "weights": "auto",
+    "quantization": "auto",
     "cuda_graphs": None,
     "verifier": "token_wise",
-    "self_check_share": EngineConfig().self_check_share,
+    "self_check_sample_rate": EngineConfig().self_check_sample_rate,
     "priority_ageing_s": EngineConfig().priority_ageing_s,
 }
 _WHY = {
-    "weights": "vLLM keeps them as the checkpoint has them; use a quantized checkpoint",
+    "quantization": "vLLM keeps them as the checkpoint has them; use a quantized checkpoint",
     "cuda_graphs": "vLLM decides that itself; use vllm.engine_args.enforce_eager",
     "verifier": "vLLM verifies token by token; its `block` is known to run something else without a word",
-    "self_check_share": "those of vLLM's own sampler are vllm.self_check_share",
+    "self_check_sample_rate": "those of vLLM's own sampler are vllm.self_check_sample_rate",
     "priority_ageing_s": "vLLM's priorities do not age",
 }
 
@@ -125,7 +125,7 @@ class VllmSettings:
         handoff: how prompts that are computed elsewhere come here, or from here to others: not at all, as a copy, or
             read out of the other engine's memory by NIXL.
         role: which side of that this is, in vLLM's words.
-        self_check_share: of the steps whose terms are taken in vLLM's worker; 0 = none.
+        self_check_sample_rate: of the steps whose terms are taken in vLLM's worker; 0 = none.
         lora_modules: folders of LoRA adapters, by the name that clients use.
     """
 
@@ -134,7 +134,7 @@ class VllmSettings:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     handoff: Literal["none", "copy", "nixl"] = "none"
     role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
-    self_check_share: float = 0.0
+    self_check_sample_rate: float = 0.0
     lora_modules: Mapping[str, str] = field(default_factory=dict)
 
 

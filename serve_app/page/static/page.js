@@ -178,7 +178,7 @@ function drawStrata() {
   });
   table(byId("strata"), [["stratum"], ["tokens", true], ["TME", true], ["alarms", true]], rows,
     status.about.replay_share > 0 ? "Nothing has been replayed yet. A share of answers is replayed soon after they finish."
-      : "Replays are off (replay.share is 0): only answers to requests with `verify` are replayed.");
+      : "Replays are off (replay.sample_rate is 0): only answers to requests with `verify` are replayed.");
 }
 
 function drawLatest() {

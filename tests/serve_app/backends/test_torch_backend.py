@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.backends import torch_backend
 from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import DrafterConfig, EngineConfig, WeightsName
 from speculative.engine import EngineCore
@@ -24,6 +25,7 @@ from tests.support.backend_conformance import (
     idle,
     tokens,
 )
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
 CONFIG = EngineConfig(
@@ -62,10 +64,26 @@ async def test_rounded_weights_are_reported_in_whatever_form_they_are_kept(
     made = shutil.copytree(folder, tmp_path / "model")
     if came_quantized:
         save_quantized(made, {})
-    backend = TorchBackend(str(made), "tiny", replace(CONFIG, weights=weights))
+    backend = TorchBackend(str(made), "tiny", replace(CONFIG, quantization=weights))
     assert (await backend.start()).quantization == reported
     await backend.load_weights(str(folder))
     assert (await backend.switch_weights("other")).quantization is None
+    await backend.stop()
+
+
+async def test_a_head_that_comes_with_the_package_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", vocab_size=512, num_hidden_layers=4)
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch_backend, "SHIPPED_HEADS", tmp_path)
+    head = write_tiny_head(tmp_path / "tiny-head", folder)
+    drafter = DrafterConfig(kind="eagle3", model="tiny-head", num_draft_tokens=2)
+    backend = TorchBackend(str(folder), "tiny", replace(CONFIG, drafter=drafter))
+    assert (await backend.start()).drafter_folder == str(head)
+    await backend.load_weights(str(folder), "tiny-head")
+    assert (await backend.switch_weights("other")).drafter_folder == str(head)
+    assert len(tokens(await collect(backend.generate(Request("one", PROMPT, GREEDY))))) == GREEDY.max_tokens
     await backend.stop()
 
 

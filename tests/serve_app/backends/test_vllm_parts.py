@@ -42,7 +42,7 @@ def args(**sections: Any) -> dict[str, Any]:
         ({"vllm": {"engine_args": {"seed": 4}}}, "args.vllm.engine_args.seed", "remove it"),
         ({"vllm": {"engine_arg": {}}}, "args.vllm.engine_arg", "did you mean engine_args"),
         ({"engine": {"kind": "vllm", "verifier": "block"}}, "args.engine.verifier", "token by token"),
-        ({"engine": {"kind": "vllm", "weights": "int8"}}, "args.engine.weights", "quantized checkpoint"),
+        ({"engine": {"kind": "vllm", "quantization": "int8"}}, "args.engine.quantization", "quantized checkpoint"),
         ({"engine": {"kind": "vllm", "cuda_graphs": True}}, "args.engine.cuda_graphs", "enforce_eager"),
         ({"drafter": {"length": "dynamic"}}, "args.drafter.length", "must be static"),
     ],
@@ -164,7 +164,7 @@ async def test_replays_may_be_another_engines() -> None:
     assert replayed == await replayer.replay(forced)
     config = parse_args(args(engine={"kind": "vllm", "dtype": "float32"}, vllm={"replays": "torch"}))
     ours = config.replay_config("prefill")
-    assert (ours.weights, ours.dtype, ours.drafter.kind) == ("float32", "float32", "none")
+    assert (ours.quantization, ours.dtype, ours.drafter.kind) == ("float32", "float32", "none")
 
 
 def test_arguments_that_vllm_does_not_know_are_named() -> None:

@@ -90,9 +90,9 @@ def test_every_engine_setting_reaches_the_engine() -> None:
                 "prefix_caching": False,
                 "logprobs_mode": "processed_logprobs",
                 "verifier": "block",
-                "self_check_share": 0.25,
+                "self_check_sample_rate": 0.25,
             },
-            "replay": {"share": 0.0},
+            "replay": {"sample_rate": 0.0},
             "drafter": {"kind": "ngram", "num_draft_tokens": 7, "ngram_max": 5, "ngram_min": 3},
             "pools": {"prefill": {"num_cpus": 3.5}},
         }
@@ -109,7 +109,7 @@ def test_every_engine_setting_reaches_the_engine() -> None:
         num_threads=3,
         logprobs_mode="processed_logprobs",
         verifier="block",
-        self_check_share=0.25,
+        self_check_sample_rate=0.25,
         drafter=DrafterConfig(kind="ngram", num_draft_tokens=7, ngram_max=5, ngram_min=3),
     )
     assert config.model.served_name == "tiny"
@@ -195,9 +195,9 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told,
     ("args.pools.decode.num_cpus", 1e-9, "args.pools.decode.num_cpus", "must be 0 or at least 0.0001"),
     ("args.pools.decode.num_gpus", 1e-5, "args.pools.decode.num_gpus", "must be 0 or at least 0.0001"),
     ("args.pools.router.num_cpus", 1e-5, "args.pools.router.num_cpus", "must be 0 or at least 0.0001"),
-    ("args.engine.logprobs_mode", "raw_logits", "args.replay.share", "set replay.share to 0"),
+    ("args.engine.logprobs_mode", "raw_logits", "args.replay.sample_rate", "set replay.sample_rate to 0"),
     ("args.engine.verifier", "synthetic", "args.engine.verifier", "token_wise"),
-    ("args.replay.share", 1.5, "args.replay.share", "less than or equal to 1"),
+    ("args.replay.sample_rate", 1.5, "args.replay.sample_rate", "less than or equal to 1"),
     ("args.replay.max_queue", 0, "args.replay.max_queue", "greater than or equal to 1"),
     ("args.replay.max_tme", 1.0, "args.replay.max_tme", "greater than 1"),
     ("args.replay.verify_timeout_s", float("inf"), "args.replay.verify_timeout_s", "finite"),
@@ -250,8 +250,11 @@ def test_a_monolith_with_a_prefill_pool_is_refused() -> None:
 
 def test_every_fault_gets_a_line() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_args({"model": {"source": "m"}, "engine": {"dtype": "int8"}, "replay": {"share": -1}})
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["args.engine.dtype", "args.replay.share"]
+        parse_args({"model": {"source": "m"}, "engine": {"dtype": "int8"}, "replay": {"sample_rate": -1}})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "args.engine.dtype",
+        "args.replay.sample_rate",
+    ]
 
 
 WRONG_VALUES = [

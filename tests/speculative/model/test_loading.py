@@ -137,6 +137,10 @@ def test_a_folder_and_a_fetched_name_resolve(tmp_path: Path, monkeypatch: pytest
     assert resolve_model("some-name") == fetched
     assert resolve_model(str(fetched)) == fetched
     assert resolve_model(fetched) == fetched
+    other = write_tiny_model(tmp_path / "others" / "another-name")
+    assert resolve_model("another-name", tmp_path / "nothing", tmp_path / "others") == other
+    write_tiny_model(tmp_path / "others" / "some-name")
+    assert resolve_model("some-name", tmp_path / "others") == fetched, "what was fetched comes first"
 
 
 @pytest.mark.parametrize("name", ["some-name", "/no/such/folder", "./a/b", "a/b/c", ""])

@@ -104,12 +104,12 @@ def test_without_kernels_weights_are_torchs_own_and_nothing_else(
     (tmp_path / QUANTIZED_FILE).touch()
     for wanted in ("auto", "bfloat16"):
         assert choose_weights(wanted, tmp_path, dtype="bfloat16", device=CPU) is None  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"weights: int4 .* needs a CPU with AVX-512"):
+    with pytest.raises(ConfigError, match=r"quantization: int4 .* needs a CPU with AVX-512"):
         choose_weights("int4", tmp_path, dtype="bfloat16", device=CPU)
 
 
 def test_integers_are_for_cpus(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="weights: int8"):
+    with pytest.raises(ConfigError, match="quantization: int8"):
         choose_weights("int8", tmp_path, dtype="bfloat16", device=torch.device("cuda"))
 
 

@@ -123,7 +123,7 @@ def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
     ops: VocabularyOps, verifier: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("speculative.engine.choose_ops", lambda device: ops)
-    engine = table_engine(64, verifier=verifier, chosen=chosen, self_check_share=1.0)
+    engine = table_engine(64, verifier=verifier, chosen=chosen, self_check_sample_rate=1.0)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=30)
     for number in range(60):
         engine.add(Request(f"r{number}", (number,), params, seed=number))
@@ -217,7 +217,7 @@ def test_a_broken_residual_is_found_where_it_has_a_choice(ops: VocabularyOps, ch
 
 
 def test_a_seed_that_comes_again_counts_once() -> None:
-    engine = table_engine(64, self_check_share=1.0)
+    engine = table_engine(64, self_check_sample_rate=1.0)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     for name in ("first", "again"):
         engine.add(Request(name, (3,), params, seed=7))
@@ -230,7 +230,7 @@ def test_a_seed_that_comes_again_counts_once() -> None:
 
 
 def test_the_share_is_of_the_steps() -> None:
-    engine = table_engine(64, self_check_share=0.25)
+    engine = table_engine(64, self_check_sample_rate=0.25)
     engine.add(Request("r", (3,), SamplingParams(max_tokens=200, ignore_eos=True), seed=7))
     while engine.has_work:
         engine.step()

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from deploy.models import fetch_model
+from serve_app.backends.base import SHIPPED_HEADS
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
@@ -48,7 +49,9 @@ class Served:
     def engine(self, *, drafts: bool = True) -> EngineCore:
         if not drafts:
             return EngineCore(self.decoder, self.config, replace(CONFIG, drafter=DrafterConfig(kind="none")))
-        head = Eagle3DraftModel.load(resolve_model(HEAD), self.decoder, dtype=torch.float32, device="cpu")
+        head = Eagle3DraftModel.load(
+            resolve_model(HEAD, SHIPPED_HEADS), self.decoder, dtype=torch.float32, device="cpu"
+        )
         drafter = DrafterConfig(kind="eagle3", model=HEAD, num_draft_tokens=3)
         return EngineCore(self.decoder, self.config, replace(CONFIG, drafter=drafter), draft_model=head)
 
@@ -72,7 +75,7 @@ def served() -> Served:
 
 
 def test_it_is_small_and_says_where_it_comes_from() -> None:
-    folder = resolve_model(HEAD)
+    folder = resolve_model(HEAD, SHIPPED_HEADS)
     assert sum(path.stat().st_size for path in folder.iterdir()) <= LIMIT_BYTES
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert report["provenance"]["model"] == "smollm2-135m"
