@@ -16,7 +16,7 @@ MAX_SEED = 2**64 - 1
 MAX_PRIORITY = 100
 SURPRISAL_CLIP_NATS = 10.0
 DEFAULT_VERSION = "default"
-"""What the weights are called that an engine starts with."""
+"""Version of the weights that an engine starts with."""
 
 
 class FinishReason(enum.StrEnum):
@@ -32,13 +32,13 @@ class TokenKind(enum.StrEnum):
     """How a token came to be emitted."""
 
     FIRST = "first"  # the first token after the prompt
-    ACCEPTED = "accepted"  # a draft that survived verification
+    ACCEPTED = "accepted"  # a draft that passed verification
     RECOVERED = "recovered"  # drawn from the residual distribution after a rejected draft
-    BONUS = "bonus"  # follows when every draft survived (or when nothing was drafted)
+    BONUS = "bonus"  # follows if every draft was accepted (or none was drafted)
 
 
 class Speculation(enum.StrEnum):
-    """Who may draft at the moment; nobody's distribution of tokens depends on it."""
+    """Who may currently draft; no request's token distribution depends on it."""
 
     ON = "on"
     CANARY = "canary"  # only requests that are marked as canaries
@@ -47,7 +47,7 @@ class Speculation(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The form an answer must have; `text` is a JSON schema, a regular expression, a Lark grammar, or a JSON list of
+    """The structure of an answer; `text` is a JSON schema, a regular expression, a Lark grammar, or a JSON list of
     choices."""
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
@@ -58,7 +58,7 @@ class Structure:
 class SamplingParams:
     """How one request is sampled; checked on construction.
 
-    The distribution of a token is made of the model's logits in this order: allowed ids, bad words, min_tokens,
+    A token's distribution is computed from the model's logits in this order: allowed ids, bad words, min_tokens,
     logit_bias and the structure; then repetition, frequency and presence penalty; temperature; min_p; top_k; top_p.
 
     Raises:
@@ -66,7 +66,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 16
-    min_tokens: int = 0  # no stop token before so many are emitted
+    min_tokens: int = 0  # no stop token before this many tokens are emitted
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0
@@ -81,7 +81,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None = off, 0 = the emitted token only, k = and the k most likely
-    logprob_token_ids: tuple[int, ...] = ()  # further tokens whose logprobs are told at every position
+    logprob_token_ids: tuple[int, ...] = ()  # further tokens whose logprobs are returned at every position
     prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens
     speculate: bool = True  # False = plain decoding for this request
     reproducible: bool = False  # coupled verifier: the text follows from seed, prompt and p, whatever is drafted
@@ -172,11 +172,11 @@ class Request:
     `seed` names the request's random streams; without one a fresh seed is drawn, so two unseeded requests never share a
     stream. With `score_from` the request is teacher-forced: nothing is drawn, and its one delta carries the raw
     logprobs of prompt_token_ids[score_from:], and where these tokens lie in the distribution that `params` make of the
-    model's. A `canary` is a request of the server's own: it drafts where speculation is on trial, too. Of two requests
-    that wait, the one of lower `priority` comes first; waiting makes up for a higher one. `timeout_s` is the longest
-    that the client wants to wait for all of it. What is to `resume` goes on elsewhere when the replica that decodes it
-    is lost; the engine looks at neither. An `adapter` changes the model; engines that have none refuse it. A `replay`
-    is a finished request that is computed again for the referee: no client waits for it.
+    model's. A `canary` is the server's own request, which also drafts while speculation is on trial. Of two waiting
+    requests the one with the lower `priority` value comes first; waiting makes up for a higher one. `timeout_s` is the
+    longest that the client waits for the whole answer. With `resume` the request continues elsewhere when its decode
+    replica is lost; the engine uses neither. An `adapter` changes the model; engines without adapters refuse it. A
+    `replay` is a finished request that is recomputed for the referee: no client waits for it.
     """
 
     request_id: str
@@ -187,7 +187,7 @@ class Request:
     canary: bool = False
     priority: int = 0  # -MAX_PRIORITY = the earliest
     timeout_s: float | None = None  # None = the server's own limit
-    resume: bool = False  # where it is decoded behind a stream router
+    resume: bool = False  # if it is decoded behind a stream router
     adapter: str = ""  # its name; "" = the model itself
     replay: bool = False
 
@@ -222,9 +222,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedToken:
-    """What a teacher-forced pass says of one token: its place in the distribution p that the request's parameters make.
+    """What a teacher-forced pass reports of one token: its place in the distribution p of the request's parameters.
 
-    Surprisals are nats, clipped at SURPRISAL_CLIP_NATS. Of a greedy request only `gap` tells something.
+    Surprisals are nats, clipped at SURPRISAL_CLIP_NATS. For a greedy request only `gap` is informative.
     """
 
     probability: float  # p(y)
@@ -240,7 +240,7 @@ class TokenDelta:
     """What one step added to one request: the accepted run and the token after it.
 
     `token_ids`, `kinds` and (when asked for) `logprobs` have one entry per emitted token. The last delta
-    carries the finish reason; a delta may be empty when only the end is to be told.
+    carries the finish reason; a delta may be empty when it only reports the end.
     """
 
     request_id: str
@@ -252,7 +252,7 @@ class TokenDelta:
     num_accepted: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     queue_s: float = 0.0  # how long the request waited for its first blocks
-    preempted: bool = False  # the request had lost its blocks, and had them computed again
+    preempted: bool = False  # the request had lost its blocks and was recomputed
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that stopped it, when one did
     replayed: tuple[ReplayedToken, ...] | None = None  # of a teacher-forced request: one a scored token

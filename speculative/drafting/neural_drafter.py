@@ -1,11 +1,11 @@
-"""Drafting with a model: its rows, its keys and values, and how it keeps up with its target.
+"""Drafting with a model: its rows, its KV cache, and how it keeps up with its target.
 
 A draft model has a KV cache of its own, over the target's block ids: position i of a sequence lies in the same slot of
-both. It catches up first: before it drafts, it computes the tokens that were verified since, with true inputs. What it
-computed on its own drafts is overwritten then, or kept where a draft turned out to be the token.
+both. Before it drafts it catches up: it computes the tokens verified since, with true inputs. Rows computed from its
+own drafts are then overwritten, or kept where the draft was accepted.
 
 A hidden-state drafter reads the target's features. Its row i belongs to token i and the features of position i - 1, so
-it depends on nothing behind token i, and a full block can be shared like the target's own. Row 0 does not exist.
+it depends on nothing after token i, and a full block can be shared like the target's own. Row 0 does not exist.
 """
 
 from collections.abc import Callable, Mapping
@@ -94,20 +94,20 @@ class MadeDrafts(NamedTuple):
 
 
 MakeDrafts = Callable[[Sequences[Entry], Tensor, EarlyExit | None], MadeDrafts | None]
-"""Drafts for entries, given the hidden states [E, hidden] of their last rows; None where it cannot.
+"""Drafts for entries, given the hidden states [E, hidden] of their last rows; None if it cannot.
 
-Drafts that nothing tells the probabilities of are all made, whatever the rule says.
+Drafts whose probabilities are unknown are all made, whatever the rule says.
 """
 
 
 @dataclass(slots=True)
 class _State:
-    """What a drafter knows of one sequence; good for one stay in the cache (`admission`)."""
+    """A drafter's state of one sequence; valid for one stay in the cache (`admission`)."""
 
     admission: int
-    num_computed: int  # rows below it are there, with true inputs
-    features: list[tuple[int, Tensor]] = field(default_factory=list)  # (position, [n, F]); later ones are truer
-    num_marked: int = 0  # first blocks that are known to be marked
+    num_computed: int  # rows below it are computed, with true inputs
+    features: list[tuple[int, Tensor]] = field(default_factory=list)  # (position, [n, F]); later ones take precedence
+    num_marked: int = 0  # leading blocks known to be marked
     drafted_after: int = 0  # tokens at the start of the last round, and what was drafted in it
     drafted: list[int] = field(default_factory=list)
 
@@ -118,10 +118,10 @@ class ModelDrafter:
     Args:
         model: what computes.
         cache: its keys and values; as many slots as the target's.
-        pool: the blocks both share; blocks whose drafter rows are there too get marked.
+        pool: the blocks both share; blocks whose drafter rows are also computed are marked.
         sampler: draws its drafts.
         block_size: tokens a block.
-        length: says where drafts may end early, and learns from what was drafted.
+        length: decides where drafts may end early, and learns from what was drafted.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class ModelDrafter:
         self._block_size = block_size
         self.length = length or StaticLength()
         self._device = cache.data.device
-        self.catch_up: CatchUp | None = None  # computes few rows of many sequences, where it is set
-        self.draft_loop: MakeDrafts | None = None  # makes all drafts of a round at once, where it is set
+        self.catch_up: CatchUp | None = None  # computes a few rows of many sequences, if set
+        self.draft_loop: MakeDrafts | None = None  # makes all drafts of a round at once, if set
         self._first_row = 1 if model.capture else 0
         self._states: dict[str, _State] = {}
         self._edges: dict[int, Tensor] = {}  # features of the last position of a marked block, by block
@@ -172,13 +172,13 @@ class ModelDrafter:
         return drafting, self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
 
     def end_round(self, entries: Sequences[Entry], drafts: Sequences[list[int]]) -> None:
-        """Note what was drafted for entries that are not committed yet."""
+        """Record what was drafted for entries that are not committed yet."""
         for entry, draft in zip(entries, drafts, strict=True):
             state = self._state(entry.sequence)
             state.drafted_after, state.drafted = len(entry.sequence.tokens), draft
 
     def observe(self, batch: Batch, layout: StepInput, features: Tensor) -> None:
-        """Take in the features [N, F] of a step's rows, before anybody knows which of them will stand."""
+        """Record the features [N, F] of a step's rows, before it is known which of them will be kept."""
         if not self.capture:
             return
         for entry, (begin, end) in zip(batch.entries, pairwise(layout.row_starts.tolist()), strict=True):
@@ -209,7 +209,7 @@ class ModelDrafter:
         return sections
 
     def check_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The sections of a handoff that drafting on needs; none where nothing is drafted.
+        """The sections of a handoff needed to continue drafting; none if nothing is drafted.
 
         Raises:
             HandoffRefused: a section is missing or has another shape.
@@ -228,7 +228,7 @@ class ModelDrafter:
         return sections
 
     def import_state(self, sequence: Sequence, sections: Mapping[str, Tensor]) -> None:
-        """Take in the sections of a handoff; the sequence has its blocks."""
+        """Load the sections of a handoff; the sequence already has its blocks."""
         num_computed = len(sequence.tokens) - 1
         self.cache.write_all(self._slots(sequence, 0, num_computed), sections["drafter_kv"])
         state = _State(sequence.admission, max(self._first_row, num_computed))
@@ -239,7 +239,7 @@ class ModelDrafter:
     # -- catching up --------------------------------------------------------------------------------------------
 
     def _state(self, sequence: Sequence) -> _State:
-        """The state of a sequence; begun afresh when it has lost its blocks since."""
+        """The state of a sequence; reset if it has lost its blocks since."""
         state = self._states.get(sequence.request.request_id)
         if state is None or state.admission != sequence.admission:
             state = self._begin(sequence)
@@ -255,7 +255,7 @@ class ModelDrafter:
         return state
 
     def _flush(self, sequences: Sequences[Sequence]) -> None:
-        """Catch up on sequences that would keep too many features otherwise: long prompts on their way."""
+        """Catch up on sequences that would otherwise buffer too many features: long prompts being prefilled."""
         long = [
             seq
             for seq in sequences
@@ -305,9 +305,9 @@ class ModelDrafter:
         return hidden[torch.from_numpy(lasts).to(self._device)]
 
     def _keep_what_was_right(self, state: _State, sequence: Sequence) -> None:
-        """A drafter that reads no features has computed those of its drafts that were accepted, but the last one.
+        """Keep the rows of accepted drafts, except the last, for a drafter that reads no features.
 
-        The last token of a round is never one of them, whatever it is: its row must be computed again.
+        The last token of a round is never among them, whatever it is: its row must be recomputed.
         """
         if self.capture or state.num_computed != state.drafted_after:
             return
@@ -318,7 +318,7 @@ class ModelDrafter:
             state.num_computed += 1
 
     def _features(self, state: _State, start: int, stop: int) -> Tensor:
-        """Features [stop - start, F] of positions start..stop (none below 0), each as it was computed last."""
+        """Features [stop - start, F] of positions start..stop (none below 0), each as computed last."""
         begin, rows = max(start, 0), list[Tensor]()
         position = end = max((first + len(features) for first, features in state.features[-1:]), default=begin)
         for first, features in reversed(state.features):
@@ -333,7 +333,7 @@ class ModelDrafter:
         return merged[: stop - begin]
 
     def _trim(self, state: _State) -> None:
-        """Drop the features that no row to come will need."""
+        """Drop features that no later row needs."""
         begin = max(state.num_computed - 1, 0)
         state.features = [
             (max(first, begin), features[max(begin - first, 0) :].clone())
@@ -342,7 +342,7 @@ class ModelDrafter:
         ]
 
     def _mark(self, sequence: Sequence, state: _State) -> None:
-        """Mark the full blocks whose rows are all there now, and keep what the row behind each of them will need."""
+        """Mark the full blocks whose rows are now all computed, and keep what the row after each of them needs."""
         for index in range(state.num_marked, min(state.num_computed, sequence.num_computed) // self._block_size):
             block = sequence.blocks[index]
             if self._pool.is_marked(block):

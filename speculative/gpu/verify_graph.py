@@ -1,8 +1,8 @@
-"""From hidden states to what is emitted, captured: LM head, distribution, verification, invariants, self-checks,
+"""From hidden states to emitted tokens, captured: LM head, distribution, verification, invariants, self-checks,
 logprobs.
 
-Only plain requests are judged here: a temperature, no filters, no rules, token-wise verification. The arithmetic is the
-eager step's own; what differs is that rows are padded, and that everything the host wants leaves in one vector.
+Only plain requests are verified here: a temperature, no filters, no rules, token-wise verification. The arithmetic is
+the eager step's own; but rows are padded, and everything the host needs is returned in one vector.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,14 +31,14 @@ from speculative.verification.base import VerifyInput, emitted_at_rows
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.verification.token_wise import verify_token_wise
 
-_NEVER = 1 << 20  # offset of a row that stands for nothing: behind every draft
+_NEVER = 1 << 20  # offset of a padding row: after every draft
 
 
 class Kind(NamedTuple):
-    """What is captured beside a bucket.
+    """What a capture depends on besides its bucket.
 
     drawn: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
-    self-checks are taken. logprobs: of the emitted tokens are told.
+    self-checks are taken. logprobs: those of the emitted tokens are returned.
     """
 
     drawn: bool
@@ -61,7 +61,7 @@ class JudgedRows:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What came back in the one copy. draft_ids: [R] the draft judged at each row, -1 in last rows."""
+    """The results, from the one copy. draft_ids: [R] the draft judged at each row, -1 in last rows."""
 
     verdicts: Verdicts
     draft_ids: Array
@@ -75,7 +75,7 @@ class _Captured(NamedTuple):
 
 
 class VerifyGraph:
-    """Judges a step's drafts as one launch."""
+    """Judges a step's drafts in one launch."""
 
     def __init__(self, decoder: Decoder, buffers: GraphBuffers, draft_ids: Tensor | None, mode: LogprobsMode) -> None:
         """`draft_ids` is `DraftModel.ids` of the drafter: the tokens its columns stand for."""
@@ -93,7 +93,7 @@ class VerifyGraph:
         return self._captured[bucket, kind]
 
     def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows, capturer: Capturer) -> Judged:
-        """Judge, and copy what came of it to the host."""
+        """Judge, and copy the results to the host."""
         captured = self.prepare(bucket, kind, capturer)
         _fill(captured.inputs.next_host(), rows)
         captured.inputs.send()
@@ -142,9 +142,9 @@ class VerifyGraph:
 
 
 def _fields(bucket: Bucket) -> dict[str, Field]:
-    """Rows that stand for nothing come behind every draft of the last entry.
+    """Padding rows come after every draft of the last entry.
 
-    Every entry needs a row of its own beside these, the ones that are none as well (`_give_rows_to_nobodies`).
+    Every entry needs a row of its own besides these, padding entries too (`_give_rows_to_nobodies`).
     """
     rows, entries = (bucket.num_rows,), (bucket.num_seqs,)
     drafts = (bucket.num_rows - bucket.num_seqs,)
@@ -181,7 +181,7 @@ def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
     host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
     host["counted"][:num_entries] = rows.counted
     judged = np.flatnonzero(layout.drafts >= 0)
-    host["judged_rows"][:] = layout.draft_counts[0]  # a row that judges nothing, for the drafts that are none
+    host["judged_rows"][:] = layout.draft_counts[0]  # a row that judges nothing, for padding drafts
     host["judged_rows"][: len(judged)] = judged
     if rows.draft_rows is not None:
         host["draft_rows"][: len(judged)] = rows.draft_rows
@@ -189,7 +189,7 @@ def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
 
 
 def _give_rows_to_nobodies(host: dict[str, Array], num_rows: int, num_entries: int) -> None:
-    """Behind `num_rows` rows of `num_entries` entries, one row without a draft for every entry that is none."""
+    """After `num_rows` rows of `num_entries` entries, one row without a draft for every padding entry."""
     nobodies = np.arange(num_entries, len(host["counts"]))
     own = num_rows + np.arange(len(nobodies))
     host["first_rows"][nobodies] = own

@@ -1,6 +1,6 @@
 """The CPU kernels of `kernels.cpp`: compiled once for this machine's processor, kept, and called without copies.
 
-Where there is no compiler, or a processor without AVX-512, there are none, and torch's own operators do the work.
+Without a compiler or AVX-512 there are none, and torch's own operators do the work.
 """
 
 import contextlib
@@ -171,7 +171,7 @@ class _Place(ctypes.Structure):
 
 
 def misplaced_fields(library: ctypes.CDLL) -> list[str]:
-    """What the structs of a compiled library and their mirrors here disagree about; empty where they are the same."""
+    """Where the structs of a compiled library and their mirrors here disagree; empty if they match."""
     library.truespec_places.restype = ctypes.POINTER(_Place)
     places, compiled = library.truespec_places(), dict[str, int]()
     for index in itertools.count():
@@ -257,7 +257,7 @@ class Kernels:
         self._filter.restype = None
 
     def linear(self, linear: LinearStruct, rows: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]; normed first if told by what."""
+        """rows [N, num_inputs], each of them contiguous -> [N, num_outputs]; normed first if `norm` is given."""
         out = rows.new_empty((rows.shape[0], linear.num_outputs))
         weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
         self._linear(
@@ -343,7 +343,7 @@ class Kernels:
         Args:
             head: its weights.
             token_ids: int64.
-            hidden: what stands beside the tokens.
+            hidden: the hidden states that go with the tokens.
             place: shape, step (with positions) and cache of `attend`.
         """
         shape, step, cache = place
@@ -365,11 +365,11 @@ class Kernels:
         """All drafts of a round, entry after entry: tokens and columns [D] int64, and the distributions [D, W] of their
         draws.
 
-        Those that ended early leave what is behind them of each tensor as it was.
+        Drafts that end early leave the rest of each tensor unchanged.
 
         Args:
             head: its weights.
-            draft_round: what is drafted for whom.
+            draft_round: what is drafted for which entry.
             num_drafts: D, of all entries.
             hidden: [E, hidden_size], each row contiguous; the first drafts are drawn from it.
             place: shape and cache of `attend`.
@@ -394,8 +394,8 @@ class Kernels:
     def filter(self, logits: Tensor, rows: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
         """Write -inf into logits [R, V], contiguous, where a filter drops a token.
 
-        rows [F] int64; of each of them the filters, log_min_p and top_p [F] float32 and top_k [F] int64, which hold
-        one after another. -inf, V and 1 drop nothing. A row with a NaN stays as it is.
+        rows [F] int64; the filters of each, log_min_p and top_p [F] float32 and top_k [F] int64, are applied in the
+        order min_p, top_k, top_p. -inf, V and 1 drop nothing. A row with a NaN is left unchanged.
         """
         self._filter(
             *(rows.shape[0], logits.shape[1], logits.data_ptr(), rows.data_ptr()),
@@ -491,10 +491,10 @@ class Kernels:
         Args:
             step: what was verified.
             num_accepted: [E] int64. emitted: [R] int64. counted: [E] bool.
-            stakes: what is bet with.
-            num_checks: C; 8 for sampled drafts, 4 for chosen ones.
-            least: beside a chosen draft p has to leave more than the first for its last token to count; and the
-                distribution of a last token has to spread more than the second."""
+            stakes: of the bets.
+            num_checks: C; 8 for sampled drafts, 4 for deterministic ones.
+            least: a last token after a deterministic draft counts only if p leaves the other tokens more than the
+                first; and only if its distribution spreads more than the second."""
         sums = torch.zeros((num_checks, len(stakes) + 4), dtype=torch.float64)
         achievable = torch.empty((), dtype=torch.float64)
         kept = [part.contiguous() for part in (num_accepted, emitted, counted)]
@@ -541,8 +541,7 @@ def find_kernels() -> Kernels | str:
     """The kernels for this machine, compiled at the first call of the first process; or why there are none, and what
     to do about it.
 
-    Whoever has been built once is found in the cache folder; a change of source, flags, compiler or processor builds
-    again.
+    A built library is kept in the cache folder; a change of source, flags, compiler or processor triggers a rebuild.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability != "AVX512":
@@ -574,7 +573,7 @@ def _built(compiler: str) -> Path:
     if library.is_file():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads half a library
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # another process never loads a partial library
         made = Path(scratch) / library.name
         command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)

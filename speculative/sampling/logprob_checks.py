@@ -1,7 +1,7 @@
-"""The contract of logprobs, checked on everything an engine says before it leaves.
+"""The contract of logprobs, checked on everything an engine reports before it leaves.
 
-One entry a token, and no two reports about one row that disagree. A breach is the engine's own fault, never the
-request's: what would have been told is thrown away.
+One entry per token, and no two reports about one row that disagree. A violation is the engine's fault, never the
+request's: what would have been returned is discarded.
 """
 
 import math
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from speculative.config import LogprobsMode
 from speculative.request import Request, SamplingParams, TokenDelta, TokenLogprobs
 
-_ROUNDING = 1e-6  # nats by which a float32 log-softmax may come out above 0
+_ROUNDING = 1e-6  # nats by which a float32 log-softmax may exceed 0
 _MASS_ROUNDING = 1e-4
 
 
 def violation(
     entry: TokenLogprobs, mode: LogprobsMode, *, asked: SamplingParams, vocab_size: int | None = None
 ) -> str | None:
-    """Which rule of the contract one entry breaks, one of `LOGPROB_RULES`; None when it keeps them all.
+    """Which rule of the contract one entry violates, one of `LOGPROB_RULES`; None if none.
 
     Args:
-        entry: what is to be reported of one emitted token.
+        entry: what is reported of one emitted token.
         mode: what its values mean.
-        asked: how many of the most likely tokens, and which further ones, were asked for.
-        vocab_size: tokens there are; None = more than were asked for.
+        asked: how many of the most likely tokens, and which further ones, were requested.
+        vocab_size: size of the vocabulary; None = more than were requested.
     """
     num_top = min(asked.logprobs or 0, vocab_size or math.inf)
     checks: Tokens[tuple[str, Callable[[], bool]]] = (
@@ -43,13 +43,13 @@ def violation(
 
 @dataclass(frozen=True, slots=True)
 class LogprobContract:
-    """What every delta of one engine must keep."""
+    """The contract of every delta of one engine."""
 
     mode: LogprobsMode
     vocab_size: int
 
     def first_violation(self, delta: TokenDelta, request: Request) -> str | None:
-        """Which of `LOGPROB_RULES` a delta breaks; None when it keeps them all, or has no logprobs to tell."""
+        """Which of `LOGPROB_RULES` a delta violates; None if none, or if it reports no logprobs."""
         if delta.error is not None:
             return None
         params, prompt = request.params, request.prompt_token_ids
@@ -74,7 +74,7 @@ class LogprobContract:
 
 
 def _of_prompt(params: SamplingParams) -> SamplingParams:
-    """What is asked of the prompt's tokens, said as if it were asked of emitted ones."""
+    """What is requested of the prompt's tokens, expressed as if of emitted ones."""
     return SamplingParams(logprobs=params.prompt_logprobs)
 
 
@@ -92,7 +92,7 @@ def _not_finite(entry: TokenLogprobs, *, masked: bool) -> bool:
 def _disagree(entry: TokenLogprobs) -> bool:
     """Two values of one token differ, or a token that is not among the most likely is likelier than the last of them.
 
-    All were read out of one matrix, so that equal means equal to the bit.
+    All were read from one matrix, so equal means bitwise equal.
     """
     known = dict(entry.top)
     least = entry.top[-1][1] if entry.top else math.inf
@@ -112,7 +112,7 @@ def _misranked(entry: TokenLogprobs) -> bool:
 
 
 def _miscounted(entry: TokenLogprobs, num_top: float, scored_ids: Tokens[int], mode: LogprobsMode) -> bool:
-    """Fewer candidates than were asked for may be only where the others are masked; then all that may occur are."""
+    """Fewer candidates than requested are valid only if the others are masked; then all possible ones are there."""
     if [token for token, _ in entry.scored] != list(scored_ids) or len(entry.top) > num_top:
         return True
     if len(entry.top) == num_top:

@@ -1,11 +1,11 @@
-"""Random numbers that are a function of what they are for, not of when they are drawn.
+"""Random numbers that are a function of their use, not of when they are drawn.
 
 Every uniform is named by (request seed, round, offset in the round, purpose) through Philox4x32-10 (Salmon et al.,
 "Parallel random numbers: as easy as 1, 2, 3", 2011). The round is the number of tokens at its start: it is unique, and
-can be told after a handoff, a preemption or a resume, so nothing about randomness travels but the seed.
+still known after a handoff, a preemption or a resume, so the seed is all that has to travel.
 
-The uniforms are made on the host for all rows of a step at once, so the CPU and the GPU share them. The coupled
-verifier's Gumbel noise, one number per token of the vocabulary, is made where the probabilities are, by the same
+The uniforms are generated on the host for all rows of a step at once, so the CPU and the GPU share them. The coupled
+verifier's Gumbel noise, one number per token of the vocabulary, is generated where the probabilities are, by the same
 integer arithmetic, and is keyed by (request seed, position) alone.
 """
 
@@ -79,9 +79,9 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=_ROWS_KEPT)
 def _gumbel_row(seed: int, position: int, vocab_size: int, native: bool) -> Tensor:
-    """[vocab_size] of `gumbel` on a CPU, not to be written to; with or without the kernels, which give the same bits.
+    """[vocab_size] of `gumbel` on a CPU, read-only; with or without the kernels, which give the same bits.
 
-    Kept, because a position is first drafted and then judged, and both again after a rejection before it.
+    Cached, because a position is first drafted and then judged, and again after a rejection before it.
     """
     del native
     return _make_gumbel(torch.tensor([seed]), torch.tensor([position]), vocab_size)[0]
@@ -108,7 +108,7 @@ def _key(seeds: Words) -> tuple[Words, Words]:
 
 
 def _bits(first: Words, second: Words) -> Words:
-    """52 bits of two words: as many as a float64 can hold together with the half that keeps them off 0 and 1."""
+    """52 bits of two words: as many as a float64 holds along with the half that keeps them off 0 and 1."""
     return ((first >> 6) << 26) + (second >> 6)
 
 

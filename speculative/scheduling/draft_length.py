@@ -1,14 +1,14 @@
-"""How many tokens to draft: always as many as the settings say, or as many as pay.
+"""How many tokens to draft: a fixed number, or as many as pay.
 
 Source of the rule: Liu et al., "Optimizing Speculative Decoding for Serving LLMs Using Goodput" (arXiv 2406.14066): of
-all draft lengths of a batch, choose those with the most expected tokens a second. Expected tokens come from the shares
-of drafts that were accepted, seconds from the steps that were timed. Within those lengths a model's drafts end where
-one more would cost more than it is likely to gain (`early_exit.py`).
+all draft lengths of a batch, choose those with the most expected tokens a second. Expected tokens come from measured
+acceptance rates, seconds from timed steps. Within those lengths a model's drafts end where one more would cost more
+than it is likely to gain (`early_exit.py`).
 
-What is planned for a round depends on earlier rounds and on the clock, never on the random numbers of the round itself,
-and an early end on nothing but the drafts before it and their q, so neither changes a distribution. They do change
-where rounds begin, and so which text a seed gives unless the request is reproducible. (Requests that are given one seed
-share random numbers, as they do without any drafts.)"""
+A round's plan depends on earlier rounds and on the clock, never on the random numbers of the round itself, and an early
+exit only on the drafts before it and their q, so neither changes a distribution. They do change where rounds begin, and
+so which text a seed gives, unless the request is reproducible. (Requests with the same seed share random numbers, as
+they do without any drafts.)"""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
@@ -26,7 +26,7 @@ from speculative.state.sequence import Sequence
 
 _CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
 _PROBE_EVERY = 100  # steps
-_MOST_PATIENCE = 2  # by which probes become rarer while they say that drafting does not pay
+_MOST_PATIENCE = 2  # factor by which probes become rarer while they show that drafting does not pay
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
 
@@ -35,7 +35,7 @@ class DraftLength(Protocol):
     """Decides how many tokens may be drafted for each sequence."""
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
-        """Look at all sequences of the next step together."""
+        """Plan for all sequences of the next step together."""
         ...
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
@@ -47,11 +47,11 @@ class DraftLength(Protocol):
         ...
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
-        """Hear what the drafter's own distribution gave each of a sequence's drafts; told under a stop rule only."""
+        """Record the drafter's own probability of each of a sequence's drafts; called only under an early-exit rule."""
         ...
 
     def observe(self, entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
-        """Learn from what a step decided, and the seconds that drafting and verifying took."""
+        """Learn from a step's results, and from the seconds that drafting and verifying took."""
         ...
 
     def forget(self, request_id: str) -> None:
@@ -60,7 +60,7 @@ class DraftLength(Protocol):
 
 
 class StaticLength:
-    """As many drafts as the settings say."""
+    """As many drafts as configured."""
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
         """Nothing to weigh."""
@@ -71,7 +71,7 @@ class StaticLength:
         return wanted
 
     def early_exit(self) -> EarlyExit | None:
-        """All that are wanted are made."""
+        """None: drafts never end early."""
         return None
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
@@ -87,9 +87,9 @@ class StaticLength:
 class DynamicLength:
     """As many drafts as give the most tokens a second, for each sequence of a batch.
 
-    Where drafting does not pay it stops. One step in a hundred or two then drafts a little for a few sequences all the
-    same, to see whether that is still so; where drafting pays, one in a hundred tries none at all, or all for a few.
-    Which steps is a matter of counting them.
+    Where drafting does not pay, it stops. One step in one or two hundred then still drafts a little for a few sequences
+    to see whether that still holds; where drafting pays, one in a hundred tries none at all, or all for a few.
+    The steps are chosen by counting.
     """
 
     def __init__(self, most: int) -> None:
@@ -141,7 +141,7 @@ class DynamicLength:
         return self._rule
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
-        """Keep them until it is known what was accepted."""
+        """Keep them until the number of accepted drafts is known."""
         self._rule_is_used = True
         history = self._requests.get(sequence.request.request_id)
         if history is not None:
@@ -160,7 +160,7 @@ class DynamicLength:
             wanted = self._note_probabilities(entry, history, result)
             for rates in (history.rates, self._rates[entry.sequence.params.greedy]):
                 rates.observe(wanted, result.num_accepted)
-            comparable &= history.drafted_at is not None  # nobody knows what a drafter does about a prompt, and when
+            comparable &= history.drafted_at is not None  # what a drafter does about a prompt, and when, is unknown
             missed += history.missed(self._most)
             history.drafted_at = history.round_start
         if comparable and entries:
@@ -173,7 +173,7 @@ class DynamicLength:
         self._lengths.pop(request_id, None)
 
     def _note_probabilities(self, entry: Entry, history: "_RequestHistory", result: SequenceResult) -> int:
-        """How many drafts it was to get: a position behind an early end counts as one that was not accepted."""
+        """How many drafts it was to get: a position after an early exit counts as not accepted."""
         probabilities, history.probabilities = history.probabilities, ()
         if not probabilities:
             return result.num_drafted
@@ -185,7 +185,7 @@ class DynamicLength:
         return entry.max_drafts
 
     def _cost(self, num_sequences: int) -> "StepCost":
-        """What steps of about so many sequences cost: a straight line through all loads fits none of them."""
+        """The cost of steps with about this many sequences: one straight line through all loads fits none of them."""
         load = num_sequences.bit_length()
         own = self._costs.setdefault(load, StepCost())
         if not own.is_known and not own.is_borrowed:
@@ -195,7 +195,7 @@ class DynamicLength:
         return own
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
-        """Give out drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
+        """Assign drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
         priors = [rates.hoped_for() for rates in self._rates]
         drafts = []  # (1 - chance that all drafts up to it are accepted, which falls along each row, position, owner)
         for owner, sequence in enumerate(sequences):
@@ -233,7 +233,7 @@ class DynamicLength:
         return made, longest
 
     def _probe(self, sequences: Sequences[Sequence], lengths: list[int]) -> None:
-        """Now and then, change the lengths: a few sequences try one draft more than pays, or all of them nothing."""
+        """Occasionally change the lengths: a few sequences try one more draft than pays, or all of them none."""
         if self._num_steps < self._probed_at + _PROBE_EVERY * self._patience:
             return
         self._patience = 1 if self._drafting else min(2 * self._patience, _MOST_PATIENCE)
@@ -274,5 +274,5 @@ class _RequestHistory:
 
 
 def make_draft_length(config: DrafterConfig) -> DraftLength:
-    """The policy that the settings name."""
+    """The configured policy."""
     return DynamicLength(config.num_draft_tokens) if config.length == "dynamic" else StaticLength()

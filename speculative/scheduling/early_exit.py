@@ -1,10 +1,10 @@
-"""Where a draft ends: where going on is likely to cost more than it gains.
+"""When drafting ends: when another draft is likely to cost more than it gains.
 
-How likely a drafter holds what it drafted shows how likely that is to be accepted (Li et al., "EAGLE-2", 2406.16858,
-section 3). What it tells is counted here, not assumed.
+A drafter's confidence in its draft predicts whether the draft is accepted (Li et al., "EAGLE-2", 2406.16858, section
+3). How well it predicts that is measured here, not assumed.
 
-A draft ends by a function of the tokens before its end and of q, so no distribution changes: whether a position is
-drafted is known before its token is drawn, and whoever verifies a draft and accepts it has the same tokens before him.
+Where drafting ends is a function of the tokens before that point and of q, so no distribution changes: whether a
+position is drafted is known before its token is drawn; a verifier that accepts a draft has the same tokens before it.
 """
 
 from bisect import bisect
@@ -20,20 +20,19 @@ EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])  # b
 
 _EDGES: list[float] = EDGES.tolist()
 _MIDDLES = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
-# What is believed before anything is seen, about as good as the head that is shipped: sampled drafts, and likeliest
-# ones.
+# Priors, about as good as the shipped head: of sampled drafts, and of likeliest-token ones.
 _SURVIVAL = np.stack([0.4 + 0.55 * _MIDDLES, 0.1 + 0.89 * _MIDDLES])
 _FOLLOWING = np.stack([0.45 + 0.1 * _MIDDLES, 0.5 + 0.35 * _MIDDLES])
-_BELIEF = 8.0  # rounds that it counts as
-_KEEP = 0.998  # of what was seen of a class, when it is seen again
+_BELIEF = 8.0  # rounds that the prior counts as
+_KEEP = 0.998  # of a class's counts, each time it is seen again
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit:
     """When a draft goes on: while the chance that its next token is accepted, too, is at least `least`.
 
-    survival: [2, C] float64, the chance that a draft is accepted which the drafter gave a probability of class c; the
-    second row is of greedy requests. following: [2, C], the chance of the one after it, where it is accepted.
+    survival: [2, C] float64, the chance that a draft is accepted whose probability in q is of class c; the second row
+    is for greedy requests. following: [2, C], the chance of the next draft, given that this one is accepted.
     """
 
     survival: Floats
@@ -41,14 +40,14 @@ class EarlyExit:
     least: float
 
     def after(self, survived: float, probability: float, greedy: bool) -> tuple[float, bool]:
-        """The chance that all drafts are accepted, one of this probability included, and whether to draft on."""
+        """The chance that all drafts, including one of this probability, are accepted, and whether to continue."""
         place = int(greedy), bisect(_EDGES, probability)
         survived *= float(self.survival[place])
         return survived, survived * float(self.following[place]) >= self.least
 
 
 class Confidence:
-    """What a drafter's own probabilities have been worth, by class; old rounds count less."""
+    """How well a drafter's own probabilities predict acceptance, by class; old rounds count less."""
 
     def __init__(self) -> None:
         beliefs = np.stack([_SURVIVAL, _FOLLOWING])  # [2, 2, C]
@@ -56,7 +55,7 @@ class Confidence:
         self._accepted = _BELIEF * beliefs
 
     def observe(self, greedy: bool, probabilities: Sequences[float], num_accepted: int) -> None:
-        """Count a round: what the drafter gave each of its drafts, and how many of them were accepted."""
+        """Count a round: the drafter's probability of each draft, and how many drafts were accepted."""
         classes = [bisect(_EDGES, probability) for probability in probabilities[: num_accepted + 1]]
         for position, own in enumerate(classes):
             self._count((0, int(greedy), own), position < num_accepted)
@@ -64,7 +63,7 @@ class Confidence:
                 self._count((1, int(greedy), classes[position - 1]), position < num_accepted)
 
     def rule(self, least: float) -> EarlyExit:
-        """What is known now."""
+        """The rule from what is known now."""
         survival, following = self._accepted / self._weights
         return EarlyExit(survival, following, least)
 

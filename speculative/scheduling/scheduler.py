@@ -1,8 +1,8 @@
-"""Which sequences run in a step, and what becomes of what the step decided.
+"""Which sequences run in a step, and how its results are applied.
 
-Synchronous: nothing is scheduled on tokens that the host has not seen. Every running sequence that decodes gets its one
-pending token into each step; what is left of the token budget goes to drafts, then to chunks of prefills, in the order
-in which they would wait (by priority and age), and to scoring last.
+Synchronous: nothing is scheduled on tokens that the host has not seen. Each step computes the one pending token of
+every decoding sequence; the rest of the token budget goes to drafts, then to prefill chunks in queue order (by priority
+and age), and to scoring last.
 When blocks run out, drafts are cut first, then the youngest sequence is preempted: its blocks are freed and its tokens
 are computed again later.
 """
@@ -30,8 +30,8 @@ class Scheduler:
         max_model_len: the longest sequence, prompt and output together.
         eos_token_ids: tokens that end a request unless it ignores them.
         stats: counts preemptions, prefix-cache hits and broken contracts.
-        contract: what every delta's logprobs must keep; None = they are not looked at.
-        draft_length: how many drafts a sequence is to get; None = as many as the settings say.
+        contract: checked for every delta's logprobs; None = no check.
+        draft_length: how many drafts each sequence gets; None = as many as configured.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scheduler:
         return self._live.get(request_id)
 
     def release(self, sequence: Sequence) -> None:
-        """Let a sequence go, wherever it stands; its blocks become free."""
+        """Drop a sequence, whatever its state, and free its blocks."""
         if sequence.phase is Phase.RUNNING:
             self._running.remove(sequence)
         elif sequence.phase is Phase.WAITING:
@@ -85,21 +85,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """Whether a step would have anything to do."""
         return bool(self._running or len(self._waiting))
 
     @property
     def is_running(self) -> bool:
-        """Whether anything has room and is computed."""
+        """Whether anything is admitted and being computed."""
         return bool(self._running)
 
     @property
     def held(self) -> tuple[Sequence, ...]:
-        """Sequences that wait to be exported."""
+        """Sequences waiting to be exported."""
         return tuple(self._held.values())
 
     def usage(self) -> EngineUsage:
-        """What is held right now. Any thread may ask."""
+        """Current usage. Callable from any thread."""
         running, replays_waiting = tuple(self._running), self._waiting.num_replays
         replays_running = sum(sequence.request.replay for sequence in running)
         return EngineUsage(
@@ -115,7 +115,7 @@ class Scheduler:
     # -- before the step ----------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """Choose this step's work and give it its blocks. None when there is nothing to compute."""
+        """Choose this step's work and allocate its blocks. None when there is nothing to compute."""
         self._make_room()
         admitted = self._admit()
         running = self._turn()
@@ -136,8 +136,8 @@ class Scheduler:
         return Batch(tuple(entries), admitted) if entries or admitted else None
 
     def _turn(self) -> list[Sequence]:
-        """Who is computed in this step. Canaries and the others take turns: where speculation is wrong, a step that
-        they shared could be wrong for all of them."""
+        """The sequences to compute in this step. Canaries and other requests alternate: if speculation is faulty, a
+        shared step could corrupt all of them."""
         canaries = [sequence for sequence in self._running if sequence.request.canary]
         if not canaries or len(canaries) == len(self._running):
             return self._running
@@ -153,12 +153,12 @@ class Scheduler:
             sequence.phase = Phase.RUNNING
             self._running.append(sequence)
             admitted.append(sequence)
-            if sequence.ready_to_hold:  # the prefix cache had it wholly computed
+            if sequence.ready_to_hold:  # the prefix cache held all of it
                 self._hold(sequence)
         return tuple(admitted)
 
     def _take_first_blocks(self, sequence: Sequence) -> bool:
-        """Blocks for all known tokens at once, so that a prefill under way never waits for one."""
+        """Allocate blocks for all known tokens at once, so that a running prefill never waits for one."""
         cached = self._find_prefix(sequence)
         needed = -(-len(sequence.tokens) // self._config.block_size) - len(cached)
         if needed + self.pool.num_free_of(cached) > self.pool.num_free:
@@ -180,31 +180,31 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached blocks to share. At least the pending token is left to compute; what is scored is computed afresh."""
+        """Cached blocks to share. At least the pending token is left to compute; a scored sequence shares none."""
         if not sequence.reads_cache or not self._config.prefix_caching:
             return []
         found = self.pool.find(sequence.block_hashes(len(sequence.tokens) - 1, self._config.block_size))
         if self.drafter_reads_features and sequence.params.speculate and sequence.imported_kv is None:
-            # A hidden-state drafter cannot make up for rows it has not got: the features behind them are not computed.
+            # A hidden-state drafter cannot rebuild missing rows: the features they need are not computed.
             return list(itertools.takewhile(self.pool.is_marked, found))
         return found
 
     def _make_room(self) -> None:
-        """A block for the pending token of every decoding sequence; the youngest make way, newest first."""
+        """Allocate a block for every decoding sequence's pending token, preempting the youngest sequences if needed."""
         for sequence in tuple(self._running):
             while sequence.phase is Phase.RUNNING and sequence.decoding and not self._grow(sequence, 1):
                 self._preempt(self._running[-1])
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` more positions; False, and nothing taken, when there are not enough."""
+        """Allocate blocks for `num_tokens` more positions; False, with nothing allocated, if there are too few."""
         needed = -(-(sequence.num_computed + num_tokens) // self._config.block_size) - len(sequence.blocks)
         blocks = self.pool.take(needed) if needed > 0 else []
         sequence.blocks.extend(blocks or ())
         return blocks is not None
 
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
-        """How many drafts fit: the one place where the drafter's setting, the request's own choice, what pays, the
-        length limits, the token budget and the free blocks meet, for each sequence on its own."""
+        """How many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's own
+        choice, what pays, the length limits, the token budget and the free blocks."""
         most = self._config.drafter.max_drafts if self._may_draft(sequence) else 0
         wanted = self.draft_length.max_drafts(sequence, most)
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
@@ -217,17 +217,17 @@ class Scheduler:
         return sequence.params.speculate and (self.speculation is Speculation.ON or on_trial)
 
     def invalidate_cache(self) -> None:
-        """Drop what was computed: all running sequences begin again from their tokens, and the prefix cache is empty.
+        """Drop what was computed: all running sequences restart from their tokens, and the prefix cache is emptied.
 
-        Held ones stay: they wait for nothing but their export.
+        Held ones stay: they only wait for their export.
         """
         for sequence in reversed(tuple(self._running)):
             self._preempt(sequence)
         self.pool.drop_prefixes()
 
     def reset(self) -> None:
-        """Drop all that was computed, for other weights: as `distrust`, and what is held or came by handoff is computed
-        again as well."""
+        """Drop everything computed, for new weights: as `invalidate_cache`, but held and handed-off sequences are
+        recomputed as well."""
         for sequence in self.held:
             del self._held[sequence.request.request_id]
             self._running.append(sequence)
@@ -239,7 +239,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._free(sequence)
-        sequence.prompt_logprobs.clear()  # they are computed again
+        sequence.prompt_logprobs.clear()  # they are recomputed
         sequence.replayed.clear()
         sequence.phase = Phase.WAITING
         self._waiting.push_in(sequence)
@@ -260,7 +260,7 @@ class Scheduler:
     # -- after the step -----------------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, outcome: StepOutcome) -> list[TokenDelta]:
-        """Write what the step decided into its sequences, and let the draft length learn from it."""
+        """Apply the step's results to its sequences, and let the draft length learn from them."""
         self.draft_length.observe(batch.entries, outcome.drawn, outcome.step_s)
         deltas = []
         for entry, drawn, scores in zip(batch.entries, outcome.drawn, outcome.scores, strict=True):
@@ -303,7 +303,7 @@ class Scheduler:
         return delta if kind is None else self._broken(sequence, kind)
 
     def _breach(self, sequence: Sequence, delta: TokenDelta, length: int) -> str | None:
-        """Which invariant a sequence breaks that had `length` tokens before this delta; None when it keeps them."""
+        """The invariant violated by a sequence that had `length` tokens before this delta; None if none is."""
         if any(self._ends(sequence, token) for token in delta.token_ids[:-1]):
             return "stop"
         if len(sequence.tokens) > self._max_model_len:
@@ -317,7 +317,7 @@ class Scheduler:
         return None if adds_up else "conservation"
 
     def _broken(self, sequence: Sequence, kind: str) -> TokenDelta:
-        """The end of a request in which an invariant broke; nothing of the round is told."""
+        """The last delta of a request that violated an invariant; nothing of the round is returned."""
         self.stats.count_violation(kind)
         error = f"The engine broke one of its invariants ({INVARIANTS[kind]}); the request ends here."
         if kind == CLIENTS_FAULT:
@@ -325,9 +325,9 @@ class Scheduler:
         return TokenDelta(sequence.request.request_id, finish_reason=FinishReason.ERROR, error=error, broken=kind)
 
     def _until_stop(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
-        """How many of the emitted tokens count, and why the request ends there if it does.
+        """How many of the emitted tokens count, and why the request ends there, if it does.
 
-        Raises no error when a limit lies inside an accepted run: what follows it was never emitted.
+        A limit inside an accepted run is no error: the tokens after it were never emitted.
         """
         room = min(sequence.params.max_tokens - sequence.num_output, self._max_model_len - len(sequence.tokens))
         for count, token in enumerate(token_ids[:room], start=1):
@@ -351,14 +351,14 @@ class Scheduler:
         )
 
     def _report_held(self, sequence: Sequence) -> TokenDelta | None:
-        """The prompt's logprobs of a request that is held before its first token: who goes on from it tells none."""
+        """The prompt logprobs of a request held before its first token: whoever continues it returns none."""
         reported = sequence.take_prompt_logprobs() if sequence.ready_to_hold else None
         if reported is None:
             return None
         return TokenDelta(sequence.request.request_id, prompt_logprobs=reported, weight_version=self.weight_version)
 
     def _checked(self, delta: TokenDelta, request: Request) -> TokenDelta:
-        """The delta, or its request's end where its logprobs break their contract."""
+        """The delta, or the end of its request if its logprobs violate their contract."""
         kind = None if self._contract is None else self._contract.first_violation(delta, request)
         if kind is None:
             return delta
@@ -371,10 +371,10 @@ class Scheduler:
         return TokenDelta(request.request_id, finish_reason=FinishReason.ERROR, error=error)
 
     def _settle(self, sequence: Sequence, delta: TokenDelta | None) -> None:
-        """Publish what is newly computed, then let the sequence go, hold it, or run on."""
+        """Publish what is newly computed, then drop, hold or keep running the sequence."""
         if delta is None or delta.finish_reason is not FinishReason.ERROR:
             self.publish(sequence)
-        elif delta.broken != CLIENTS_FAULT:  # what it computed may be at fault, or what it found in the cache
+        elif delta.broken != CLIENTS_FAULT:  # what it computed may be wrong, or what it found in the cache
             self.pool.withdraw(sequence.blocks)
         if delta is not None and delta.finished:
             self.release(sequence)
@@ -382,7 +382,7 @@ class Scheduler:
             self._hold(sequence)
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer the sequence's full blocks of verified tokens to the prefix cache; a canary's are for nobody else."""
+        """Offer the sequence's full blocks of verified tokens to the prefix cache; a canary's are never shared."""
         if sequence.scores_only or sequence.request.canary or not self._config.prefix_caching:
             return
         hashes = sequence.block_hashes(sequence.num_computed, self._config.block_size)

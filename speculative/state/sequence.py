@@ -1,8 +1,8 @@
-"""A request on its way through the engine: its tokens, and how many of them are computed.
+"""A request in the engine: its tokens, and how many of them are computed.
 
-The pending-token invariant: between steps a sequence that can be decoded obeys len(tokens) == num_computed + 1: all
-tokens but the last have their keys and values in the cache, the last one is pending. While tokens are still being
-prefilled (a new prompt, or everything again after a preemption) num_computed is smaller, and nothing is emitted.
+The pending-token invariant: between steps a sequence that can be decoded has len(tokens) == num_computed + 1: all
+tokens but the last have their keys and values in the cache, the last one is pending. During a prefill (of a new prompt,
+or of all tokens after a preemption) num_computed is smaller, and nothing is emitted.
 """
 
 import enum
@@ -18,7 +18,7 @@ from speculative.state.token_constraint import TokenConstraint
 
 
 class Phase(enum.Enum):
-    """Where a sequence stands."""
+    """State of a sequence."""
 
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"
@@ -31,12 +31,12 @@ class Sequence:
 
     Args:
         request: what to generate.
-        prefill_only_after: stop and hold for export once this many tokens are emitted (0: when only the last prompt
-            token is pending); None: run to the end.
-        tokens: prompt and output so far, when it goes on from a handoff.
+        prefill_only_after: stop and hold for export once this many tokens are emitted (0: as soon as only the last
+            prompt token is pending); None: run to the end.
+        tokens: prompt and output so far, when it continues from a handoff.
         saved: tensors that were computed elsewhere for those tokens, by name: "kv" [num_layers, 2, len(tokens) - 1,
             num_kv_heads, head_dim], and the drafter's sections.
-        constraint: which tokens may come next, where the request asks for a form.
+        constraint: which tokens may come next, if the request asks for a structure.
         num_cached: prompt tokens that were found in a prefix cache where they were computed.
     """
 
@@ -60,17 +60,17 @@ class Sequence:
         self.phase = Phase.WAITING
         self.blocks: list[int] = []
         self.constraint = constraint
-        self.rules = rules_of(self.params, request.prompt_token_ids)  # None where the request has none
+        self.rules = rules_of(self.params, request.prompt_token_ids)  # None if the request has none
         self.num_cached = num_cached
-        self.admission = 0  # how often it got its first blocks; what is kept about them is good for one admission
+        self.admission = 0  # how often it got its first blocks; what is kept about them is valid for one admission
         self.num_shared = 0  # leading positions whose blocks were found in this engine's prefix cache
         self.arrived_at = time.monotonic()
         self.queue_s: float | None = None  # from arrival to the first blocks
         self.num_published = 0  # leading blocks already offered to the prefix cache
         self.repeats_seed = False  # an earlier request had the same random numbers
-        self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are asked for
+        self.prompt_logprobs: list[TokenLogprobs] = []  # so far, if requested
         self.replayed: list[ReplayedToken] = []  # so far, of a scoring request
-        # Told once, by the engine that computes the prompt; after a one-token prompt there is nothing to compute.
+        # Returned once, by the engine that computes the prompt; of a one-token prompt there is nothing to compute.
         computes_prompt = self.num_output == 0 and (imported_kv is None or self.num_prompt == 1)
         self.returns_prompt = self.params.prompt_logprobs is not None and computes_prompt
         self._hashes: list[bytes] = []
@@ -93,18 +93,18 @@ class Sequence:
 
     @property
     def scored_positions(self) -> range:
-        """Known tokens whose logprobs are to be told: of a scoring request, or of a prompt that is computed again."""
+        """Known tokens whose logprobs are to be returned: of a scoring request, or of a prompt being computed."""
         if self.request.score_from is not None:
             return range(self.request.score_from, len(self.tokens))
         return range(1, self.num_prompt if self.returns_prompt else 1)
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may find part of itself in the prefix cache: rows that are not computed cannot be scored."""
+        """Whether it may use the prefix cache: rows that are not computed cannot be scored."""
         return not (self.scores_only or self.returns_prompt)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """The prompt's logprobs, to be told once; None where nobody asked, or they are told."""
+        """The prompt's logprobs, returned once; None if not requested, or already returned."""
         if not self.returns_prompt:
             return None
         self.returns_prompt = False
@@ -115,16 +115,16 @@ class Sequence:
     def num_to_compute(self) -> int:
         """Known tokens to run through the model before the sequence is drawn from, decoded on, or held.
 
-        A prompt is computed whole, and the first token drawn at its end with nothing drafted. What is computed again
-        after a preemption or a move leaves the last token pending, so that the next round is the round it would have
-        been: the same drafts, the same random numbers.
+        A prompt is computed whole, and the first token drawn at its end without drafts. A recomputation after a
+        preemption or a move leaves the last token pending, so that the next round is the one it would have been: the
+        same drafts, the same random numbers.
         """
         leave_pending = self.scores_only or self.num_output > 0 or self.prefill_only_after == 0
         return len(self.tokens) - self.num_computed - leave_pending
 
     @property
     def ready_to_hold(self) -> bool:
-        """Whether it has come to where it is to be held for export."""
+        """Whether it has reached the point where it is held for export."""
         return (
             self.prefill_only_after is not None
             and self.prefill_only_after <= self.num_output
@@ -137,9 +137,9 @@ class Sequence:
         return len(self.tokens) == self.num_computed + 1 and not self.scores_only
 
     def num_drafts_that_fit(self, wanted: int, max_model_len: int) -> int:
-        """How many drafts the length limits leave room for: after all of them one more token must fit.
+        """How many drafts the length limits leave room for: one more token must fit after all of them.
 
-        None before the first token, wherever it is drawn: prefill and decode replicas then draw the same one.
+        0 before the first token, wherever it is drawn: prefill and decode replicas then draw the same one.
         """
         if self.num_output == 0:
             return 0
@@ -152,7 +152,7 @@ class Sequence:
         return max(0, min(wanted, room - 1))
 
     def advance(self, num_computed: int, emitted: Tokens[int] = ()) -> None:
-        """Take in what a step decided. The only place where tokens and num_computed move forward."""
+        """Apply a step's results. The only place where tokens and num_computed advance."""
         self.tokens.extend(emitted)
         self.num_computed = min(num_computed, len(self.tokens) - 1)
 

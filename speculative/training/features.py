@@ -25,9 +25,9 @@ _AUX, _FINAL, _LOG_Z = "aux.bin", "final.bin", "log_z.bin"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """The target, seen at every token of the conversations; tensors lie on disk and are read as needed.
+    """The target's features at every token of the conversations; tensors lie on disk and are read as needed.
 
-    aux: [N, F] the input of the layers that a head reads, or None. final: [N, hidden] what the LM head reads. Both
+    aux: [N, F] the inputs of the layers that a head reads, or None. final: [N, hidden] what the LM head reads. Both
     bfloat16.
     log_z: [N] float32, log of the sum of the exponentiated logits: p(x) = exp(logit of x - log_z).
     """
@@ -52,15 +52,15 @@ def compute_features(
     model_key: str = "",
     progress: Progress | None = None,
 ) -> Features:
-    """Run the target over the conversations, or find in `folder` that it was done before.
+    """Run the target over the conversations, unless `folder` already holds the result.
 
     Args:
         target: in evaluation mode, on any device.
         conversations: the tokens; each conversation is a context of its own.
         folder: for the cache; 2 * (len(aux_layers) + 1) * hidden_size + 4 bytes a token.
-        aux_layers: ascending; () where nothing but `final` is read.
-        model_key: names the target's weights; a cache of another target is computed again.
-        progress: told (conversations done, conversations).
+        aux_layers: ascending; () if only `final` is read.
+        model_key: identifies the target's weights; a cache of another target is recomputed.
+        progress: called with (conversations done, conversations).
     """
     key = _key(conversations, aux_layers, model_key, target.config.hidden_size)
     done = _is_done(folder, key, aux_layers)
@@ -78,7 +78,7 @@ def compute_features(
 
 
 class PlainAttention:
-    """Causal attention of whole sequences, packed one after another; nothing is kept."""
+    """Causal attention over whole sequences, packed one after another; nothing is cached."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
@@ -110,14 +110,14 @@ def _compute(target: Decoder, features: Features, which: range, aux_layers: tupl
         features.aux[begin:end] = aux.bfloat16().cpu()
     kept = final.bfloat16()
     features.final[begin:end] = kept.cpu()
-    kept = kept.to(target.dtype)  # the sum belongs to the logits that training makes of what is kept
+    kept = kept.to(target.dtype)  # the sum must match the logits that training computes from what is kept
     for start in range(0, end - begin, _ROWS_AT_ONCE):
         log_z = target.logits(kept[start : start + _ROWS_AT_ONCE]).logsumexp(-1)
         features.log_z[begin + start : begin + start + len(log_z)] = log_z.cpu()
 
 
 def _groups(lengths: list[int]) -> list[int]:
-    """Ends of runs of conversations that are computed together."""
+    """Ends of the groups of conversations that are computed together."""
     ends, size = [], 0
     for index, length in enumerate(lengths):
         if size and size + length > _TOKENS_AT_ONCE:
@@ -157,7 +157,7 @@ def _key(conversations: Conversations, aux_layers: tuple[int, ...], model_key: s
 
 
 def _is_done(folder: Path, key: str, aux_layers: tuple[int, ...]) -> bool:
-    """Whether the cache is whole; if not, its mark is taken away before anything is overwritten."""
+    """Whether the cache is complete; if not, its mark is removed before anything is overwritten."""
     meta = folder / _META
     files = (_AUX, _FINAL, _LOG_Z) if aux_layers else (_FINAL, _LOG_Z)
     whole = meta.is_file() and all((folder / name).is_file() for name in files)
@@ -168,5 +168,5 @@ def _is_done(folder: Path, key: str, aux_layers: tuple[int, ...]) -> bool:
 
 
 def _mark(key: str) -> bytes:
-    """What stands in the mark of a whole cache; anything else there, a damaged file say, marks nothing."""
+    """The content of a complete cache's mark; anything else there, such as a damaged file, marks nothing."""
     return (json.dumps({"key": key}) + "\n").encode()

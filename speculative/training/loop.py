@@ -23,7 +23,7 @@ from speculative.training.heads import DraftHead, LossVocabulary, drafted_ids, l
 from speculative.training.loss import TargetDistribution, draft_loss, step_weights
 from speculative.training.unrolling import TrainingBatch, drafted_hidden, is_trainable, make_batch
 
-STATE, REPORT, HEAD = "state.pt", "report.json", "head"  # what a training leaves in its folder
+STATE, REPORT, HEAD = "state.pt", "report.json", "head"  # what a training run leaves in its folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class TrainingConfig:
     """
 
     steps: int | None = None
-    minutes: float | None = None  # of training, earlier runs that this one resumes included
+    minutes: float | None = None  # of training, including earlier runs that this one resumes
     tokens_per_step: int = 1024
     num_draft_steps: int = 3
     warm_draft_share: float = 0.3  # of the training, with one draft step only: later ones have nothing to read yet
@@ -67,7 +67,7 @@ class TrainingConfig:
             raise ConfigError(f"report_every_s is {self.report_every_s}; give a number of seconds, at least 0.")
 
     def progress(self, step: int, elapsed_s: float) -> float:
-        """How much of the training is done, from 0 to 1."""
+        """Share of the training that is done, from 0 to 1."""
         by_steps = 1.0 if self.steps == 0 else step / self.steps if self.steps else 0.0
         by_time = 0.0 if self.minutes is None else elapsed_s / (60 * self.minutes)
         return min(1.0, max(by_steps, by_time))
@@ -84,8 +84,8 @@ class TrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of the learning curve. elapsed_s, cpu_s: of the training so far, resumed runs included; `cpu_s` is what
-    all threads of the process have used."""
+    """One point of the learning curve. elapsed_s, cpu_s: of the training so far, including resumed runs; `cpu_s` is the
+    CPU time of all threads of the process."""
 
     step: int
     tokens: int
@@ -97,7 +97,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step tells: acceptance per draft position on its own batch."""
+    """What a step reports: acceptance per draft position on its own batch."""
 
     step: int
     progress: float
@@ -112,9 +112,9 @@ OnPoint = Callable[[Point], None]
 
 
 class Trainer:
-    """Trains one head; everything it decides follows from its configuration, the data and the steps done.
+    """Trains one head; every decision depends only on its configuration, the data and the steps done.
 
-    Where the end is given in steps, a run that was interrupted and resumed gives the same weights, bit for bit.
+    When the end is given in steps, a run that was interrupted and resumed gives the same weights, bit for bit.
     """
 
     def __init__(
@@ -126,15 +126,15 @@ class Trainer:
         folder: Path,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make ready to train.
+        """Prepare the training.
 
         Args:
-            head: to train, in float32; the target's embedding, where it uses that, is left alone.
+            head: to train, in float32; the target's embedding, if it uses that, stays frozen.
             vocabulary: what the loss is over.
             features: the target's, of all conversations.
             config: how to train.
             folder: gets checkpoints, head and report.
-            provenance: for the report; what an earlier run told and this one does not is kept.
+            provenance: for the report; entries of an earlier run that this one does not set are kept.
         """
         self.head, self.config, self.folder = head.requires_grad_(), config, folder
         self.device = head.embedding.device
@@ -156,11 +156,11 @@ class Trainer:
         self._loss: float | None = None
 
     def run(self, on_step: OnStep | None = None, on_point: OnPoint | None = None) -> Point:
-        """Train to the end; every `report_every_s` measure, report and save. Returns the last point; the head that is
-        saved is that of `best`.
+        """Train to the end; measure, report and save every `report_every_s`. Returns the last point; the saved head is
+        that of `best`.
 
         Raises:
-            ConfigError: the training diverged; what was saved before it did is left alone.
+            ConfigError: the training diverged; what was saved before that is kept.
         """
         started, reported = time.monotonic() - self._elapsed_s, time.monotonic()
         started_cpu_s = time.process_time() - self._cpu_s
@@ -168,7 +168,7 @@ class Trainer:
             self._report(on_point)
         for step, which in enumerate(_batches(self._features, self._train_ids, self.config)):
             if step < self._step:
-                continue  # done before the run was resumed
+                continue  # already done before the resume
             progress = self.config.progress(step, self._elapsed_s)
             if progress >= 1:
                 break
@@ -187,16 +187,16 @@ class Trainer:
 
     @property
     def best(self) -> Point:
-        """The point of the highest held-out acceptance, in the mean over the draft positions; of equals the first.
+        """The point with the highest held-out acceptance, averaged over the draft positions; the first of equals.
 
-        The start counts too: where training only makes a head worse, the head stays as it was.
+        The start counts too: if training only makes a head worse, the head stays as it was.
         """
         return max(self.curve, key=lambda point: sum(point.held_out.acceptance))
 
     def save(self) -> None:
-        """Write the head of the best point in the public format, and beside it what a later run resumes from.
+        """Write the head of the best point in the public format, and the state that a later run resumes from.
 
-        Interrupted at any time it leaves whole files: of this checkpoint, or of the one before.
+        An interrupt at any time leaves complete files, of this checkpoint or the previous one.
         """
         if self._best is not None:
             self._save_head(self._best)
@@ -220,10 +220,10 @@ class Trainer:
         beside.rmdir()
 
     def resume(self) -> bool:
-        """Go on from the folder's checkpoint; False when there is none.
+        """Continue from the folder's checkpoint; False when there is none.
 
         Raises:
-            ConfigError: it is damaged, of another head, or of another version of this program.
+            ConfigError: it is damaged, or from another head or another version of this program.
         """
         path = self.folder / STATE
         if not path.is_file():
@@ -246,7 +246,7 @@ class Trainer:
         return True
 
     def evaluate(self) -> Acceptance:
-        """How the averaged head does on the held-out conversations."""
+        """Acceptance of the averaged head on the held-out conversations."""
         parts = []
         with torch.inference_mode(), self._autocast():
             for which in _grouped(self._features, self._held_out_ids, self.config.tokens_per_step):
@@ -283,7 +283,7 @@ class Trainer:
         return StepReport(self._step, progress, self._elapsed_s, self._tokens, shown, tuple(means.tolist()))
 
     def _average_weights(self) -> None:
-        """Exponential moving average over the steps, shorter at the start: saved weights are good at any time."""
+        """Exponential moving average over the steps, shorter at the start, so that saved weights are always usable."""
         share = 1 - min(self.config.averaging, self._step / (self._step + 10))
         with torch.no_grad():
             torch._foreach_lerp_(list(self._average.parameters()), list(self.head.parameters()), share)
@@ -323,7 +323,7 @@ class Trainer:
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write the report of a training whole, or not at all: `provenance`, `curve`, and whatever else it tells."""
+    """Write a training report atomically: `provenance`, `curve`, and whatever else it contains."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{REPORT}"
     temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -344,7 +344,7 @@ def read_report(folder: Path) -> tuple[dict[str, Any], list[Point]]:
 
 
 def damaged(path: Path, reason: object) -> ConfigError:
-    """The error of a file in a training's folder that cannot be read, and the way out of it."""
+    """The error for an unreadable file in a training folder, with the fix."""
     return ConfigError(
         f"{path} cannot be read ({str(reason).partition(chr(10))[0]}), so this training cannot go on. Delete {STATE} "
         f"and {REPORT} in {path.parent}, and --resume trains again on the same conversations; or give another folder."
@@ -352,7 +352,7 @@ def damaged(path: Path, reason: object) -> ConfigError:
 
 
 def _split(features: Features, config: TrainingConfig) -> tuple[list[int], list[int]]:
-    """Conversations to train on, and those held out: evenly spread, never trained on."""
+    """Conversations to train on, and those held out: evenly spaced, never trained on."""
     conversations = features.conversations
     pairs = zip(conversations.lengths.tolist(), conversations.prompt_lengths.tolist(), strict=True)
     usable = [index for index, pair in enumerate(pairs) if is_trainable(*pair)]
@@ -364,7 +364,7 @@ def _split(features: Features, config: TrainingConfig) -> tuple[list[int], list[
 
 
 def _batches(features: Features, ids: list[int], config: TrainingConfig) -> Iterator[list[int]]:
-    """Batches without end; each epoch in an order of its own that follows from the seed."""
+    """Endless batches; each epoch has its own order, derived from the seed."""
     epoch = 0
     while True:
         order = np.random.default_rng([config.seed, epoch]).permutation(ids).tolist()

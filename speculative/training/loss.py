@@ -1,5 +1,5 @@
-"""What a head is trained on: KL to the target's distribution, then its chance of being accepted; in closed form, run by
-run."""
+"""A head's training objective: KL to the target's distribution, then the acceptance probability; in closed form, slice
+by slice."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from speculative.training.unrolling import TrainingBatch
 
-# Of the distributions in float32. What a core's cache holds is not read from memory again; a GPU wants fewer, larger
+# Of the float32 distributions. What fits a core's cache is not read from memory again; a GPU wants fewer, larger
 # kernels.
 _TARGETS_AT_ONCE = {"cpu": 32, "cuda": 1024}
 
@@ -26,16 +26,16 @@ class TargetDistribution:
 
     @classmethod
     def of(cls, batch: TrainingBatch, weight: Tensor) -> "TargetDistribution":
-        """At the batch's targets. `weight`: see `law_weight`; products are made in its type."""
+        """At the batch's targets. `weight`: the target LM head's rows; products are made in its type."""
         return cls(functional.linear(batch.final.to(weight.dtype), weight), batch.log_z)
 
     def log_probs(self, rows: slice) -> Tensor:
-        """[r, draft_vocab] float32; their exponentials sum to what the draft vocabulary holds of the mass."""
+        """[r, draft_vocab] float32; their exponentials sum to the draft vocabulary's share of the mass."""
         return self.logits[rows].float() - self.log_z[rows, None]
 
 
 def distribution_slices(num_targets: int, device: torch.device) -> Iterator[slice]:
-    """Runs of targets whose distributions are held in float32 at once."""
+    """Slices of targets whose distributions are held in float32 at once."""
     size = _TARGETS_AT_ONCE.get(device.type, 32)
     for start in range(0, num_targets, size):
         yield slice(start, min(start + size, num_targets))
@@ -46,8 +46,8 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of (1 - mix) KL(p || q) + mix (1 - sum of min(p, q)), [], and the acceptance [J, A] float32.
 
-    KL is over the draft vocabulary, p made to sum to 1 there; the second term, the probability of rejection, takes p as
-    it is. Logits are never held whole in float32: run after run, they are replaced by their gradient, in closed form.
+    KL is over the draft vocabulary, with p renormalized there; the second term, the probability of rejection, takes p
+    as it is. Logits are never all held in float32: slice by slice, they are replaced by their closed-form gradient.
 
     Args:
         hidden: [J, A, H] after the final norm.
@@ -66,7 +66,7 @@ class _DraftLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, distribution: TargetDistribution, row_weights: Tensor, mix: float
     ) -> tuple[Tensor, Tensor]:
         rows, matrix = hidden.to(distribution.logits.dtype), weight.to(distribution.logits.dtype)
-        grads = functional.linear(rows, matrix)  # [J, A, draft_vocab]: the logits, and in their place the gradient
+        grads = functional.linear(rows, matrix)  # [J, A, draft_vocab]: the logits, overwritten by the gradient
         acceptance = torch.empty_like(row_weights)
         loss = torch.zeros((), device=hidden.device)
         for run in distribution_slices(rows.shape[1], rows.device):
@@ -85,14 +85,14 @@ class _DraftLoss(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         rows, matrix, grads = ctx.saved_tensors
         flat = grads.flatten(0, 1)
-        wanted = ctx.needs_input_grad[1]  # not where the LM head is the target's
+        wanted = ctx.needs_input_grad[1]  # not if the LM head is the target's
         by_weight = (flat.T @ rows.flatten(0, 1)).float() * outputs[0] if wanted else None
         return (grads @ matrix).float() * outputs[0], by_weight, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a run of targets asks of all its drafts. p: [r, D]; shares: p made to sum to 1; mass, entropy: [r, 1]."""
+    """A slice's targets, shared by all its drafts. p: [r, D]; shares: p renormalized; mass, entropy: [r, 1]."""
 
     p: Tensor
     shares: Tensor
@@ -110,7 +110,7 @@ class _Wanted:
 def _loss_and_gradient(wanted: _Wanted, logits: Tensor, weights: Tensor, mix: float) -> tuple[Tensor, Tensor, Tensor]:
     """Per row: weighted loss [r, 1], its gradient by the logits [r, D], and the acceptance [r, 1].
 
-    Works in the logits' own memory: at this size fresh memory costs more than arithmetic.
+    Works in place on the logits: at this size allocating memory costs more than arithmetic.
     """
     log_q = logits.sub_(logits.logsumexp(-1, keepdim=True))
     kl = -(wanted.shares * log_q).sum(-1, keepdim=True) - wanted.entropy
@@ -119,14 +119,14 @@ def _loss_and_gradient(wanted: _Wanted, logits: Tensor, weights: Tensor, mix: fl
     losses = weights * ((1 - mix) * kl + mix * (1 - accepted))
     if mix == 0:
         return losses, q.sub_(wanted.shares).mul_(weights), accepted
-    rising = (q < wanted.p) * q  # where more of q is more acceptance
+    rising = (q < wanted.p) * q  # where raising q raises acceptance
     grad = q.mul_(weights * (1 - mix + mix * rising.sum(-1, keepdim=True)))
     grad.addcmul_(wanted.shares, weights, value=mix - 1).addcmul_(rising, weights, value=-mix)
     return losses, grad, accepted
 
 
 def step_weights(depths: Tensor, num_steps: int, decay: float) -> Tensor:
-    """What each draft counts in the loss: [num_steps, A] float32, decay^step, 0 where no row drafts the target."""
+    """Each draft's weight in the loss: [num_steps, A] float32, decay^step, 0 where no row drafts the target."""
     steps = torch.arange(num_steps, device=depths.device)[:, None]
     weights = torch.where(depths[None, :] >= steps, decay**steps, 0.0)
     return weights / weights.sum().clamp(min=1e-9)
