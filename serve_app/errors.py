@@ -1,4 +1,4 @@
-"""What a client is told when something goes wrong: one table from exception to HTTP error in OpenAI's form.
+"""What a client gets when something goes wrong: one table from exception to HTTP error in OpenAI's form.
 
 InvalidRequest (speculative.errors)
 ├── ModelNotFound          this server has no model of that name
@@ -10,8 +10,8 @@ InvalidRequest (speculative.errors)
 └── PriorityForbidden      the key may not ask for so early a priority
 
 EngineOverloaded (speculative.errors)
-└── NoRoom                 refused at once, for it would not be served in time
-    └── RateLimited        the key has used up what it may use for now
+└── NoRoom                 refused at once, as it would not be served in time
+    └── RateLimited        the key has used up its limit for now
 """
 
 import math
@@ -54,11 +54,11 @@ class BodyTooLarge(InvalidRequest):
 
 
 class AccessDenied(TruespecError):
-    """Who asks is not known: no key, or one that is not valid."""
+    """The caller is unknown: no key, or an invalid one."""
 
 
 class Forbidden(TruespecError):
-    """Who asks is known, and may not do this."""
+    """The caller is known, but may not do this."""
 
 
 class PriorityForbidden(InvalidRequest, Forbidden):
@@ -66,7 +66,7 @@ class PriorityForbidden(InvalidRequest, Forbidden):
 
 
 class NoRoom(EngineOverloaded):
-    """Refused at once, since it would not be served in time. `reason` is one word for the metric's label."""
+    """Refused at once, as it would not be served in time. `reason` is the metric's label value."""
 
     def __init__(self, reason: str, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)
@@ -77,7 +77,7 @@ class NoRoom(EngineOverloaded):
 
 
 class RateLimited(NoRoom):
-    """The key has used up what it may use for now."""
+    """The key has used up its limit for now."""
 
 
 class BodyTimeout(TruespecError):
@@ -85,7 +85,7 @@ class BodyTimeout(TruespecError):
 
 
 class UnknownVerdict(TruespecError):
-    """Nothing is known of an answer of that id: it was never given, is still under way, or is long ago."""
+    """Nothing is known about an answer of that id: it never existed, is still being made, or is too old."""
 
 
 class UnknownReplica(TruespecError):
@@ -97,7 +97,7 @@ class UpdateRefused(TruespecError):
 
 
 class RequestAborted(TruespecError):
-    """The engine let go of a request that its client still waits for (a shutdown, say)."""
+    """The engine dropped a request that its client still waits for (on a shutdown, say)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class _Rule:
     status: int
     kind: str
     code: str
-    reported_instead: str | None = None  # what the client reads where the exception's own words are internal
+    reported_instead: str | None = None  # what the client sees if the exception's own message is internal
 
 
 _INTERNAL = "The server failed while it worked on this request; nothing of it was made up. Send it again."
@@ -154,7 +154,7 @@ _RULES: dict[type[BaseException], _Rule] = {
 def reply_for(error: BaseException) -> ErrorReply:
     """The HTTP error for an exception: the rule of its nearest listed ancestor.
 
-    Exceptions that are the server's fault are reported in general words; their own words belong in the log.
+    Exceptions that are the server's fault get a general message; their own message belongs in the log.
     """
     rule = next(_RULES[ancestor] for ancestor in type(error).__mro__ if ancestor in _RULES)
     param = (error.field or None) if isinstance(error, InvalidRequest) else None

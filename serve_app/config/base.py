@@ -1,4 +1,4 @@
-"""What all sections of the configuration share."""
+"""Shared by all sections of the configuration."""
 
 import difflib
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _RAY_PRECISION = 0.0001  # of numbers of CPUs and GPUs
 
 
 class FieldError(ValueError):
-    """A fault found between fields, told at the one where the fix is easiest (dots lead into sections)."""
+    """An error between fields, reported at the one where the fix is easiest (dots lead into sections)."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class FieldError(ValueError):
 
 
 class Section(BaseModel):
-    """A part of the file: frozen, no unknown fields, no guessing of types (`yes` is no number, "4" neither)."""
+    """A part of the file: frozen, no unknown fields, no type coercion (neither `yes` nor "4" is a number)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 

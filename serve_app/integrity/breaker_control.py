@@ -1,4 +1,4 @@
-"""Acts on what is found wrong with one replica: it gives the breaker its evidence, and does what the breaker says."""
+"""Acts on faults found in one replica: passes evidence to the breaker, and carries out its decisions."""
 
 import asyncio
 import logging
@@ -20,14 +20,14 @@ _logger = logging.getLogger("truespec.breaker")
 _CANARY_TIMEOUT_S = 120.0
 
 TryOut = Callable[[], Awaitable[bool | None]]
-"""Tries speculation out: whether it is right; None where that was not to be seen."""
+"""Tries speculation out: whether it is correct; None if inconclusive."""
 
 
 class Guard:
-    """Keeps one replica from going on wrongly.
+    """Stops one replica from continuing with a fault.
 
     Args:
-        identity: its name, and the pool it is in.
+        identity: its name and pool.
         backend: its engine.
         breaker: decides.
         metrics: state, trips, canaries.
@@ -51,7 +51,7 @@ class Guard:
         self._try_out = try_out
         self._clock = clock
         self._inspected_at = clock()
-        self._speculation: Speculation | None = None  # as the engine was told last
+        self._speculation: Speculation | None = None  # as last set on the engine
         self._trips: list[Trip] = []
         self._canary: asyncio.Task[None] | None = None
         for reason in TRIP_REASONS:
@@ -62,12 +62,12 @@ class Guard:
 
     @property
     def status(self) -> ReplicaStatus:
-        """Where the breaker stands."""
+        """State of the breaker."""
         breaker = self._breaker
         return ReplicaStatus(self._replica, self._pool, breaker.state, breaker.mode, breaker.since, breaker.reason)
 
     def inspect(self, stats: StepStats) -> None:
-        """Look at what the engine found out about itself since the last time."""
+        """Check what the engine found out about itself since the last call."""
         began, self._inspected_at = self._inspected_at, self._clock()
         broken = [kind for kind in stats.violations if kind != CLIENTS_FAULT]
         for reason, found in (
@@ -79,7 +79,7 @@ class Guard:
                 self._trip(reason, f"the engine's own checks: {', '.join(found)}", began)
 
     def obey(self, orders: Orders) -> None:
-        """Do what the referee's answer asks for."""
+        """Carry out the orders in the referee's answer."""
         for finding in orders.findings:
             reason = "drift" if finding.alarm == "drift" else "law"
             self._trip(reason, f"replays: {finding.alarm} in stratum {finding.stratum}", finding.began_at)
@@ -88,10 +88,10 @@ class Guard:
             self._breaker.set_mode(orders.mode)
 
     def act(self) -> None:
-        """Have the engine follow the breaker, and begin a canary when it is due."""
+        """Apply the breaker's state to the engine, and start a canary when one is due."""
         if self._breaker.canary_due and (self._canary is None or self._canary.done()):
             self._breaker.begin_canary()
-            # A context of its own: whatever request had this looked at, the canary is not part of it.
+            # A context of its own: the canary is not part of whichever request triggered this.
             self._canary = asyncio.get_running_loop().create_task(self._run_canary(), context=Context())
         if self._breaker.speculation is not self._speculation:
             self._speculation = self._breaker.speculation
@@ -105,7 +105,7 @@ class Guard:
         return taken
 
     def put_back(self, trips: tuple[Trip, ...]) -> None:
-        """Return trips that could not be told; they go with the next ones."""
+        """Put back trips that could not be reported; they are sent with the next ones."""
         self._trips[:0] = trips
 
     def check_health(self) -> None:
@@ -137,7 +137,7 @@ class Guard:
         except Exception:
             _logger.warning("a canary request failed", exc_info=True)
         if self._breaker.state in (BreakerState.OPEN, BreakerState.OUT):
-            passed = False  # something was found wrong in the meantime
+            passed = False  # a fault was found in the meantime
         elif self._breaker.state is BreakerState.CLOSED:
             passed = None  # an operator set it so in the meantime
         trip = self._breaker.end_canary(passed=passed)

@@ -10,10 +10,10 @@ from serve_app.telemetry.metric_names import STRATA
 from speculative.request import ReplayedToken
 from speculative.selfcheck.replay import CalibrationTest, DriftTest
 
-_DELTA = 1e-6 / (2 * len(STRATA))  # of each test, so that a replica's life has one false alarm in a million
+_DELTA = 1e-6 / (2 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
 _REQUEST_DELTA = 1e-6
-_JUMP_NATS = 1.0  # rounding moves a logprob so far
-_JUMP_RATE = 1e-3  # for at most this share of the tokens
+_JUMP_NATS = 1.0  # rounding moves a logprob this far
+_JUMP_RATE = 1e-3  # in at most this share of the tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class SeenToken:
 
     strata: tuple[str, ...]
     drift: TokenDrift
-    row: ReplayedToken | None  # the distribution it was to follow; None where nothing was drawn
-    made_by: str  # the replica that told its logprob
+    row: ReplayedToken | None  # the distribution it should follow; None if nothing was drawn
+    made_by: str  # the replica that reported its logprob
 
     @property
     def distribution_terms(self) -> tuple[float, float] | None:
-        """p(y) - sum p^2, and surprisal minus its mean, whose means are 0; None where the token was not drawn by p."""
+        """p(y) - sum p^2, and surprisal minus its mean, whose means are 0; None if the token was not drawn from p."""
         row = self.row
         if row is None or row.outside != 0 or "greedy" in self.strata:
             return None
@@ -36,18 +36,18 @@ class SeenToken:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What rounding may do to a distribution, so that it is no fault."""
+    """How far rounding may change a distribution without it counting as a fault."""
 
     law_tolerance: float = 0.01  # to the means of the calibration test's terms
     edge_nats: float = 1e-3  # to the place of a filter's edge, and to how far a token is from the likeliest
 
     def calibration_test(self, delta: float) -> CalibrationTest:
-        """A test that puts up with so much."""
+        """A test with this tolerance."""
         return CalibrationTest(tolerance=self.law_tolerance, edge_nats=self.edge_nats, delta=delta)
 
 
 class ReplicaWatch:
-    """What was seen of one replica since it was last trusted again."""
+    """What was observed of one replica since it was last trusted again."""
 
     def __init__(self, rounding: Rounding) -> None:
         self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)
@@ -55,7 +55,7 @@ class ReplicaWatch:
         self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: rounding.calibration_test(_DELTA))
 
     def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float) -> list[tuple[str, str]]:
-        """Take in one request's tokens; the alarms they raised, each with its stratum."""
+        """Add one request's tokens; returns the alarms they raised, each with its stratum."""
         by_stratum: dict[str, list[SeenToken]] = {}
         for token in tokens:
             for stratum in token.strata:
@@ -90,7 +90,7 @@ class ReplicaWatch:
 
 
 def distribution_alarm(tokens: Sequence[SeenToken], greedy: bool, rounding: Rounding) -> str | None:
-    """What one request's own tokens show about the distribution they were to follow; None = nothing."""
+    """The alarm that one request's own tokens raise about their distribution; None = none."""
     test = rounding.calibration_test(_REQUEST_DELTA)
     test.add([token.row for token in tokens if token.row is not None], greedy=greedy)
     return test.alarm

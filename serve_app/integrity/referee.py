@@ -1,8 +1,8 @@
-"""The referee has finished requests computed again, without speculation and on fresh KV, and compares.
+"""The referee replays finished requests, without speculation and on fresh KV, and compares.
 
-It compares logprobs (drift) and, since a replay holds the whole distribution at each position, it tests whether the
-tokens follow that distribution. Each replica has detectors of its own, one for each stratum; what they find goes to the
-replica's breaker with the answer to its next report."""
+It compares logprobs (drift) and, since a replay has the whole distribution at each position, it tests whether the
+tokens follow that distribution. Each replica has its own detectors, one per stratum; their findings go to the replica's
+breaker with the answer to its next report."""
 
 import asyncio
 import dataclasses
@@ -36,24 +36,24 @@ _logger = logging.getLogger("truespec.referee")
 _SEEDS_KEPT = 65_536  # of the requests replayed last
 _KEPT_CASES = 8  # of each replica, for a dump
 _KEPT_LATEST = 12
-_FORGOTTEN_AFTER_S = 60.0  # a replica that is not heard of for so long is gone
+_FORGOTTEN_AFTER_S = 60.0  # a replica that has not reported for so long is gone
 
 Replay = Callable[[Request], Awaitable[Replayed]]
-"""Has a teacher-forced request computed on a replica."""
+"""Computes a teacher-forced request on a replica."""
 
 _Queued = tuple[ReplayJob, asyncio.Future[Checked], Context]
-"""A job, what it is to settle, and the context it came in, which names the client's request and its trace."""
+"""A job, the future it settles, and its context, which identifies the client's request and trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefereeSettings:
-    """What the referee puts up with, and what it takes on."""
+    """The referee's tolerances and limits."""
 
     max_queue: int = 64
     max_running: int = 2  # replays at once
     max_tme: float = 1.05  # above the noise floor
     rounding: Rounding = dataclasses.field(default_factory=Rounding)
-    num_draft_tokens: int = 0  # the most that are drafted in a round
+    num_draft_tokens: int = 0  # maximum drafted in a round
     keep_verdicts: int = 10_000
 
 
@@ -66,8 +66,8 @@ def chosen(request_id: str, share: float) -> bool:
 def _is_impossible(job: ReplayJob, error: Exception) -> bool:
     """Whether a replay was refused because of the answer: it is too long, or its ids are no tokens of the model.
 
-    An engine that takes shorter sequences than the one that answered refuses what may be right; and a replica that is
-    busy, gone, or cannot do what the request asks for has not looked at the answer.
+    An engine with a shorter limit than the one that answered may refuse a correct answer; and a replica that is busy,
+    gone, or cannot do what the request asks for has not checked the answer.
     """
     if not isinstance(error, InvalidRequest) or error.field != "prompt":
         return False
@@ -76,7 +76,7 @@ def _is_impossible(job: ReplayJob, error: Exception) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One replay, whole; `replayed` is None where the answer was refused."""
+    """One complete replay; `replayed` is None if the answer was refused."""
 
     job: ReplayJob
     replayed: Replayed | None
@@ -105,7 +105,7 @@ class _Replica:
     computing: Computing = dataclasses.field(default_factory=Computing)
 
     def trusts(self, began_at: float) -> bool:
-        """Whether what a request of that time shows says something about the replica as it is now."""
+        """Whether a request of that time is evidence about the replica as it is now."""
         return self.status is None or began_at >= self.status.since
 
 
@@ -113,9 +113,9 @@ class Referee:
     """Replays jobs from a bounded queue, a few at a time; a job that finds it full is skipped and counted.
 
     Args:
-        replay: has a request computed again.
+        replay: recomputes a request.
         metrics: drift, alarms, verdicts.
-        settings: what is put up with.
+        settings: tolerances and limits.
         dumps: where a post-mortem is written.
         clock: unix seconds.
     """
@@ -138,11 +138,11 @@ class Referee:
         self._seeds: OrderedDict[int, None] = OrderedDict()
         self._book = VerdictBook(settings.keep_verdicts)
         self._replicas: dict[str, _Replica] = {}
-        self._mode: Mode | None = None  # ordered for all replicas, those to come included
+        self._mode: Mode | None = None  # ordered for all replicas, including future ones
         self._urgent: deque[_Queued] = deque()
         self._queue: deque[_Queued] = deque()
-        self._latest: deque[dict[str, Any]] = deque(maxlen=_KEPT_LATEST)  # what came of the latest replays
-        self._wake = asyncio.Semaphore(0)  # one permit a job in either
+        self._latest: deque[dict[str, Any]] = deque(maxlen=_KEPT_LATEST)  # results of the latest replays
+        self._wake = asyncio.Semaphore(0)  # one permit per job in either queue
         for result in ("ok", "failed", "skipped", "outdated", "refused"):
             metrics.count("truespec_replays_total", 0, result=result)
         for verdict in Verdict:
@@ -158,11 +158,11 @@ class Referee:
     # -- replays ------------------------------------------------------------------------------------------------
 
     def submit(self, job: ReplayJob) -> None:
-        """Have a job replayed when there is time; returns at once."""
+        """Queue a job for replay when there is time; returns at once."""
         self._enqueue(self._queue, job)
 
     async def check(self, job: ReplayJob) -> Checked:
-        """Have a job replayed before those that nobody waits for; what came of it."""
+        """Replay a job before those that nobody waits for, and return the result."""
         settled = self._enqueue(self._urgent, job)
         return await settled if settled is not None else Checked(reason="skipped: too many wait to be replayed")
 
@@ -210,7 +210,7 @@ class Referee:
             return Checked(reason="the replay failed")
 
     async def _replayed(self, job: ReplayJob) -> Replayed:
-        """The replay of what was served: of the prompt too, where its logprobs were told."""
+        """The replay of what was served, including the prompt if its logprobs were returned."""
         prompt = job.request.prompt_token_ids
         adapter, seed = job.request.adapter, job.request.seed
         params = dataclasses.replace(job.request.params, prompt_logprobs=None, logprob_token_ids=())
@@ -229,7 +229,7 @@ class Referee:
         return dataclasses.replace(replayed, logprobs=(*reported.logprobs, *replayed.logprobs), weight_version=version)
 
     def _outdated(self, job: ReplayJob, replayed: Replayed) -> Checked:
-        """Other weights say nothing about what these said."""
+        """A replay by other weights proves nothing about the answer."""
         self._metrics.count("truespec_replays_total", result="outdated")
         self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
         made, now = ", ".join(job.weight_versions), replayed.weight_version
@@ -317,7 +317,7 @@ class Referee:
         return self._report(job, case)
 
     def _report(self, job: ReplayJob, case: _Case) -> Checked:
-        """Write the verdict into the book; what is to be reported of the answer."""
+        """Record the verdict; returns what to report of the answer."""
         checked = case.checked
         self._metrics.count("truespec_replay_distributions_total", distribution=checked.distribution.value)
         reported = self._book.wait_converged(job, checked, self._clock())
@@ -332,7 +332,7 @@ class Referee:
         """Show the tokens to the detectors of the replicas that made them.
 
         What a prefill replica made is its own. What a decode replica makes from a handoff may be wrong because of
-        either, where speculation cannot be the cause: nothing at all was drafted there.
+        either, if speculation cannot be the cause: nothing at all was drafted there.
         """
         job = case.job
         if case.checked.distribution is Distribution.REPEATED_SEED:
@@ -352,7 +352,7 @@ class Referee:
                 self._alarm(name, replica, found, job.began_at)
 
     def _alarm(self, name: str, replica: _Replica, found: tuple[str, str], began_at: float) -> None:
-        """Count an alarm in a stratum, and have the replica hear of it with the answer to its next report."""
+        """Count an alarm in a stratum, and notify the replica with the answer to its next report."""
         alarm, stratum = found
         self._metrics.count("truespec_replay_alarms_total", alarm=alarm, stratum=stratum)
         _logger.warning("replays show that %s is wrong: %s in stratum %s", name, alarm, stratum)
@@ -364,7 +364,7 @@ class Referee:
         return status is not None and status.decodes_plainly and began_at > status.since
 
     def _distribution(self, request: Request, output: Sequence[SeenToken]) -> Distribution:
-        """What its replayed tokens can say of their distribution."""
+        """What its replayed tokens can show about their distribution."""
         if all(token.row is None for token in output):
             return Distribution.UNTESTED
         if request.params.greedy:
@@ -374,7 +374,7 @@ class Referee:
         return Distribution.TESTED if self._draws_again(request.seed) else Distribution.REPEATED_SEED
 
     def _draws_again(self, seed: int) -> bool:
-        """Whether these random numbers were not seen before: a client that repeats a seed repeats its luck."""
+        """Whether these random numbers are new: a repeated seed repeats its draws."""
         again = seed not in self._seeds
         self._seeds[seed] = None
         if len(self._seeds) > _SEEDS_KEPT:
@@ -388,10 +388,10 @@ class Referee:
             )
         return self._replicas[name]
 
-    # -- what replicas and clients say and ask --------------------------------------------------------------------
+    # -- reports and queries --------------------------------------------------------------------------------------
 
     def hear(self, report: Report) -> Orders:
-        """Take in a replica's report, and answer it."""
+        """Process a replica's report, and answer it."""
         now, name = self._clock(), report.status.replica
         replica = self._known(name)
         if replica.status is not None and replica.status.since != report.status.since:
@@ -411,13 +411,13 @@ class Referee:
         return Orders(findings, mode)
 
     def verdict(self, reply_id: str) -> dict[str, Any] | None:
-        """What is known of a reply; None where nothing is."""
+        """What is known of a reply; None if nothing is."""
         return self._book.reply(reply_id)
 
     def order(self, mode: Mode, name: str | None) -> list[dict[str, object]] | None:
-        """Tell one replica, or all and those to come, who decides about speculation.
+        """Set who decides about speculation, for one replica, or for all including future ones.
 
-        Returns where every replica stands now; None where there is no such replica.
+        Returns every replica's status; None if there is no such replica.
         """
         if name is not None and name not in self._replicas:
             return None
@@ -429,12 +429,11 @@ class Referee:
         return self.statuses()
 
     def statuses(self) -> list[dict[str, object]]:
-        """Where every replica stands."""
+        """Every replica's status."""
         return [one.status.to_wire() for _, one in sorted(self._replicas.items()) if one.status is not None]
 
     def overview(self) -> dict[str, Any]:
-        """Replicas with their kernels and the self-checks of their engines, and what came of the latest replays, newest
-        first."""
+        """Replicas with their kernels and their engines' self-checks, and the latest replays' results, newest first."""
         return {
             "replicas": [
                 one.status.to_wire()

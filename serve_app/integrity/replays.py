@@ -1,7 +1,7 @@
-"""What is sent to the referee of a finished request, and how its tokens are grouped when they are compared.
+"""What the referee gets of a finished request, and how its tokens are grouped for the comparison.
 
-A stratum names a circumstance under which tokens were made, because the circumstance names the fault: drift right after
-a handoff is a bad handoff. A token belongs to several strata, so they never add up across.
+A stratum names the circumstances under which tokens were made, because these point to the fault: drift right after a
+handoff means a bad handoff. A token belongs to several strata, so their counts cannot be summed.
 """
 
 import enum
@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 from speculative.request import DEFAULT_VERSION, Request, TokenDelta, TokenKind
 
 KNOWN_AFTERWARDS = frozenset({"speculative", "plain", "accepted", "recovered"})
-"""Strata to which a token belongs because of what was drawn, there or behind it. Accepted tokens follow min(p, q) and
-recovered ones the residual, and only together they follow p: the distribution is not tested in these, drift is."""
+"""Strata to which a token belongs because of what was drawn, there or after it. Accepted tokens follow min(p, q) and
+recovered ones the residual, and only together do they follow p: here drift is tested, the distribution is not."""
 
 
 class Verdict(enum.StrEnum):
-    """What is known of one answer; the later member outweighs the earlier."""
+    """What is known of one answer; later members outweigh earlier ones."""
 
-    VERIFIED = "verified"  # computed again, and found right
-    UNVERIFIED = "unverified"  # nobody looked, or the check did not come about
-    SUSPECT = "suspect"  # found wrong, or made where something was found wrong
+    VERIFIED = "verified"  # recomputed, and found correct
+    UNVERIFIED = "unverified"  # not checked, or the check did not complete
+    SUSPECT = "suspect"  # found wrong, or made where a fault was found
 
 
 class Distribution(enum.StrEnum):
-    """What the replay of one answer says of the distribution of its tokens."""
+    """What the replay of one answer shows about the distribution of its tokens."""
 
-    TESTED = "tested"  # sampled with random numbers not seen before: its tokens are evidence
-    GREEDY = "greedy"  # nothing was drawn; each token was held against the likeliest
+    TESTED = "tested"  # sampled with new random numbers: its tokens are evidence
+    GREEDY = "greedy"  # nothing was drawn; each token was compared with the likeliest
     REPEATED_SEED = "repeated_seed"  # its random numbers were seen before: its tokens are no further evidence
     UNTESTED = "untested"  # no replay, or one that gives logprobs only
 
@@ -45,7 +45,7 @@ class ReplayJob:
 
     request: Request
     replica: str  # that answered
-    prefilled_by: str  # the prefill replica that told something of it, or whose handoff was taken in; "" = none
+    prefilled_by: str  # the prefill replica that reported part of it, or whose handoff was used; "" = none
     began_at: float  # unix seconds, by the clock of `replica`
     max_model_len: int
     token_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class ReplayJob:
     made_by: tuple[str, ...]  # the replica that emitted it
     rounds_since_handoff: tuple[int | None, ...]  # None = computed where the prompt was
     preempted: tuple[bool, ...]
-    prompt_logprobs: tuple[float, ...] = ()  # as served, of prompt tokens 1..; () where nobody asked
+    prompt_logprobs: tuple[float, ...] = ()  # as served, of prompt tokens 1..; () if not requested
     prompt_scored_by: str = ""  # the replica that gave them
     num_drafted: int = 0
     num_cached: int = 0  # prompt tokens found in a prefix cache
@@ -73,11 +73,11 @@ class ReplayJob:
 
     @property
     def replicas(self) -> frozenset[str]:
-        """All that had a part in it."""
+        """All that took part in it."""
         return frozenset({self.replica, self.prefilled_by, *self.made_by} - {""})
 
     def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
-        """The strata of each compared token: first the prompt's, where they were told, then the output's.
+        """The strata of each compared token: first the prompt's, if its logprobs were returned, then the output's.
 
         Args:
             num_draft_tokens: the most tokens drafted in a round.
@@ -122,7 +122,7 @@ class Record:
     weight_versions: dict[str, None] = field(default_factory=dict)  # a set in order
 
     def take(self, delta: TokenDelta) -> None:
-        """Take in what one step emitted."""
+        """Add what one step emitted."""
         count, maker = len(delta.token_ids), delta.prefilled_by or self.replica
         self.prefilled_by = delta.prefilled_by or self.prefilled_by
         self.token_ids += delta.token_ids
@@ -141,7 +141,7 @@ class Record:
             self.num_rounds += 1
 
     def job(self) -> ReplayJob | None:
-        """What the referee is to check; None where there is nothing to compare."""
+        """The job for the referee; None if there is nothing to compare."""
         if not self.token_ids or len(self.token_ids) != len(self.logprobs):
             return None
         return ReplayJob(
@@ -165,7 +165,7 @@ class Record:
 
 
 class Records:
-    """What is being served by one replica, by request id.
+    """What one replica is serving, by request id.
 
     Args:
         replica: its name.
@@ -186,19 +186,19 @@ class Records:
         return record
 
     def handed_off(self, request_id: str, prefilled_by: str) -> None:
-        """The handoff of a request was taken in; what comes next are the rounds after it."""
+        """The handoff of a request was accepted; the rounds after it come next."""
         record = self._live.get(request_id)
         if record is not None:
             record.prefilled_by, record.num_rounds = prefilled_by, 0
 
     def answered_by(self, request_id: str, replica: str) -> None:
-        """What comes next is made by another replica than the one that records it, or than before."""
+        """What comes next is made by another replica than the recording one, or than before."""
         record = self._live.get(request_id)
         if record is not None and record.replica != replica:
             record.replica, record.prefilled_by, record.num_rounds = replica, "", None
 
     def end(self, request_id: str) -> None:
-        """Nothing more comes."""
+        """Nothing more follows."""
         self._live.pop(request_id, None)
 
 

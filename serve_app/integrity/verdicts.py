@@ -1,4 +1,4 @@
-"""What is known of each answer that was given lately, bounded in memory."""
+"""What is known of each recent answer, bounded in memory."""
 
 import dataclasses
 from collections import OrderedDict, deque
@@ -17,7 +17,7 @@ _TRIPS_KEPT = 16  # of each replica, for answers that end after the trip that ma
 class Checked:
     """What is known of one choice of an answer.
 
-    `checks` are those that took place, whatever they found: `logprobs` (each against the replay's), `support` (each
+    `checks` are those that were run, whatever they found: `logprobs` (each against the replay's), `support` (each
     token is one that the request's rules and filters allow), `likeliest` (each token of a greedy answer is the
     likeliest), `distribution` (the tokens count as evidence on whether tokens follow the model's distribution).
     """
@@ -32,7 +32,7 @@ class Checked:
     distribution: Distribution = Distribution.UNTESTED
 
     def to_wire(self) -> dict[str, Any]:
-        """As it is told."""
+        """As the API returns it."""
         return {
             "verdict": self.verdict.value,
             "reason": self.reason,
@@ -47,7 +47,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    replicas: frozenset[str]  # that had a part in it
+    replicas: frozenset[str]  # that took part in it
     began_at: float
     ended_at: float
     checked: Checked
@@ -66,20 +66,20 @@ class VerdictBook:
         self._trips: dict[str, deque[Trip]] = {}
 
     def note(self, replica: str, finished: Finished) -> None:
-        """A request has ended; nothing is known of it yet unless its check was quicker."""
+        """A request has ended; nothing is known of it yet, unless its check was faster."""
         known = self._entry(finished.request_id)
         checked = Checked() if known is None else known.checked
         replicas = frozenset({replica, finished.prefilled_by} - {""}) | (known.replicas if known else frozenset())
         self._put(finished.request_id, _Entry(replicas, finished.began_at, finished.ended_at, checked))
 
     def wait_converged(self, job: ReplayJob, checked: Checked, now: float) -> Checked:
-        """A request was checked; what is to be reported of it: the check cannot clear what a trip made suspect."""
+        """A request was checked. Returns what to report: the check cannot clear what a trip made suspect."""
         known = self._entry(job.request.request_id)
         ended_at = now if known is None else known.ended_at
         return self._put(job.request.request_id, _Entry(job.replicas, job.began_at, ended_at, checked)).checked
 
     def trip(self, replica: str, trip: Trip) -> int:
-        """A replica was found wrong: what it had a part in then is suspect. Returns how many answers became so."""
+        """A replica was found faulty: what it took part in then is suspect. Returns how many answers became so."""
         self._trips.setdefault(replica, deque(maxlen=_TRIPS_KEPT)).append(trip)
         num_suspect = 0
         for choices in self._replies.values():
@@ -90,7 +90,7 @@ class VerdictBook:
         return num_suspect
 
     def reply(self, reply_id: str) -> dict[str, Any] | None:
-        """All that is known of a reply, as GET /v1/verdicts tells it; None where nothing is."""
+        """All that is known of a reply, as GET /v1/verdicts returns it; None if nothing is."""
         choices = self._replies.get(reply_id)
         return None if choices is None else render(reply_id, {index: choices[index].checked for index in choices})
 
@@ -137,6 +137,6 @@ def render(reply_id: str, choices: dict[int, Checked]) -> dict[str, Any]:
 
 
 def split_id(request_id: str) -> tuple[str, int]:
-    """A request's reply and the choice it is in it."""
+    """A request's reply, and its choice index there."""
     reply_id, _, index = request_id.rpartition("-")
     return reply_id, int(index)

@@ -46,10 +46,10 @@ _GROUPS = {  # field -> metric, label
 
 
 class StatusBook:
-    """The course of the last minutes, and the picture of now.
+    """The history of the last minutes, and the current status.
 
     Args:
-        about: what is served and how, as it is to be told.
+        about: what is served and how, as the page shows it.
         clock: unix seconds.
     """
 
@@ -60,7 +60,7 @@ class StatusBook:
         self._points: deque[dict[str, float]] = deque(maxlen=_HISTORY_S)
 
     def note(self, samples: Iterable[Sample]) -> None:
-        """Add a point to the history; to be called once a second."""
+        """Add a point to the history; call this once a second."""
         totals = _totals(samples)
         self._points.append({"at": self._clock()} | {key: totals.get(name, 0.0) for key, name in _COURSE.items()})
 
@@ -69,14 +69,14 @@ class StatusBook:
 
         Args:
             samples: what the app counted.
-            overview: replicas and latest replays, as the referee tells them.
+            overview: replicas and latest replays, as the referee reports them.
         """
         samples = list(samples)
         gauges = _by_replica(samples)
         replicas = [one | gauges.get(str(one[REPLICA_LABEL]), {}) for one in overview["replicas"]]
         return {
             "about": self._about,
-            "started_at": self._started_at,  # the sums count from here
+            "started_at": self._started_at,  # the sums start here
             "at": self._clock(),
             "replicas": replicas,
             **{field: sum(one.get(field, 0.0) for one in replicas) for field in ("running", "waiting", "replaying")},

@@ -1,10 +1,10 @@
 """Which replica a request goes to.
 
-A prompt goes to the prefill replica that will have it computed first: what it has not cached of it, after what it has
-to compute already, all in tokens. A stream goes to the decode replica of its session, and without one to the replica
-with most room. What is cached where, replicas tell about once a second; what a router has sent since, it knows itself.
+A prompt goes to the prefill replica that will finish it first: its uncached tokens, after the tokens already queued
+there. A stream goes to the decode replica of its session, and without one to the replica with most room. Replicas
+report what they have cached about once a second; what a router has sent since, it knows itself.
 
-The functions and `PrefixBook` know nothing of Ray; the routers at the end put them behind Ray Serve's request router.
+The functions and `PrefixBook` know nothing of Ray; the routers at the end plug them into Ray Serve's request router.
 """
 
 import abc
@@ -23,13 +23,13 @@ from speculative.request import Request
 
 MOST_REPORTED = 2048  # blocks that a replica reports
 _MOST_KNOWN = 16384  # blocks of each replica that a router remembers of what it sent there
-_NAME_BYTES = 8  # of a block's name; two of a million blocks share them once in thirty million caches
-_FULL = 0.95  # KV use from which a session is better off elsewhere
+_NAME_BYTES = 8  # of a block's name; a collision among a million blocks occurs once in thirty million caches
+_FULL = 0.95  # KV usage from which a session is better off elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """A prefill replica, as a prompt sees it. All in tokens."""
+    """A prefill replica's load, for one prompt. All in tokens."""
 
     cached: int  # of the prompt
     backlog: int  # to be computed before it
@@ -37,21 +37,21 @@ class PrefillLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """A decode replica, as a stream sees it."""
+    """A decode replica's load, for one stream."""
 
-    kv_usage: float  # share of its KV blocks
-    running_share: float  # requests, as a share of those that it computes at once
+    kv_usage: float  # share of its KV blocks in use
+    running_share: float  # running requests, as a share of its maximum
 
     @property
     def fullness(self) -> float:
-        """What it runs out of first."""
+        """Usage of what it runs out of first."""
         return max(self.kv_usage, self.running_share)
 
 
 def rank_prefill(loads: Mapping[str, PrefillLoad], num_tokens: int, name: str) -> list[str]:
-    """Replicas for a prompt of so many tokens, the soonest done first, of equals the one with less to do for it.
+    """Replicas for a prompt of so many tokens, the earliest done first; of equals, the one with less to compute for it.
 
-    Who is equal in that too is ranked by `name`, so that different prompts go to different ones.
+    Remaining ties are broken by `name`, so that different prompts go to different replicas.
     """
 
     def standing(one: str) -> tuple[int, int, int]:
@@ -64,11 +64,11 @@ def rank_prefill(loads: Mapping[str, PrefillLoad], num_tokens: int, name: str) -
 def rank_decode(
     loads: Mapping[str, DecodeLoad], name: str, session: str = "", avoid: Collection[str] = ()
 ) -> list[str]:
-    """Replicas for a stream, the emptiest first; that of its session before all, while there is room. Those to `avoid`
+    """Replicas for a stream, the emptiest first; its session's replica before all, while it has room. Those to `avoid`
     come last."""
     ranked = sorted(loads, key=lambda one: (loads[one].fullness, _lot(name, one)))
     if session and loads:
-        home = max(loads, key=lambda one: _lot(session, one))  # the same for every router, and for most when some go
+        home = max(loads, key=lambda one: _lot(session, one))  # the same for every router, and for most if some go
         if loads[home].kv_usage < _FULL:
             ranked.remove(home)
             ranked.insert(0, home)
@@ -81,7 +81,7 @@ def _lot(name: str, replica: str) -> int:
 
 
 def reported_blocks(names: Iterable[bytes]) -> bytes:
-    """Names of cached blocks as a replica tells them: the newest, each cut short."""
+    """Names of cached blocks as a replica reports them: the newest, each truncated."""
     newest = list(names)[-MOST_REPORTED:]
     return b"".join(name[:_NAME_BYTES] for name in newest)
 
@@ -91,7 +91,7 @@ def _short_names(reported: bytes) -> frozenset[int]:
 
 
 class PrefixBook:
-    """What a router knows of the prefixes that replicas have cached, and of the prompts on their way there.
+    """What a router knows of the prefixes that replicas have cached, and of the prompts sent to them.
 
     Args:
         block_size: tokens a block.
@@ -101,11 +101,11 @@ class PrefixBook:
         self._block_size = block_size
         self._reported: dict[str, tuple[bytes, frozenset[int]]] = {}
         self._sent: dict[str, OrderedDict[int, None]] = {}
-        self._backlog: dict[str, int] = {}  # as told
+        self._backlog: dict[str, int] = {}  # as reported
         self._on_their_way: dict[Hashable, tuple[str, int]] = {}  # by call: replica, tokens
 
     def hear(self, replica: str, reported: bytes, backlog: int = 0) -> None:
-        """Take in what a replica says: which blocks it has cached, and how many tokens wait there, from all routers."""
+        """Record a replica's report: its cached blocks, and how many tokens wait there, from all routers."""
         self._backlog[replica] = backlog
         known = self._reported.get(replica)
         if known is None or known[0] != reported:
@@ -122,7 +122,7 @@ class PrefixBook:
                 self.done(call)
 
     def meant(self, replica: str, call: Hashable, num_tokens: int) -> None:
-        """A prompt of so many tokens goes to this replica, unless it takes no more; a later word on the call counts."""
+        """A prompt of so many tokens is about to go to this replica, if it accepts; a later update overrides this."""
         self._on_their_way[call] = (replica, num_tokens)
 
     def sent(self, replica: str, call: Hashable, token_ids: Sequence[int], *, caches: bool, adapter: str = "") -> None:
@@ -137,21 +137,21 @@ class PrefixBook:
                 blocks.popitem(last=False)
 
     def done(self, call: Hashable) -> None:
-        """A prompt was computed, or given up."""
+        """A prompt was computed, or abandoned."""
         self._on_their_way.pop(call, None)
 
     def loads(self, replicas: Iterable[str], token_ids: Sequence[int], adapter: str = "") -> dict[str, PrefillLoad]:
-        """How replicas stand to a prompt that an adapter is to compute ("" = the model itself)."""
+        """The replicas' loads for a prompt of an adapter ("" = the model itself)."""
         names = self._names(token_ids, adapter)
         own: dict[str, int] = {}
         for replica, count in tuple(self._on_their_way.values()):
             own[replica] = own.get(replica, 0) + count
-        # What is told holds what this router sent until then; what it sent since may be all there is.
+        # The reported backlog includes what this router had sent by then; what it sent since may be all there is.
         backlog = {one: max(own.get(one, 0), self._backlog.get(one, 0)) for one in replicas}
         return {one: PrefillLoad(self._cached(one, names), backlog[one]) for one in backlog}
 
     def _cached(self, replica: str, names: Sequence[int]) -> int:
-        """Tokens of the longest prefix that the replica has: the last block that is known names all before it."""
+        """Tokens of the longest prefix that the replica has: the last known block's name covers all before it."""
         reported = self._reported[replica][1] if replica in self._reported else frozenset[int]()
         sent = self._sent.get(replica, OrderedDict[int, None]())
         for index in reversed(range(len(names))):
@@ -166,10 +166,10 @@ class PrefixBook:
 
 
 class _Calls:
-    """Tells the calls of a router apart. Serve's ids do not: all calls from within one HTTP request share one.
+    """Identifies the calls of a router. Serve's ids do not: all calls from within one HTTP request share one.
 
     Args:
-        over: is called for each call that has ended, or was never sent.
+        over: called for each call that has ended, or was never sent.
     """
 
     def __init__(self, over: Callable[[int], object]) -> None:
@@ -178,7 +178,7 @@ class _Calls:
         self._num_calls = 0
 
     def of(self, pending: Any) -> int:
-        """The number of a call that waits for its replica; it is over when Serve lets go of it."""
+        """The number of a call that waits for its replica; it is over when Serve drops it."""
         known = self._calls.get(id(pending))
         if known is not None:
             return known[0]
@@ -194,22 +194,22 @@ class _Calls:
         return call
 
     def routed(self, pending: Any, result: Any) -> None:
-        """A replica has taken the call; it is over when its result is there, which may be at once."""
+        """A replica has taken the call; it is over when its result arrives, which may be at once."""
         call = self.of(pending)
         del self._calls[id(pending)]
         result.add_done_callback(lambda _: self._over(call))
 
 
 class _Ranking(ConsistentHashRouter):
-    """Ray Serve's router with a ranking of ours. Of the class above it takes the loop, which routes each request to the
-    replica that was chosen for it, and the way without a ranking."""
+    """Ray Serve's router with our ranking. From its base class it takes the loop, which routes each request to the
+    replica chosen for it, and the fallback without a ranking."""
 
     @abc.abstractmethod
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
         """The replicas, by their ids, the best first."""
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """Called by Serve: one replica a rank, tried in turn."""
+        """Called by Serve: one replica per rank, tried in turn."""
         if pending_request is None or not candidate_replicas:
             return await super().choose_replicas(candidate_replicas, pending_request)  # type: ignore[no-any-return]
         pending_request.routing_context.should_backoff = True
@@ -217,20 +217,20 @@ class _Ranking(ConsistentHashRouter):
         return [[replicas[name]] for name in self.rank(replicas, pending_request)]
 
     async def _fulfill_pending_requests(self) -> None:
-        """As above, but requests that came while the last task was ending do not wait for the next one to come."""
+        """As in the base class, but requests that came while the last task was ending do not wait for the next one."""
         await super()._fulfill_pending_requests()
         if self._pending_requests_to_route:
             self._maybe_start_routing_tasks()
 
     def _get_pending_request_matching_internal_request_id(self, request_metadata: Any = None) -> Any:
-        """The request that was ranked. Its id will not do: calls from within one HTTP request share it, and all but the
-        last of them would never be sent."""
+        """The request that was ranked. Its id is not enough: calls from within one HTTP request share it, and all but
+        the last of them would never be sent."""
         waiting = (one for one in self._pending_requests_to_fulfill if one.metadata is request_metadata)
         return next((one for one in waiting if not one.future.done()), None)
 
 
 class PrefillRouter(_Ranking):
-    """Sends prompts where most of them is cached and least is waiting."""
+    """Sends prompts where most of the prompt is cached and least is waiting."""
 
     def initialize_state(self, block_size: int) -> None:
         """Called by Serve with the deployment's `request_router_kwargs`."""
@@ -239,7 +239,7 @@ class PrefillRouter(_Ranking):
         self._calls = _Calls(self._book.done)
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Called by Serve when replicas come, go, or tell something new."""
+        """Called by Serve when replicas come, go, or report something new."""
         super().update_replicas(replicas)
         self._book.keep_only(replica.replica_id.unique_id for replica in replicas)
         for replica in replicas:
@@ -247,7 +247,7 @@ class PrefillRouter(_Ranking):
             self._book.hear(replica.replica_id.unique_id, stats.get("blocks", b""), stats.get("backlog_tokens", 0))
 
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
-        """The replicas, the soonest done first."""
+        """The replicas, the earliest done first."""
         request = _request(pending)
         prompt, adapter = ((), "") if request is None else (request.prompt_token_ids, request.adapter)
         if pending.future.done():  # another of Serve's routing tasks has placed it meanwhile
@@ -311,5 +311,5 @@ def _request(pending: Any) -> Request | None:
 
 
 def _to_avoid(pending: Any) -> Collection[str]:
-    """What a call of `DecodeWorker.stream` names so: its last argument."""
+    """The replicas to avoid: the last argument of `DecodeWorker.stream`."""
     return pending.args[3] if len(pending.args) > 3 else ()

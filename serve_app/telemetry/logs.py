@@ -1,7 +1,7 @@
-"""Log lines: one format for everything a replica says, with the request and the trace that each line belongs to.
+"""Log lines: one format for everything a replica logs, with the request and trace that each line belongs to.
 
-Ray Serve gives each replica a log file and writes to the process' standard error; what our loggers say goes where its
-own lines go, in the same form.
+Ray Serve gives each replica a log file and writes to the process' standard error; our loggers write to the same places,
+in the same format.
 """
 
 import json
@@ -19,16 +19,16 @@ _SERVE = "ray.serve"
 
 
 class _Formatter(logging.Formatter):
-    """What both forms share: which replica speaks, and for which request."""
+    """Shared by both formats: which replica logs, and for which request."""
 
     def __init__(self, replica: str = "") -> None:
         super().__init__()
         self._replica = replica
 
     def _facts(self, record: logging.LogRecord) -> dict[str, Any]:
-        """Replica, request and trace, those that are known, and the fields that the line was given.
+        """Replica, request and trace, as far as known, and the line's own fields.
 
-        Ray Serve's own lines carry the id of their request themselves.
+        Ray Serve's own lines already include their request id.
         """
         known = {
             "replica": self._replica,
@@ -42,10 +42,10 @@ class _Formatter(logging.Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, and what else is known."""
+    """One JSON object per line: time (UTC), level, logger, message, and any further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """The line, without its line end."""
         reported: dict[str, Any] = {
             "time": _utc(record.created),
             "level": record.levelname.lower(),
@@ -59,10 +59,10 @@ class JsonFormatter(_Formatter):
 
 
 class TextFormatter(_Formatter):
-    """For a reader: time (UTC), level, logger, message, and in brackets what else is known."""
+    """For people: time (UTC), level, logger, message, and any further fields in brackets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; further ones where an exception is told."""
+        """The line; several if it includes an exception."""
         facts = " ".join(f"{name}={value}" for name, value in self._facts(record).items())
         line = f"{_utc(record.created)} {record.levelname} {record.name}: {record.getMessage()}"
         trouble = self._trouble(record)
@@ -71,11 +71,11 @@ class TextFormatter(_Formatter):
 
 
 def configure(log_format: LogFormat, level: LogLevel, replica: str = "") -> None:
-    """Have this process' log lines come in one form; what other libraries say from `warning` up.
+    """Log this process' lines in one format; those of other libraries from `warning` up.
 
     Args:
         level: of our own lines, and of Ray Serve's.
-        replica: that runs in this process; "" = none.
+        replica: the one in this process; "" = none.
     """
     formatter = JsonFormatter(replica) if log_format == "json" else TextFormatter(replica)
     handlers = logging.getLogger(_SERVE).handlers or [logging.StreamHandler()]

@@ -1,8 +1,8 @@
-"""What a request is known by on every replica it reaches, and its spans for an OpenTelemetry collector.
+"""A request's identity on every replica it reaches, and its spans for an OpenTelemetry collector.
 
-A request's id and its W3C trace context (https://www.w3.org/TR/trace-context/) live in context variables, so that what
-serves it need not pass them on; only a call to another replica does (`carried`, `adopt`). Both are kept with tracing
-off, too: log lines tell them.
+A request's id and its W3C trace context (https://www.w3.org/TR/trace-context/) live in context variables, so that the
+code that serves it need not pass them on; only a call to another replica does (`carried`, `adopt`). Both are kept even
+with tracing off: log lines include them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,14 +35,14 @@ _request_id: ContextVar[str] = ContextVar("truespec_request_id", default="")
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What goes with a call to another replica: the request's id ("" = none), and the trace context as headers."""
+    """What is sent with a call to another replica: the request's id ("" = none), and the trace context as headers."""
 
     request_id: str = ""
     headers: tuple[tuple[str, str], ...] = ()
 
 
 def request_id() -> str:
-    """The id of the request that is being served here; "" = none."""
+    """The id of the request being served here; "" = none."""
     return _request_id.get()
 
 
@@ -53,23 +53,23 @@ def trace_id() -> str:
 
 
 def carried() -> Carried:
-    """What a call to another replica is to carry."""
+    """What a call to another replica carries."""
     headers: dict[str, str] = {}
     _propagator.inject(headers)
     return Carried(request_id(), tuple(headers.items()))
 
 
 def adopt(reported: Carried) -> None:
-    """Be known by what was carried here, for the rest of this task: Ray Serve gives each call a task of its own."""
+    """Take on the identity carried here for the rest of this task: Ray Serve runs each call in its own task."""
     _request_id.set(reported.request_id)
     otel_context.attach(_propagator.extract(dict(reported.headers), Context()))
 
 
 class Tracing:
-    """Makes the spans of requests. Where nothing is recorded, it still hands on the client's trace context.
+    """Makes the spans of requests. Even if nothing is recorded, it passes on the client's trace context.
 
     Args:
-        provider: takes the spans; None = none are made.
+        provider: receives the spans; None = no spans are made.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -78,12 +78,12 @@ class Tracing:
 
     @classmethod
     def to_collector(cls, endpoint: str, share: float, resource: Attributes) -> "Tracing":
-        """Spans go to a collector, in the background; what it does not take is dropped.
+        """Send spans to a collector, in the background; those it does not accept are dropped.
 
         Args:
             endpoint: URL of OTLP over HTTP, path included.
-            share: of the traces that begin here; others follow their parent's flag.
-            resource: tells replicas apart.
+            share: of the traces that start here; others follow their parent's flag.
+            resource: identifies the replica.
 
         Raises:
             ConfigError: the exporter is not installed.
@@ -108,7 +108,7 @@ class Tracing:
 
     @property
     def recording(self) -> bool:
-        """Whether spans are made of what is being served here."""
+        """Whether the request being served here is recorded."""
         span = trace.get_current_span().get_span_context()
         return self.enabled and span.is_valid and span.trace_flags.sampled
 
@@ -122,11 +122,11 @@ class Tracing:
         *,
         traced: bool = True,
     ) -> Iterator[Span]:
-        """The span of a whole HTTP request, which goes on with the trace that its headers name.
+        """The span of a whole HTTP request, continuing the trace that its headers name.
 
         Args:
             headers: as ASGI has them, names in lower case.
-            traced: whether it is worth a span; the trace is handed on in any case.
+            traced: whether to make a span; the trace is passed on in any case.
         """
         reported = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
         parent = _propagator.extract({key: reported[key] for key in _HEADERS if key in reported}, Context())
@@ -149,7 +149,7 @@ class Tracing:
             yield span
 
     def start(self, name: str, began_ns: int, attributes: Attributes) -> Span:
-        """A span below the current one, which it does not replace; `began_ns` are unix nanoseconds."""
+        """A child span of the current one, which stays current; `began_ns` are unix nanoseconds."""
         return self._tracer.start_span(name, start_time=began_ns, attributes=attributes)
 
 

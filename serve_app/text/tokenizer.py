@@ -27,7 +27,7 @@ class Tokenizer:
     """
 
     def __init__(self, wrapped: Any, generation_eos: Sequence[int] = ()) -> None:
-        """Wrap a fast tokenizer of `transformers`; `generation_eos` are the ends its generation config names."""
+        """Wrap a fast tokenizer of `transformers`; `generation_eos` are its generation config's end tokens."""
         self._wrapped = wrapped
         self._core = wrapped.backend_tokenizer
         self._core.no_truncation()
@@ -76,11 +76,11 @@ class Tokenizer:
         source = self._wrapped.get_chat_template(tools=[{}] if with_tools else None)
         try:
             return ChatTemplate.read(source)
-        except TemplateError:  # told when it is used
+        except TemplateError:  # reported when it is used
             return ChatTemplate(source, frozenset())
 
     def added_id(self, text: str) -> int | None:
-        """The token that was added to the vocabulary for this text, special or not; None where none was."""
+        """The token added to the vocabulary for this text, special or not; None if there is none."""
         return self._added.get(text)
 
     def encode_chat(
@@ -91,7 +91,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the chat template, with the tools it shows and further variables of its own.
+        """Token ids of a conversation in the chat template, with its tools and further template variables.
 
         Raises:
             InvalidRequest: the model has no chat template, or the template refuses these messages.
@@ -121,12 +121,12 @@ class Tokenizer:
         return "".join(detokenizer.push(ids)) + detokenizer.finish()
 
     def detokenizer(self, *, skip_special: bool = True, continuation: bool = False) -> "Detokenizer":
-        """A fresh incremental decoder; its parts add up to what `decode` gives with the same arguments."""
+        """A new incremental decoder; its parts add up to what `decode` returns with the same arguments."""
         strip = 0 if continuation else self._scheme.num_stripped
         return Detokenizer(self.token_bytes, self.special_ids if skip_special else frozenset(), strip)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; none for an id that the tokenizer does not know (a padded vocabulary)."""
+        """The bytes of one token; empty for an id that the tokenizer does not know (a padded vocabulary)."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._core.id_to_token(token_id)
@@ -167,7 +167,7 @@ class Detokenizer:
         return [self._text(b"" if token_id in self._skipped else self._token_bytes(token_id)) for token_id in ids]
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that never became whole, else nothing."""
+        """The rest: U+FFFD for a character that was never completed, else nothing."""
         return self._utf8.decode(b"", final=True)
 
     def _text(self, raw: bytes) -> str:
@@ -189,7 +189,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Watches a text grow for stop strings, and holds back what may yet become one.
+    """Watches a growing text for stop strings, and holds back what may still become one.
 
     The stop string that is completed first wins, wherever token borders lie; of several completed by the same
     character, the longest. Knuth, Morris and Pratt's automaton per string: constant work per character and string.
@@ -202,7 +202,7 @@ class StopMatcher:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Add text; gives back what is now certain to be delivered. Once stopped, everything further is dropped."""
+        """Add text; returns what is now certain to be delivered. Once stopped, everything further is dropped."""
         if not self._patterns or self.stopped:
             return "" if self.stopped else text
         grown = self._held + text
@@ -221,7 +221,7 @@ class StopMatcher:
         return held
 
     def _advance(self, character: str) -> int:
-        """Feed one character; gives the length of the longest stop string it completes, or 0."""
+        """Feed one character; returns the length of the longest stop string it completes, or 0."""
         completed = 0
         for index, (string, table) in enumerate(self._patterns):
             matched = self._matched[index]
@@ -300,7 +300,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 class _Generation(Extension):
-    """The tag with which a template marks what the model says; here it says nothing more."""
+    """The tag with which a template marks what the model says; ignored here."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -311,7 +311,7 @@ class _Generation(Extension):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """What is known of a chat template: its source, and the variables that it reads."""
+    """A chat template: its source, and the variables that it reads."""
 
     source: str
     variables: frozenset[str]
