@@ -1,8 +1,7 @@
-"""API keys: a file of ids, hashes, scopes and limits. The keys themselves are nowhere but with their owners.
+"""API keys: a file of ids, hashes, scopes and limits. Only their owners have the keys themselves.
 
-A key holds 256 random bits, so it cannot be found from its SHA-256 by trying. A salt and a slow hash, which the few
-bits of a password need, would add nothing here but time to every request, and a way to keep the server busy by sending
-wrong keys.
+A key has 256 random bits, so it cannot be brute-forced from its SHA-256. A salt and a slow hash, which low-entropy
+passwords need, would only slow down every request here, and let wrong keys keep the server busy.
 """
 
 import hashlib
@@ -41,7 +40,7 @@ class _Part(BaseModel):
 
 
 class Limits(_Part):
-    """What a key may use. Without a limit there is none beyond those of the server; each replica counts for itself."""
+    """A key's limits. One that is not set leaves only the server's own; each replica counts for itself."""
 
     max_concurrent: AtLeastOne | None = None  # HTTP requests at once
     requests_per_minute: AtLeastOne | None = None
@@ -78,7 +77,7 @@ class KeyFile(_Part):
 
 
 def digest_of(key: str) -> str:
-    """What the file keeps of a key: SHA-256, in hex."""
+    """A key's digest, as the file stores it: SHA-256, in hex."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -92,7 +91,7 @@ def read_keys(path: Path) -> KeyFile:
 
 
 def create_key(path: Path, key_id: str, scopes: list[Scope], expires: datetime | None, limits: Limits) -> str:
-    """Add a key to the file, which is made where there is none, and give the key. It can never be shown again.
+    """Add a key to the file, creating it if needed, and return the key. It can never be shown again.
 
     Raises:
         ConfigError: the file is wrong, or has a key of that id.
@@ -129,7 +128,7 @@ def revoke_key(path: Path, key_id: str) -> None:
 
 
 def _write(path: Path, file: KeyFile) -> None:
-    """Put the file in place at once: whoever reads it sees the old one or the new one. Only its owner may read it.
+    """Replace the file atomically: readers see the old one or the new one. Only its owner may read it.
 
     Raises:
         ConfigError: it cannot be written.
@@ -147,16 +146,16 @@ def _write(path: Path, file: KeyFile) -> None:
 
 
 class KeyStore(Keys):
-    """The keys of a file, which is read again when it has changed; looked at no more than once a second.
+    """The keys of a file, which is read again when it has changed; checked at most once a second.
 
-    A changed file that is wrong, or has gone, changes nothing: the keys that were known go on, the log says why, and
-    `reloaded` is told.
+    A changed file that is invalid, or missing, changes nothing: the known keys stay valid, the log says why, and
+    `reloaded` is called.
 
     Args:
         path: of the file.
-        reloaded: called after each attempt to read a changed file, and whether it went well.
+        reloaded: called after each attempt to read a changed file, with whether it succeeded.
         clock: seconds, monotonic.
-        now: unix seconds, for what expires.
+        now: unix seconds, for expiry.
 
     Raises:
         ConfigError: the file cannot be read, or is wrong, at the start.
@@ -182,7 +181,7 @@ class KeyStore(Keys):
         return len(self._keys)
 
     def find(self, key: str) -> Caller | None:
-        """Who has this key; None where nobody has, or it has expired. Takes as long whatever the key."""
+        """The owner of this key; None if it is unknown or expired. Takes the same time for any key."""
         self._look()
         digest = digest_of(key).encode()
         found: Caller | None = None
@@ -209,7 +208,7 @@ class KeyStore(Keys):
             self._reloaded(True)
 
     def _signature(self) -> tuple[int, int, int] | None:
-        """What tells one version of the file from another; None where there is none."""
+        """Identifies a version of the file; None if there is no file."""
         try:
             status = self._path.stat()
         except OSError:

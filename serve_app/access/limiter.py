@@ -1,7 +1,7 @@
-"""What is let in: how much a key may use, and how long those ahead will keep a newcomer waiting.
+"""Admission: how much a key may use, and how long those ahead will keep a newcomer waiting.
 
-All of it is counted by each replica that answers HTTP for itself: with R of them behind a balancer a key may use up to
-R times its limits. To share the counts would put a question to another process before every request.
+Each replica that answers HTTP counts for itself: with R of them behind a balancer a key may use up to R times its
+limits. Shared counts would cost a call to another process before every request.
 """
 
 import time
@@ -14,14 +14,14 @@ from serve_app.streams.backlog import Clock
 from serve_app.telemetry.metrics import Metrics
 
 _MINUTE_S = 60.0
-_ROUNDING = 1e-6  # or who comes back exactly when told would be turned away
+_ROUNDING = 1e-6  # else a client that returns exactly when told to would be refused
 
 
 class Bucket:
     """Fills evenly, up to a minute's worth.
 
-    More may be taken than is there; the debt is then made up for before anything more is let in. So the rate holds in
-    the long run, although nobody knows what a request will use until it has.
+    More may be taken than is there; nothing more is admitted until that debt is paid off. So the rate holds in the long
+    run, although a request's usage is known only afterwards.
     """
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
@@ -31,7 +31,7 @@ class Bucket:
         self._at = clock()
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until so much will be there; 0 when it is."""
+        """Seconds until this amount is available; 0 if it is now."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / _MINUTE_S)
         self._at = now
@@ -39,7 +39,7 @@ class Bucket:
         return missing * _MINUTE_S / self.per_minute if missing > _ROUNDING else 0.0
 
     def take(self, amount: float) -> None:
-        """Take so much, whether it is there or not."""
+        """Take this amount, whether it is available or not."""
         self.wait_s(0)
         self._level -= amount
 
@@ -48,7 +48,7 @@ class Lease:
     """One request of a key, while it lasts."""
 
     def __init__(self, use: "_Use", spend: Callable[[int], None]) -> None:
-        self.spend = spend  # reports so many more tokens
+        self.spend = spend  # called with the number of further tokens used
         self._use: _Use | None = use
 
     def leave(self) -> None:
@@ -60,7 +60,7 @@ class Lease:
 
 @dataclass(slots=True)
 class _Use:
-    """What one key has under way, and what it has left."""
+    """One key's requests in flight, and what it has left."""
 
     requests: Bucket | None = None
     tokens: Bucket | None = None
@@ -68,7 +68,7 @@ class _Use:
 
 
 class KeyLimiter:
-    """Holds every key to its limits.
+    """Enforces every key's limits.
 
     Args:
         metrics: counts what keys use, by their ids.
@@ -81,10 +81,10 @@ class KeyLimiter:
         self._uses: dict[str, _Use] = {}
 
     def enter(self, caller: Caller) -> Lease:
-        """Let in one HTTP request.
+        """Admit one HTTP request.
 
         Raises:
-            RateLimited: the key has used up what it may.
+            RateLimited: the key has used up its limit.
         """
         use = self._use(caller)
         self._check(caller, use)
@@ -125,7 +125,7 @@ class KeyLimiter:
         return use
 
     def _bucket(self, known: Bucket | None, per_minute: int | None) -> Bucket | None:
-        """The bucket that is there, or a full one where the limit is new."""
+        """The existing bucket, or a full one if the limit is new."""
         if per_minute is None or (known is not None and known.per_minute == per_minute):
             return None if per_minute is None else known
         return Bucket(per_minute, self._clock)

@@ -1,7 +1,7 @@
 """Our own engine behind the `Backend` protocol: it runs on one thread, commands go in, deltas come out.
 
-Serving code never touches engine state. A command is a function that the engine thread calls between two steps; what a
-step emitted is handed to the event loop in one call.
+Serving code never touches engine state. A command is a function that the engine thread calls between two steps; a
+step's output is passed to the event loop in one call.
 """
 
 import asyncio
@@ -28,21 +28,21 @@ from speculative.weights import Weights, check_same_model, load_weights
 
 _logger = logging.getLogger("truespec.engine")
 
-_IDLE_S = 0.02  # how long to wait for a command when work is there but nothing can run (all blocks are held)
-_LOOK_EVERY_S = 1.0  # whether an engine that is waited for still lives
-_STALLED_AFTER_S = 120.0  # one step that takes longer is taken for dead
-_ROUNDED = ("int8", "int4", "w8a8", "w4a8")  # forms of `engine.quantization` that round them
+_IDLE_S = 0.02  # wait for a command when there is work but nothing can run (all blocks are held)
+_LOOK_EVERY_S = 1.0  # checks whether an awaited engine is alive
+_STALLED_AFTER_S = 120.0  # a step that takes longer counts as hung
+_ROUNDED = ("int8", "int4", "w8a8", "w4a8")  # values of `engine.quantization` that round the weights
 _WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
 
 Command = Callable[[EngineCore], None]
 Event = TokenDelta | Handoff | Exception
-"""What a request's queue carries: deltas; the handoff once it is held; or why it could not even start."""
+"""What a request's queue carries: deltas; the handoff once it is held; or why it could not start."""
 
 
 def load_engine(folder: Path, config: EngineConfig) -> EngineCore:
-    """Load a checkpoint folder's engine, able to keep answers to a structure in the folder's own vocabulary.
+    """Load a checkpoint folder's engine, able to constrain answers to a structure in the folder's own vocabulary.
 
-    The drafter may be a head that comes with the package.
+    The drafter may be a head shipped with the package.
     """
     if config.drafter.model is not None:
         head = str(resolve_model(config.drafter.model, SHIPPED_HEADS))
@@ -58,7 +58,7 @@ class TorchBackend:
         source: a model folder, a catalogue name, or a hub id.
         model_name: the name clients use.
         config: the engine's settings.
-        make_engine: how the engine is loaded; tests put faulty ones here.
+        make_engine: loads the engine; tests inject faulty ones here.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TorchBackend:
         self._open.set()
         self._idle = asyncio.Event()  # no request has begun
         self._idle.set()
-        self._frozen = False  # engine thread only: it takes commands and makes no steps
+        self._frozen = False  # engine thread only: it takes commands but runs no steps
 
     # -- the event loop's side ----------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class TorchBackend:
         return await self._ready
 
     async def stop(self) -> None:
-        """End the engine thread; what still runs ends with an error."""
+        """Stop the engine thread; running requests end with an error."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -112,7 +112,7 @@ class TorchBackend:
         return self._deltas(request, lambda engine: engine.add(request, emitted=emitted))
 
     def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
-        """Go on from a handoff."""
+        """Continue from a handoff."""
         return self._deltas(request, lambda engine: engine.insert(request, handoff))
 
     async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
@@ -155,11 +155,11 @@ class TorchBackend:
         raise EngineFault("The replay ended without a result.")
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Who may draft from the next step on."""
+        """Set who may draft from the next step on."""
         self._commands.put(lambda engine: engine.set_speculation(speculation))
 
     def invalidate_cache(self) -> None:
-        """Have everything computed again, and the self-checks start again."""
+        """Recompute everything, and restart the self-checks."""
 
         def reset(engine: EngineCore) -> None:
             engine.invalidate_cache()
@@ -168,7 +168,7 @@ class TorchBackend:
         self._commands.put(reset)
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
-        """Load other weights beside those that are served, on a thread of their own."""
+        """Load new weights alongside those being served, on a separate thread."""
         engine = self._live_engine()
 
         def load() -> tuple[Weights, str | None]:
@@ -178,12 +178,12 @@ class TorchBackend:
             weights = load_weights(folder, engine.config, engine.device, head)
             return weights, _quantization(folder, engine)
 
-        self._loaded = None  # what was loaded before makes room
+        self._loaded = None  # free what was loaded before
         loaded = self._loaded = await asyncio.to_thread(load)
         return loaded[0].fingerprint
 
     async def switch_weights(self, version: str) -> ModelInfo:
-        """Go on with the weights loaded last, from the next step on. If they cannot be taken, the engine stops."""
+        """Switch to the weights loaded last, from the next step on. If that fails, the engine stops."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             raise EngineFault("There are no weights to switch to; load them first.")
@@ -198,11 +198,11 @@ class TorchBackend:
         return self._info(self._live_engine())
 
     def drop_weights(self) -> None:
-        """Let go of weights that were loaded and are not to be served."""
+        """Drop weights that were loaded but will not be served."""
         self._loaded = None
 
     async def pause(self, mode: PauseMode) -> None:
-        """Begin no request from now on; returns when none runs any more, or with `keep` when none moves."""
+        """Start no more requests; returns when none is running, or with `keep` when all stand still."""
         self._open.clear()
         try:
             if mode is PauseMode.ABORT:
@@ -217,7 +217,7 @@ class TorchBackend:
             raise
 
     async def unpause(self) -> None:
-        """Go on, with what stood still and with what came meanwhile."""
+        """Continue with suspended and newly arrived requests."""
         await self._run_between_steps(lambda _: self._freeze(frozen=False))
         self._open.set()
 
@@ -236,7 +236,7 @@ class TorchBackend:
         return taken
 
     def self_checks(self) -> tuple[CheckState, ...]:
-        """How the engine's self-checks stand, read without stopping it."""
+        """State of the engine's self-checks, read without stopping it."""
         return self._live_engine().self_check.snapshot()
 
     def check_health(self) -> None:
@@ -283,7 +283,7 @@ class TorchBackend:
                 self._idle.set()
 
     async def _prepare(self, request: Request) -> None:
-        """Compile the request's structure where no step waits for it; the engine then finds it compiled."""
+        """Compile the request's structure without blocking a step; the engine then finds it compiled."""
         if request.params.structure is not None:
             await asyncio.to_thread(self._live_engine().make_constraint, request.params.structure)
 
@@ -293,7 +293,7 @@ class TorchBackend:
                 self._streams[request_id].put_nowait(event)
 
     async def _run_between_steps(self, command: Command) -> None:
-        """Have the engine thread do something, and wait until it is done. If it raises, the engine stops.
+        """Run a command on the engine thread, and wait until it is done. If it raises, the engine stops.
 
         Raises:
             EngineFault: the engine stopped, or had stopped before.
@@ -397,7 +397,7 @@ class TorchBackend:
         self._call(self._fail_all, EngineFault("The engine was stopped."))
 
     def _take_commands(self, engine: EngineCore, *, wait: bool) -> bool:
-        """Run what was asked for; False when the engine is to stop. With nothing to do it waits for a command."""
+        """Run pending commands; False when the engine is to stop. With nothing to do it waits for one."""
         timeout = (_IDLE_S if engine.has_work and not self._frozen else None) if wait else 0.0
         try:
             command = self._commands.get(block=timeout != 0.0, timeout=timeout)
@@ -411,7 +411,7 @@ class TorchBackend:
     def _begin(self, engine: EngineCore, request_id: str, begin: Command) -> None:
         try:
             begin(engine)
-        except Exception as error:  # the request's fault, or that of its handoff: nobody else is to suffer
+        except Exception as error:  # the fault of the request or its handoff: others must not be affected
             self._call(self._publish, [(request_id, error)])
 
     def _freeze(self, *, frozen: bool) -> None:
@@ -422,28 +422,28 @@ class TorchBackend:
         engine.abort(request_id)
 
     def _fail_all(self, error: Exception) -> None:
-        self._open.set()  # what a pause holds back is to fail as well
+        self._open.set()  # requests held back by a pause must fail as well
         for request_id, events in self._streams.items():
             events.put_nowait(TokenDelta(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
-        """Have the event loop call something. A loop that has gone needs nothing told."""
+        """Have the event loop call something; if the loop is closed, nothing needs to be done."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
 
 def _quantization(folder: Path, engine: EngineCore) -> str | None:
-    """How the weights of a folder are rounded where this engine serves them; None = as `dtype` has them."""
+    """How this engine rounds a folder's weights; None = as given by `dtype`."""
     config = engine.config
     kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device)
     if kept in _ROUNDED:
         return kept
-    return "int4" if (folder / QUANTIZED_FILE).is_file() else None  # the plain weights are those numbers, spelt out
+    return "int4" if (folder / QUANTIZED_FILE).is_file() else None  # the plain weights are those values, dequantized
 
 
 def _export(engine: EngineCore, request_id: str) -> Handoff | EngineFault:
-    """The handoff, or why there is none: one damaged prompt is no reason to stop the engine."""
+    """The handoff, or the error: one damaged prompt is no reason to stop the engine."""
     try:
         return engine.export(request_id)
     except EngineFault as error:

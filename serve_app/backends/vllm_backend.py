@@ -1,10 +1,10 @@
-"""vLLM behind the `Backend` protocol: for models and machines that our own engine does not do, checked from outside.
+"""vLLM behind the `Backend` protocol: for models and machines that our own engine lacks, checked from outside.
 
 vLLM's engine runs in a process of its own. We talk to it through `AsyncLLM`; in its process run our scheduler, which
 withholds drafts that must not be verified (`vllm_parts.scheduler`), our connector, which copies keys and values out and
-in (`vllm_parts.connector`) or has NIXL read them (`vllm_parts.pull_connector`), and what keeps a worker from a fault of
-its own (`vllm_parts.worker`). A prefill samples nothing: the decode side computes the prompt's last token, and so all
-that is drawn for a request is drawn by one engine.
+in (`vllm_parts.connector`) or has NIXL read them (`vllm_parts.pull_connector`), and workarounds for worker faults
+(`vllm_parts.worker`). A prefill samples nothing: the decode side computes the prompt's last token, so everything drawn
+for a request is drawn by one engine.
 """
 
 import asyncio
@@ -67,12 +67,12 @@ _STALLED_AFTER_S = 300.0
 _FORGET_WITHIN_S = 2.0 * LEASE_S
 _FORGET_EVERY_S = 0.02
 _TERMS_EVERY_S = 1.0
-_ENVIRONMENT = {  # where it is not set otherwise
+_ENVIRONMENT = {  # unless set otherwise
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by itself each replica would take the same cores
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the number of blocks is given apart
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all replicas would take the same cores
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the number of blocks is set separately
 }
 
 
@@ -95,7 +95,7 @@ class VllmBackend:
         self._live = 0  # requests under way
         self._live_replays = 0  # those of them that are replays
         self._tasks: set[asyncio.Task[None]] = set()
-        self._orders: asyncio.Task[None] | None = None  # the last thing asked of the engine as a whole
+        self._orders: asyncio.Task[None] | None = None  # the last engine-wide order
         self._fault: Exception | None = None
         self._version = DEFAULT_VERSION
         self._loaded: Path | None = None
@@ -152,7 +152,7 @@ class VllmBackend:
         return self._info()
 
     async def _fix_workers(self) -> None:
-        """Keep vLLM's workers from their known faults."""
+        """Work around known faults of vLLM's workers."""
         for fault, fix in (
             (self._faults.chunked_seeds, "keep_draws_of_chunks"),
             (self._settings.engine.logprobs_mode.startswith("raw"), "keep_raw_logprobs"),
@@ -162,7 +162,7 @@ class VllmBackend:
                 await self._llm.collective_rpc(fix)
 
     async def stop(self) -> None:
-        """End vLLM's process; what still runs ends with an error."""
+        """Stop vLLM's process; running requests end with an error."""
         if self._replayer is not None:
             await self._replayer.stop()
         if self._llm is not None:
@@ -174,7 +174,7 @@ class VllmBackend:
         return self._deltas(request, emitted, {})
 
     async def prefill(self, request: Request, *, first_token: bool) -> Prefilled:
-        """Compute the prompt and hand it off. No token is sampled here, asked for or not."""
+        """Compute the prompt and hand it off. No token is sampled here, even if requested."""
         self._check(request)
         path = self._scratch.folder / uuid.uuid4().hex
         parts = [Path(f"{path}.{rank}") for rank in range(self._manifest.num_ranks)]
@@ -193,7 +193,7 @@ class VllmBackend:
                 delta = delta.replace(num_cached_tokens=output.num_cached_tokens or 0, queue_s=queue_s(output))
                 if self._pulls:
                     source = source_of(output)
-            manifest = self._manifest_for(request)  # of what computed it, whatever comes while it is packed
+            manifest = self._manifest_for(request)  # of what computed it, whatever changes while it is packed
             first_violation = self._contract.first_violation(delta, request)
             if first_violation is not None:
                 self._counts.add_breach(first_violation)
@@ -203,12 +203,12 @@ class VllmBackend:
             return Prefilled((delta,), handoff)
         finally:
             if self._pulls and not handed_off:
-                self._hand_back({"release": request.request_id})  # it may be computed, and nobody has heard of it
+                self._hand_back({"release": request.request_id})  # it may be computed, and nobody knows of it
             for part in parts:
                 part.unlink(missing_ok=True)
 
     async def resume(self, request: Request, handoff: Handoff) -> AsyncGenerator[TokenDelta, None]:
-        """Go on from a handoff. One that is read from memory is read once; whoever takes it again finds it cached."""
+        """Continue from a handoff. One read from memory is read only once; a second use finds it cached."""
         sent = unpack(handoff)
         try:
             sent.check(self._manifest_for(request), request.prompt_token_ids)
@@ -233,16 +233,16 @@ class VllmBackend:
         self._spawn(self._engine().abort(request_id))
 
     async def replay(self, request: Request) -> Replayed:
-        """Compute a teacher-forced request: vLLM keeps its prefix cache out of it, and drafts nothing.
+        """Compute a teacher-forced request: vLLM uses no prefix cache for it, and drafts nothing.
 
-        What an adapter made, no other engine can compute again.
+        An adapter's answers can only be replayed by vLLM itself.
         """
         if self._replayer is not None and not request.adapter:
             replayed = await self._replayer.replay(request)
             structure = request.params.structure
             if structure is None or self._params.allows_what_ours_allows(structure):
                 return replayed
-            return dataclasses.replace(replayed, replayed=None)  # the distribution was another one
+            return dataclasses.replace(replayed, replayed=None)  # the distribution was a different one
         self._live_replays += 1
         try:
             return await self._replay(request)
@@ -260,17 +260,17 @@ class VllmBackend:
         raise EngineFault("The replay ended without a result.")
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Who may draft from the next step on; vLLM goes on running."""
+        """Set who may draft from the next step on; vLLM keeps running."""
         if self._speculates:
             self._order(self._report(self._params.order(speculation=speculation.value)))
 
     def invalidate_cache(self) -> None:
-        """Have running requests computed again, from an empty prefix cache, and the self-checks start again."""
+        """Recompute running requests from an empty prefix cache, and restart the self-checks."""
         self._self_check.restart()
         self._order(self._forget())
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
-        """Check other weights; vLLM reads them when they are switched to."""
+        """Check new weights; vLLM reads them at the switch."""
         if drafter is not None:
             raise ConfigError("drafter_path cannot be given to the vllm engine: its drafter keeps its weights.")
         folder = await asyncio.to_thread(resolve_model, source)
@@ -282,7 +282,7 @@ class VllmBackend:
         return self._adapters.with_model(await asyncio.to_thread(folder_fingerprint, folder))
 
     async def switch_weights(self, version: str) -> ModelInfo:
-        """Go on with the weights checked last; requests that run are computed again from their tokens."""
+        """Switch to the weights checked last; running requests are recomputed from their tokens."""
         folder, self._loaded = self._loaded, None
         if folder is None:
             raise EngineFault("There are no weights to switch to; load them first.")
@@ -302,7 +302,7 @@ class VllmBackend:
             if self._replayer is not None:
                 await self._replayer.switch_weights(version)
         except Exception as error:
-            self._fault = error  # half old, half new: it must not serve
+            self._fault = error  # partly old, partly new: it must not serve
             raise EngineFault(f"vLLM could not take the new weights: {error}") from error
         finally:
             if not was_paused:
@@ -310,16 +310,16 @@ class VllmBackend:
         return self._info()
 
     def drop_weights(self) -> None:
-        """Let go of weights that were checked and are not to be served."""
+        """Drop weights that were checked but will not be served."""
         self._loaded = None
         if self._replayer is not None:
             self._replayer.drop_weights()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Begin no request from now on; returns when none runs any more, or with `keep` when none moves."""
+        """Start no more requests; returns when none is running, or with `keep` when all stand still."""
         self._paused = True
         try:
-            if self._pulls and mode is not PauseMode.WAIT:  # it pauses when nothing waits to be read any more
+            if self._pulls and mode is not PauseMode.WAIT:  # it pauses once nothing waits to be read
                 await self._report(self._params.order(transfer={"recall": True}))
             await self._engine().pause_generation(mode=mode.value, clear_cache=False)
         except asyncio.CancelledError:
@@ -328,7 +328,7 @@ class VllmBackend:
             raise
 
     async def unpause(self) -> None:
-        """Go on, with what stood still and with what came meanwhile."""
+        """Continue with suspended and newly arrived requests."""
         await self._engine().resume_generation()
         self._paused = False
 
@@ -337,7 +337,7 @@ class VllmBackend:
         return self._counts.usage(self._live, self._live_replays)
 
     def cached_blocks(self, most: int) -> list[bytes]:
-        """None: vLLM's blocks have names of its own."""
+        """Empty: vLLM's blocks have names of its own."""
         return []
 
     def take_stats(self) -> StepStats:
@@ -345,11 +345,11 @@ class VllmBackend:
         return self._counts.take()
 
     def self_checks(self) -> tuple[CheckState, ...]:
-        """How those of vLLM's sampler stand; none where they are off: then only replays look at what it says."""
+        """State of the self-checks of vLLM's sampler; none if they are off: then only replays check its output."""
         return self._self_check.snapshot() if self._watches else ()
 
     def check_health(self) -> None:
-        """Raise if vLLM's process died, stands still, or did not do what it was told."""
+        """Raise if vLLM's process died, hangs, or did not follow an order."""
         if self._fault is not None:
             raise EngineFault(f"The engine stopped: {self._fault}")
         if self._engine().errored:
@@ -408,7 +408,7 @@ class VllmBackend:
     async def _read(
         self, reading: asyncio.Future[bool], stream: AsyncGenerator[TokenDelta, None]
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of a request whose handoff is read from memory; others wait for the end of that."""
+        """The deltas of a request whose handoff is read from memory; others wait until that is done."""
         try:
             async with contextlib.aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -424,7 +424,7 @@ class VllmBackend:
     async def _outputs(self, request: Request, prompt: Sequence[int], params: Any) -> AsyncGenerator[Any, None]:
         """vLLM's outputs; leaving early aborts the request."""
         if self._orders is not None:
-            await asyncio.wait((self._orders,))  # it came before this request, and is to be obeyed before
+            await asyncio.wait((self._orders,))  # it came before this request, and takes effect before it
         self.check_health()
         if self._live == 0:
             self._counts.begin()
@@ -443,7 +443,7 @@ class VllmBackend:
         except self._client_error as error:
             raise InvalidRequest(getattr(error, "parameter", None) or "request", str(error)) from error
         except self._server_error as error:
-            cause = error.__cause__ or error  # vLLM wraps what it did not expect
+            cause = error.__cause__ or error  # vLLM wraps unexpected errors
             if isinstance(cause, self._client_error):
                 raise InvalidRequest("request", str(cause)) from error
             raise EngineFault(f"vLLM's engine failed: {cause}") from error
@@ -471,10 +471,10 @@ class VllmBackend:
         self._scratch.remove()
 
     async def _load_adapters(self) -> None:
-        """Have vLLM take all adapters in; other weights make it forget them.
+        """Load all adapters into vLLM; new weights make it forget them.
 
         Raises:
-            ConfigError: it does not take one.
+            ConfigError: vLLM rejects one.
         """
         for one in self._adapters:
             try:
@@ -485,19 +485,19 @@ class VllmBackend:
                 ) from error
 
     async def _report(self, order: Any) -> None:
-        """Tell the scheduler; it obeys when the request reaches it, whatever becomes of the request."""
+        """Send the scheduler an order; it takes effect on arrival, whatever happens to the request carrying it."""
         name = f"truespec-order-{uuid.uuid4().hex}"
         await self._llm.add_request(name, {"prompt_token_ids": [0]}, order)
         await self._llm.abort(name)
 
     def _hand_back(self, transfer: dict[str, Any]) -> None:
-        """Let a handoff go that nobody will read."""
+        """Release a handoff that nobody will read."""
         if self._llm is None or self._llm.errored:
             return
         self._order(self._report(self._params.order(transfer=transfer)))
 
     async def _take_terms_forever(self) -> None:
-        """Fetch what the self-checks saw; every worker sees the same, so one of them is heard."""
+        """Fetch the self-checks' terms; all workers see the same, so one is enough."""
         while self._llm is not None:
             await asyncio.sleep(_TERMS_EVERY_S)
             try:
@@ -519,7 +519,7 @@ class VllmBackend:
                 )
 
     async def _forget(self) -> None:
-        """Empty the prefix cache. What is being read at the moment is waited for."""
+        """Empty the prefix cache, after waiting for handoffs being read."""
         last = time.monotonic() + (_FORGET_WITHIN_S if self._pulls else 0)
         while True:
             try:
@@ -533,7 +533,7 @@ class VllmBackend:
             await asyncio.sleep(_FORGET_EVERY_S)
 
     def _order(self, work: Any) -> None:
-        """Do something with the engine, after what was ordered before and before any request that comes."""
+        """Queue an engine-wide order: after earlier orders, before any later request."""
         before = self._orders
 
         async def run() -> None:
@@ -595,7 +595,7 @@ class VllmBackend:
 
     @property
     def _max_model_len(self) -> int:
-        """vLLM samples a token behind whatever it computes, also behind a replayed text: there must be room for it."""
+        """vLLM samples a token after anything it computes, even a replayed text: there must be room for it."""
         return int(self._llm.model_config.max_model_len) - 1
 
     def _identify(self) -> None:
@@ -604,7 +604,7 @@ class VllmBackend:
         self._drafter_fingerprint = "" if self._drafter_folder is None else folder_fingerprint(self._drafter_folder)
 
     def _start_engine(self) -> Any:
-        """vLLM is imported here, where it is used: everything else works without it."""
+        """vLLM is imported only here, so that everything else works without it."""
         from vllm import AsyncEngineArgs
         from vllm.exceptions import VLLMClientError, VLLMServerError
         from vllm.platforms import current_platform
@@ -637,12 +637,12 @@ class VllmBackend:
 
 
 def _memory_folder() -> Path | None:
-    """Where files lie in memory; None = wherever temporary ones lie."""
+    """A folder in memory; None = the default temporary folder."""
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 
 def _open_side_channel() -> None:
-    """Where the decode side's vLLM asks this one what there is to read: at a port that is free."""
+    """Choose a free port at which the decode side's vLLM asks this one what there is to read."""
     from vllm.utils.network_utils import get_ip, get_open_port
 
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", get_ip())

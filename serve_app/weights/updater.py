@@ -15,17 +15,17 @@ _logger = logging.getLogger("truespec.weights")
 
 
 Fetch = Callable[[WeightsRef], contextlib.AbstractAsyncContextManager[tuple[str, str | None]]]
-"""Where weights lie while they are loaded: the target's folder and the drafter's, None = the configured one."""
+"""Folders of weights while they are loaded: the target's, and the drafter's (None = the configured one)."""
 
 
 class WeightsKeeper:
-    """Brings one replica to the state that the coordinator wants.
+    """Brings one replica to the state that the coordinator asks for.
 
     Args:
         backend: its engine.
-        info: what it serves at first.
-        fetch: makes a folder of what came over the wire.
-        switched: told what is served, each time it changes.
+        info: what it serves initially.
+        fetch: makes a folder from a wire reference.
+        switched: called with what is served, each time it changes.
         metrics: counts updates.
     """
 
@@ -49,15 +49,15 @@ class WeightsKeeper:
         self._paused: PauseMode | None = None
         self._wanted = DesiredState(CONFIGURED)
         self._work: asyncio.Task[None] | None = None  # on the weights
-        self._pause_work: asyncio.Task[None] | None = None  # apart: a pause may take as long as the longest request
-        self._pausing = False  # for an operator, so that it may be called off
-        self._stilling = asyncio.Lock()  # held by who pauses or unpauses the engine
+        self._pause_work: asyncio.Task[None] | None = None  # separate: a pause may take as long as the longest request
+        self._pausing = False  # for an operator, so that it can be cancelled
+        self._stilling = asyncio.Lock()  # held while the engine is being paused or unpaused
         for result in ("ok", "failed"):
             metrics.count("truespec_weight_updates_total", 0, result=result)
 
     @property
     def status(self) -> WeightsStatus:
-        """Where the replica stands."""
+        """The replica's status."""
         number, reason = self._failed or (None, "")
         return WeightsStatus(
             self._serving,
@@ -71,12 +71,12 @@ class WeightsKeeper:
 
     @property
     def behind(self) -> bool:
-        """Whether something is under way, so that the coordinator should hear of it soon."""
+        """Whether work is under way, so that the coordinator should be updated soon."""
         wanted = self._wanted
         return wanted.load is not None or wanted.serve.number != self._serving.number or wanted.paused != self._paused
 
     def obey(self, wanted: DesiredState) -> None:
-        """Begin to come to what is wanted; returns at once."""
+        """Start converging to the desired state; returns at once."""
         self._wanted = wanted
         if self._pausing and wanted.paused is None and self._pause_work is not None:
             self._pause_work.cancel()
@@ -85,20 +85,20 @@ class WeightsKeeper:
         self._pause_work = self._under_way(self._pause_work, self._pause)
 
     async def wait_converged(self) -> None:
-        """Wait until the replica has come to what was wanted last."""
+        """Wait until the replica has reached the last desired state."""
         tasks = [task for task in (self._work, self._pause_work) if task is not None]
         if tasks:
             await asyncio.wait(tasks)
 
     def check_health(self) -> None:
         """Raises:
-        EngineFault: the others serve weights that this replica cannot load.
+        EngineFault: the other replicas serve weights that this one cannot load.
         """
         if self._failed is not None and self._failed[0] == self._wanted.serve.number != self._serving.number:
             raise EngineFault(f"The service's weights could not be loaded here: {self._failed[1]}")
 
     def _under_way(self, task: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """The task that does some work; a new one, where the last is done."""
+        """The task that does this work; a new one if the last is done."""
         if task is not None and not task.done():
             return task
         return asyncio.get_running_loop().create_task(self._tried(work))
@@ -134,7 +134,7 @@ class WeightsKeeper:
                     self._loaded_fingerprint = await self._backend.load_weights(folder, drafter)
             self._loaded = target
             _logger.info("weights %r are loaded beside %r", target.version, self._serving.version)
-        except Exception as error:  # what it was: tried again with every report, it would fail again
+        except Exception as error:  # whatever it was: retried with every report, it would fail again
             self._give_up(target, error)
 
     async def _switch(self) -> None:
@@ -162,7 +162,7 @@ class WeightsKeeper:
                 await self._backend.unpause()
 
     def _give_up(self, ref: WeightsRef, error: Exception) -> None:
-        """Not to try these again: what a failed switch left behind is neither the old weights nor the new."""
+        """Do not try these again: a failed switch leaves neither the old weights nor the new."""
         self._loaded, self._loaded_fingerprint = None, ""
         self._failed = (ref.number, str(error) or type(error).__name__)
         self._metrics.count("truespec_weight_updates_total", result="failed")

@@ -1,10 +1,10 @@
 """LoRA adapters of the vLLM engine: which there are, whether they fit the model, and what each of them is.
 
-vLLM passes over what it finds no place for: layers that the model has not, whole tables of embeddings. The matrices of
-a smaller model it copies into the corner of larger ones. It then serves something else than what was trained, without
-a word. So what lies in an adapter's file is compared with the model before vLLM starts.
+vLLM skips what it finds no place for: layers that the model lacks, whole embedding tables. Matrices of a smaller model
+it copies into the corner of larger ones. It then silently serves something other than what was trained. So an adapter's
+file is compared with the model before vLLM starts.
 
-This module imports no vLLM: settings are checked where it is not installed, too.
+This module imports no vLLM: settings are also checked where it is not installed.
 """
 
 import json
@@ -24,15 +24,15 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every tensor in a file of PEFT's
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _OF_TABLES = (".lora_embedding_A", ".lora_embedding_B")
-_NEVER = {  # modules that vLLM adapts, and what comes of it
-    "lm_head": "vLLM does that where it samples, and errs where it tells the logprobs of given tokens, as replays ask",
+_NEVER = {  # modules that vLLM adapts, and the consequence
+    "lm_head": "vLLM does that where it samples, and errs where it returns logprobs of given tokens, as replays need",
     "embed_tokens": "vLLM's drafters share the embeddings, and look up tokens of all requests at once",
 }
 _EXPERTS = "experts"
 _LENGTH_BYTES = 8  # of a safetensors file's header, at its beginning
 
 Layers = Mapping[str, Collection[tuple[int, ...]]]
-"""The modules of a checkpoint and the shapes of their weights; none where it keeps these in another form."""
+"""The modules of a checkpoint and the shapes of their weights; none if it stores these in another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class LoadedAdapter:
     """An adapter that was checked."""
 
     adapter: Adapter
-    number: int  # from 1; vLLM knows it by this, and every replica gives it the same one
+    number: int  # from 1; vLLM's id of it, the same on every replica
     fingerprint: str  # of its files
     rank: int  # the largest of its modules
-    modules: frozenset[str]  # last parts of the names of those that it changes
+    modules: frozenset[str]  # last name parts of those that it changes
 
 
 class Adapters:
@@ -75,19 +75,19 @@ class Adapters:
         return self._loaded[name]
 
     def identity(self, name: str) -> str:
-        """What a handoff says of the adapter that computed it: name and fingerprint; "" = the model itself."""
+        """The adapter's identity in a handoff: name and fingerprint; "" = the model itself."""
         found = self.find(name)
         return "" if found is None else f"{name} {found.fingerprint}"
 
     def with_model(self, fingerprint: str) -> str:
-        """The fingerprint of a model with these adapters; of the model alone where there are none."""
+        """The fingerprint of a model with these adapters; of the model alone if there are none."""
         if not self._loaded:
             return fingerprint
         reported = json.dumps([fingerprint, *sorted(self.identity(name) for name in self._loaded)])
         return blake2b(reported.encode(), digest_size=16).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Check that the files still are what was served all the time, before vLLM reads them again.
+        """Check that the files are unchanged since they were first read, before vLLM reads them again.
 
         Raises:
             ConfigError: one has changed.
@@ -103,7 +103,7 @@ class Adapters:
         """Arguments of vLLM's `AsyncEngineArgs`, with those that were given; none where there are no adapters.
 
         All of them stay in memory, so that none is read again while it is served. Only what they change is wrapped: by
-        itself vLLM wraps the head as well, and then fails or errs where it tells logprobs of given tokens.
+        default vLLM wraps the head as well, and then fails or errs when it returns logprobs of given tokens.
 
         Raises:
             ConfigError: an adapter's rank is larger than the largest.
@@ -134,7 +134,7 @@ def read_adapters(folders: Mapping[str, str], model: Path) -> Adapters:
         model: the model's folder.
 
     Raises:
-        ConfigError: one cannot be read, or is of another model; the message names the field and the fix.
+        ConfigError: one cannot be read, or belongs to another model; the message names the field and the fix.
     """
     if not folders:
         return Adapters({})
@@ -177,7 +177,7 @@ def _check_tensor(field: str, tensor: str, shape: tuple[int, ...], layers: Layer
     Raises:
         ConfigError: it does not.
     """
-    if f".{_EXPERTS}" in tensor:  # they come in several layouts; what does not fit one of them, vLLM refuses itself
+    if f".{_EXPERTS}" in tensor:  # they come in several layouts; vLLM itself refuses what fits none of them
         return
     module = _module(tensor)
     last = module.rpartition(".")[2]
@@ -211,7 +211,7 @@ def _layers(model: Path) -> Layers:
 
 
 def _place(module: str) -> str:
-    """A module's name from its layer on: what stands before it differs between versions of one model."""
+    """A module's name from its layer on: the prefix differs between versions of one model."""
     return module.rpartition(".layers.")[2]
 
 

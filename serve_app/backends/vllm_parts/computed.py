@@ -1,4 +1,4 @@
-"""Which prompts a step of vLLM's computes to their end, and in which blocks: what both of our connectors save."""
+"""Which prompts a vLLM step completes, and in which blocks: what both of our connectors save."""
 
 import math
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 Blocks = tuple[list[int], ...]
-"""A request's block numbers, one list a group of layers."""
+"""A request's block numbers, one list per group of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Blocks and the file that belongs to them; `first` is the number of those at the beginning that are left alone."""
+    """Blocks and the file that belongs to them; `first` is the number of leading blocks that are skipped."""
 
     path: str
     blocks: Blocks
@@ -37,22 +37,22 @@ class ComputedPrompts:
         self._prompts: dict[str, _Prompt] = {}
 
     def take(self, scheduler_output: Any) -> list[Copy]:
-        """The prompts that this step computes to their end, each told once."""
+        """The prompts that this step completes, each returned once."""
         done = dict(self._computed(scheduler_output))
         ready = [request_id for request_id, num in done.items() if num >= self._prompts[request_id].num_tokens]
         prompts = [self._prompts.pop(request_id) for request_id in ready]
         return [Copy(prompt.path, self.of_prompt(prompt.blocks, prompt.num_tokens)) for prompt in prompts]
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """The request has ended."""
         self._prompts.pop(request_id, None)
 
     def of_prompt(self, blocks: Blocks, num_tokens: int) -> Blocks:
-        """The blocks of a prompt, without those that are there for drafts."""
+        """The blocks of a prompt, without those reserved for drafts."""
         return tuple(list(ids[: math.ceil(num_tokens / self._block_size)]) for ids in blocks)
 
     def _computed(self, scheduler_output: Any) -> Iterator[tuple[str, int]]:
-        """Of prompts to be saved, how many tokens will be computed after the step; their blocks are kept up to date."""
+        """For prompts to be saved, how many tokens will be computed after the step; also updates their blocks."""
         scheduled = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             path = ((new.sampling_params.extra_args or {}).get("kv_transfer_params") or {}).get("save")

@@ -1,4 +1,4 @@
-"""What vLLM says, as our deltas: kinds of tokens, logprobs, and the contract that these keep."""
+"""vLLM's outputs as our deltas: token kinds, logprobs, and the contract of these."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.request import FinishReason, ReplayedToken, Request, TokenDelta, TokenKind, TokenLogprobs
 
 GAVE_UP = "vLLM gave up the request."
-"""The error of a request that vLLM ends by itself, without a word why."""
+"""The error of a request that vLLM ends by itself, without giving a reason."""
 _REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -36,7 +36,7 @@ class DeltaReader:
     Args:
         request: whose they are.
         num_emitted: tokens that were emitted for it elsewhere.
-        handed_off: its prompt was computed elsewhere, where what was cached has been told.
+        handed_off: its prompt was computed elsewhere, where its cached tokens have been reported.
     """
 
     def __init__(self, request: Request, num_emitted: int = 0, *, handed_off: bool = False) -> None:
@@ -47,7 +47,7 @@ class DeltaReader:
         self._begun = False
 
     def read(self, output: Any, weight_version: str) -> tuple[TokenDelta, list[Round]]:
-        """The delta of one output, and the rounds it came of; a slow reader finds several rounds in one output."""
+        """The delta of one output, and its rounds; a slow reader finds several rounds in one output."""
         request, completion = self._request, output.outputs[0]
         params = request.params
         token_ids = tuple(completion.token_ids)
@@ -77,7 +77,7 @@ class DeltaReader:
         return delta, rounds
 
     def _rounds(self, reported: Sequence[Sequence[int]], num_new: int) -> list[Round]:
-        """The rounds that emitted the newest tokens. What is not reported was not drafted for."""
+        """The rounds that emitted the newest tokens. Rounds that are not reported had no drafts."""
         rounds, begin = [], self._num_read
         self._num_read += num_new
         for end, num_drafted in reported:
@@ -102,10 +102,10 @@ class DeltaReader:
 
 
 def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDelta, list[Round]]:
-    """What a teacher-forced request comes to; no rounds.
+    """The delta of a teacher-forced request; no rounds.
 
-    Of a greedy one whose logits nothing changes, the distribution is in its logprobs: how much less likely each token
-    is than the likeliest. Of any other it would need the whole distribution, which vLLM does not give."""
+    For a greedy one with unchanged logits, the logprobs are enough: they show how much less likely each token is than
+    the likeliest. Any other would need the whole distribution, which vLLM does not return."""
     assert request.score_from is not None
     entries = _prompt_entries(request, output, 1)[request.score_from - 1 :]
     params = request.params
@@ -129,7 +129,7 @@ def scored(request: Request, output: Any, weight_version: str) -> tuple[TokenDel
 
 
 def prompt_logprobs(request: Request, output: Any) -> tuple[TokenLogprobs, ...] | None:
-    """Entries of prompt tokens 1.., where they were asked for and are reported with this output."""
+    """Entries of prompt tokens 1.., if they were requested and come with this output."""
     num_top = request.params.prompt_logprobs
     if num_top is None or not output.prompt_logprobs:
         return None

@@ -1,7 +1,7 @@
-"""Ends vLLM's engine when the replica that it belongs to is gone.
+"""Ends vLLM's engine when its replica is gone.
 
-vLLM's engine is a process of its own. It is not told when its parent is killed at once, and would keep its memory, and
-a GPU, for ever. Its workers end with it.
+vLLM's engine is a process of its own. It is not notified when its parent is killed, and would keep its memory and a GPU
+forever. Its workers end with it.
 """
 
 import os
@@ -13,7 +13,7 @@ _LOOK_EVERY_S = 1.0
 
 
 def end_with_parent() -> None:
-    """Watch the parent of this process from a thread, and end this process when it has another."""
+    """Watch this process' parent from a thread, and end this process when the parent changes."""
     parent = os.getppid()
     threading.Thread(target=_watch, args=(parent,), name="truespec-orphan", daemon=True).start()
 

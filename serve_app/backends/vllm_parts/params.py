@@ -1,7 +1,7 @@
-"""Requests in vLLM's words, and what cannot be said in them.
+"""Requests as vLLM's parameters, and what these cannot express.
 
-A request whose distribution vLLM does not keep is refused by the field that breaks it, never served otherwise than it
-asks."""
+A request whose distribution vLLM does not preserve is refused, naming the field that breaks it, and never served
+differently from what it asks."""
 
 import json
 import math
@@ -18,15 +18,14 @@ from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.errors import EngineFault, InvalidRequest, SequenceTooLong
 from speculative.request import Request, SamplingParams, Structure
 
-# With `top_k` alone an engine that speculates dies where nothing is drafted: it asks for the largest of no rows. With a
-# `top_p` beside it, it takes another way. This one is 1 once vLLM has made a float32 of it: the distribution is the
-# same.
+# With `top_k` alone a speculating engine dies when nothing is drafted: it takes the maximum of no rows. With `top_p`
+# set as well, it takes another path. This value becomes 1 as vLLM's float32: the distribution is the same.
 _ALL = math.nextafter(1.0, 0.0)
 _SEED_BITS = 63  # torch's generators take no more
 
 
 def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size: int) -> None:
-    """Check that this engine keeps the distribution that a request asks for.
+    """Check that this engine preserves the distribution that a request asks for.
 
     Args:
         request: as it came.
@@ -68,10 +67,10 @@ def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfe
         request: checked.
         emitted: tokens that were emitted for it elsewhere; they are a part of vLLM's prompt.
         room: most tokens that may still be emitted.
-        transfer: what the connector is asked for.
+        transfer: instructions for the connector.
 
     Raises:
-        EngineFault: its distribution depends on what was emitted in ways that vLLM cannot be told.
+        EngineFault: its distribution depends on emitted tokens in ways that vLLM cannot be given.
     """
     params = request.params
     if emitted:
@@ -104,7 +103,7 @@ def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfe
 
 
 def prefilling(request: Request, transfer: dict[str, Any]) -> VllmParams:
-    """Compute the prompt and hand it over; the one token that vLLM samples behind it is nobody's."""
+    """Compute the prompt and hand it over; the one token that vLLM samples after it is discarded."""
     return VllmParams(
         temperature=0,
         max_tokens=1,
@@ -117,7 +116,7 @@ def prefilling(request: Request, transfer: dict[str, Any]) -> VllmParams:
 
 
 def order(*, speculation: str | None = None, transfer: dict[str, Any] | None = None) -> VllmParams:
-    """A request of our own that tells the scheduler who may draft, or the connector what becomes of handoffs."""
+    """Our own request, carrying orders: to the scheduler on who may draft, or to the connector on handoffs."""
     terms = {TERMS: {"speculation": speculation}, "kv_transfer_params": transfer}
     return VllmParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, extra_args=terms)
 
@@ -142,13 +141,13 @@ def _scoring(request: Request) -> VllmParams:
 
 
 def _terms(request: Request) -> dict[str, Any]:
-    """What the scheduler is to know: a form to keep and drafts do not go together well in vLLM (#44993, #54437)."""
+    """Terms for the scheduler: structured output and drafts do not work well together in vLLM (#44993, #54437)."""
     params = request.params
     return {"speculate": params.speculate and params.structure is None, "canary": request.canary}
 
 
 def _check_forgetful(params: SamplingParams) -> None:
-    """vLLM takes tokens that were emitted elsewhere for a part of the prompt."""
+    """vLLM treats tokens that were emitted elsewhere as part of the prompt."""
     for name, depends in (
         ("presence_penalty", params.presence_penalty != 0),
         ("frequency_penalty", params.frequency_penalty != 0),
@@ -164,13 +163,13 @@ def _check_forgetful(params: SamplingParams) -> None:
 
 
 def _num_logprobs(params: SamplingParams) -> int | None:
-    """All of the vocabulary's where single tokens are asked for: vLLM's own way to tell some (`logprob_token_ids`)
-    tells none where it speculates, and otherwise replaces what other requests of the batch asked for."""
+    """The whole vocabulary's if single tokens are requested: vLLM's own option for them (`logprob_token_ids`) returns
+    none while it speculates, and otherwise overrides what other requests of the batch asked for."""
     return -1 if params.logprob_token_ids else params.logprobs
 
 
 def _seed(seed: int, num_emitted: int) -> int:
-    """Of a generator that draws nothing again that was drawn before the tokens emitted elsewhere."""
+    """Seed of a generator that repeats no draw made for the tokens emitted elsewhere."""
     digest = blake2b(f"{seed}/{num_emitted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 

@@ -1,15 +1,15 @@
-"""vLLM's `NixlConnector`, which copies keys and values from GPU to GPU, with what it leaves to trust.
+"""vLLM's `NixlConnector`, which copies keys and values from GPU to GPU, with the check that it lacks.
 
-The prefill side keeps the blocks of a computed prompt, and the decode side reads them out of its memory. vLLM gives the
-blocks up to others when a lease of theirs runs out, and a decode side that reads them later takes what lies there. So
-the prefill side sums up each block when it is computed, the sums travel with the handoff, and the decode side compares:
-a handoff that is not what was computed fails. That makes it safe to take blocks back early, too, which is needed when
-what was computed is not to be trusted.
+The prefill side keeps the blocks of a computed prompt, and the decode side reads them out of its memory. vLLM reuses
+the blocks when their lease expires, and a decode side that reads them later gets whatever is there. So the prefill side
+computes a checksum of each block, the checksums travel with the handoff, and the decode side compares: a handoff that
+differs from what was computed fails. That also makes it safe to reclaim blocks early, which is needed when what was
+computed cannot be trusted.
 
-A request asks by its `kv_transfer_params`, besides vLLM's own: `save` (a path) where the sums are to be written, `load`
-(a path) where those of its handoff are. Each rank of the model adds its number to the path. Requests that are nobody's
-bring orders: `release` (the request whose handoff nobody takes), `recall` (of all), `decline` (a handoff of another
-engine that is not taken, in vLLM's own words).
+A request asks by its `kv_transfer_params`, besides vLLM's own: `save` (a path) where the checksums are to be written,
+`load` (a path) where those of its handoff are. Each rank of the model adds its number to the path. Our own
+requests carry orders: `release` (the request whose handoff nobody takes), `recall` (of all), `decline` (a handoff of
+another engine that is not taken, in vLLM's own terms).
 """
 
 import logging
@@ -30,9 +30,9 @@ _NOW = 0.0  # a lease that has run out
 
 
 class NixlConnector(NixlPullConnector):
-    """vLLM's, whose handoffs are compared with what was computed, and can be taken back.
+    """vLLM's, but handoffs are compared with what was computed, and can be recalled.
 
-    vLLM goes by the name in what it checks of its settings.
+    vLLM checks its settings by this class name.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -51,12 +51,12 @@ class NixlConnector(NixlPullConnector):
         self._held: set[str] = set()  # finished here, not yet read by others
         self._wanted: dict[str, Any] = {}  # requests that are to read
         self._caches: dict[str, Any] = {}
-        self._paths: dict[str, str] = {}  # of the sums, by request that reads
+        self._paths: dict[str, str] = {}  # of the checksums, by reading request
 
     # -- the scheduler's half -----------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """A request comes: a handoff to be read, an order, or neither."""
+        """A new request: a handoff to be read, an order, or neither."""
         asked = request.kv_transfer_params or {}
         if "release" in asked:
             self._expire({held for held in self._held if get_base_request_id(held) == asked["release"]})
@@ -69,12 +69,12 @@ class NixlConnector(NixlPullConnector):
         super().on_new_request(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were found for a request; they are to be read now."""
+        """Blocks were allocated for a request; they are to be read now."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._wanted.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """What vLLM's own tells its workers: which prompts are to be summed up, and where the sums of others lie."""
+        """vLLM's own metadata, plus which prompts to checksum, and where the checksums of others are."""
         reading = {
             request_id: request.kv_transfer_params["load"]
             for request_id, (request, *_, waits) in self.connector_scheduler._reqs_need_recv.items()
@@ -94,12 +94,12 @@ class NixlConnector(NixlPullConnector):
         return keeps, reported
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What was read, or has waited too long, may go."""
+        """Blocks that were read, or have waited too long, are freed."""
         super().update_connector_output(connector_output)
         self._held.difference_update(connector_output.finished_sending or ())
 
     def recall(self) -> None:
-        """Let nothing be read that was computed so far, here or elsewhere."""
+        """Keep everything computed so far from being read, here or elsewhere."""
         self._expire(self._held)
         for request in self._wanted.values():
             self._decline(request)
@@ -110,14 +110,14 @@ class NixlConnector(NixlPullConnector):
         self.connector_scheduler._reqs_need_send.update(dict.fromkeys(request_ids, _NOW))
 
     def _decline(self, request: Any) -> None:
-        """Have the workers tell the other side that it may let go, as vLLM does for requests that end before."""
+        """Have the workers release the other side's blocks, as vLLM does for requests that end early."""
         self.connector_scheduler._reqs_need_recv[request.request_id] = (request, [], (), False)
 
     # -- the workers' half --------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> str:
-        """How the bytes of a block are to be understood: kernels, and their order of the cache's dimensions."""
+        """Layout of a block's bytes: kernels, and their order of the cache's dimensions."""
         worker = self.connector_worker
         return " ".join([*sorted({one.get_name() for one in worker.attn_backends}), worker.kv_cache_layout])
 
@@ -132,14 +132,14 @@ class NixlConnector(NixlPullConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_save(self) -> None:
-        """Sum up what was computed, the drafter's part included: vLLM calls this after it has drafted."""
+        """Checksum what was computed, including the drafter's part: vLLM calls this after it has drafted."""
         super().wait_for_save()
         for copy in self._connector_metadata.saves:
             sums = np.concatenate(list(self._sums(copy.blocks)))
             Path(f"{copy.path}.{self._rank}").write_bytes(sums.tobytes())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """What was read and what was given; what was read and is not what was computed has failed."""
+        """What was read and what was sent; reads that differ from what was computed have failed."""
         reading = {name: meta.local_block_ids for name, meta in self.connector_worker._recving_metadata.items()}
         results = super().get_transfer_results(finished_req_ids)
         for request_id in results.finished_recving:
@@ -149,10 +149,10 @@ class NixlConnector(NixlPullConnector):
         return results
 
     def _is_whole(self, blocks: Blocks, path: str | None) -> bool:
-        """Whether blocks that were read are the last ones of those that were summed up."""
+        """Whether the blocks read match the last ones of those with checksums."""
         try:
             reported = np.frombuffer(Path(f"{path}.{self._rank}").read_bytes(), np.int64).reshape(len(blocks), -1)
-        except (OSError, ValueError):  # the request is over, and its file with it
+        except (OSError, ValueError):  # the request has ended, and its file is gone
             return False
         ours = zip(reported, self._sums(blocks), strict=True)
         same = all(np.array_equal(group[len(group) - len(sums) :], sums) for group, sums in ours)

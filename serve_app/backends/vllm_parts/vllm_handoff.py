@@ -1,6 +1,6 @@
-"""A handoff of the vLLM engine as one run of bytes: a manifest, then what each rank of the model has to say.
+"""A handoff of the vLLM engine as one byte string: a manifest, then a part from each rank of the model.
 
-That is what it copied out; or, where the other side reads it from memory itself, what it is to find there.
+That part is what the rank copied out; or, if the other side reads from memory, what it should find there.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.errors import HandoffRefused
 
 _MAGIC = b"TSVLLM02"
-_MOST_READINGS = 4096  # remembered; what is older and read again is found to be gone
+_MOST_READINGS = 4096  # remembered; an older one that is read again is reported as gone
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What two engines must agree on for one to go on from what the other computed."""
+    """What two engines must agree on for one to continue from what the other computed."""
 
     fingerprint: str  # of the model
     drafter: str  # its kind and the fingerprint of its weights
@@ -36,19 +36,19 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A handoff that arrived as it was sent; whether it fits is another question."""
+    """A handoff that arrived intact; whether it fits is checked separately."""
 
     manifest: Manifest
     prompt: int  # its digest
     num_computed: int  # tokens
     parts: list[memoryview]  # of each rank
-    source: dict[str, Any]  # where the blocks are to be read, in vLLM's words; empty where they came along
+    source: dict[str, Any]  # where the blocks are to be read, in vLLM's terms; empty if they were sent along
 
     def check(self, manifest: Manifest, prompt: Sequence[int]) -> None:
-        """Check that an engine with this manifest may go on from it with this prompt.
+        """Check that an engine with this manifest may continue from it with this prompt.
 
         Raises:
-            HandoffRefused: it is not of this prompt, model, adapter, drafter or build.
+            HandoffRefused: it is for another prompt, model, adapter, drafter or build.
         """
         for name, value in asdict(manifest).items():
             if getattr(self.manifest, name) != value:
@@ -80,10 +80,10 @@ def pack(
 
 
 def unpack(handoff: Handoff) -> Sent:
-    """What arrived.
+    """Parse a received handoff.
 
     Raises:
-        HandoffRefused: it is damaged, or of another engine.
+        HandoffRefused: it is damaged, or from another engine.
     """
     raw = np.ascontiguousarray(handoff).data
     middle, start = len(_MAGIC) + 8, len(_MAGIC) + 16
@@ -102,19 +102,19 @@ def unpack(handoff: Handoff) -> Sent:
 
 
 def source_of(output: Any) -> dict[str, Any]:
-    """Where a prompt that vLLM has computed is to be read, in its words; empty before it is computed."""
+    """Where to read a prompt that vLLM has computed, in its terms; empty before it is computed."""
     reported = {name: value for name, value in (output.kv_transfer_params or {}).items() if name != TERMS}
     return reported if "remote_request_id" in reported else {}
 
 
 class Readings:
-    """Which handoffs this replica has read: vLLM lets one go once it is read, and it cannot be read again."""
+    """Which handoffs this replica has read: vLLM frees one once it is read, so it cannot be read again."""
 
     def __init__(self) -> None:
         self._readings: dict[tuple[str, str], asyncio.Future[bool]] = {}
 
     def begin(self, source: Mapping[str, Any]) -> asyncio.Future[bool] | None:
-        """A handoff is to be read. None = it is, or was; else what is to be told whether it was read."""
+        """Start reading a handoff. None = it is being or was read; else the future to set to whether it was read."""
         if _name(source) in self._readings:
             return None
         if len(self._readings) == _MOST_READINGS:
@@ -124,7 +124,7 @@ class Readings:
         return reading
 
     async def end(self, source: Mapping[str, Any]) -> bool:
-        """Whether it was read, when that is known."""
+        """Wait until it is known whether it was read."""
         return await asyncio.shield(self._readings[_name(source)])
 
 

@@ -1,10 +1,10 @@
-"""vLLM's scheduler, told who may draft. It runs in the process of vLLM's engine.
+"""vLLM's scheduler, with control over who may draft. It runs in the process of vLLM's engine.
 
-vLLM itself cannot switch speculation off while it runs, nor for one request. What its scheduler has to verify in a step
-are the drafts that its requests carry: taking them away before the step is all that is needed, and the step is then one
-of plain decoding. So nothing is restarted, and no request loses anything.
+vLLM itself cannot switch speculation off while it runs, nor for one request. In a step its scheduler verifies the
+drafts that its requests carry: removing them before the step is enough to make it plain decoding. So nothing is
+restarted, and no request loses anything.
 
-`scheduler_cls` is an argument of vLLM's, but no stable interface: `settings.TESTED` has the versions it was tried with.
+`scheduler_cls` is an argument of vLLM's, but not a stable interface: `settings.TESTED` lists the tested versions.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _ROUNDS_REPORTED = 64  # the last ones; outputs that a slow reader finds merged 
 
 
 class SpeculationScheduler(Scheduler):
-    """Drafts are verified only for requests that may draft at the moment."""
+    """Verifies drafts only for requests that may currently draft."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,13 +28,13 @@ class SpeculationScheduler(Scheduler):
         self._speculation = Speculation.ON
         self._sampled_drafts = not self.vllm_config.additional_config[TERMS]["sampled_drafts_fail"]
         if self.num_spec_tokens:
-            # As many drafts for every size of batch. By itself vLLM gives a request with one token left to compute,
-            # which every handoff is, drafts that nobody drafted, and verifies these.
+            # The same number of drafts for every batch size. By default vLLM gives a request with one token left to
+            # compute, as after every handoff, drafts that were never made, and verifies these.
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._rounds: dict[str, list[tuple[int, int]]] = {}  # by request: tokens emitted up to its end, drafts
 
     def add_request(self, request: Any) -> None:
-        """Take a request in; one of our own may carry an order."""
+        """Add a request; one of our own may carry an order."""
         order = _terms(request).get("speculation")
         if order is not None:
             self._speculation = Speculation(order)
@@ -52,9 +52,9 @@ class SpeculationScheduler(Scheduler):
         return super().schedule(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """What the step emitted, each output with the rounds it came of."""
+        """What the step emitted, each output with its rounds."""
         drafted = {
-            request_id: sum(token >= 0 for token in tokens)  # -1 stands for a draft that there is not
+            request_id: sum(token >= 0 for token in tokens)  # -1 stands for no draft
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
         requests = dict(self.requests)
@@ -74,16 +74,16 @@ class SpeculationScheduler(Scheduler):
         return reported
 
     def has_requests(self) -> bool:
-        """Whether there is something to do, also while it is paused: what is being read is read to its end."""
+        """Whether there is something to do, also while paused: ongoing reads are completed."""
         return super().has_requests() or any(
             request.request_id not in self.finished_recving_kv_req_ids for request in self._reading()
         )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget what was computed, what came from elsewhere or waits to be read included.
+        """Forget what was computed, including what came from elsewhere or waits to be read.
 
         Raises:
-            RuntimeError: some of it is being read at the moment; a step later it may be over.
+            RuntimeError: some of it is being read; try again a step later.
         """
         if reset_running_requests and hasattr(self.connector, "recall"):  # it is one of ours
             self.connector.recall()

@@ -1,4 +1,4 @@
-"""What of ours runs in the processes of vLLM's workers."""
+"""Our code in vLLM's worker processes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +9,16 @@ from speculative.selfcheck.sampler_watch import SamplerWatch
 
 
 class WorkerExtension:
-    """Methods that vLLM's worker gets besides its own, through its argument `worker_extension_cls`."""
+    """Methods added to vLLM's worker, through its argument `worker_extension_cls`."""
 
     model_runner: Any
     _watch: SamplerWatch
 
     def keep_draws_of_chunks(self) -> None:
-        """Sample behind a chunk of a prompt without the request's generator.
+        """Sample after a chunk of a prompt without the request's generator.
 
-        What is sampled there is thrown away. vLLM draws it from the request's own numbers all the same, and then winds
-        the generator back, which one on the CPU cannot do: it raises, and the engine is lost.
+        That sample is discarded. vLLM still draws it from the request's own generator and then rewinds that, which a
+        CPU generator cannot do: it raises, and the engine is lost.
         """
         runner = self.model_runner
         sample_tokens = runner.sample_tokens
@@ -35,14 +35,14 @@ class WorkerExtension:
         runner.sample_tokens = sampling
 
     def keep_adapters_apart(self) -> None:
-        """Let an adapter change nothing of requests that have none.
+        """Keep adapters from affecting requests that have none.
 
         In a step with both, the CPU's kernels look up the weights of tokens without an adapter at -1, and take those of
-        the last adapter that there is room for. Zeros in the place of such tokens come to nothing with any weights.
+        the last adapter slot. Zeros in place of such tokens contribute nothing with any weights.
         """
         from vllm.lora.punica_wrapper import punica_cpu
 
-        shrink = punica_cpu.sgmv_shrink  # the first of the two products; zeros in it are zeros after the second
+        shrink = punica_cpu.sgmv_shrink  # the first of the two products; its zeros stay zeros in the second
 
         def shrinking(
             inputs: Any, weights: Any, output: Any, starts: Any, lengths: Any, slots: Any, *rest: Any
@@ -53,10 +53,10 @@ class WorkerExtension:
         punica_cpu.sgmv_shrink = shrinking
 
     def keep_raw_logprobs(self) -> None:
-        """Let forms mask the logits behind the point where raw logprobs are taken.
+        """Apply structured-output masks after the point where raw logprobs are taken.
 
-        vLLM masks them before, and so tells 0 for a token that has to come, however unlikely the model found it. Its
-        requests with a form draft nothing here: each has one row, in the order of the batch.
+        vLLM masks the logits before, and so reports 0 for a forced token, however unlikely it was for the model.
+        Requests with a structure draft nothing here: each has one row, in batch order.
         """
         from vllm.v1.worker import gpu_model_runner
 
@@ -78,13 +78,13 @@ class WorkerExtension:
         sampler.apply_logits_processors = processing
 
     def cache_layout(self) -> str:
-        """How the bytes of a block are to be understood."""
+        """Layout of a block's bytes."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return str(get_kv_transfer_group().layout)
 
     def watch_sampler(self, share: float, drawn: bool) -> None:
-        """Take the terms of the self-checks of that share of the steps; `drawn`: drafts come with q."""
+        """Collect the self-checks' terms in this share of the steps; `drawn`: drafts come with q."""
         from vllm.v1.sample import rejection_sampler
 
         batch = self.model_runner.input_batch
@@ -92,6 +92,6 @@ class WorkerExtension:
         rejection_sampler.rejection_sample = self._watch.around(rejection_sampler.rejection_sample)
 
     def take_terms(self) -> tuple[list[tuple[list[str], list[list[float]], float]], int]:
-        """The terms of the steps since the last call, as `HostTerms` has them; and how many had lost their q."""
+        """The terms of the steps since the last call, as `HostTerms` has them; and how many lacked their q."""
         terms = [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
         return terms, self._watch.take_num_without_q()
