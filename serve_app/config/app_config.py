@@ -1,6 +1,6 @@
 """The application's settings: one YAML, which is also a Ray Serve config.
 
-`load_config` reads the file and checks all of it before anything starts. Every error names the file, the field and the
+`load_config` reads the whole file and checks it before anything starts. Every error names the file, the field and the
 fix. The engine's own settings, `speculative.config.EngineConfig`, are made from it once per pool.
 """
 
@@ -47,7 +47,7 @@ class EngineSection(Section):
     """Sizes and choices of each replica's engine; units as in `speculative.config.EngineConfig`."""
 
     kind: Literal["torch", "vllm"] = "torch"
-    """Our own engine; or vLLM where it is installed, for what ours does not do (docs/vllm.md)."""
+    """Our own engine; or vLLM if installed, for what ours does not support (docs/vllm.md)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the KV cache, and of weights and activations where `quantization` does not say otherwise."""
     quantization: Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
@@ -57,7 +57,7 @@ class EngineSection(Section):
     cuda_graphs: bool | None = None
     """Replay captured decoding steps of up to 256 sequences; not set: on a GPU. docs/gpu.md describes its memory."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a request, prompt and answer; the model's own limit when not set."""
+    """Most tokens of a request, prompt and answer together; the model's own limit when not set."""
     max_num_seqs: AtLeastOne = 16
     """Most sequences of a step."""
     max_batched_tokens: AtLeastOne = 512
@@ -67,7 +67,7 @@ class EngineSection(Section):
     block_size: AtLeastOne = 16
     """Tokens of a KV block."""
     prefix_caching: bool = True
-    """Keep the KV of prompts for later requests that begin alike."""
+    """Keep the KV of prompts for later requests with the same prefix."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """What `logprobs` returns: before or after the sampling parameters, logits or logprobs."""
     verifier: Literal["token_wise", "block", "coupled"] = "token_wise"
@@ -75,24 +75,24 @@ class EngineSection(Section):
     self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them."""
     priority_ageing_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Seconds of waiting that make up for one class of `priority`: nobody waits for ever."""
+    """Seconds of waiting that make up for one step of `priority`, so that no request waits forever."""
 
 
 class VllmSection(Section):
-    """What only the vLLM engine has (`engine.kind: vllm`)."""
+    """Settings of the vLLM engine only (`engine.kind: vllm`)."""
 
     engine_args: dict[str, Any] = {}
     """Further arguments of vLLM's `AsyncEngineArgs`, such as `tensor_parallel_size`; not those that this file sets."""
     lora_modules: dict[str, Annotated[str, Field(min_length=1)]] = {}
     """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
     replays: Literal["vllm", "torch"] = "vllm"
-    """Who computes finished requests again; `torch`: our own engine beside vLLM, but for requests of an adapter."""
+    """What replays finished requests; `torch`: our own engine beside vLLM, except for requests of an adapter."""
     self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the steps of which self-checks see what vLLM's rejection sampler draws from; 0 = none."""
     tool_parser: Annotated[str, Field(min_length=1)] | None = None
     """vLLM's parser of the tool calls that the model makes, such as `hermes` (`--tool-call-parser`)."""
     reasoning_parser: Annotated[str, Field(min_length=1)] | None = None
-    """vLLM's parser that tells the model's reasoning from its answer, such as `deepseek_r1` (`--reasoning-parser`)."""
+    """vLLM's parser that separates reasoning from the answer, such as `deepseek_r1` (`--reasoning-parser`)."""
 
     @property
     def has_parsers(self) -> bool:
@@ -146,16 +146,16 @@ class DrafterSection(_OwnFields):  # type: ignore[misc]
 
 
 class PoolSection(Section):
-    """How many replicas a pool has, and what Ray sets aside for each."""
+    """How many replicas a pool has, and what Ray reserves for each."""
 
     replicas: AtLeastOne = 1
     """Replicas of the pool, without autoscaling."""
     autoscaling: AutoscalingSection | None = None
     """Let Serve choose the number of replicas, by load or by the requests in flight."""
     num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """CPUs that Ray sets aside for a replica, and threads of its engine."""
+    """CPUs that Ray reserves for a replica, and threads of its engine."""
     num_gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """GPUs that Ray sets aside for a replica."""
+    """GPUs that Ray reserves for a replica."""
     label_selector: dict[str, str] = {}
     """Ray node labels that a replica's node must carry."""
 
@@ -192,7 +192,7 @@ class RouterSection(Section):
     replicas: AtLeastOne = 1
     """Replicas of the router."""
     num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """CPUs that Ray sets aside for each; 0 finds room on any node. It holds no model."""
+    """CPUs that Ray reserves for each; 0 fits on any node. It holds no model."""
     label_selector: dict[str, str] = {}
     """Ray node labels that its node must carry."""
 
@@ -216,25 +216,25 @@ class PoolsSection(Section):
 
 
 class RecoverySection(Section):
-    """What is done when a replica dies, or does not answer."""
+    """What happens when a replica dies, or does not answer."""
 
     prefill_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Longest wait for one prefill and its handoff; then it is asked for again."""
+    """Longest wait for one prefill and its handoff; then it is retried."""
     prefill_retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Further attempts at a prefill that failed; after them the decode replica computes the prompt itself."""
     resume: bool = False
-    """Resume requests that do not say, when their decode replica dies; true puts a stream router in front."""
+    """Default of `resume`, when a request's decode replica dies; true puts a stream router in front."""
     decode_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """With a stream router: a decode replica that gives no sign of life for so long counts as lost."""
+    """With a stream router: a decode replica without a sign of life for this long counts as lost."""
     max_resumes: Annotated[int, Field(ge=0, le=100)] = 5
     """How often a request may be resumed; then it fails."""
 
 
 class ReplaySection(Section):
-    """The check of finished requests: how many are computed again, and what is put up with."""
+    """The check of finished requests: how many are replayed, and with what tolerance."""
 
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the finished requests that are computed again without speculation and compared."""
+    """Share of the finished requests that are replayed without speculation and compared."""
     max_queue: AtLeastOne = 64
     """Requests that may wait for their replay; more are counted as skipped."""
     max_running: AtLeastOne = 2
@@ -242,7 +242,7 @@ class ReplaySection(Section):
     max_tme: Annotated[float, Field(gt=1, le=10)] = 1.05
     """TME above which something is wrong, on top of the noise floor that plain requests show."""
     law_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """By how much rounding may move the means of the calibration test."""
+    """How far rounding may move the means of the calibration test."""
     edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
     """Nats by which rounding may move a filter's edge, or the likeliest token; by dtype when not set."""
     verify_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
@@ -251,7 +251,7 @@ class ReplaySection(Section):
     """Replies whose verdicts `GET /v1/verdicts/{id}` remembers."""
 
     def edge_of(self, dtype: str) -> float:
-        """`edge_nats`, or what rounding does in this type."""
+        """`edge_nats`, or the default for this dtype."""
         return self.edge_nats if self.edge_nats is not None else _EDGE_NATS[dtype]
 
 
@@ -259,22 +259,22 @@ class BreakerSection(Section):
     """When a replica stops speculating, when it tries again, and when it is replaced."""
 
     mode: Literal["auto", "on", "off"] = "auto"
-    """Who decides: `auto` the breaker; `on` and `off` are fixed, alarms only count."""
+    """Who decides: `auto` the breaker; `on` and `off` are fixed, alarms are only counted."""
     cooldown_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """From a trip to the first canary; doubled with each that fails, at most sixteenfold."""
     window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     """A second trip within it takes the replica out of service, so that Serve replaces it."""
     suspect_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    """What ended so long before a trip is suspect."""
+    """Answers that ended at most this long before a trip are suspect."""
     canary_requests: Annotated[int, Field(ge=1, le=64)] = 4
-    """Requests of a replica's own on which speculation is tried out."""
+    """A replica's own requests that try speculation out."""
 
 
 class DumpsSection(Section):
     """Files for a post-mortem: token ids (prompts included), seeds and logprobs of requests that were found wrong."""
 
     folder: Annotated[str, Field(min_length=1)] | None = None
-    """Where they are written, on the referee's node; nothing is when not set."""
+    """Where they are written, on the referee's node; none are when not set."""
     max_files: AtLeastOne = 50
     """Files kept; the oldest go first."""
     max_mib: AtLeastOne = 64
@@ -289,14 +289,14 @@ class AdminSection(Section):
 
 
 class AccessSection(Section):
-    """Who may use what. Limits of a key stand with it in the file, and hold on each replica by itself."""
+    """Who may use what. A key's limits are in the key file, and apply to each replica separately."""
 
     keys_file: Annotated[str, Field(min_length=1)] | None = None
-    """A file made by `truespec keys`; it is read again when it changes. Without it everybody may use `/v1`."""
+    """A file made by `truespec keys`; it is read again when it changes. Without it anyone may use `/v1`."""
     open_metrics: bool = True
-    """Let who has no key read `/metrics`; it holds neither prompts nor keys."""
+    """Allow reading `/metrics` without a key; it holds neither prompts nor keys."""
     open_health: bool = True
-    """Let who has no key ask `/healthz`."""
+    """Allow `/healthz` without a key."""
 
     @model_validator(mode="after")
     def _what_is_closed_has_a_key(self) -> Self:
@@ -310,13 +310,13 @@ class ObservabilitySection(Section):
     """What is reported of single requests: log lines and traces."""
 
     log_format: Literal["text", "json"] = "text"
-    """Of every replica's log lines, Ray Serve's own included: for a reader, or one JSON object a line."""
+    """Of every replica's log lines, including Ray Serve's own: plain text, or one JSON object per line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level of the lines that are written."""
+    """Lowest level of the lines that are written."""
     traces_endpoint: str | None = None
     """OTLP/HTTP URL of an OpenTelemetry collector, as `http://collector:4318/v1/traces`; no spans when not set."""
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the traces that are recorded, of those that begin here; a client's own trace keeps its flag."""
+    """Share of the traces starting here that are recorded; a client's own trace keeps its flag."""
 
     @field_validator("traces_endpoint")
     @classmethod
@@ -338,26 +338,26 @@ class RoutingSection(Section):
     """Which replica of a pool a request goes to."""
 
     prefill: Literal["prefix", "serve"] = "prefix"
-    """`prefix`: where most of the prompt is cached and least is waiting; `serve`: as Ray Serve does without us."""
+    """`prefix`: where most of the prompt is cached and least is waiting; `serve`: Ray Serve's own routing."""
     decode: Literal["load", "serve"] = "load"
-    """`load`: the replica of the header `x-session-id`, else the one with most room; HAProxy has rules of its own."""
+    """`load`: the replica of the header `x-session-id`, else the one with most room; HAProxy has its own rules."""
     period_s: Target = 1.0
-    """How often replicas tell what they have cached, and how full they are."""
+    """How often replicas report what they have cached, and how full they are."""
 
 
 class LimitsSection(Section):
-    """What is refused instead of queued without end. The first two are per replica and per router, as in Ray Serve."""
+    """What is refused instead of queued endlessly. The first two are per replica and per router, as in Ray Serve."""
 
     max_ongoing_requests: AtLeastOne = 128
-    """Requests that a replica takes on; more are answered 429."""
+    """Requests that a replica accepts; more are answered 429."""
     max_load: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """Requests let in per request computed at once (`max_num_seqs` of each decoding replica); then 429."""
+    """Requests admitted per request computed at once (`max_num_seqs` of each decoding replica); then 429."""
     max_queued_requests: AtLeastOne = 256
     """Requests that a router queues before it refuses."""
     max_queued_tokens: AtLeastOne | None = None
     """Prompt tokens that may wait for their first token on a replica; more are answered 429."""
     max_time_to_first_token_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Answer 429 at once where those ahead would keep a request from its first token for longer (estimated)."""
+    """Answer 429 at once if a request would wait longer than this for its first token (estimated)."""
     max_body_bytes: AtLeastOne = 4 * 1024 * 1024
     """Longest body of a request."""
     max_prompt_tokens: AtLeastOne | None = None
@@ -365,28 +365,28 @@ class LimitsSection(Section):
     max_choices: AtLeastOne = 64
     """Most `n` of a request."""
     request_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    """Longest time a request may take, and time that a stopping replica gets to finish; a request may ask for less."""
+    """Longest time a request may take, and a stopping replica has to finish; a request may ask for less."""
     stream_interval_s: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """A stream's next message goes out so long after the last, with all events of the meantime; 0: one each."""
+    """Interval between a stream's messages, each with all events since the last; 0: one message per event."""
 
 
 class AppConfig(Section):
     """Everything `serve_app.app:build_app` needs: the `args` of the application in the YAML."""
 
     version: Literal[1] = 1
-    """Of this format."""
+    """Version of this format."""
     model: ModelSection
     """The model."""
     engine: EngineSection = EngineSection()
     """Each replica's engine."""
     vllm: VllmSection = VllmSection()
-    """What only the vLLM engine has."""
+    """Settings of the vLLM engine only."""
     drafter: DrafterSection = DrafterSection()
     """The drafter."""
     topology: Literal["disaggregated", "monolith"] = "disaggregated"
-    """`disaggregated`: prompts are computed by a pool of their own; `monolith`: one pool does all."""
+    """`disaggregated`: prompts are computed by a pool of their own; `monolith`: one pool does everything."""
     pools: PoolsSection = PoolsSection()
-    """Size of each pool."""
+    """The size of each pool."""
     replay: ReplaySection = ReplaySection()
     """The check of finished requests."""
     breaker: BreakerSection = BreakerSection()
@@ -400,7 +400,7 @@ class AppConfig(Section):
     observability: ObservabilitySection = ObservabilitySection()
     """Log lines and traces."""
     recovery: RecoverySection = RecoverySection()
-    """What is done when a replica dies."""
+    """What happens when a replica dies."""
     handoff: HandoffSection = HandoffSection()
     """How computed prompts get from pool to pool."""
     routing: RoutingSection = RoutingSection()
@@ -502,13 +502,13 @@ class AppConfig(Section):
         return EngineConfig(**sizes, drafter=drafter, num_threads=self.pool(pool).num_threads)
 
     def replay_config(self, pool: PoolName) -> EngineConfig:
-        """The torch engine's settings where it replays beside vLLM: the same weights, not those that are packed."""
+        """The torch engine's settings where it replays beside vLLM: the same weights, unpacked."""
         drafter = DrafterConfig(kind="none")
         return replace(self.engine_config(pool), quantization=self.engine.dtype, drafter=drafter)
 
     @property
     def parcels(self) -> Literal["plasma", "inline", "nixl"]:
-        """How what replicas tell each other of handoffs travels; vLLM's engines copy by NIXL without our doing."""
+        """How handoff messages travel between replicas; vLLM's engines do their NIXL copies themselves."""
         by_vllm = self.engine.kind == "vllm" and self.handoff.transport == "nixl"
         return "inline" if by_vllm else self.handoff.transport
 

@@ -38,7 +38,7 @@ class TextPart(Wire):
 
 
 def _is_deep(value: dict[str, Any]) -> bool:
-    """Whether lists and objects are nested in a JSON object deeper than templates are given them."""
+    """Whether a JSON object is nested deeper than is passed to templates."""
     level: list[Any] = [value]
     for _ in range(MAX_LEVELS):
         inner = [one.values() if isinstance(one, dict) else one for one in level]
@@ -57,15 +57,15 @@ ToolName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class CalledFunction(Wire):
-    """What a tool call of the conversation called."""
+    """The function that a tool call of the conversation called."""
 
     name: ToolName
     arguments: str
-    parsed_arguments: Any = None  # accepted: what the `openai` client made of them
+    parsed_arguments: Any = None  # accepted: as parsed by the `openai` client
 
 
 class ToolCall(Wire):
-    """A tool call of the conversation, as an answer told it."""
+    """A tool call of the conversation, as an answer returned it."""
 
     id: str | None = None
     type: FunctionKind = "function"
@@ -73,10 +73,10 @@ class ToolCall(Wire):
     index: int | None = None
 
     def for_template(self, path: str) -> dict[str, Any]:
-        """The call as chat templates know it: its arguments are an object.
+        """The call as chat templates expect it: its arguments are an object.
 
         Raises:
-            InvalidRequest: they are not, or cannot be shown; `path` is where the call stands.
+            InvalidRequest: they are not, or cannot be rendered; `path` is the call's position.
         """
         name, text = f"{path}.function.arguments", self.function.arguments or "{}"
         try:
@@ -115,7 +115,7 @@ class Message(Wire):
     function_call: None = None
     audio: None = None
     annotations: list[Any] | None = None
-    parsed: Any = None  # accepted: what the `openai` client made of the content
+    parsed: Any = None  # accepted: the content as parsed by the `openai` client
 
     @field_validator("role")
     @classmethod
@@ -127,10 +127,10 @@ class Message(Wire):
         return role
 
     def check(self, path: str) -> None:
-        """Check what belongs to the role; `path` is where the message stands.
+        """Check the fields of the role; `path` is the message's position.
 
         Raises:
-            InvalidRequest: something is missing, or belongs to another role.
+            InvalidRequest: a field is missing, or belongs to another role.
         """
         of_assistant = ("tool_calls", "reasoning", "reasoning_content")
         for name in of_assistant if self.role != "assistant" else ():
@@ -143,16 +143,16 @@ class Message(Wire):
 
     @property
     def text(self) -> str:
-        """The content, its parts put together."""
+        """The content, its parts joined."""
         if isinstance(self.content, str) or self.content is None:
             return self.content or ""
         return "\n".join(part.text for part in self.content)
 
     def for_template(self, path: str = "messages") -> dict[str, Any]:
-        """The message as chat templates know it.
+        """The message as chat templates expect it.
 
         Raises:
-            InvalidRequest: the arguments of a call are damaged; `path` is where the message stands.
+            InvalidRequest: the arguments of a call are damaged; `path` is the message's position.
         """
         reported: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
@@ -172,7 +172,7 @@ class FunctionSpec(Wire):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema of an object
-    strict: bool | None = None  # accepted: calls that must be made keep to the schema in any case
+    strict: bool | None = None  # accepted: required calls follow the schema in any case
 
     @field_validator("parameters")
     @classmethod
@@ -191,7 +191,7 @@ class Tool(Wire):
     function: FunctionSpec
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates know it."""
+        """The tool as chat templates expect it."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 

@@ -1,6 +1,6 @@
-"""The OpenAI API on the wire: what requests may hold, and what replies look like.
+"""The OpenAI API on the wire: what requests may contain, and what replies look like.
 
-Requests are checked here as far as that needs neither model nor tokenizer. Replies are built as plain dictionaries, one
+Requests are checked here as far as possible without model and tokenizer. Replies are built as plain dictionaries, one
 `Piece` of a choice at a time; a whole reply is rendered from the joined pieces by the same code as a streamed chunk.
 """
 
@@ -21,7 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of each
 MAX_LOGIT_BIASES = 300
 MAX_BAD_WORDS = 1024
-LEGACY_MAX_TOKENS = 16  # what /v1/completions generates when nothing is said
+LEGACY_MAX_TOKENS = 16  # what /v1/completions generates by default
 
 
 UNSUPPORTED_ENDPOINTS: dict[str, str] = {
@@ -50,14 +50,14 @@ def _prompt_kind(value: Any) -> str:
 
 
 class StreamOptions(Wire):
-    """What a stream tells besides the text."""
+    """What a stream includes besides the text."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # accepted: OpenAI's padding of chunks, not done here
 
 
 class JsonSchemaFormat(Wire):
-    """A JSON schema as OpenAI's response_format wraps it. Every one is kept to strictly."""
+    """A JSON schema as OpenAI's response_format wraps it. Every one is enforced strictly."""
 
     name: str
     description: str | None = None
@@ -74,7 +74,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 class ResponseFormat(Wire):
-    """The form an answer must have, as OpenAI names it."""
+    """The structure of an answer, in OpenAI's form."""
 
     type: str = Field(json_schema_extra={"enum": [*_FORMATS]})
     json_schema: JsonSchemaFormat | None = None
@@ -87,10 +87,10 @@ class ResponseFormat(Wire):
         return kind
 
     def structure(self) -> Structure | None:
-        """What the engine keeps to; None for plain text.
+        """The structure to enforce; None for plain text.
 
         Raises:
-            InvalidRequest: type and json_schema do not belong together.
+            InvalidRequest: type and json_schema do not match.
         """
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest(
@@ -103,7 +103,7 @@ class ResponseFormat(Wire):
 
 
 class StructuredOutputs(Wire):
-    """The form an answer must have, as vLLM names it: exactly one of the fields."""
+    """The structure of an answer, in vLLM's form: exactly one of the fields."""
 
     schema_text: str | None = Field(None, alias="json")  # an object, or its JSON text
     regex: str | None = Field(None, min_length=1)
@@ -121,10 +121,10 @@ class StructuredOutputs(Wire):
         return None if schema is None else _schema_text(schema)
 
     def structure(self) -> Structure:
-        """What the engine keeps to.
+        """The structure to enforce.
 
         Raises:
-            InvalidRequest: none or several are asked for.
+            InvalidRequest: none or several are given.
         """
         structures = (
             None if self.schema_text is None else Structure("json_schema", self.schema_text),
@@ -155,7 +155,7 @@ Seconds = Annotated[float, Field(ge=0.001, le=86400)]
 
 
 class WireRequest(Wire):
-    """What both generation endpoints take."""
+    """Fields of both generation endpoints."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
@@ -172,7 +172,7 @@ class WireRequest(Wire):
     allowed_token_ids: Many[TokenId] | None = Field(None, min_length=1)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    reproducible: bool | None = None  # not sent: where a seed is, and the engine can
+    reproducible: bool | None = None  # default: if a seed is sent, and the engine supports it
     logprob_token_ids: list[TokenId] | None = Field(None, max_length=MAX_SCORED_IDS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     n: int | None = Field(None, ge=1, le=INT32_MAX)
@@ -185,11 +185,11 @@ class WireRequest(Wire):
     return_token_ids: bool | None = None
     return_token_kinds: bool | None = None
     speculate: bool | None = None
-    verify: bool | None = None  # the answer waits for its replay, and tells the verdict
+    verify: bool | None = None  # the answer waits for its replay, and includes the verdict
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # the lower, the earlier
-    timeout: Seconds | None = None  # for all of it, from its arrival
-    resume: bool | None = None  # goes on elsewhere when the replica that decodes it is lost
-    # accepted and not used: clients send them to be distinguished, billed or cached
+    timeout: Seconds | None = None  # for the whole request, from its arrival
+    resume: bool | None = None  # continues elsewhere when its decode replica is lost
+    # accepted but unused: clients send them for identification, billing or caching
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -197,7 +197,7 @@ class WireRequest(Wire):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None  # used where there are tools
+    parallel_tool_calls: bool | None = None  # used if there are tools
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -228,21 +228,21 @@ class WireRequest(Wire):
 
     @property
     def structure(self) -> Structure | None:
-        """The form the answer must have, however it was asked for."""
+        """The structure of the answer, whichever field asks for it."""
         if self.structured_outputs is not None:
             return self.structured_outputs.structure()
         return None if self.response_format is None else self.response_format.structure()
 
     @property
     def structure_field(self) -> str:
-        """The field that asks for the form."""
+        """The field that asks for the structure."""
         if self.structured_outputs is None:
             return "response_format"
         kind = self.structured_outputs.structure().kind
         return f"structured_outputs.{'json' if kind == 'json_schema' else kind}"
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Fields of SamplingParams, as far as they need neither model nor tokenizer; what was not sent is left out."""
+        """Fields of SamplingParams, as far as they need neither model nor tokenizer; unsent fields are left out."""
         sent = {name: value for name in _AS_SENT if (value := getattr(self, name)) is not None}
         lists = {name: tuple(dict.fromkeys(value)) for name in _ID_LISTS if (value := getattr(self, name)) is not None}
         bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
@@ -250,7 +250,7 @@ class WireRequest(Wire):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, however they were sent."""
+        """The stop strings, in whichever form they were sent."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -260,7 +260,7 @@ class WireRequest(Wire):
 
     @property
     def token_budget(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
+        """The field that limits the output, and its value."""
         return "max_tokens", self.max_tokens
 
     def check_together(self) -> None:
@@ -302,7 +302,7 @@ _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
-# How a prompt that is not empty is described; that it is not is reported in one way for all of them.
+# The forms of a non-empty prompt; an empty one is reported the same way for all of them.
 _NOT_EMPTY: dict[str, Any] = {
     "text": {"type": "string", "minLength": 1},
     "ids": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}},
@@ -342,7 +342,7 @@ class CompletionRequest(WireRequest):
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, however they were sent: each a text or token ids."""
+        """The prompts, in whichever form they were sent: each a text or token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
@@ -415,7 +415,7 @@ class ChatCompletionRequest(WireRequest):
             self._check_structure("tool_choice")
 
     def talk(self) -> ChatPrompt:
-        """The conversation and the tools as chat templates know them, and what is to become of the tools.
+        """The conversation and the tools as chat templates expect them, and the tool choice.
 
         Raises:
             InvalidRequest: a call of the conversation has damaged arguments.

@@ -50,7 +50,7 @@ class ChoiceDelta:
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    token_kinds: tuple[str, ...] = ()  # how each token came to be, as TokenKind says it
+    token_kinds: tuple[str, ...] = ()  # each token's TokenKind
     logprobs: tuple[TokenEntry, ...] | None = None
     finish_reason: str | None = None
     first: bool = False  # the choice's first piece
@@ -59,10 +59,10 @@ class ChoiceDelta:
     weight_versions: tuple[tuple[str, int], ...] = ()  # which weights made so many tokens, in order
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
-    unrepeatable: str | None = None  # of the last piece: why its seed may give another text; "" = it gives the same
+    unrepeatable: str | None = None  # of the last piece: why its seed may give a different text; "" = it gives the same
 
     def seed_fields(self) -> dict[str, Any]:
-        """`reproducible`, where a seed was sent: whether it gives this text again; if not, why not."""
+        """`reproducible`, if a seed was sent: whether it gives this text again; if not, why not."""
         if self.unrepeatable is None:
             return {}
         if self.unrepeatable == "":
@@ -70,13 +70,13 @@ class ChoiceDelta:
         return {"reproducible": False, "reproducible_reason": self.unrepeatable}
 
     def version_fields(self) -> dict[str, Any]:
-        """`weight_versions`, where the weights changed in the middle."""
+        """`weight_versions`, if the weights changed midway."""
         if len(self.weight_versions) < 2:
             return {}
         return {"weight_versions": [{"version": name, "tokens": count} for name, count in self.weight_versions]}
 
     def prompt_fields(self) -> dict[str, Any]:
-        """`prompt_logprobs` where they are told, as vLLM writes them: nothing is known of the first token."""
+        """`prompt_logprobs` if requested, in vLLM's form: null for the first token."""
         if self.prompt_logprobs is None:
             return {}
         reported = [{str(entry.token_id): entry.to_wire() for entry in entries} for entries in self.prompt_logprobs]
@@ -84,7 +84,7 @@ class ChoiceDelta:
 
 
 def join(pieces: Sequence[ChoiceDelta]) -> ChoiceDelta:
-    """One piece that says what all the pieces of a choice say."""
+    """All pieces of a choice merged into one."""
     asked = pieces[0].logprobs is not None
     return ChoiceDelta(
         index=pieces[0].index,
@@ -101,7 +101,7 @@ def join(pieces: Sequence[ChoiceDelta]) -> ChoiceDelta:
 
 
 def _runs(parts: Iterable[Iterable[tuple[str, int]]]) -> tuple[tuple[str, int], ...]:
-    """Counts of tokens by version, neighbours of one version put together; a part without tokens says nothing new."""
+    """Counts of tokens by version, adjacent runs of one version merged; parts without tokens are ignored."""
     runs: list[tuple[str, int]] = []
     for version, count in (run for part in parts for run in part):
         if runs and (runs[-1][0] == version or count == 0):
@@ -114,7 +114,7 @@ def _runs(parts: Iterable[Iterable[tuple[str, int]]]) -> tuple[tuple[str, int], 
 
 
 def metadata_of(versions: Iterable[str]) -> dict[str, Any]:
-    """`metadata` with the weights' version, as SGLang's OpenAI endpoints have it: the newest, and all where there are
+    """`metadata` with the weights' version, as SGLang's OpenAI endpoints have it: the newest, and all if there are
     several."""
     names = list(dict.fromkeys(versions))
     if not names:
@@ -149,7 +149,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What all chunks of one reply share."""
+    """Shared by all chunks of one reply."""
 
     reply_id: str
     created: int  # unix seconds
@@ -174,14 +174,14 @@ class ReplyHead:
         }
 
     def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chunk of a stream; it says `usage: null` when a usage chunk is to come, as OpenAI does."""
+        """A chunk of a stream; it has `usage: null` if a usage chunk follows, as OpenAI does."""
         envelope = self.envelope(kind, choices)
         if self.with_usage:
             envelope["usage"] = None
         return envelope
 
     def token_fields(self, piece: ChoiceDelta) -> dict[str, Any]:
-        """`token_ids` and plain `token_logprobs`, and `token_kinds`, where they were asked for."""
+        """`token_ids` and plain `token_logprobs`, and `token_kinds`, if requested."""
         fields: dict[str, Any] = {"token_kinds": list(piece.token_kinds)} if self.with_token_kinds else {}
         if not self.with_token_ids:
             return fields
@@ -192,7 +192,7 @@ class ReplyHead:
 
 
 class ReplyFormat(Protocol):
-    """How one endpoint's replies look."""
+    """The format of one endpoint's replies."""
 
     id_prefix: str
 
@@ -256,7 +256,7 @@ class ChatFormat:
     _kind = "chat.completion"
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
-        """One chunk a choice that tells the role."""
+        """One chunk per choice, with the role."""
         delta = {"role": "assistant", "content": ""}
         chunks = [
             head.chunk(self._kind + ".chunk", [_chat_choice(index, "delta", delta, None, None)])

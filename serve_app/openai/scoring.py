@@ -1,7 +1,7 @@
 """Generative scoring: how likely is each label as the continuation of each context?
 
-Labels of one token share one request a context, whose first position tells them all; longer labels are teacher-forced,
-one request each. Everything goes through the same token source as generation does.
+Single-token labels share one request per context, whose first position scores them all; longer labels are
+teacher-forced, one request each. Everything goes through the same token source as generation.
 """
 
 import asyncio
@@ -58,10 +58,10 @@ class ScoreRequest(Wire):
 
 @dataclass(frozen=True, slots=True)
 class ScoreLimits:
-    """What scoring may take of a replica."""
+    """Limits of scoring on a replica."""
 
-    max_pairs: int = MAX_SCORED_IDS  # contexts x labels of one body
-    max_concurrent: int = 16  # engine requests at once, of all bodies together
+    max_pairs: int = MAX_SCORED_IDS  # contexts x labels of one request body
+    max_concurrent: int = 16  # engine requests at once, over all bodies
     timeout_s: float = 600.0  # the longest one body may take; it may ask for less
     max_prompt_tokens: int | None = None  # of a context with a label; None = the model's own
 
@@ -73,12 +73,12 @@ class _Ask:
     request: Request
     context: int
     labels: tuple[int, ...]
-    num_tokens: int  # to pay for: its labels', and its context's if it is the first of that context
+    num_tokens: int  # to charge: its labels', plus its context's if it is the first of that context
 
 
 @dataclass(frozen=True, slots=True)
 class _Reported:
-    """What an ask gave: the logprobs of its labels, and prompt tokens found in the prefix cache."""
+    """An ask's result: the logprobs of its labels, and prompt tokens found in the prefix cache."""
 
     ask: _Ask
     logprobs: tuple[float, ...]
@@ -87,7 +87,7 @@ class _Reported:
 
 
 class Scorer:
-    """Gives log-probabilities and normalised scores of labels after contexts.
+    """Computes log-probabilities and normalised scores of labels after contexts.
 
     Args:
         source: where the tokens come from.
@@ -116,8 +116,9 @@ class Scorer:
     async def score(self, wire: ScoreRequest, terms: Terms = NO_TERMS, spend: Spend = free) -> dict[str, Any]:
         """The reply: for each context, each label's token ids, logprob (nats, summed over its tokens) and score.
 
-        A score is the label's share of its context's labels (softmax), or with normalize = false its probability. What
-        runs is aborted when this is cancelled or anything fails. `spend` is called with tokens as they are computed.
+        A score is the label's share of its context's labels (softmax), or with normalize = false its probability.
+        Running requests are aborted when this is cancelled or anything fails. `spend` is called with tokens
+        as they are computed.
 
         Raises:
             InvalidRequest: it can never be served; `field` names what is wrong.
@@ -239,7 +240,7 @@ def _asks(score_id: str, index: int, context: Ids, labels: Sequence[Ids]) -> lis
     single = tuple(label for label, ids in enumerate(labels) if len(ids) == 1)
     asks = []
     if single:
-        # One greedy token: nothing is drawn, and raw logprobs do not depend on how it would have been.
+        # One greedy token: nothing is drawn, and raw logprobs do not depend on the sampling parameters.
         params = SamplingParams(
             max_tokens=1, temperature=0, logprob_token_ids=tuple(labels[label][0] for label in single)
         )

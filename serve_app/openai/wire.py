@@ -1,4 +1,4 @@
-"""What every request body obeys: which fields are refused, ignored or limited."""
+"""Rules for every request body: which fields are refused, ignored or limited."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ MAX_ECHO = 100  # characters of a name that a client made up
 
 
 Harmless = Callable[[Any, Mapping[str, Any]], bool]
-"""Whether a value of an unsupported field asks for nothing; sees the value and the whole body."""
+"""Whether a value of an unsupported field has no effect; gets the value and the whole body."""
 
 
 def _one_of(*values: Any) -> Harmless:
@@ -60,23 +60,23 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "chat_template": (_empty, "the model's own chat template is used; send a ready prompt to /v1/completions instead."),
     "lora_request": (_empty, "an adapter is chosen by its name as `model`; GET /v1/models lists those that are there."),
 }
-"""Fields that OpenAI's or vLLM's API has and this server does not, with the values that ask for nothing. What an
-endpoint has is not refused there."""
+"""Fields that OpenAI's or vLLM's API has and this server does not, with the values that have no effect. An endpoint's
+own fields are not refused there."""
 
 
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list that may be long. It is read up to its first fault: only that one is told, and each takes memory."""
+"""A list that may be long. It is read up to its first error: only that one is reported, and each takes memory."""
 
 
 class Wire(BaseModel):
-    """Any object of a request's body: known fields only, and no value read as if it were of another type."""
+    """Any object of a request's body: known fields only, and no type coercion."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, fields: Any) -> Any:
-        """Of more fields than there are, the first unknown one is enough to be told."""
+        """With more fields than exist, reporting the first unknown one is enough."""
         if not isinstance(fields, dict) or len(fields) <= len(cls.__pydantic_fields__):
             return fields
         known = {field.alias or name for name, field in cls.__pydantic_fields__.items()}
@@ -94,7 +94,7 @@ class Wire(BaseModel):
 W = TypeVar("W", bound=Wire)
 
 
-# What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can spell neither here.
+# What JSON text must hold for its strings to contain a NUL or a lone surrogate: UTF-8 itself can encode neither here.
 SUSPECT_ESCAPE = re.compile(r"\\u(0000|[dD][89a-fA-F])")
 
 

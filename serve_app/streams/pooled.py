@@ -1,9 +1,8 @@
 """Where a front end's tokens come from: prefill elsewhere when there is a prefill pool, decode on the local engine.
 
-It knows a local `Backend` and, in a disaggregated service, a function that asks the prefill pool; it does not know how
-that function reaches it. A prefill that fails or takes too long is asked for again, of whichever replica is there then;
-whatever goes wrong in the end, the local engine computes the prompt itself: the request is slower, and nothing is lost
-or said twice.
+It knows a local `Backend` and, in a disaggregated service, a function that calls the prefill pool; it does not know how
+that function reaches it. A prefill that fails or takes too long is retried, on whichever replica is then available; if
+all fails, the local engine computes the prompt itself: the request is slower, but nothing is lost or duplicated.
 """
 
 import asyncio
@@ -25,25 +24,25 @@ _logger = logging.getLogger("truespec.handoff")
 RemotePrefill = Callable[[Request, bool], Awaitable[Prefilled]]
 """Asks the prefill pool: (request, first_token) -> Prefilled. Cancelling it ends the work there.
 
-Raises PoolFull when the pool takes nothing more, any other ConnectionError when its replica died, EngineFault when the
-replica's engine failed.
+Raises PoolFull when the pool accepts nothing more, any other ConnectionError when its replica died, EngineFault when
+the replica's engine failed.
 """
 
 TookIn = Callable[[str, str], None]
-"""Told that the handoff of a request (its id) from a prefill replica (its name) was taken in."""
+"""Called when the handoff of a request (its id) from a prefill replica (its name) was accepted."""
 
 Deltas = AsyncGenerator[TokenDelta, None]
 
 
 class PoolFull(ConnectionError):
-    """The prefill pool takes nothing more at the moment."""
+    """The prefill pool accepts nothing more for now."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPatience:
     """How long and how often the prefill pool is asked before the local engine does the work."""
 
-    timeout_s: float = 60.0  # of one attempt: queue, prefill, and the way of the handoff
+    timeout_s: float = 60.0  # of one attempt: queue, prefill, and transfer of the handoff
     retries: int = 2  # attempts after the first
 
 
@@ -54,7 +53,7 @@ class PooledTokenSource:
         backend: the local engine.
         metrics: counts handoffs and failed prefills.
         remote_prefill: None = prefill on the local engine too.
-        took_in: called before the first delta that comes of a handoff.
+        took_in: called before the first delta from a handoff.
         patience: with the prefill pool.
     """
 
@@ -82,7 +81,7 @@ class PooledTokenSource:
     async def go_on(self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]) -> Deltas:
         """Generate for requests that another replica has begun; `emitted` has each one's tokens up to now, by its id.
 
-        The local engine computes prompts and tokens again, and the deltas go on after them.
+        The local engine recomputes prompts and tokens, and the deltas continue after them.
         """
         streams = [self._backend.generate(one, emitted[one.request_id]) for one in requests]
         async with contextlib.aclosing(merge(streams)) as deltas:
@@ -90,7 +89,7 @@ class PooledTokenSource:
                 yield delta
 
     async def abort(self, request_id: str) -> None:
-        """End one of several choices; the others go on."""
+        """End one of several choices; the others continue."""
         self._backend.abort(request_id)
 
     async def _one(self, request: Request) -> Deltas:
@@ -103,7 +102,7 @@ class PooledTokenSource:
     async def _many(self, requests: Sequence[Request]) -> list[Deltas]:
         """Each choice draws its own first token, so what is handed off has the last prompt token pending.
 
-        What the prefill reported of the prompt belongs to the first choice: the prefill was asked for in its name.
+        What the prefill reported of the prompt belongs to the first choice, in whose name it was requested.
         """
         prefilled = await self._prefill(requests[0], first_token=False)
         if prefilled is None or prefilled.handoff is None:
@@ -148,7 +147,7 @@ class PooledTokenSource:
         return None
 
     async def _ask(self, ask: RemotePrefill, request: Request, first_token: bool, attempt: int) -> Prefilled:
-        """One attempt, under a name of its own: the engine that was asked before may not have let go yet."""
+        """One attempt, under its own name: the engine asked before may still hold the request."""
         named = request if attempt == 0 else dataclasses.replace(request, request_id=f"{request.request_id}~{attempt}")
         async with asyncio.timeout(self._patience.timeout_s):
             prefilled = await ask(named, first_token)
@@ -156,12 +155,12 @@ class PooledTokenSource:
         return dataclasses.replace(prefilled, deltas=tuple(delta.replace(**whose) for delta in prefilled.deltas))
 
     async def _resume(self, request: Request, handoff: Handoff, replica: str, emitted: Sequence[int]) -> Deltas:
-        """Go on from the handoff; from the tokens alone where the engine refuses it."""
+        """Continue from the handoff; from the tokens alone if the engine refuses it."""
         try:
             async with contextlib.aclosing(self._backend.resume(request, handoff)) as deltas:
                 first = True
                 async for delta in deltas:
-                    if first:  # it shows that the handoff was taken in
+                    if first:  # it shows that the handoff was accepted
                         first = False
                         self._count_handoff(request.request_id, handoff.nbytes, replica)
                     yield delta
@@ -190,5 +189,5 @@ def _reason(error: Exception) -> str:
 
 
 def _without_prompt_logprobs(request: Request) -> Request:
-    """The request, when its prompt's logprobs have been told."""
+    """The request, once its prompt's logprobs have been returned."""
     return dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))

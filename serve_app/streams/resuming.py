@@ -1,12 +1,11 @@
 """Streams that outlive the replica that decodes them.
 
-The source remembers every token that it has passed on. When the replica is lost, another one is given prompt and tokens
-to compute again, and goes on after them: no token comes twice, and none is missing. Random numbers are named by seed
-and position, so a reproducible request goes on with the text that it would have had; of any other the distribution is
-kept.
+The source remembers every token that it has passed on. When the replica is lost, another one recomputes prompt and
+tokens, and continues after them: no token is duplicated or lost. Random numbers are keyed by seed and position, so a
+reproducible request continues with the text that it would have had; for any other the distribution is preserved.
 
-A replica that hangs is not dead, and tells nothing. Therefore replicas give signs of life while they have nothing to
-tell, and one that is silent for longer counts as lost.
+A replica that hangs is not dead, and reports nothing. Therefore replicas send signs of life while they have nothing to
+report, and one that is silent for longer counts as lost.
 """
 
 import asyncio
@@ -28,14 +27,14 @@ from speculative.request import FinishReason, Request, TokenDelta
 _logger = logging.getLogger("truespec.resume")
 
 _PAUSE_S = 0.25  # before the second resume, twice as long before each further one
-_PARTS = 4  # of the time after which a replica counts as silent
+_PARTS = 4  # parts of the time after which a replica counts as silent
 _AVOIDED_S = 60.0  # how long others are preferred to a replica that was silent
 
 T = TypeVar("T")
 
 
 class ReplicaLost(ConnectionError):
-    """The replica died, or could not be reached any more."""
+    """The replica died, or could no longer be reached."""
 
 
 class ReplicaSilent(ReplicaLost):
@@ -58,7 +57,7 @@ class ReplicaPool(Protocol):
     def stream(
         self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Streamed, None]:
-        """Generate for requests that share one prompt; with `emitted` (by id), go on after those tokens. Replicas to
+        """Generate for requests that share one prompt; with `emitted` (by id), continue after those tokens. Replicas to
         `avoid` are asked last.
 
         Raises:
@@ -76,7 +75,7 @@ class ReplicaPool(Protocol):
 async def with_signs_of_life(
     items: AsyncGenerator[T, None], every_s: float | None, check: Callable[[], None]
 ) -> AsyncGenerator[T | None, None]:
-    """The items, and None whenever none came for so long. `check` is called before that, and may raise. Closes them."""
+    """The items, and None whenever none came this long. `check` is called before that, and may raise. Closes them."""
     waiting: asyncio.Future[T | None] | None = None
     try:
         while True:
@@ -99,8 +98,8 @@ async def _unless_silent(items: AsyncGenerator[T, None], limit_s: float | None) 
     """The items.
 
     Raises:
-        ReplicaSilent: none came for so long. That time is waited in parts: where this process itself stood still, what
-            came meanwhile is seen before the next one.
+        ReplicaSilent: none came for this long. The wait is split into parts: if this process itself was stalled, what
+            arrived meanwhile is seen before the next part.
     """
     num_silent = 0
 
@@ -119,35 +118,35 @@ async def _unless_silent(items: AsyncGenerator[T, None], limit_s: float | None) 
 
 
 def own_name(name: str) -> str:
-    """The id of a request by what a replica calls it."""
+    """The id of a request, from its name on a replica."""
     return name.partition("~")[0]
 
 
 @dataclass(slots=True)
 class _Progress:
-    """One request and what was passed on of it."""
+    """One request, and what has been passed on of it."""
 
     request: Request
     emitted: list[int] = field(default_factory=list)
     returned_prompt: bool = False  # its prompt's logprobs
     ended: bool = False
-    num_lost: int = 0  # replicas that had begun it; since then also tries that found no room
+    num_lost: int = 0  # lost replicas that had begun it; after the first, also attempts that found no room
     num_asked: int = 1  # replicas
 
     @property
     def name(self) -> str:
-        """What the replica calls it: another name each time, as one that was given up may not have let go yet."""
+        """Its name on the replica: a new one each time, as an abandoned replica may still hold the old one."""
         return f"{self.request.request_id}~{self.num_asked - 1}" if self.num_asked > 1 else self.request.request_id
 
     def rest(self) -> Request:
-        """The request, for the replica that is to go on with it."""
+        """The request, for the replica that continues it."""
         params = self.request.params
         if self.returned_prompt:
             params = dataclasses.replace(params, prompt_logprobs=None)
         return dataclasses.replace(self.request, request_id=self.name, params=params)
 
     def take(self, delta: TokenDelta) -> TokenDelta:
-        """Remember what a delta told, and give it its own name again."""
+        """Record a delta, and restore the request's own id in it."""
         self.emitted += delta.token_ids
         self.returned_prompt = self.returned_prompt or delta.prompt_logprobs is not None
         self.ended = delta.finished
@@ -157,15 +156,15 @@ class _Progress:
 class ResumingSource:
     """A source of tokens over replicas that may die.
 
-    Requests that do not ask for it (`Request.resume`) end with their replica.
+    Requests without `Request.resume` end with their replica.
 
     Args:
         pool: the replicas.
         metrics: counts requests that were resumed.
-        records: is told which replica answers a request.
+        records: is notified which replica answers a request.
         most_resumes: of one request; then it fails.
         pause_s: before the second resume of a request, doubled for each further one.
-        silence_s: a replica that tells nothing for so long, no sign of life either, is lost; None = never.
+        silence_s: a replica that sends nothing for this long, not even a sign of life, is lost; None = never.
         clock: seconds, monotonic.
     """
 
@@ -187,15 +186,15 @@ class ResumingSource:
         self._pause_s = pause_s
         self._silence_s = silence_s
         self._clock = clock
-        self._silent: dict[str, float] = {}  # replicas, and when they were found so
+        self._silent: dict[str, float] = {}  # silent replicas, and when they were found so
         self._live: dict[str, _Progress] = {}
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
         """Generate for requests that share one prompt; their deltas come interleaved. Closing it aborts them all.
 
         Raises:
-            RequestAborted: a replica died, and the request is not to be resumed, or was too often.
-            EngineOverloaded: there is no room for it, and nothing of it was lost or too many tries found none.
+            RequestAborted: a replica died, and the request may not be resumed, or was resumed too often.
+            EngineOverloaded: there is no room for it, and nothing of it was lost or too many attempts found none.
         """
         group = {one.request_id: _Progress(one) for one in requests}
         self._live |= group
@@ -209,14 +208,14 @@ class ResumingSource:
                 del self._live[request_id]
 
     async def abort(self, request_id: str) -> None:
-        """End one of several choices; the others go on."""
+        """End one of several choices; the others continue."""
         progress = self._live.get(request_id)
         if progress is not None and not progress.ended:
             progress.ended = True
             await self._pool.abort(progress.name)
 
     async def _passed_on(self, left: Sequence[_Progress]) -> AsyncGenerator[TokenDelta, None]:
-        """What one replica makes of these requests until all have ended, or it is lost and they are to go elsewhere."""
+        """One replica's deltas of these requests, until all have ended, or it is lost and they must go elsewhere."""
         named = {one.name: one for one in left}
         emitted = {one.name: tuple(one.emitted) for one in left} if any(one.num_lost for one in left) else {}
         asked = self._pool.stream([one.rest() for one in left], emitted, self._to_avoid())
@@ -243,18 +242,18 @@ class ResumingSource:
         for one in unfinished:
             one.num_asked += 1
         if isinstance(lost, ReplicaSilent):
-            if not replica:  # nobody has begun it: it was sent to one that hangs, or none is there at the moment
+            if not replica:  # no replica has begun it: it was sent to one that hangs, or there is none now
                 return
             self._silent[replica] = self._clock()
         await self._resume(unfinished, lost)
 
     def _to_avoid(self) -> tuple[str, ...]:
-        """Replicas that were silent lately."""
+        """Replicas that were recently silent."""
         self._silent = {name: at for name, at in self._silent.items() if self._clock() < at + _AVOIDED_S}
         return tuple(self._silent)
 
     def _failed_there(self, one: _Progress, delta: TokenDelta) -> bool:
-        """Whether an engine gave the request up that another may go on with; nothing of that delta is passed on."""
+        """Whether an engine failed the request in a way another may recover; that delta is not passed on."""
         gave_up = delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
         return gave_up and one.request.resume and one.num_lost < self._most_resumes
 
@@ -265,10 +264,10 @@ class ResumingSource:
             self._records.handed_off(request_id, streamed.prefilled_by)
 
     async def _resume(self, left: Sequence[_Progress], lost: Exception) -> None:
-        """Have requests resumed whose replica was lost.
+        """Resume requests whose replica was lost.
 
         Raises:
-            RequestAborted: one of them is not to be.
+            RequestAborted: one of them may not be resumed.
             EngineFault, EngineOverloaded: likewise, and it was the engine that failed, or none had room.
         """
         for one in left:

@@ -1,5 +1,5 @@
 {{/*
-What the schema cannot say: each message names the value and the mend. The rules on names, upgrades and auth are those of
+What the schema cannot say: each message names the value and the fix. The rules on names, upgrades and auth are those of
 KubeRay's operator, which would otherwise refuse the object after the install.
 */}}
 {{- define "truespec.guards" -}}

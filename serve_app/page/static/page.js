@@ -193,8 +193,8 @@ function drawLatest() {
 
 function drawCounts() {
   const now = history.at(-1);
-  const list = (counts) => Object.entries(counts).filter(([, value]) => value).map(([name, value]) => `${whole(value)} ${name}`).join(", ") || "none";
-  const told = {
+  const list = (totals) => Object.entries(totals).filter(([, value]) => value).map(([name, value]) => `${whole(value)} ${name}`).join(", ") || "none";
+  const counts = {
     "Tokens emitted": whole(now.emitted), "Tokens drafted": whole(now.drafted), "Drafts accepted": whole(now.accepted),
     "Expected by the verifier": whole(now.expected), "Achievable with these drafts": whole(now.achievable),
     Requests: list(status.requests), Replays: list(status.replays), "Distribution tests of replayed answers": list(status.distributions), Handoffs: list(status.handoffs),
@@ -202,7 +202,7 @@ function drawCounts() {
     "Self-check alarms": list(status.check_alarms), "Replay alarms": list(status.replay_alarms),
     "Logprob contract violations": list(status.logprob_violations), "Invariant violations": list(status.invariant_violations),
   };
-  byId("counts").replaceChildren(...Object.entries(told).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+  byId("counts").replaceChildren(...Object.entries(counts).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 
 function draw() {
@@ -217,10 +217,10 @@ function draw() {
 
 // ---- the stream
 
-function take(told) {
-  if (status && status.started_at !== told.started_at) history = []; // a new referee, which counts from 0
-  status = told;
-  history = history.concat(told.history).filter((point) => point.at >= told.at - HISTORY_S - ACCEPTANCE_S);
+function take(update) {
+  if (status && status.started_at !== update.started_at) history = []; // a new referee, which counts from 0
+  status = update;
+  history = history.concat(update.history).filter((point) => point.at >= update.at - HISTORY_S - ACCEPTANCE_S);
   draw();
 }
 
@@ -242,10 +242,10 @@ async function follow(signal) {
   while (!signal.aborted) {
     try {
       const headers = last ? { "last-event-id": last } : {};
-      for await (const told of events(await call("status/events", { signal, headers }))) {
+      for await (const event of events(await call("status/events", { signal, headers }))) {
         if (signal.aborted) return;
-        last = told.id || last;
-        hear(told);
+        last = event.id || last;
+        hear(event);
       }
     } catch (error) {
       if (signal.aborted) return;
