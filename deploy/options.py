@@ -28,7 +28,7 @@ class FiniteRange(click.FloatRange):
 
 
 def api_key(file: Path | None = None) -> str | None:
-    """The key that requests carry: of the file, else of the environment; None where there is none.
+    """The key that requests carry: of the file, else of the environment; None if there is none.
 
     Raises:
         ConfigError: it cannot be read, or no request can carry it.
@@ -52,7 +52,7 @@ def read_secret(file: Path, option: str) -> str | None:
 
 
 def checked_secret(text: str, named: str) -> str | None:
-    """A key or token without the blanks around it; None where nothing else is there. It is never told.
+    """A key or token without surrounding blanks; None if nothing is left. It is never shown.
 
     Raises:
         ConfigError: no request can carry it in a header.
@@ -90,7 +90,7 @@ def check_writable(path: Path | None, option: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        if is_new or path.is_file():  # a pipe would take the end of this for the end of all
+        if is_new or path.is_file():  # a pipe's reader would take closing this for the end of the data
             path.open("ab").close()
         if is_new:
             path.unlink()
@@ -99,7 +99,7 @@ def check_writable(path: Path | None, option: str) -> None:
 
 
 def write_json(path: Path | None, figures: object, indent: int = 2) -> None:
-    """Write figures where they are wanted; None is nowhere."""
+    """Write figures to a file; None = nowhere."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=indent) + "\n", encoding="utf-8")
@@ -118,6 +118,6 @@ def beginning_with(prefixes: Sequence[str], names: Sequence[str], what: str) -> 
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """The known names that are most like one that is not known, as the end of an error."""
+    """The known names closest to an unknown one, as the end of an error."""
     close = difflib.get_close_matches(given, list(known), n=3, cutoff=0.0)
     return f"the nearest are {', '.join(map(repr, close))}."

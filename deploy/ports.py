@@ -1,7 +1,7 @@
-"""Whether a service can listen where it is told to.
+"""Whether a service can listen at its configured address.
 
-Ray Serve's proxy binds with SO_REUSEPORT, which the kernel takes for consent: a second service on the same port starts
-without a word, and clients reach one or the other. Binding without that option fails where anybody listens.
+Ray Serve's proxy binds with SO_REUSEPORT, which lets ports be shared: a second service on the same port starts
+silently, and clients reach one or the other. Binding without that option fails if anything listens there.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def require_port(http: HttpOptions) -> None:
     """Make sure that a service can listen there, on the machine that this runs on.
 
     Raises:
-        ConfigError: the port is taken, or the host is not this machine's.
+        ConfigError: the port is in use, or the host is not this machine's.
     """
     _bind(http, http.port)
 
@@ -46,7 +46,7 @@ def free_port(http: HttpOptions) -> int:
 
 
 def _bind(http: HttpOptions, port: int) -> int:
-    """The port that was bound, and is free again."""
+    """Bind and release; the port that was bound."""
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET  # as Serve's proxy chooses it
     try:
         with socket.socket(family) as probe:
@@ -74,13 +74,13 @@ def _fault(http: HttpOptions, error: OSError | UnicodeError) -> str:
 
 
 def _holder(http: HttpOptions) -> str:
-    """Who listens there, as far as that can be found out."""
+    """What listens there, as far as can be determined."""
     names = [name for name in (_service(http), *_processes(http.port)) if name is not None]
     return ", ".join(names) or "another program"
 
 
 def _service(http: HttpOptions) -> str | None:
-    """What answers, where it is one of ours; it may want a key, or lie under a prefix."""
+    """The service that answers, if it is one of ours; it may need a key, or be under a prefix."""
     asked = http.model_copy(update={"host": {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)})
     try:
         answer = httpx.get(f"{url_of(asked)}/v1/models", timeout=_ASK_S).json()
@@ -91,7 +91,7 @@ def _service(http: HttpOptions) -> str | None:
 
 
 def _processes(port: int) -> Iterator[str]:
-    """Those that listen on the port and may be looked at; none where there is no /proc."""
+    """Processes listening on the port that may be inspected; none without /proc."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(table, port)}
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's

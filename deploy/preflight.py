@@ -1,7 +1,7 @@
-"""Whether a checked configuration can be served where it is to be served: files, programs, processors, memory.
+"""Whether a checked configuration can be served on its machine: files, programs, processors, memory.
 
-What is missing there would otherwise leave a replica waiting without end, or end it with an error of another library.
-Every fault names its field and the fix.
+Anything missing there would otherwise leave a replica waiting forever, or end it with another library's error. Every
+fault names its field and the fix.
 """
 
 import importlib.util
@@ -41,8 +41,8 @@ _GIB = 2**30
 _WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "w16a16": 2.0, "int8": 34 / 32, "w8a8": 34 / 32}
 _WEIGHT_BYTES |= {"int4": 20 / 32, "w4a8": 20 / 32}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_MOST_SHARED = 4  # times the cores: with more threads a replica hardly moves; with less it is slow, and warned of
-_OWN_LABELS = "ray.io/"  # Ray gives these to nodes by itself
+_MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; below, it is slow, with a warning
+_OWN_LABELS = "ray.io/"  # Ray sets these on nodes itself
 _DRAFTERS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
     "draft_model": ("a whole model", ModelConfig.from_folder),
     "eagle3": ("an EAGLE-3 head", Eagle3Config.from_folder),
@@ -52,7 +52,7 @@ _DRAFTERS: Mapping[str, tuple[str, Callable[[Path], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a configuration cannot be served here: the field below `args`, and what is wrong with the fix."""
+    """Why a configuration cannot be served here: the field below `args`, and the problem with its fix."""
 
     field: str
     message: str
@@ -62,10 +62,10 @@ class Fault:
 
 
 def require_servable(faults: Iterator[Fault], file: Path | None = None) -> None:
-    """Refuse what has a fault.
+    """Fail if there are faults.
 
     Raises:
-        ConfigError: one line a fault; `file` stands before each.
+        ConfigError: one line per fault; `file` precedes each.
     """
     lines = [str(fault) if file is None else f"{file}: {fault}" for fault in faults]
     if lines:
@@ -73,7 +73,7 @@ def require_servable(faults: Iterator[Fault], file: Path | None = None) -> None:
 
 
 def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
-    """What keeps this machine from serving a configuration, without starting anything or asking a network."""
+    """What keeps this machine from serving a configuration, without starting anything or using the network."""
     yield from _program_faults(config)
     yield from _file_faults(config)
     yield from _processor_faults(config, machine)
@@ -95,7 +95,7 @@ def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
 def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
     """What the Ray cluster that this process is connected to lacks at present, at the pools' least numbers of replicas.
 
-    A cluster that scales may add it. Paths are those of its nodes and are not looked at.
+    An autoscaling cluster may add it. Paths are those of its nodes and are not checked.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     there = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
@@ -144,7 +144,7 @@ def _look(field: str, find: Callable[[], _Found]) -> tuple[list[Fault], _Found |
 
 
 def _program_faults(config: AppConfig) -> Iterator[Fault]:
-    """Packages that are optional, and asked for."""
+    """Missing optional packages that the configuration needs."""
     wanted = (
         ("engine.kind", config.engine.kind == "vllm", "vllm", "vllm needs vLLM: pip install 'truespec[vllm]'"),
         (
@@ -185,7 +185,7 @@ def _file_faults(config: AppConfig) -> Iterator[Fault]:
 
 
 def _processor_faults(config: AppConfig, machine: Machine) -> Iterator[Fault]:
-    """Cores and GPUs. Pools may ask for more cores together than there are: they share them, and are told so."""
+    """Cores and GPUs. Pools may request more cores in total than exist: they share them, with a warning."""
     for name in config.pool_names:
         pool = config.pool(name)
         if pool.num_cpus > _MOST_SHARED * machine.num_cpus:
@@ -255,7 +255,7 @@ def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, P
 
 
 def _drafter_faults(kind: str, folder: Path, model: ModelConfig, longest: int) -> Iterator[Fault]:
-    """A drafter of another kind than it is said to be, or of another model."""
+    """A drafter of another kind than configured, or of another model."""
     faults, drafter = _look("drafter.model", partial(_DRAFTERS[kind][1], folder))
     if drafter is None:
         found = next((other for other in _DRAFTERS if other != kind and _is_a(other, folder)), None)
@@ -288,7 +288,7 @@ def _memory_faults(
     numbers = sum(_num_weights(folder) for folder in sources.values())
     if config.uses_gpu:
         if machine.gpu_bytes:
-            # A part of a GPU is a share for Ray's scheduling, and no limit to memory.
+            # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
             yield from _room_faults(config, model, numbers, 1, (max(machine.gpu_bytes), "one GPU"))
     else:
         replicas = sum(config.pool(name).least_replicas for name in config.pool_names)
@@ -322,7 +322,7 @@ def _room_faults(
 
 
 def _kept_bytes(engine: EngineConfig, *, uses_gpu: bool) -> float:
-    """Least bytes that a weight takes once it is loaded: of four bits where nothing says otherwise on a CPU."""
+    """Minimum bytes of a weight once loaded: four bits on a CPU unless configured otherwise."""
     if uses_gpu or engine.quantization == engine.dtype or engine.dtype == "float32":
         return _WEIGHT_BYTES[engine.dtype]
     return _WEIGHT_BYTES["int4" if engine.quantization == "auto" else engine.quantization]

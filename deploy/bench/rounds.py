@@ -20,12 +20,12 @@ from speculative.errors import ConfigError
 Progress = Callable[[str], None]
 
 _SETTLE_S = 0.3  # for the threads of the engine before: Intel's OpenMP has them wait actively for 0.2 s
-_WARM_UP_TOKENS = 64  # an engine that learns how much to draft has tried every length by then
+_WARM_UP_TOKENS = 64  # an engine with dynamic draft lengths has tried every length by then
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One engine's answer to one batch of prompts. `told` is what the engine's worker said of it."""
+    """One engine's answer to one batch of prompts. `reported` is the worker's reply."""
 
     engine: str
     case: Case
@@ -105,7 +105,7 @@ def run_bench(plan: BenchPlan, provenance: dict[str, Any], progress: Progress) -
 
 
 class _Run:
-    """The engines that are still alive, and what came of them."""
+    """The engines still alive, and their results."""
 
     def __init__(self, found: BenchResult, engines: dict[str, EngineProcess], progress: Progress) -> None:
         self._found = found
@@ -113,7 +113,7 @@ class _Run:
         self._progress = progress
 
     def case(self, case: Case) -> None:
-        """All rounds of a case, the first of them to warm up."""
+        """All rounds of a case, the first one as warm-up."""
         plan, able = self._found.plan, self._able(case)
         self._progress(f"{case}: {len(able)} engines, {plan.rounds} rounds")
         for number in range(-1, plan.rounds):
@@ -138,7 +138,7 @@ class _Run:
         return able
 
     def _ask(self, name: str, case: Case, ask: Ask) -> dict[str, Any] | None:
-        """What an engine told; None when it failed, now or before."""
+        """An engine's reply; None if it failed, now or before."""
         process = self._engines.get(name)
         if process is None:
             return None

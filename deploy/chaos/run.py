@@ -1,4 +1,4 @@
-"""Ask the same questions twice, the second time while replicas are killed, and compare what clients were told."""
+"""Ask the same questions twice, the second time while replicas are killed, and compare what clients received."""
 
 import asyncio
 import re
@@ -32,12 +32,12 @@ class ChaosFigures:
     identical: int
     duplicated_tokens: int
     missing_tokens: int
-    leaks: int  # requests, KV blocks and objects that are held with nobody there
+    leaks: int  # requests, KV blocks and objects still held with no client left
     kills: int
     kills_by_deployment: dict[str, int]
     leaked: dict[str, float]
-    unpinned_objects: int  # that the object store keeps until it wants the room
-    resumed: int  # requests that went on on another replica
+    unpinned_objects: int  # that the object store keeps until it needs the space
+    resumed: int  # requests that continued on another replica
     prefill_failures: int
     tokens: int
     undisturbed_s: float
@@ -65,7 +65,7 @@ class Strikes:
 
 
 class _Service:
-    """What the service says of itself."""
+    """What the service reports about itself."""
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
@@ -161,7 +161,7 @@ def _settled_store(service: _Service) -> ObjectStore:
 
 
 def _leaked(service: _Service, before: ObjectStore) -> tuple[dict[str, float], int]:
-    """What is held although nobody asks for anything, and the objects that have come and are not held."""
+    """What is held although there are no requests, and the new objects that are not held."""
     held = _wait_for_quiet(service)
     deadline = time.monotonic() + _IDLE_WITHIN_S
     while (after := ObjectStore.read()).num_pinned > before.num_pinned and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Clients that stream completions, and what each of them was told."""
+"""Clients that stream completions, and what each of them received."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ Body = dict[str, Any]
 
 @dataclass(slots=True)
 class Reported:
-    """What came of one streamed request."""
+    """The outcome of one streamed request."""
 
     status: int = 0  # of HTTP; 0 = no answer at all
     text: str = ""
@@ -33,13 +33,13 @@ class Reported:
 
     @property
     def complete(self) -> bool:
-        """Whether it came to an end of its own."""
+        """Whether it finished by itself."""
         return self.finish_reason in ("stop", "length") and not self.error
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What disturbance changed of one answer."""
+    """What a disturbance changed in one answer."""
 
     identical: bool
     duplicated_tokens: int
@@ -78,7 +78,7 @@ def plan(model: str, count: int, seed: int, max_tokens: int) -> list[Body]:
 async def ask_all(
     base_url: str, bodies: Sequence[Body], concurrency: int, done: Callable[[int], None] = lambda number: None
 ) -> list[Reported]:
-    """Ask for all of them, so many at once; `done` is told how many have ended. One that is refused asks again."""
+    """Send all of them, a few at once; `done` gets the number that have ended. A refused one is retried."""
     reported: list[Reported | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))
     async with httpx.AsyncClient(base_url=base_url, timeout=_TIMEOUT_S) as http:
@@ -93,7 +93,7 @@ async def ask_all(
 
 
 async def until_admitted(http: httpx.AsyncClient, body: Body) -> Reported:
-    """Stream one completion to its end; one that is refused asks again a second later."""
+    """Stream one completion to its end; a refused one is retried a second later."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         reported = await ask(http, body)
@@ -140,8 +140,8 @@ def _take(reported: Reported, choice: dict[str, Any], elapsed_s: float) -> None:
 def differences(undisturbed: Reported, disturbed: Reported) -> Differences:
     """Compare two answers to the same request.
 
-    Tokens that only the disturbed one has are reported as duplicated, those that only the other has as missing; where
-    one run of tokens stands in the place of another, the difference of their lengths."""
+    Tokens that only the disturbed one has are reported as duplicated, those that only the other has as missing; if one
+    run of tokens replaces another, the difference of their lengths counts."""
     same = (undisturbed.token_ids, undisturbed.text, undisturbed.num_logprobs, undisturbed.finish_reason) == (
         disturbed.token_ids,
         disturbed.text,

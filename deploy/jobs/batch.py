@@ -1,4 +1,4 @@
-"""`truespec batch`: answer a file of requests, each line once, however often the run is broken off.
+"""`truespec batch`: answer a file of requests, each line once, however often the run is interrupted.
 
 On a Ray cluster: `ray job submit -- truespec batch IN OUT --config FILE`.
 """
@@ -21,11 +21,11 @@ from deploy.client import ServiceError
 from deploy.jobs.batch_files import ID_PREFIX, BatchInput, BatchLine, BatchOutput
 from deploy.jobs.view import View
 
-_LONGEST_WAIT_S = 300.0  # between two tries, whatever a server asks for
+_LONGEST_WAIT_S = 300.0  # between two attempts, whatever a server asks for
 _LONGEST_BACKOFF_S = 60.0
 _VERIFIED_URLS = ("/v1/completions", "/v1/chat/completions")
 _ERROR_TEXT = 1000  # characters kept of an answer that is not JSON
-_FIRST_RETRIES = 4  # at most, of a server that has not answered once: a wrong URL is not waited for
+_FIRST_RETRIES = 4  # at most, for a server that has never answered: no long wait for a wrong URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class BatchOptions:
 
 
 class BatchStopped(ServiceError):
-    """The batch cannot go on now; what was answered is kept."""
+    """The batch cannot continue now; what was answered is kept."""
 
 
 def run_batch(batch: BatchInput, output: BatchOutput, options: BatchOptions, view: View) -> dict[str, Any]:
-    """Answer every line that the output does not have, and return the figures of the output and of this run.
+    """Answer every line that is missing in the output, and return the figures of the output and of this run.
 
     Raises:
-        BatchStopped: interrupted, the server is gone, or it refuses the key; the same call goes on from there.
+        BatchStopped: interrupted, the server is gone, or it refuses the key; the same call continues from there.
     """
     return asyncio.run(_Sender(batch, output, options, view).run())
 
@@ -70,7 +70,7 @@ def retry_wait_s(tries: int, retry_after: str | None, first_s: float, spread: fl
         tries: made so far, 1 or more.
         retry_after: the header: seconds or an HTTP date (RFC 9110, 10.2.3); None where there is none.
         first_s: the first wait without a header.
-        spread: 0 to 1, how much of up to a quarter is added, so that many waiters do not come back at once.
+        spread: 0 to 1, the share of a quarter that is added as jitter, so that many clients do not retry at once.
     """
     asked = _asked_wait_s(retry_after)
     wait = min(_LONGEST_BACKOFF_S, first_s * 2 ** (tries - 1)) if asked is None else asked
@@ -105,7 +105,7 @@ class _Try:
 
 
 class _Sender:
-    """One run over what is left of a batch."""
+    """One run over the rest of a batch."""
 
     def __init__(self, batch: BatchInput, output: BatchOutput, options: BatchOptions, view: View) -> None:
         self._batch, self._output, self._options, self._view = batch, output, options, view
@@ -152,7 +152,7 @@ class _Sender:
             await self._keep(await self._answer(client, line))
 
     async def _answer(self, client: httpx.AsyncClient, line: BatchLine) -> dict[str, Any]:
-        """The line's result, after as many tries as it takes and may have."""
+        """The line's result, after as many attempts as needed and allowed."""
         request_id = f"{ID_PREFIX}{uuid.uuid4().hex}"
         tries = 1
         while (ended := await self._try(client, line, request_id)).is_worth_another and tries <= self._most_retries:
@@ -173,7 +173,7 @@ class _Sender:
         return self._options.retries if self._has_answered else min(self._options.retries, _FIRST_RETRIES)
 
     def _report(self, ended: _Try, tries: int, wait_s: float) -> None:
-        """Say that the server cannot be reached, or can be again: once for all requests in flight."""
+        """Report that the server is unreachable, or reachable again: once for all requests in flight."""
         if ended.error is None or ended.error["code"] != "unreachable" or tries <= self._failures_said:
             return
         self._failures_said = tries
@@ -197,7 +197,7 @@ class _Sender:
             return _Try(error={"code": "unreachable", "message": _reported(error)})
         except httpx.TimeoutException as error:
             return _Try(error={"code": "timeout", "message": _reported(error)})
-        except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:  # it may hold the key, so it is not told
+        except (httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:  # not shown: it may contain the key
             reported = f"{self._options.url} cannot be asked ({type(error).__name__}); check the URL and the key."
             raise BatchStopped(reported) from error
         except httpx.TransportError as error:
@@ -214,7 +214,7 @@ class _Sender:
         return _Try(response=answer, retry_after=response.headers.get("retry-after"))
 
     async def _keep(self, result: dict[str, Any]) -> None:
-        """Bring a result to the disk; those that come while another is being written go together."""
+        """Write a result to disk; those that arrive during a write are written together."""
         self._answered.append(result)
         async with self._writing:
             together, self._answered = self._answered, []
@@ -260,7 +260,7 @@ async def _stop_on_signals() -> AsyncIterator[None]:
 
 
 def _body(response: httpx.Response) -> dict[str, Any]:
-    """The answer's object; what is none (a proxy's page, say) is reported as an error."""
+    """The answer's object; anything else (a proxy's page, say) is reported as an error."""
     try:
         body = response.json()
     except ValueError:
@@ -275,7 +275,7 @@ def _reported(error: httpx.HTTPError) -> str:
 
 
 def summary(figures: dict[str, Any]) -> list[str]:
-    """What a person is told at the end, line by line."""
+    """The final summary for people, line by line."""
     lines = [
         f"{figures['done']} of {figures['requests']} requests done, {figures['done_before']} of them before; "
         f"{figures['completion_tokens']} tokens written from {figures['prompt_tokens']}; "
@@ -289,7 +289,7 @@ def summary(figures: dict[str, Any]) -> list[str]:
 
 
 def complaint(figures: dict[str, Any]) -> str | None:
-    """Why the batch is finished but not well; None where every line has an answer and none is suspect."""
+    """What is wrong with a finished batch; None if every line has an answer and none is suspect."""
     suspect = figures["verdicts"].get("suspect", 0)
     if unread := figures["requests"] - figures["done"]:
         return f"{unread} requests were not read; did the input change?"

@@ -34,10 +34,10 @@ class BatchLine:
 
 
 class BatchInput:
-    """An input file whose every line was checked. Only its ids are kept in memory.
+    """An input file with every line checked. Only its ids are kept in memory.
 
     Raises:
-        ConfigError: the file cannot be read, or lines are wrong; the message tells the first of them.
+        ConfigError: the file cannot be read, or lines are invalid; the message lists the first of them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class BatchInput:
         return self._line_of.keys()
 
     def lines(self, but: Collection[str]) -> Iterator[BatchLine]:
-        """The requests in order, without those of these ids."""
+        """The requests in order, except those with these ids."""
         for _, raw in self._raw():
             entry = json.loads(raw)
             if entry["custom_id"] not in but:
@@ -78,7 +78,7 @@ class BatchInput:
             raise ConfigError(f"{self.path} cannot be read: {error}.") from error
 
     def _check(self, number: int, raw: bytes) -> str | None:
-        """What is wrong with a line; notes the id of a good one."""
+        """What is wrong with a line; records the id of a valid one."""
         try:
             entry = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -118,7 +118,7 @@ def _is_path(url: str) -> bool:
 
 @dataclass(slots=True)
 class Tally:
-    """What the lines of an output say."""
+    """Counts over the lines of an output."""
 
     done: int = 0
     failures: Counter[str] = field(default_factory=Counter)  # by status and code
@@ -158,9 +158,9 @@ def failure_of(result: dict[str, Any]) -> str | None:
 
 
 class BatchOutput:
-    """The output file: every id in it once, each line on the disk before it counts as done.
+    """The output file: every id in it once, each line on disk before it counts as done.
 
-    What a killed process left is read first: its whole lines count, a torn last line is cut off and asked for again.
+    What a killed process left is read first: its complete lines count, a torn last line is cut off and requested again.
     Open it with `opened`.
     """
 
@@ -173,12 +173,12 @@ class BatchOutput:
     @classmethod
     @contextmanager
     def opened(cls, path: Path, expected: Collection[str], *, retry_failed: bool = False) -> Iterator["BatchOutput"]:
-        """The output of an input with these ids, until the block ends; no other process may have it meanwhile.
+        """The output of an input with these ids, until the block ends; locked against other processes.
 
         Args:
             path: the file; made where it is missing.
             expected: ids of the input.
-            retry_failed: forget the lines that hold no answer, so that they are asked again.
+            retry_failed: drop the lines without an answer, so that they are requested again.
 
         Raises:
             ConfigError: it cannot be written, another process writes it, or it is the output of something else.
@@ -203,7 +203,7 @@ class BatchOutput:
             lock.release()
 
     def append(self, results: Sequence[dict[str, Any]]) -> None:
-        """Add lines; they are on the disk when this returns."""
+        """Add lines; they are on disk when this returns."""
         data = "".join(json.dumps(result) + "\n" for result in results).encode()
         while data:
             data = data[self._file.write(data) :]
@@ -228,7 +228,7 @@ def _results(path: Path, file: BinaryIO, expected: Collection[str]) -> Iterator[
     """The lines of an output, each with the offset of its end; a torn last one is left out.
 
     Raises:
-        ConfigError: a line is none of ours, answers what the input does not have, or answers it again.
+        ConfigError: a line is not ours, answers an id that the input does not have, or answers one twice.
     """
     end, seen = 0, set[str]()
     for number, raw in enumerate(file, start=1):
@@ -264,7 +264,7 @@ def _result(raw: bytes) -> dict[str, Any] | None:
 
 
 def _forget_failures(path: Path, expected: Collection[str]) -> None:
-    """Write the file again without the lines that hold no answer; it is replaced as a whole or not at all."""
+    """Rewrite the file without the lines that hold no answer; it is replaced atomically."""
     kept = path.with_name(f".{path.name}.kept")
     with path.open("rb") as old, kept.open("wb") as new:
         for result, _ in _results(path, old, expected):
@@ -276,7 +276,7 @@ def _forget_failures(path: Path, expected: Collection[str]) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Bring a new file's name to the disk."""
+    """Sync a new file's directory entry to disk."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,4 +1,4 @@
-"""`truespec train-drafter`: train a draft head for a model, on what the model itself writes.
+"""`truespec train-drafter`: train a draft head for a model, on the model's own answers.
 
 On a Ray cluster: `ray job submit -- truespec train-drafter --model M --data self --out FOLDER`.
 """
@@ -52,7 +52,7 @@ SELF = "self"
 _MAX_QUESTION, _MAX_ANSWER = 96, 448  # tokens
 _PLOT = "acceptance.png"
 
-# The option behind each line of a report's provenance that a resumed run may not change.
+# The option of each provenance entry of a report that a resumed run may not change.
 _OPTION_OF = {"kind": "kind", "model_fingerprint": "model", "data": "data", "conversations": "data", "tokens": "data"}
 
 
@@ -61,7 +61,7 @@ class TrainJob:
     """What to train, on what, and where to.
 
     data: an .npz of conversations, a .jsonl of prompts for the model to answer, or "self": it asks and answers itself.
-    out: gets `head` (the checkpoint), `report.json`, the plot, what a resumed run needs, and the features' cache.
+    out: gets `head` (the checkpoint), `report.json`, the plot, the state for a resume, and the features' cache.
     draft_vocab: so many of the commonest tokens are all that a new EAGLE-3 head drafts; an MTP module drafts any, its
         loss is over these.
     init_from: a head of the same kind to start from, by name or folder, instead of from the target's last layer.
@@ -82,7 +82,7 @@ class TrainJob:
 
 
 def run_training(job: TrainJob, view: View) -> dict[str, Any]:
-    """Train, and return the report: where it came from, what it reached, the learning curve.
+    """Train, and return the report: provenance, results, learning curve.
 
     Raises:
         ConfigError: the data, the model or the settings do not fit, or are not those of the run to be resumed.
@@ -174,7 +174,7 @@ def _require_fresh(job: TrainJob) -> None:
 
 
 def _require_writable(out: Path) -> None:
-    """Said now, not when the model has written its conversations."""
+    """Fail now, not after the model has written its conversations."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -184,7 +184,7 @@ def _require_writable(out: Path) -> None:
 
 
 def _require_same(job: TrainJob, now: Mapping[str, Any]) -> None:
-    """Refuse to go on with what the folder's training did not begin with; its conversations and head are of that."""
+    """Refuse to resume with other settings than the folder's training began with; its files depend on those."""
     if not job.resume or not any((job.out / name).exists() for name in (STATE, REPORT)):
         return
     first, _ = read_report(job.out)
@@ -202,7 +202,7 @@ def _resumes(job: TrainJob) -> bool:
 
 
 def _start(job: TrainJob, target: Decoder) -> DraftHead | None:
-    """The head to go on from; None = a new one."""
+    """The head to start from; None = a new one."""
     if not _resumes(job):
         return load_head(job.kind, resolve_model(job.init_from, SHIPPED_HEADS), target) if job.init_from else None
     try:
@@ -268,7 +268,7 @@ def _trainer(
     conversations: Conversations,
     view: View,
 ) -> Trainer:
-    """`origin`: what a resumed run has to share; `start`: the head to go on from, None = a new one."""
+    """`origin`: what a resumed run has to share; `start`: the head to start from, None = a new one."""
     conversations.require_fit(target.config.vocab_size, target.config.max_position_embeddings)
     counts = conversations.answer_counts(target.config.vocab_size)
     commonest = draft_vocabulary(counts, job.draft_vocab, target.config.eos_token_ids)
@@ -301,7 +301,7 @@ def _show_step(view: View, step: StepReport) -> None:
 
 
 def _provenance(job: TrainJob, conversations: Conversations, start: DraftHead | None) -> dict[str, Any]:
-    """Where a head comes from, for its report; of its start a resumed run keeps what the first one told."""
+    """Where a head comes from, for its report; a resumed run keeps what the first one reported of its start."""
     reported = {
         "model": job.model,
         **_sizes(conversations),

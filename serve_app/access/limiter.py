@@ -14,7 +14,7 @@ from serve_app.streams.backlog import Clock
 from serve_app.telemetry.metrics import Metrics
 
 _MINUTE_S = 60.0
-_ROUNDING = 1e-6  # else a client that returns exactly when told to would be refused
+_ROUNDING = 1e-6  # else a client that returns exactly on time would be refused
 
 
 class Bucket:

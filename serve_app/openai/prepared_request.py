@@ -14,7 +14,7 @@ from speculative.request import MAX_PRIORITY, Request
 T = TypeVar("T")
 
 Spend = Callable[[int], None]
-"""Told of so many more tokens."""
+"""Called with the number of further tokens used."""
 
 
 def free(num_tokens: int) -> None:
