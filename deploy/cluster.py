@@ -27,7 +27,7 @@ from deploy.preflight import faults_here, faults_on_cluster, require_servable
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.serve_file import HttpOptions, ServeFile
-from serve_app.deployments.replica import CONTROLLER
+from serve_app.deployments.runtime import CONTROLLER
 from serve_app.http.slow_clients import PROXY_CALLBACK
 from speculative.errors import ConfigError, TruespecError
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayTaskError
 from safetensors.torch import save
 
 from serve_app.backends.base import PauseMode
-from serve_app.deployments.replica import CONTROLLER
+from serve_app.deployments.runtime import CONTROLLER
 from serve_app.weights.desired_state import Outcome
 from serve_app.weights.transfer import digest_of
 from speculative.errors import TruespecError

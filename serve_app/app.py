@@ -31,24 +31,24 @@ def build_app(args: Mapping[str, Any]) -> Application:
         ConfigError: a field of `args` is wrong; the message names it and the fix.
     """
     config = parse_args(args)
-    referee = serve.deployment(**_CONTROLLER_OPTIONS, logging_config=_logging(config))(Controller).bind(config)
+    controller = serve.deployment(**_CONTROLLER_OPTIONS, logging_config=_logging(config))(Controller).bind(config)
     if config.topology == "monolith":
         if config.router is not None:
-            return _routed(config, config.router, "MonolithServer", None, referee)
-        return serve.deployment(**_options(config, "monolith"))(MonolithServer).bind(config, referee)
+            return _routed(config, config.router, "MonolithServer", None, controller)
+        return serve.deployment(**_options(config, "monolith"))(MonolithServer).bind(config, controller)
     prefill = serve.deployment(**_options(config, "prefill"))(PrefillServer).bind(config)
     if config.router is not None:
-        return _routed(config, config.router, "DecodeServer", prefill, referee)
-    return serve.deployment(**_options(config, "decode"))(DecodeServer).bind(config, prefill, referee)
+        return _routed(config, config.router, "DecodeServer", prefill, controller)
+    return serve.deployment(**_options(config, "decode"))(DecodeServer).bind(config, prefill, controller)
 
 
 def _routed(
-    config: AppConfig, router: RouterSection, name: str, prefill: Application | None, referee: Application
+    config: AppConfig, router: RouterSection, name: str, prefill: Application | None, controller: Application
 ) -> Application:
     """The decoding pool behind a stream router, under the name that it has without one."""
     pool = config.decoding_pool
     workers = serve.deployment(name=name, **_options(config, pool))(DecodeWorker).bind(config, pool, prefill)
-    return serve.deployment(**_router_options(config, router))(StreamRouter).bind(config, workers, referee)
+    return serve.deployment(**_router_options(config, router))(StreamRouter).bind(config, workers, controller)
 
 
 def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:

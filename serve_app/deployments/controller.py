@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.backends.base import PauseMode, Replayed
 from serve_app.config.app_config import AppConfig
-from serve_app.deployments.replica import REPORT_EVERY_S, observe, own_error
+from serve_app.deployments.runtime import REPORT_EVERY_S, observe, own_error
 from serve_app.http.admin import Statuses
 from serve_app.integrity.breaker import Mode
 from serve_app.integrity.detectors import Rounding

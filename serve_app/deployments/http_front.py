@@ -1,7 +1,7 @@
 """A deployment that answers HTTP."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from serve_app.access.access import Access, read_token
 from serve_app.access.keys import KeyStore
 from serve_app.access.request_gate import Gate
 from serve_app.backends.base import ModelInfo, Parsers, PauseMode, TokenSource
-from serve_app.config.app_config import AppConfig
-from serve_app.deployments.replica import Replica, own_error
+from serve_app.deployments.runtime import ReplicaRuntime, Reporter, own_error
 from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
 from serve_app.http.routes import Operations, build_ingress
@@ -36,32 +35,46 @@ from speculative.errors import EngineFault
 _logger = logging.getLogger("truespec.serve")
 
 
-class HttpFront(Replica):
-    """A replica that answers HTTP: the front end over a source of tokens."""
+class HttpFront:
+    """Answers HTTP in a replica: the front end over a source of tokens.
 
-    def __init__(self, config: AppConfig, *rest: Any) -> None:
-        super().__init__(config, *rest)
+    Args:
+        runtime: of the replica.
+        reporter: sends its counts before they are read.
+        ended: is called with each request that came to its end.
+    """
+
+    def __init__(
+        self, runtime: ReplicaRuntime, reporter: Reporter, ended: Callable[[Record], None] = lambda record: None
+    ) -> None:
+        self._runtime = runtime
+        self._config = runtime.config
+        self._reporter = reporter
+        self._ended = ended
         self._front_end: FrontEnd | None = None
         self._scorer: Scorer | None = None
         self._check_parsers()
         self._access = self._make_access()
         self._admin = self._make_admin()
 
-    def open_front(self, tokens: TokenSource, records: Records, info: ModelInfo, *, num_engines: int = 1) -> None:
+    def open(self, tokens: TokenSource, records: Records, info: ModelInfo, *, num_engines: int = 1) -> None:
         """Build the front end over a source, which has so many engines behind it."""
         limits, replay = self._config.limits, self._config.replay
         comparable = self._config.engine.logprobs_mode == "raw_logprobs"
         self._checks = Checks(
-            lambda request_id: chosen(request_id, replay.sample_rate), self._submit, self.check, replay.verify_timeout_s
+            lambda request_id: chosen(request_id, replay.sample_rate),
+            self._submit,
+            self._runtime.check,
+            replay.verify_timeout_s,
         )
         slots = self._config.engine.max_num_seqs * num_engines
         most = limits.max_ongoing_requests * num_engines
         source = ObservedSource(
             tokens,
-            self.metrics,
+            self._runtime.metrics,
             records,
             choose=self._checks.chooses,
-            ended=self.ended,
+            ended=self._request_ended,
             limits=SourceLimits(
                 most,
                 limits.request_timeout_s,
@@ -98,30 +111,35 @@ class HttpFront(Replica):
             ),
         )
 
-    def asgi_app(self) -> Any:
-        """The HTTP application of this replica."""
+    def weights_switched(self, info: ModelInfo) -> None:
+        """Other weights are served from now on."""
+        if self._front_end is not None:
+            self._front_end.weights_switched(info)
+
+    def asgi_app(self, check_health: Callable[[], Awaitable[None]]) -> Any:
+        """The HTTP application of this replica; `check_health` raises where it cannot serve."""
         if self._front_end is None:
             raise EngineFault("The replica is not started.")
         app = build_ingress(
             self._front_end,
             scorer=self._scorer,
-            operations=Operations(self.exposition, self.check_health),
+            operations=Operations(self.exposition, check_health),
             verdicts=self.verdict,
             admin=self._admin,
             gate=Gate(
                 self._access,
-                self.metrics,
+                self._runtime.metrics,
                 open_metrics=self._config.access.open_metrics,
                 open_health=self._config.access.open_health,
             ),
-            tracing=self.tracing,
+            tracing=self._runtime.tracing,
         )
         add_page(app, StatusFeed(self.status))
         return app
 
     async def status(self) -> dict[str, Any]:
         """What the status page shows of the whole app; the quantization is that of the model as it is served here."""
-        reported: dict[str, Any] = await self.referee().status.remote()
+        reported: dict[str, Any] = await self._runtime.controller().status.remote()
         quantization = None
         if self._front_end is not None:
             quantization = self._front_end.model(self._config.model.served_name)["quantization"]
@@ -129,13 +147,13 @@ class HttpFront(Replica):
 
     async def exposition(self) -> tuple[bytes, str]:
         """The whole app's metrics, this replica's newest counts included."""
-        await self.report()
-        return await self.referee().exposition.remote()  # type: ignore[no-any-return]
+        await self._reporter.report()
+        return await self._runtime.controller().exposition.remote()  # type: ignore[no-any-return]
 
     async def verdict(self, reply_id: str) -> dict[str, Any] | None:
         """What is known of a reply, this replica's newest ones included."""
-        await self.report()
-        return await self.referee().verdict.remote(reply_id)  # type: ignore[no-any-return]
+        await self._reporter.report()
+        return await self._runtime.controller().verdict.remote(reply_id)  # type: ignore[no-any-return]
 
     def _check_parsers(self) -> None:
         """Before an engine is loaded for minutes."""
@@ -161,45 +179,46 @@ class HttpFront(Replica):
         else:
             keys = KeyStore(Path(keys_file), self._count_reload)
             for result in ("ok", "failed"):
-                self.metrics.count("truespec_key_file_reloads_total", 0, result=result)
+                self._runtime.metrics.count("truespec_key_file_reloads_total", 0, result=result)
             _logger.info("%s: %d keys", keys_file, len(keys))
         return Access(keys, None if token_file is None else read_token(Path(token_file)))
 
     def _count_reload(self, went_well: bool) -> None:
-        self.metrics.count("truespec_key_file_reloads_total", result="ok" if went_well else "failed")
+        self._runtime.metrics.count("truespec_key_file_reloads_total", result="ok" if went_well else "failed")
 
     def _make_admin(self) -> Admin | None:
         if not self._access.has_admin:
             return None
 
         async def statuses() -> Statuses:
-            return await self.referee().statuses.remote()  # type: ignore[no-any-return]
+            return await self._runtime.controller().statuses.remote()  # type: ignore[no-any-return]
 
         async def order(wanted: SpeculationOrder) -> Statuses:
-            reported: Statuses | None = await self.referee().order.remote(Mode(wanted.mode), wanted.replica)
+            reported: Statuses | None = await self._runtime.controller().order.remote(Mode(wanted.mode), wanted.replica)
             if reported is None:
                 raise UnknownReplica(f"There is no replica {wanted.replica!r}; GET /admin/speculation lists them.")
             return reported
 
-        return Admin(self._access, statuses, order, _weights_admin(self.referee))
+        return Admin(self._access, statuses, order, _weights_admin(self._runtime.controller))
 
-    def ended(self, record: Record, job: ReplayJob | None) -> None:
-        """A request came to its end; what is to be checked of it goes to the referee."""
+    def _request_ended(self, record: Record, job: ReplayJob | None) -> None:
+        """What is to be checked of a request goes to the controller."""
+        self._ended(record)
         if job is not None:
             self._checks.ended(job)
 
     def _submit(self, job: ReplayJob) -> None:
-        self.spawn(self._submit_soon(job))
+        self._runtime.spawn(self._submit_soon(job))
 
     async def _submit_soon(self, job: ReplayJob) -> None:
         try:
-            await self.referee().submit.remote(job, carried())
+            await self._runtime.controller().submit.remote(job, carried())
         except (RayError, RayServeException) as error:
-            self.metrics.count("truespec_replays_total", result="failed")
+            self._runtime.metrics.count("truespec_replays_total", result="failed")
             _logger.warning("%s could not be submitted for replay: %s", job.request.request_id, error)
 
 
-def _weights_admin(referee: Callable[[], "DeploymentHandle[Any]"]) -> WeightsAdmin:
+def _weights_admin(controller: Callable[[], "DeploymentHandle[Any]"]) -> WeightsAdmin:
     async def outcome(call: Any) -> Outcome:
         try:
             return await call  # type: ignore[no-any-return]
@@ -208,15 +227,15 @@ def _weights_admin(referee: Callable[[], "DeploymentHandle[Any]"]) -> WeightsAdm
 
     async def update(order: WeightsOrder) -> Outcome:
         ref = WeightsRef(0, order.weight_version, order.path, order.drafter_path)
-        return await outcome(referee().update_weights.remote(ref, PauseMode(order.mode), order.timeout_s))
+        return await outcome(controller().update_weights.remote(ref, PauseMode(order.mode), order.timeout_s))
 
     async def pause(order: PauseOrder) -> Outcome:
-        return await outcome(referee().pause.remote(PauseMode(order.mode), order.timeout_s))
+        return await outcome(controller().pause.remote(PauseMode(order.mode), order.timeout_s))
 
     async def resume() -> Outcome:
-        return await outcome(referee().resume.remote())
+        return await outcome(controller().resume.remote())
 
     async def statuses() -> Statuses:
-        return await referee().weights.remote()  # type: ignore[no-any-return]
+        return await controller().weights.remote()  # type: ignore[no-any-return]
 
     return WeightsAdmin(statuses, update, pause, resume)

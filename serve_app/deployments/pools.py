@@ -7,138 +7,102 @@ finished requests for the referee. The Controller is one actor: it checks what w
 sums of the whole app for `/metrics`.
 """
 
-import asyncio
 import logging
-import time
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.backends.base import ModelInfo, Prefilled
+from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
+from serve_app.deployments.engine_host import EngineHost, make_backend
 from serve_app.deployments.http_front import HttpFront
-from serve_app.deployments.replica import EngineReplica, own_error
-from serve_app.integrity.heartbeat import Finished
-from serve_app.integrity.replays import Record, ReplayJob
-from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience
-from serve_app.streams.resuming import own_name
-from serve_app.telemetry.tracing import Carried, adopt, carried
+from serve_app.deployments.prefill_pool import token_source
+from serve_app.deployments.runtime import ReplicaRuntime
+from serve_app.integrity.replays import Record
+from serve_app.telemetry.tracing import Carried, adopt
 from serve_app.transport.base import TransferPayload
+from serve_app.transport.selection import make_transport
 from speculative.request import Request
 
 _logger = logging.getLogger("truespec.serve")
 
 
-class DecodingReplica(EngineReplica):
-    """A replica whose engine decodes, and perhaps a prefill pool that computes its prompts."""
+class EngineServer:
+    """A deployment with an engine: Serve's hooks and the controller's calls, passed on to its host."""
 
-    def __init__(self, config: AppConfig, pool: PoolName, prefill: "DeploymentHandle[Any] | None") -> None:
-        super().__init__(config, pool)
-        # By reference, also where Serve's handles go by value otherwise: messages by value end at 4 MiB.
-        self._prefill = None if prefill is None else prefill.options(_by_reference=True)
+    host: EngineHost
+    make_backend = staticmethod(make_backend)
 
-    def make_source(self) -> PooledTokenSource:
-        """Where this replica's tokens come from."""
-        ask = self._ask_prefill if self._prefill else None
-        recovery = self._config.recovery
-        patience = PrefillPatience(recovery.prefill_timeout_s, recovery.prefill_retries)
-        return PooledTokenSource(self.backend, self.metrics, ask, self.handed_off, patience)
+    async def replay(self, request: Request, reported: Carried) -> Replayed:
+        """Compute a teacher-forced request, for the referee."""
+        return await self.host.replay(request, reported)
 
-    def handed_off(self, request_id: str, prefilled_by: str) -> None:
-        """The handoff of a request was taken in."""
-        self.records.handed_off(request_id, prefilled_by)
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve: this replica's load."""
+        return self.host.load()
 
-    def remember(self, request: Request, began_at: float, prefilled_by: str, *, failed: bool = False) -> None:
-        """Keep what is to be known here of a request that came to its end, and began at that time (unix seconds)."""
-        if not failed:  # its own parameters may be why: tried again, it would fail again
-            self.canary.remember(request)
-        self._finished.append(Finished(own_name(request.request_id), began_at, time.time(), prefilled_by))
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve: what its routers choose by."""
+        return self.host.routing_stats()
 
-    async def _ask_prefill(self, request: Request, first_token: bool) -> Prefilled:
-        assert self._prefill is not None
-        with self.tracing.call("prefill.call", {"truespec.choice": request.request_id}):
-            deltas, parcel, replica = await self._prefill_reply(self._prefill, request, first_token)
-        if parcel is None:
-            return Prefilled(deltas, None, replica)
-        with self._timed_handoff("unpack"):
-            return Prefilled(deltas, await self.transport.unpack(parcel), replica)
-
-    async def _prefill_reply(self, prefill: "DeploymentHandle[Any]", request: Request, first_token: bool) -> Any:
-        response = prefill.prefill.remote(request, first_token, carried())
-        try:
-            return await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except BackPressureError as error:
-            raise PoolFull(f"the prefill pool is full: {error}") from error
-        except RayTaskError as error:
-            raise own_error(error) from error
-        except (RayActorError, RayError, RayServeException) as error:
-            raise ConnectionError(f"no prefill replica answered: {error}") from error
+    async def check_health(self) -> None:
+        """Called by Serve; a replica that raises is replaced."""
+        self.host.check_health()
 
 
-class HttpReplica(HttpFront, DecodingReplica):
-    """A decoding replica that answers HTTP itself."""
+class HttpServer(EngineServer):
+    """A deployment whose engine decodes, and which answers HTTP itself."""
 
-    async def start(self) -> ModelInfo:
+    front: HttpFront
+
+    async def start(self, config: AppConfig, pool: PoolName, prefill: "DeploymentHandle[Any] | None" = None) -> None:
         """Load the engine and build the front end over it."""
-        info = await super().start()
-        self.open_front(self.source, self.records, info)
-        return info
+        runtime = ReplicaRuntime(config, pool)
+        self.host = EngineHost(runtime, pool, self.make_backend(config, pool), self._weights_switched)
+        self.front = HttpFront(runtime, self.host.reporter, self._remember)
+        info = await self.host.start(lambda host: token_source(host, prefill))
+        self.front.open(self.host.source, self.host.records, info)
 
-    def weights_switched(self, info: ModelInfo) -> None:
-        """Other weights are served from now on."""
-        super().weights_switched(info)
-        if self._front_end is not None:
-            self._front_end.weights_switched(info)
+    def _weights_switched(self, info: ModelInfo) -> None:
+        self.front.weights_switched(info)
 
-    def ended(self, record: Record, job: ReplayJob | None) -> None:
-        """A request came to its end."""
-        self.remember(record.request, record.began_at, record.prefilled_by)
-        super().ended(record, job)
+    def _remember(self, record: Record) -> None:
+        self.host.remember(record.request, record.began_at, record.prefilled_by)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Called by Serve once the constructor has finished."""
+        return self.front.asgi_app(self.check_health)
 
 
 @serve.ingress()
-class DecodeServer(HttpReplica):
+class DecodeServer(HttpServer):
     """HTTP, orchestration and decoding; prompts are computed by the prefill pool."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: AppConfig, prefill: "DeploymentHandle[Any]", referee: object
+        self, config: AppConfig, prefill: "DeploymentHandle[Any]", controller: object
     ) -> None:
-        del referee  # bound so that it belongs to the app; found by name, as the referee's own replicas are
-        super().__init__(config, "decode", prefill)
-        await self.start()
-
-    def __serve_build_asgi_app__(self) -> Any:
-        """Called by Serve once the constructor has finished."""
-        return self.asgi_app()
+        del controller  # bound so that it belongs to the app; found by name, as by its own replicas
+        await self.start(config, "decode", prefill)
 
 
 @serve.ingress()
-class MonolithServer(HttpReplica):
+class MonolithServer(HttpServer):
     """HTTP, prefill and decoding in one replica."""
 
-    async def __init__(self, config: AppConfig, referee: object) -> None:  # type: ignore[misc]
-        del referee
-        super().__init__(config, "monolith", None)
-        await self.start()
-
-    def __serve_build_asgi_app__(self) -> Any:
-        """Called by Serve once the constructor has finished."""
-        return self.asgi_app()
+    async def __init__(self, config: AppConfig, controller: object) -> None:  # type: ignore[misc]
+        del controller
+        await self.start(config, "monolith")
 
 
-class PrefillServer(EngineReplica):
+class PrefillServer(EngineServer):
     """Computes prompts and hands them off; replays finished requests when asked."""
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
-        super().__init__(config, "prefill")
-        await self.start()
+        self.host = EngineHost(ReplicaRuntime(config, "prefill"), "prefill", self.make_backend(config, "prefill"))
+        self._transport = make_transport(config.parcels)
+        await self.host.start(token_source)
 
     async def prefill(
         self, request: Request, first_token: bool, reported: Carried
@@ -147,9 +111,10 @@ class PrefillServer(EngineReplica):
         outlives this replica."""
         adopt(reported)
         _logger.debug("computing the prompt of %s, %d tokens", request.request_id, len(request.prompt_token_ids))
-        with self.backlog.holding(len(request.prompt_token_ids)):
-            prefilled = await self.backend.prefill(request, first_token=first_token)
+        host = self.host
+        with host.backlog.holding(len(request.prompt_token_ids)):
+            prefilled = await host.backend.prefill(request, first_token=first_token)
         if prefilled.handoff is None:
-            return prefilled.deltas, None, self.name
-        with self._timed_handoff("pack"):
-            return prefilled.deltas, self.transport.pack(prefilled.handoff), self.name
+            return prefilled.deltas, None, host.runtime.name
+        with host.timed_handoff("pack"):
+            return prefilled.deltas, self._transport.pack(prefilled.handoff), host.runtime.name

@@ -18,40 +18,47 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.backends.base import ModelInfo
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
+from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.http_front import HttpFront
-from serve_app.deployments.pools import DecodingReplica
-from serve_app.deployments.replica import SIGNS_OF_LIFE, own_error
+from serve_app.deployments.pools import EngineServer
+from serve_app.deployments.prefill_pool import token_source
+from serve_app.deployments.runtime import ReplicaRuntime, Reporter, own_error
 from serve_app.integrity.replays import Records
+from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import ReplicaLost, ResumingSource, Streamed, with_signs_of_life
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.text.tokenizer import tokenizer_files
 from speculative.errors import EngineOverloaded
 from speculative.request import FinishReason, Request
 
+_SIGNS_OF_LIFE = 4  # in the time after which a decode replica counts as lost
 
-class DecodeWorker(DecodingReplica):
+
+class DecodeWorker(EngineServer):
     """Decodes for the stream router, in the place of a replica that answers HTTP itself."""
 
     async def __init__(  # type: ignore[misc]
         self, config: AppConfig, pool: PoolName, prefill: "DeploymentHandle[Any] | None"
     ) -> None:
-        super().__init__(config, pool, prefill)
         self._streamed: set[str] = set()  # requests of the router's, in contrast to canaries
         self._prefilled_by: dict[str, str] = {}
-        self._info = await self.start()
+        runtime = ReplicaRuntime(config, pool)
+        self.host = EngineHost(runtime, pool, self.make_backend(config, pool), self._weights_switched)
+        self._info = await self.host.start(lambda host: self.token_source(host, prefill))
 
-    def weights_switched(self, info: ModelInfo) -> None:
-        """Other weights are served from now on."""
-        super().weights_switched(info)
+    def token_source(self, host: EngineHost, prefill: "DeploymentHandle[Any] | None") -> PooledTokenSource:
+        """Where this replica's tokens come from."""
+        return token_source(host, prefill, self._handed_off)
+
+    def _weights_switched(self, info: ModelInfo) -> None:
         self._info = info
 
-    def handed_off(self, request_id: str, prefilled_by: str) -> None:
-        """The handoff of a request was taken in; the router is reported with the next delta, of a canary the
-        records."""
+    def _handed_off(self, request_id: str, prefilled_by: str) -> None:
+        """The handoff of a request was taken in: the next delta reports it to the router; the records, of a canary."""
         if request_id in self._streamed:
             self._prefilled_by[request_id] = prefilled_by
         else:
-            super().handed_off(request_id, prefilled_by)
+            self.host.handed_off(request_id, prefilled_by)
 
     async def model(self) -> tuple[ModelInfo, dict[str, bytes]]:
         """What is served, and the files that the tokenizer is made of."""
@@ -69,20 +76,21 @@ class DecodeWorker(DecodingReplica):
         del avoid
         adopt(reported)
         began_at = time.time()
-        tokens = self.source.go_on(requests, emitted) if emitted else self.source.stream(requests)
-        every_s = self._config.recovery.decode_timeout_s / SIGNS_OF_LIFE
+        host = self.host
+        tokens = host.source.go_on(requests, emitted) if emitted else host.source.stream(requests)
+        every_s = host.runtime.config.recovery.decode_timeout_s / _SIGNS_OF_LIFE
         failed: set[str] = set()
         prefilled: dict[str, str] = {}  # which replica had a part in it, by request
         self._streamed.update(request.request_id for request in requests)
         try:
-            async with contextlib.aclosing(with_signs_of_life(tokens, every_s, self.backend.check_health)) as deltas:
+            async with contextlib.aclosing(with_signs_of_life(tokens, every_s, host.backend.check_health)) as deltas:
                 async for delta in deltas:
                     prefilled_by = None if delta is None else self._prefilled_by.pop(delta.request_id, None)
                     if delta is not None and delta.finish_reason is FinishReason.ERROR:
                         failed.add(delta.request_id)
                     if delta is not None and (maker := prefilled_by or delta.prefilled_by):
                         prefilled[delta.request_id] = maker
-                    yield Streamed(delta, self.name, prefilled_by, self._info.fingerprint)
+                    yield Streamed(delta, host.runtime.name, prefilled_by, self._info.fingerprint)
         except Exception:
             failed.update(request.request_id for request in requests)
             raise
@@ -92,40 +100,45 @@ class DecodeWorker(DecodingReplica):
                 self._prefilled_by.pop(request.request_id, None)
                 if request.score_from is None:
                     prefilled_by = prefilled.get(request.request_id, "")
-                    self.remember(request, began_at, prefilled_by, failed=request.request_id in failed)
+                    host.remember(request, began_at, prefilled_by, failed=request.request_id in failed)
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices, if it is here; the others go on."""
-        await self.source.abort(request_id)
+        await self.host.source.abort(request_id)
 
 
 @serve.ingress()
-class StreamRouter(HttpFront):
+class StreamRouter:
     """HTTP before replicas that may die: it knows every token it has passed on, and has another go on after them."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: AppConfig, workers: "DeploymentHandle[Any]", referee: object
+        self, config: AppConfig, workers: "DeploymentHandle[Any]", controller: object
     ) -> None:
-        del referee
-        super().__init__(config, "router")
+        del controller
+        runtime = ReplicaRuntime(config, "router")
+        reporter = Reporter(runtime)
+        self._front = HttpFront(runtime, reporter)
         self._workers = workers
         info, files = await workers.model.remote()
         self._folder = tempfile.TemporaryDirectory(prefix="truespec-tokenizer-")
         for name, content in files.items():
             (Path(self._folder.name) / name).write_bytes(content)
         info = self._info = dataclasses.replace(info, folder=self._folder.name)
-        records = Records(self.name, info.max_model_len)
+        records = Records(runtime.name, info.max_model_len)
         recovery = config.recovery
         source = ResumingSource(
-            self, self.metrics, records, most_resumes=recovery.max_resumes, silence_s=recovery.decode_timeout_s
+            self, runtime.metrics, records, most_resumes=recovery.max_resumes, silence_s=recovery.decode_timeout_s
         )
         pool = config.pool(config.decoding_pool)
-        self.open_front(source, records, info, num_engines=pool.most_replicas)
-        self.spawn(self.report_forever())
+        self._front.open(source, records, info, num_engines=pool.most_replicas)
+        runtime.spawn(reporter.report_forever())
 
     def __serve_build_asgi_app__(self) -> Any:
         """Called by Serve once the constructor has finished."""
-        return self.asgi_app()
+        return self._front.asgi_app(self.check_health)
+
+    async def check_health(self) -> None:
+        """Called by Serve; nothing here can break that would not end the process."""
 
     async def stream(
         self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]], avoid: Sequence[str] = ()
@@ -154,9 +167,9 @@ class StreamRouter(HttpFront):
 
     def _learn(self, fingerprint: str) -> None:
         """A worker serves these weights; where they are others than before, replies say so from now on."""
-        if fingerprint != self._info.fingerprint and self._front_end is not None:
+        if fingerprint != self._info.fingerprint:
             self._info = dataclasses.replace(self._info, fingerprint=fingerprint)
-            self._front_end.weights_switched(self._info)
+            self._front.weights_switched(self._info)
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices, wherever it runs."""

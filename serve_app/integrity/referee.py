@@ -320,7 +320,7 @@ class Referee:
         """Record the verdict; returns what to report of the answer."""
         checked = case.checked
         self._metrics.count("truespec_replay_distributions_total", distribution=checked.distribution.value)
-        reported = self._book.wait_converged(job, checked, self._clock())
+        reported = self._book.record(job, checked, self._clock())
         self._latest.appendleft({"at": self._clock(), "replica": job.replica, **reported.to_wire()})
         self._metrics.count("truespec_verdicts_total", verdict=reported.verdict.value)
         if checked.verdict is Verdict.SUSPECT:

@@ -72,7 +72,7 @@ class VerdictBook:
         replicas = frozenset({replica, finished.prefilled_by} - {""}) | (known.replicas if known else frozenset())
         self._put(finished.request_id, _Entry(replicas, finished.began_at, finished.ended_at, checked))
 
-    def wait_converged(self, job: ReplayJob, checked: Checked, now: float) -> Checked:
+    def record(self, job: ReplayJob, checked: Checked, now: float) -> Checked:
         """A request was checked. Returns what to report: the check cannot clear what a trip made suspect."""
         known = self._entry(job.request.request_id)
         ended_at = now if known is None else known.ended_at

@@ -1,4 +1,4 @@
-"""SampleOutput drafts from a drafter's logits, with the request's own temperature and filters, on its own random
+"""Samples drafts from a drafter's logits, with the request's own temperature and filters, on its own random
 stream.
 
 What is drawn from travels on as q. A greedy request's draft is the likeliest token, and its q has all mass there. A
@@ -41,7 +41,7 @@ class DraftRound:
 
 
 class DraftSampler:
-    """SampleOutput from a drafter's vocabulary.
+    """Samples from a drafter's vocabulary.
 
     Args:
         ids: [W] int64, the target's token of each column; None = the drafter has the target's vocabulary.

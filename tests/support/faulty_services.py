@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from serve_app.backends.torch_backend import TorchBackend, load_engine
+from serve_app.config.app_config import AppConfig
+from serve_app.config.base import PoolName
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.request import TokenDelta
@@ -77,14 +79,14 @@ def with_fault(replica: Any, fault: Fault, flag: Path) -> Any:
     """The deployment class with the fault in its engine."""
 
     class Faulty(replica):  # type: ignore[misc]
-        def make_backend(self) -> TorchBackend:
-            def make(folder: Path, config: EngineConfig) -> EngineCore:
-                engine = load_engine(folder, config)
+        @staticmethod
+        def make_backend(config: AppConfig, pool: PoolName) -> TorchBackend:
+            def make(folder: Path, engine_config: EngineConfig) -> EngineCore:
+                engine = load_engine(folder, engine_config)
                 fault(engine, flag)
                 return engine
 
-            model, config = self._config.model, self._config.engine_config(self._pool)
-            return TorchBackend(model.source, model.served_name, config, make)
+            return TorchBackend(config.model.source, config.model.served_name, config.engine_config(pool), make)
 
     Faulty.__name__ = Faulty.__qualname__ = replica.__name__
     return Faulty

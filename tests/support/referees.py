@@ -13,8 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.backends.base import Prefilled, Replayed
 from serve_app.backends.fake import FakeBackend, FakeConfig
-from serve_app.deployments import replica as replica_module
-from serve_app.deployments import stream_router
+from serve_app.config.app_config import AppConfig
+from serve_app.config.base import PoolName
+from serve_app.deployments import runtime, stream_router
+from serve_app.deployments.engine_host import EngineHost
 from serve_app.deployments.stream_router import DecodeWorker
 from serve_app.integrity.breaker import BreakerState, Mode
 from serve_app.integrity.dumps import DumpFolder
@@ -22,6 +24,7 @@ from serve_app.integrity.heartbeat import Orders, ReplicaStatus, Report
 from serve_app.integrity.referee import Referee, RefereeSettings
 from serve_app.integrity.replays import ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked
+from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Tracing
@@ -170,8 +173,12 @@ class RefereeHandle:
 class Worker(DecodeWorker):
     """A decode replica with fake engines, one of them for prompts."""
 
-    def make_backend(self) -> FakeBackend:
+    @staticmethod
+    def make_backend(config: AppConfig, pool: PoolName) -> FakeBackend:
         return FakeBackend(FakeConfig())
+
+    def token_source(self, host: EngineHost, prefill: Any) -> PooledTokenSource:
+        return PooledTokenSource(host.backend, host.runtime.metrics, self._ask_prefill, self._handed_off)
 
     async def _ask_prefill(self, request: Request, first_token: bool) -> Prefilled:
         other = FakeBackend(FakeConfig())
@@ -187,12 +194,12 @@ class Worker(DecodeWorker):
 def referee(monkeypatch: pytest.MonkeyPatch) -> RefereeHandle:
     handle = RefereeHandle()
     replica = SimpleNamespace(app_name="app", replica_tag="decode-1")
-    monkeypatch.setattr(replica_module.serve, "get_replica_context", lambda: replica)
-    monkeypatch.setattr(replica_module.serve, "get_deployment_handle", lambda *_: handle)
-    monkeypatch.setattr(replica_module, "observe", lambda *_: Tracing())
-    monkeypatch.setattr(replica_module, "RaySink", lambda: SimpleNamespace(count=_no, gauge=_no, observe=_no))
+    monkeypatch.setattr(runtime.serve, "get_replica_context", lambda: replica)
+    monkeypatch.setattr(runtime.serve, "get_deployment_handle", lambda *_: handle)
+    monkeypatch.setattr(runtime, "observe", lambda *_: Tracing())
+    monkeypatch.setattr(runtime, "RaySink", lambda: SimpleNamespace(count=_no, gauge=_no, observe=_no))
     monkeypatch.setattr(stream_router, "adopt", _no)
-    monkeypatch.setattr(replica_module, "REPORT_EVERY_S", 3600.0)
+    monkeypatch.setattr(runtime, "REPORT_EVERY_S", 3600.0)
     monkeypatch.setattr(gc, "freeze", _no)
     return handle
 

@@ -14,6 +14,7 @@ from serve_app.access.limiter import Bucket, KeyLimiter
 from serve_app.backends.base import ModelInfo
 from serve_app.config.files import load_config, parse_args
 from serve_app.deployments.http_front import HttpFront
+from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import NoRoom, RateLimited, reply_for
 from serve_app.integrity.replays import Records
 from serve_app.streams.backlog import Backlog, Returns
@@ -447,11 +448,12 @@ async def test_the_other_prompts_of_a_refused_body_are_rejected_too(clock: Clock
 
 
 async def test_a_deployed_front_end_refuses_for_good_what_its_source_could_never_take(tokenizer_folder: Path) -> None:
-    front = object.__new__(HttpFront)
-    front._config = parse_args({"model": {"source": "fake"}, "limits": {"max_ongoing_requests": 40}})
-    front.metrics = Metrics([PrometheusSink()], model_name="m", pool="router")
+    runtime = object.__new__(ReplicaRuntime)
+    runtime.config = parse_args({"model": {"source": "fake"}, "limits": {"max_ongoing_requests": 40}})
+    runtime.metrics = Metrics([PrometheusSink()], model_name="m", pool="router")
+    front = HttpFront(runtime, Reporter(runtime))
     info = ModelInfo("m", 1000, 340, "f", str(tokenizer_folder), (2,))
-    front.open_front(Slow(), Records("r1", 1000), info, num_engines=2)
+    front.open(Slow(), Records("r1", 1000), info, num_engines=2)
     assert front._front_end is not None
     assert front._front_end.limits.max_sequences == 80
 

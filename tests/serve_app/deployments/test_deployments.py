@@ -23,7 +23,7 @@ async def worker(referee: RefereeHandle) -> AsyncIterator[Worker]:
     referee.reports.clear()  # of its start
     referee.callers.clear()
     yield made
-    tasks = list(made._tasks)
+    tasks = list(made.host.runtime.tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -33,23 +33,23 @@ async def worker(referee: RefereeHandle) -> AsyncIterator[Worker]:
 async def test_a_report_whose_caller_leaves_is_sent_and_its_answer_obeyed(
     worker: Worker, referee: RefereeHandle, way: int
 ) -> None:
-    await worker.report()
+    await worker.host.reporter.report()
     referee.referee.order(Mode.OFF, None)
-    worker._started_guard().inspect(StepStats(alarms={"f": 1}))
-    worker._finished.append(Finished("cmpl-1-0", 1.0, 2.0))
-    worker.metrics.count("truespec_requests_total", 7, outcome="stop")
+    worker.host.guard.inspect(StepStats(alarms={"f": 1}))
+    worker.host.finished.append(Finished("cmpl-1-0", 1.0, 2.0))
+    worker.host.runtime.metrics.count("truespec_requests_total", 7, outcome="stop")
     referee.far[way].clear()
-    caller = asyncio.create_task(worker.report())
+    caller = asyncio.create_task(worker.host.reporter.report())
     await _settle()
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
     referee.far[way].set()
-    await worker.report()
+    await worker.host.reporter.report()
     assert [trip.reason for report in referee.reports for trip in report.trips] == ["selfcheck"]
     assert [one.request_id for report in referee.reports for one in report.finished] == ["cmpl-1-0"]
     assert referee.counted("requests_total") == 7
-    assert worker._started_guard().status.mode is Mode.OFF
+    assert worker.host.guard.status.mode is Mode.OFF
 
 
 async def test_reports_go_one_at_a_time_and_take_along_what_their_callers_counted(
@@ -58,22 +58,22 @@ async def test_reports_go_one_at_a_time_and_take_along_what_their_callers_counte
     referee.far[0].clear()
     callers = []
     for _ in range(5):
-        worker.metrics.count("truespec_requests_total", outcome="stop")
-        callers.append(asyncio.create_task(worker.report()))
+        worker.host.runtime.metrics.count("truespec_requests_total", outcome="stop")
+        callers.append(asyncio.create_task(worker.host.reporter.report()))
         await _settle()
     assert len(referee.callers) == 1, "the others wait"
     referee.far[0].set()
     await asyncio.gather(*callers)
     assert len(referee.reports) == 2, "those that waited share one"
     assert referee.counted("requests_total") == 5
-    await worker.report()
+    await worker.host.reporter.report()
     assert len(referee.reports) == 3
 
 
 async def test_a_report_is_no_part_of_the_request_that_asked_for_it(worker: Worker, referee: RefereeHandle) -> None:
     """Serve would cancel the call with the request."""
     CLIENT.set("a client")
-    await worker.report()
+    await worker.host.reporter.report()
     assert referee.callers == ["nobody"]
 
 
@@ -81,10 +81,10 @@ async def test_a_report_that_fails_is_reported_to_its_caller_and_the_next_one_go
     worker: Worker, referee: RefereeHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(worker.backend, "take_stats", lambda: 1 / 0)
+        patch.setattr(worker.host.backend, "take_stats", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            await worker.report()
-    await worker.report()
+            await worker.host.reporter.report()
+    await worker.host.reporter.report()
     assert len(referee.reports) == 1
 
 
@@ -96,7 +96,7 @@ async def _settle() -> None:
 async def test_the_handoffs_of_canaries_are_known_to_the_records_and_leave_nothing_behind(
     worker: Worker, referee: RefereeHandle
 ) -> None:
-    assert await worker.canary.try_out() is True
+    assert await worker.host.canary.try_out() is True
     assert {job.prefilled_by for job in referee.jobs} == {"prefill-1"}
     assert worker._prefilled_by == {}
     streamed = await worker.ask(Request("cmpl-1-0", (5, 6), SamplingParams(max_tokens=8, ignore_eos=True)))
@@ -120,7 +120,7 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
     answer: Callable[[Request], TokenDelta],
 ) -> None:
     """As when a client forbids every token that it allows."""
-    generate = worker.backend.resume
+    generate = worker.host.backend.resume
 
     async def resume(request: Request, handoff: Any) -> AsyncGenerator[TokenDelta, None]:
         if request.params.bad_words:
@@ -130,13 +130,13 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
             async for delta in deltas:
                 yield delta
 
-    monkeypatch.setattr(worker.backend, "resume", resume)
+    monkeypatch.setattr(worker.host.backend, "resume", resume)
     plain = SamplingParams(max_tokens=8, ignore_eos=True)
     impossible = SamplingParams(allowed_token_ids=(5,), bad_words=((5,),))
     for number, params in enumerate((plain, impossible)):
         with contextlib.suppress(InvalidRequest):
             await worker.ask(Request(f"cmpl-{number}-0", (number + 5, 6), params))
-    assert await worker.canary.try_out() is True
+    assert await worker.host.canary.try_out() is True
     assert {job.request.prompt_token_ids[0] for job in referee.jobs} >= {5}
-    assert [one.request_id for one in worker._finished] == ["cmpl-0-0", "cmpl-1-0"], "what it said may be suspect"
-    assert worker._started_guard().status.state is BreakerState.CLOSED
+    assert [one.request_id for one in worker.host.finished] == ["cmpl-0-0", "cmpl-1-0"], "what it said may be suspect"
+    assert worker.host.guard.status.state is BreakerState.CLOSED

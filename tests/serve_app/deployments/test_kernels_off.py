@@ -38,15 +38,15 @@ async def test_a_replica_without_its_kernels_says_so(
 ) -> None:
     folder = write_tiny_model(tmp_path / "m", tokenizer=True)
     made = object.__new__(Worker)
-    made.make_backend = lambda: TorchBackend(str(folder), "tiny", settings())  # type: ignore[method-assign]
+    made.make_backend = lambda *_: TorchBackend(str(folder), "tiny", settings())  # type: ignore[assignment, method-assign]
     with caplog.at_level(logging.WARNING):
         await made.__init__(parse_args({"model": {"source": "fake"}}), "decode", referee)  # type: ignore[misc]
-        await made.report()
+        await made.host.reporter.report()
     (shown,) = StatusBook({}, lambda: 0.0).render((), referee.referee.overview())["replicas"]
-    for task in made._tasks:
+    for task in made.host.runtime.tasks:
         task.cancel()
-    await asyncio.gather(*made._tasks, return_exceptions=True)
-    await made.backend.stop()
+    await asyncio.gather(*made.host.runtime.tasks, return_exceptions=True)
+    await made.host.backend.stop()
     assert shown["kernels"] == "cpu"
     why = shown["kernels_off"]
     assert "install g++" in why or "AVX-512" in why, "the reason, and what to do"

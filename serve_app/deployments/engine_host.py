@@ -1,0 +1,241 @@
+"""An engine in a replica: its backend, the breaker over it, its weights, and the records of what it serves."""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import importlib.metadata
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from serve_app.backends.base import Backend, ModelInfo, Replayed
+from serve_app.backends.torch_backend import TorchBackend
+from serve_app.backends.traced import TracedBackend
+from serve_app.backends.vllm_backend import VllmBackend
+from serve_app.config.app_config import AppConfig
+from serve_app.config.base import PoolName
+from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter
+from serve_app.integrity.breaker import Breaker, BreakerSettings, Mode
+from serve_app.integrity.breaker_control import Guard
+from serve_app.integrity.canary import Canary, CanarySettings
+from serve_app.integrity.heartbeat import Finished, Orders, Report
+from serve_app.integrity.replays import Records
+from serve_app.routing.autoscaling import Backlog
+from serve_app.routing.replica_router import MOST_REPORTED, reported_blocks
+from serve_app.streams.pooled import PooledTokenSource
+from serve_app.streams.resuming import own_name
+from serve_app.telemetry.tracing import Carried, adopt
+from serve_app.weights.desired_state import DesiredState
+from serve_app.weights.transfer import fetched
+from serve_app.weights.updater import WeightsKeeper
+from speculative.errors import EngineFault
+from speculative.request import Request
+
+_logger = logging.getLogger("truespec.serve")
+_HURRIED_REPORT_S = 0.1  # while weights are on their way
+_JOIN_TIMEOUT_S = 60.0
+_FIRST_REPORT_S = 5.0
+_CANARY_DRAFTS = 32  # draft tokens without which a canary has shown nothing
+_MOST_UNREPORTED = 10_000  # finished requests that are kept while the controller does not answer
+
+MakeSource = Callable[["EngineHost"], PooledTokenSource]
+"""Where a replica's tokens come from, once its engine is loaded."""
+
+
+def make_backend(config: AppConfig, pool: PoolName) -> Backend:
+    """The engine of a pool's replica, not yet loaded."""
+    source, name = config.model.source, config.model.served_name
+    if config.engine.kind == "torch":
+        return TorchBackend(source, name, config.engine_config(pool))
+    replays = pool != "decode" and config.vllm.replays == "torch"
+    replayer = TorchBackend(source, name, config.replay_config(pool)) if replays else None
+    return VllmBackend(source, name, config.vllm_settings(pool), replayer)
+
+
+class EngineHost:
+    """Loads an engine, watches over it, and reports to the controller.
+
+    Args:
+        runtime: of the replica.
+        pool: which of them it belongs to.
+        backend: not yet loaded.
+        weights_switched: is called with what is served, each time it changes.
+    """
+
+    def __init__(
+        self,
+        runtime: ReplicaRuntime,
+        pool: PoolName,
+        backend: Backend,
+        weights_switched: Callable[[ModelInfo], None] = lambda info: None,
+    ) -> None:
+        self.runtime = runtime
+        self.pool: PoolName = pool
+        self.backend: Backend = TracedBackend(backend, runtime.tracing) if runtime.tracing.enabled else backend
+        self.reporter = Reporter(runtime, self._send_report)
+        self.keeper: WeightsKeeper | None = None
+        self.backlog = Backlog()
+        self.finished: deque[Finished] = deque(maxlen=_MOST_UNREPORTED)
+        self._weights_switched = weights_switched
+        self._guard: Guard | None = None
+
+    async def start(self, make_source: MakeSource) -> ModelInfo:
+        """Load the engine, and report to the controller from then on; what is served."""
+        runtime, config = self.runtime, self.runtime.config
+        info = await self.backend.start()
+        self._build = {
+            "version": importlib.metadata.version("truespec"),
+            "fingerprint": info.fingerprint,
+            "drafter": config.drafter.kind,
+        }
+        self._computing = info.computing
+        if info.computing.kernels_off:
+            slow = "%s computes without its kernels, which is slow: %s"
+            _logger.warning(slow, runtime.name, info.computing.kernels_off)
+        info = await self._join(info)
+        self.records = Records(runtime.name, info.max_model_len)
+        self.source = make_source(self)
+        self.canary = self._make_canary()
+        self._guard = self._make_guard()
+        with contextlib.suppress(Exception):  # the next report may get through
+            async with asyncio.timeout(_FIRST_REPORT_S):  # what is wrong from the start is known when the service is
+                await self.reporter.report()
+        runtime.spawn(self.reporter.report_forever())
+        gc.collect()
+        gc.freeze()  # a collection that walked all that was loaded would halt every stream for half a second
+        return info
+
+    def handed_off(self, request_id: str, prefilled_by: str) -> None:
+        """The handoff of a request was taken in."""
+        self.records.handed_off(request_id, prefilled_by)
+
+    def remember(self, request: Request, began_at: float, prefilled_by: str, *, failed: bool = False) -> None:
+        """Keep what is to be known here of a request that came to its end, and began at that time (unix seconds)."""
+        if not failed:  # its own parameters may be why: tried again, it would fail again
+            self.canary.remember(request)
+        self.finished.append(Finished(own_name(request.request_id), began_at, time.time(), prefilled_by))
+
+    async def replay(self, request: Request, reported: Carried) -> Replayed:
+        """Compute a teacher-forced request, for the referee."""
+        adopt(reported)
+        return dataclasses.replace(await self.backend.replay(request), replica=self.runtime.name)
+
+    def load(self) -> dict[str, float]:
+        """This replica's load, by the names of `AutoscalingSection.targets`."""
+        usage = self.backend.usage()
+        return {
+            "backlog_s": self.backlog.seconds,
+            "kv_usage": usage.kv_usage,
+            "running_share": (usage.num_running + usage.num_waiting) / self.runtime.config.engine.max_num_seqs,
+        }
+
+    def routing_stats(self) -> dict[str, Any]:
+        """What the routers of `serve_app.routing.replica_router` choose by."""
+        blocks = reported_blocks(self.backend.cached_blocks(MOST_REPORTED))
+        return self.load() | {"blocks": blocks, "backlog_tokens": self.backlog.num_tokens}
+
+    @contextlib.contextmanager
+    def timed_handoff(self, phase: str) -> Iterator[None]:
+        """Count the seconds of a phase of a handoff."""
+        began = time.monotonic()
+        yield
+        self.runtime.metrics.count("truespec_handoff_seconds_total", time.monotonic() - began, phase=phase)
+
+    def check_health(self) -> None:
+        """Raise if the replica is to be replaced."""
+        self.backend.check_health()
+        if self.keeper is not None:
+            self.keeper.check_health()
+        if self._guard is not None:
+            self._guard.check_health()
+
+    @property
+    def guard(self) -> Guard:
+        """What decides about speculation here.
+
+        Raises:
+            EngineFault: the engine is not loaded yet.
+        """
+        if self._guard is None:
+            raise EngineFault("The replica is not started.")
+        return self._guard
+
+    async def _send_report(self) -> None:
+        """Send what was counted since the last time, and do what the controller's answer asks for."""
+        guard, runtime = self.guard, self.runtime
+        stats = self.backend.take_stats()
+        runtime.metrics.record_steps(stats, self.backend.usage())
+        self.backlog.observe(stats.num_prompt_tokens + stats.prefix_cache_hits, stats.draft_s + stats.verify_s)
+        runtime.metrics.gauge("truespec_build_info", 1, **self._build)  # Ray's agent forgets what is not set again
+        computing = self._computing
+        if computing.kernels:
+            runtime.metrics.gauge("truespec_kernels_active", not computing.kernels_off, kernels=computing.kernels)
+        guard.inspect(stats)
+        guard.act()
+        batch, trips, finished = runtime.buffer.drain(), guard.take_trips(), tuple(self.finished)
+        self.finished.clear()
+        try:
+            checks, keeper = self.backend.self_checks(), self.keeper
+            weights = keeper.status if keeper else None
+            report = Report(guard.status, batch, finished, trips, checks, weights, computing)
+            orders: Orders = await runtime.controller().report.remote(report)
+        except (RayError, RayServeException) as error:
+            runtime.buffer.put_back(batch)
+            guard.put_back(trips)
+            self.finished.extendleft(reversed(finished))
+            _logger.debug("nothing was reported, it goes with the next report: %s", error)
+            return
+        guard.obey(orders)
+        guard.act()
+        if self.keeper is not None and orders.weights is not None:
+            self.keeper.obey(orders.weights)
+            self.reporter.every_s = _HURRIED_REPORT_S if self.keeper.behind else REPORT_EVERY_S
+
+    async def _join(self, info: ModelInfo) -> ModelInfo:
+        """Come to the weights that the service has by now, before any request comes; what is served then."""
+
+        async def pull(content: Any) -> Any:
+            return await content
+
+        def switched(info: ModelInfo) -> None:
+            self.runtime.buffer.forget_gauge("truespec_build_info")  # of the old fingerprint
+            self._build["fingerprint"] = info.fingerprint
+            self._weights_switched(info)
+
+        runtime = self.runtime
+        keeper = WeightsKeeper(self.backend, info, lambda ref: fetched(ref, info, pull), switched, runtime.metrics)
+        try:
+            async with asyncio.timeout(_JOIN_TIMEOUT_S):
+                wanted: DesiredState = await runtime.controller().wanted_weights.remote()
+        except (RayError, RayServeException, TimeoutError) as error:
+            _logger.warning("the controller did not say which weights to serve; they come with a report: %s", error)
+        else:
+            keeper.obey(dataclasses.replace(wanted, load=None))
+            await keeper.wait_converged()
+            keeper.check_health()
+        self.keeper = keeper
+        return keeper.info
+
+    def _make_canary(self) -> Canary:
+        config = self.runtime.config
+        comparable = config.engine.logprobs_mode == "raw_logprobs"
+        drafts = self.pool != "prefill" and config.drafter.kind != "none"
+        settings = CanarySettings(config.breaker.canary_requests, min_drafted=_CANARY_DRAFTS if drafts else 0)
+        return Canary(self.source, self.records, self.runtime.check if comparable else None, settings)
+
+    def _make_guard(self) -> Guard:
+        breaker = self.runtime.config.breaker
+        settings = BreakerSettings(breaker.cooldown_s, breaker.window_s, breaker.suspect_s)
+        return Guard(
+            (self.runtime.name, self.pool),
+            self.backend,
+            Breaker(settings, time.time, Mode(breaker.mode)),
+            self.runtime.metrics,
+            self.canary.try_out,
+        )

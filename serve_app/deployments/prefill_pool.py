@@ -1,0 +1,70 @@
+"""The prefill pool, as a replica that decodes sees it."""
+
+import asyncio
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.backends.base import Prefilled
+from serve_app.deployments.engine_host import EngineHost
+from serve_app.deployments.runtime import own_error
+from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience, TookIn
+from serve_app.telemetry.tracing import carried
+from serve_app.transport.base import HandoffTransport
+from serve_app.transport.selection import make_transport
+from speculative.request import Request
+
+
+class PrefillPool:
+    """Has prompts computed by the prefill pool, and unpacks the handoffs.
+
+    Args:
+        handle: of the pool.
+        host: the engine that takes them in.
+    """
+
+    def __init__(self, handle: "DeploymentHandle[Any]", host: EngineHost) -> None:
+        # By reference, also where Serve's handles go by value otherwise: messages by value end at 4 MiB.
+        self._handle = handle.options(_by_reference=True)
+        self._host = host
+        self._transport: HandoffTransport = make_transport(host.runtime.config.parcels)
+
+    async def prefill(self, request: Request, first_token: bool) -> Prefilled:
+        """The prompt's first deltas, and its handoff.
+
+        Raises:
+            PoolFull: the pool takes nothing more.
+            ConnectionError: no replica answered, or the one that did failed.
+        """
+        with self._host.runtime.tracing.call("prefill.call", {"truespec.choice": request.request_id}):
+            deltas, parcel, replica = await self._reply(request, first_token)
+        if parcel is None:
+            return Prefilled(deltas, None, replica)
+        with self._host.timed_handoff("unpack"):
+            return Prefilled(deltas, await self._transport.unpack(parcel), replica)
+
+    async def _reply(self, request: Request, first_token: bool) -> Any:
+        response = self._handle.prefill.remote(request, first_token, carried())
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except BackPressureError as error:
+            raise PoolFull(f"the prefill pool is full: {error}") from error
+        except RayTaskError as error:
+            raise own_error(error) from error
+        except (RayActorError, RayError, RayServeException) as error:
+            raise ConnectionError(f"no prefill replica answered: {error}") from error
+
+
+def token_source(
+    host: EngineHost, prefill: "DeploymentHandle[Any] | None" = None, took_in: TookIn | None = None
+) -> PooledTokenSource:
+    """Where the tokens of an engine come from: its prompts from the prefill pool where there is one."""
+    recovery = host.runtime.config.recovery
+    patience = PrefillPatience(recovery.prefill_timeout_s, recovery.prefill_retries)
+    ask = None if prefill is None else PrefillPool(prefill, host).prefill
+    return PooledTokenSource(host.backend, host.runtime.metrics, ask, took_in or host.handed_off, patience)

@@ -1,0 +1,133 @@
+"""What every deployment but the controller has: a name, logs, traces, metrics, and reports to the controller."""
+
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context
+from typing import Any, Literal
+
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.config.app_config import AppConfig
+from serve_app.config.base import PoolName
+from serve_app.integrity.replays import ReplayJob
+from serve_app.integrity.verdicts import Checked
+from serve_app.telemetry.logs import configure as configure_logs
+from serve_app.telemetry.metrics import BufferSink, Metrics, RaySink
+from serve_app.telemetry.tracing import Tracing, carried
+from speculative.errors import TruespecError
+
+_logger = logging.getLogger("truespec.serve")
+CONTROLLER = "Controller"
+REPORT_EVERY_S = 1.0
+
+
+class ReplicaRuntime:
+    """A replica's name, its metrics for Ray's agent and for the controller, and work that goes on beside requests."""
+
+    def __init__(self, config: AppConfig, role: PoolName | Literal["router"]) -> None:
+        self.config = config
+        context = serve.get_replica_context()
+        self._app_name = context.app_name
+        self.name = context.replica_tag
+        self.tracing = observe(config, role, self.name)
+        self.buffer = BufferSink(self.name)
+        self.metrics = Metrics([RaySink(), self.buffer], model_name=config.model.served_name, pool=role)
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._controller: DeploymentHandle[Any] | None = None
+
+    def spawn(self, work: Coroutine[Any, Any, None], context: Context | None = None) -> asyncio.Task[None]:
+        """Run something beside the requests; it is kept from being collected until it ends."""
+        task = asyncio.get_running_loop().create_task(work, context=context)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def controller(self) -> DeploymentHandle[Any]:
+        """The app's one controller. The handle is kept: each has a router of its own."""
+        if self._controller is None:
+            handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, self._app_name)
+            self._controller = handle.options(_by_reference=True)  # weights come as references to objects
+        return self._controller
+
+    async def check(self, job: ReplayJob) -> Checked:
+        """Have a request replayed, and wait for the result.
+
+        Raises:
+            ConnectionError: the controller did not answer.
+        """
+        try:
+            return await self.controller().check.remote(job, carried())  # type: ignore[no-any-return]
+        except (RayError, RayServeException) as error:
+            raise ConnectionError(f"the controller did not answer: {error}") from error
+
+
+class Reporter:
+    """Sends a replica's reports, one at a time: about once a second, and when someone needs the newest counts.
+
+    Args:
+        runtime: of the replica.
+        send: sends what was counted since the last time; None = the counts alone.
+    """
+
+    def __init__(self, runtime: ReplicaRuntime, send: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.every_s = REPORT_EVERY_S
+        self._runtime = runtime
+        self._send = send or self._send_counts
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[None] | None = None  # has not begun
+
+    async def report(self) -> None:
+        """Have what was counted until now sent, whatever becomes of the caller."""
+        if self._next is None:
+            # A context of its own: Serve cancels whatever a request has called when its client leaves.
+            self._next = self._runtime.spawn(self._report_in_turn(), Context())
+        await asyncio.shield(self._next)
+
+    async def report_forever(self) -> None:
+        """Report about once a second."""
+        while True:
+            await asyncio.sleep(self.every_s)
+            try:
+                await self.report()
+            except Exception:  # whatever it was, the next report may get through
+                _logger.warning("nothing could be reported", exc_info=True)
+
+    async def _report_in_turn(self) -> None:
+        async with self._one_at_a_time:
+            self._next = None  # what is counted from now on is for another one
+            await self._send()
+
+    async def _send_counts(self) -> None:
+        batch = self._runtime.buffer.drain()
+        try:
+            await self._runtime.controller().count.remote(batch)
+        except (RayError, RayServeException) as error:
+            self._runtime.buffer.put_back(batch)
+            _logger.debug("nothing was reported, it goes with the next report: %s", error)
+
+
+def observe(config: AppConfig, role: str, replica: str) -> Tracing:
+    """Set up the log lines of this replica's process; what makes its spans."""
+    settings = config.observability
+    configure_logs(settings.log_format, settings.log_level, replica)
+    if settings.traces_endpoint is None:
+        return Tracing()
+    resource = {
+        "service.name": "truespec",
+        "service.version": importlib.metadata.version("truespec"),
+        "service.instance.id": replica,
+        "truespec.role": role,
+        "truespec.model": config.model.served_name,
+    }
+    return Tracing.to_collector(settings.traces_endpoint, settings.traces_share, resource)
+
+
+def own_error(error: RayTaskError, otherwise: type[Exception] = ConnectionError) -> Exception:
+    """What a replica raised: our own exceptions as they are, anything else as work that did not happen."""
+    cause = error.cause
+    return cause if isinstance(cause, TruespecError) else otherwise(f"a replica failed: {cause}")
