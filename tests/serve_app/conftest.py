@@ -107,8 +107,9 @@ def serve_http() -> Iterator[Callable[[FastAPI], int]]:
 
 
 @pytest.fixture(scope="module")
-def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> ServeFake:
+def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Iterator[ServeFake]:
     """Starts servers; they stop when the module's tests are over."""
+    started: list[Served] = []
 
     def serve(
         limits: Limits | None = None,
@@ -134,9 +135,12 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Se
         if page is not None:
             add_page(app, page)
         port = serve_http(app)
-        return Served(f"http://127.0.0.1:{port}", port, backend, source, script)
+        started.append(Served(f"http://127.0.0.1:{port}", port, backend, source, script))
+        return started[-1]
 
-    return serve
+    yield serve
+    for served in started:
+        served.close()
 
 
 @pytest.fixture(scope="module")

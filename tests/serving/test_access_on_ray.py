@@ -35,11 +35,12 @@ def test_keys_open_a_service_and_change_without_a_restart(ray_port: int, tiny_fo
         assert (code("nobody"), code(alice), code(operator)) == (401, 200, 200)
         assert (code(alice, "/admin/speculation"), code(operator, "/admin/speculation")) == (403, 200)
 
-        client = openai.OpenAI(base_url=f"{service.base_url}/v1", api_key=alice, max_retries=0, timeout=120)
-        reply = client.completions.create(model=MODEL, prompt="one two three", max_tokens=40)
-        assert reply.usage is not None and reply.usage.total_tokens > 20
-        with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(model=MODEL, prompt="one", max_tokens=1)
+        url = f"{service.base_url}/v1"
+        with openai.OpenAI(base_url=url, api_key=alice, max_retries=0, timeout=120) as client:
+            reply = client.completions.create(model=MODEL, prompt="one two three", max_tokens=40)
+            assert reply.usage is not None and reply.usage.total_tokens > 20
+            with pytest.raises(openai.RateLimitError) as refused:
+                client.completions.create(model=MODEL, prompt="one", max_tokens=1)
         assert int(refused.value.response.headers["retry-after"]) >= 1
         headers = {"authorization": f"Bearer {operator}"}
         reported = httpx.get(f"{service.base_url}/metrics", headers=headers).text

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 import openai
@@ -72,9 +72,16 @@ class Served:
     backend: FakeBackend
     source: BackendSource
     script: Script
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
-    def client(self, **options: object) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120, **options)  # type: ignore[arg-type]
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        """A client that is open until `close`."""
+        self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=120))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
 
     def post(self, path: str, **body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=120)

@@ -5,7 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,13 @@ class Service:
     name: str
     base_url: str
 
+    clients: list[openai.OpenAI] = field(default_factory=list)
+
     @property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="unused", max_retries=0, timeout=300)
+        """A new client, open until the service ends."""
+        self.clients.append(openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="unused", max_retries=0, timeout=300))
+        return self.clients[-1]
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.base_url, timeout=300)
@@ -101,7 +105,10 @@ def app_args(folder: Path, topology: str, **changes: Any) -> dict[str, Any]:
 def deployed(port: int, name: str, args: dict[str, Any]) -> Iterator[Service]:
     serve.run(build_app(args), name=name, route_prefix=f"/{name}")
     try:
-        yield Service(name, f"http://127.0.0.1:{port}/{name}")
+        service = Service(name, f"http://127.0.0.1:{port}/{name}")
+        yield service
+        for client in service.clients:
+            client.close()
     finally:
         serve.delete(name)
 

@@ -215,9 +215,7 @@ def test_a_refusal_has_openais_form(guarded: Guarded) -> None:
 
 
 def test_the_openai_client_sends_its_key(guarded: Guarded) -> None:
-    def client(key: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{guarded.served.url}/v1", api_key=key, max_retries=0, timeout=120)
-
+    client = guarded.served.client
     assert client("secret-user").chat.completions.create(**HI).choices  # type: ignore[call-overload]
     with pytest.raises(openai.AuthenticationError) as denied:
         client("secret-nobody").models.list()
