@@ -1,4 +1,4 @@
-"""A service that cannot listen where it is told to is refused before anything starts."""
+"""A service that cannot listen at its configured address is refused before anything starts."""
 
 import json
 import os

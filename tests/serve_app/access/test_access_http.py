@@ -21,6 +21,7 @@ from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.openai.prepared_request import Limits
 from serve_app.page.feed import StatusFeed
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from tests.support.clock import Clock
 from tests.support.fake_serving import Served, ServeFake
 
 KEYS: dict[str, dict[str, Any]] = {  # by id; the key itself is secret-<id>
@@ -35,16 +36,6 @@ KEYS: dict[str, dict[str, Any]] = {  # by id; the key itself is secret-<id>
 }
 HI = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 PROMPT = {"model": "fake", "prompt": "hello", "max_tokens": 4}
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Guarded:

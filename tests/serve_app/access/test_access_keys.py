@@ -17,16 +17,7 @@ from serve_app.access.keys import KeyFile, KeyStore, Limits, create_key, digest_
 from serve_app.config.files import parse_args
 from serve_app.errors import AccessDenied, Forbidden
 from speculative.errors import ConfigError
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def file_with(path: Path, **keys: dict[str, Any]) -> Path:

@@ -22,18 +22,9 @@ from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
+from tests.support.clock import Clock
 
 COST = 64  # what a prompt costs beside its tokens, in tokens
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -492,7 +483,7 @@ def test_who_is_turned_away_comes_back_when_room_is_expected_one_after_the_other
     ages = [5.0 * place for place in range(8)]  # a steady stream: one ends every five seconds
     assert [spread.wait_s(ages, 1) for _ in range(4)] == pytest.approx([5, 10, 15, 20])
     clock.now += 30
-    assert spread.wait_s(ages, 1) == pytest.approx(5), "those who were told before have been back"
+    assert spread.wait_s(ages, 1) == pytest.approx(5), "those who were refused before have been back"
 
 
 def test_a_time_to_come_back_is_one_that_clients_keep(clock: Clock) -> None:

@@ -4,18 +4,9 @@ import pytest
 
 from serve_app.integrity.breaker import Breaker, BreakerSettings, BreakerState, Mode
 from speculative.request import Speculation
+from tests.support.clock import Clock
 
 SETTINGS = BreakerSettings(cooldown_s=10, window_s=100, suspect_s=30)
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

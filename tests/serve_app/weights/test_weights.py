@@ -21,23 +21,16 @@ from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, W
 from serve_app.weights.transfer import Transfers, digest_of, fetched
 from serve_app.weights.updater import WeightsKeeper
 from speculative.errors import EngineFault
+from tests.support.clock import Clock
 
 NEW = WeightsRef(0, "v1", path="/models/v1")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class App:
-    """A coordinator and what its replicas tell it."""
+    """A coordinator and what its replicas report to it."""
 
     def __init__(self, *names: str) -> None:
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.coordinator = WeightCoordinator(self.clock)
         self.clock.now += 10
         self.stands = {name: WeightsStatus(CONFIGURED, "f0") for name in names}
@@ -76,7 +69,7 @@ async def test_nobody_serves_new_weights_before_everybody_has_them() -> None:
     assert app.report("d2", loaded=1, loaded_fingerprint="f1").serve == load
     for name in app.stands:
         assert app.report(name).serve == load
-        assert not update.done(), "told before all replicas serve them"
+        assert not update.done(), "reported before all replicas serve them"
         app.report(name, serving=load, fingerprint="f1", loaded=None)
     outcome = await update
     assert outcome.complete
@@ -207,7 +200,7 @@ async def test_a_desk_that_has_just_begun_waits_for_what_the_last_one_decided() 
     await asyncio.sleep(0.02)
     for name in app.stands:
         wanted = app.report(name, serving=decided, fingerprint="f3")
-        assert wanted == DesiredState(decided), "a number was given before all replicas told theirs"
+        assert wanted == DesiredState(decided), "a number was given before all replicas reported theirs"
     app.clock.now += 4
     load = await begun(app)
     assert (load.version, load.number) == ("v1", 4)
@@ -216,7 +209,7 @@ async def test_a_desk_that_has_just_begun_waits_for_what_the_last_one_decided() 
     for name in app.stands:
         app.report(name, loaded=4, loaded_fingerprint="f4")
     for name in app.stands:
-        assert not update.done(), "told before all replicas serve them"
+        assert not update.done(), "reported before all replicas serve them"
         assert app.report(name, serving=load, fingerprint="f4", loaded=None).serve == load
     assert (await update).complete
 
