@@ -128,10 +128,12 @@ def round_terms(
     """
     device = distribution.device
     drafting = [row for row, count in enumerate(num_draft_tokens) if count]
-    counts = [num_draft_tokens[row] for row in drafting]
+    counts = np.array([num_draft_tokens[row] for row in drafting])
+    owners = np.arange(len(drafting)).repeat(counts + 1)  # [R]
+    offsets = np.concatenate([np.arange(count + 1) for count in counts])
     nothing = [0] * len(drafting)  # vLLM's random numbers are not known, and no term reads them
-    judged_rows = np.concatenate([np.append(np.ones(count, np.bool_), False) for count in counts])  # [R]
-    known = VerifyRows.build(counts, nothing, nothing, judged_rows.astype(np.int64) - 1).on_device(device)
+    without_ids = np.where(offsets < counts[owners], 0, -1)
+    known = VerifyRows.build((owners, offsets), counts, nothing, nothing, without_ids).on_device(device)
     judged, entries, packed = known["drafts"] >= 0, known["entries"], known["packed"]
     num_drafts = int(distribution.shape[0])
     probs = distribution.new_full(

@@ -153,7 +153,8 @@ def verify_rows(layout: StepInput) -> VerifyRows:
     sequences = [entry.sequence for entry in layout.drawing]
     seeds = [sequence.request.seed for sequence in sequences]
     lengths = [len(sequence.tokens) for sequence in sequences]
-    return VerifyRows.build(layout.draft_counts.tolist(), seeds, lengths, layout.drafts)
+    owners = (layout.verify_entries, layout.offsets)
+    return VerifyRows.build(owners, layout.draft_counts, seeds, lengths, layout.drafts)
 
 
 def _params_per_row(layout: StepInput) -> list[SamplingParams]:

@@ -1,4 +1,4 @@
-"""The verify rows of a step, laid out on the host: the one place that numbers them and gives them random numbers."""
+"""The verify rows of a step, on the host: the one place that numbers their drafts and gives them random numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,34 +32,36 @@ class VerifyRows:
     uniforms: Float64s
 
     @classmethod
-    def build(cls, counts: Sequence[int], seeds: Sequence[int], lengths: Sequence[int], drafts: Int64s) -> "VerifyRows":
-        """Number the rows of E entries: each has one row a draft, and one more.
+    def build(
+        cls,
+        owners: tuple[Int64s, Int64s],
+        counts: Int64s,
+        seeds: Sequence[int],
+        lengths: Sequence[int],
+        drafts: Int64s,
+    ) -> "VerifyRows":
+        """Number the drafts of E entries and give each row its random numbers.
 
         Args:
+            owners: [R] the entry of each row, and [R] its place in that entry: an entry has one row a draft, and one
+                more.
             counts: [E] drafts of each entry.
             seeds: [E] of each request.
             lengths: [E] tokens of each sequence before the round.
             drafts: [R] the draft verified at each row, -1 in each entry's last row.
         """
-        row_seeds, row_lengths, packed, purposes = list[int](), list[int](), list[int](), list[int]()
-        first_rows, entries, offsets = list[int](), list[int](), list[int]()  # few rows: lists beat small arrays
-        for index, (count, seed, length) in enumerate(zip(counts, seeds, lengths, strict=True)):
-            first_row = len(packed)
-            first_rows.append(first_row)
-            packed += range(first_row - index, first_row - index + count + 1)  # each entry before has one row without
-            entries += [index] * (count + 1)
-            offsets += range(count + 1)
-            row_seeds += [seed] * (count + 1)
-            row_lengths += [length] * (count + 1)
-            purposes += [int(Purpose.RESIDUAL)] * count + [int(Purpose.BONUS)]
-        num_rows = len(packed)
-        accept = [int(Purpose.COIN)] * num_rows
-        key = np.array([row_seeds * 2, row_lengths * 2, offsets * 2, accept + purposes], np.uint64)
+        entries, offsets = owners
+        num_rows = len(entries)
+        row_seeds, row_lengths = np.array(seeds, np.uint64)[entries], np.array(lengths, np.uint64)[entries]
+        key = np.empty((4, 2, num_rows), np.uint64)
+        key[0], key[1], key[2], key[3, 0] = row_seeds, row_lengths, offsets, int(Purpose.COIN)
+        key[3, 1] = np.where(drafts < 0, np.uint64(Purpose.BONUS), np.uint64(Purpose.RESIDUAL))
         rows = np.empty((len(ROW_FIELDS), num_rows), np.int64)
-        rows[0], rows[1], rows[2], rows[3] = drafts, packed, entries, offsets
-        rows[4] = key[0, :num_rows].view(np.int64)
-        np.add(row_lengths, rows[3], out=rows[5])
-        return cls(rows, np.array([first_rows, counts], np.int64), uniforms(*key).reshape(2, -1))
+        rows[0], rows[2], rows[3], rows[4] = drafts, entries, offsets, row_seeds.view(np.int64)
+        np.subtract(np.arange(num_rows), entries, out=rows[1])  # each entry before has one row without a draft
+        np.add(row_lengths.view(np.int64), offsets, out=rows[5])
+        first_rows = np.cumsum(counts + 1) - counts - 1
+        return cls(rows, np.stack([first_rows, counts]), uniforms(*key.reshape(4, -1)).reshape(2, -1))
 
     def named(self) -> dict[str, Int64s | Float64s]:
         """Each array by the name of its field."""
