@@ -201,7 +201,7 @@ def test_a_broken_gather_fails_its_request_alone(tiny_folder: Path, monkeypatch:
     victim = answers.pop("victim")
     assert victim.finish_reason is FinishReason.ERROR
     assert "contract" in (victim.error or "")
-    assert victim.token_ids == [], "nothing of a broken delta is told"
+    assert victim.token_ids == [], "nothing of a broken delta is emitted"
     for name, answer in answers.items():
         assert answer.token_ids == healthy[name].token_ids
         assert answer.values == pytest.approx(healthy[name].values, abs=1e-4)
