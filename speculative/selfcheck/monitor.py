@@ -23,8 +23,8 @@ class SelfCheck:
     """Adds up the terms of every step, and alarms.
 
     Args:
-        share: of the steps whose terms are taken. They are chosen at random: whatever recurs in a fixed rhythm, such as the
-            probes of an adaptive draft length, would otherwise never be checked, or always.
+        share: of the steps whose terms are taken. They are chosen at random: whatever recurs in a fixed rhythm, such as
+            the probes of an adaptive draft length, would otherwise never be checked, or always.
     """
 
     def __init__(self, share: float = 1.0) -> None:
