@@ -5,13 +5,23 @@ fix. The engine's own settings, `speculative.config.EngineConfig`, are made from
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings
-from serve_app.config.base import POOLS_OF_TOPOLOGY, AtLeastOne, FieldError, PoolName, Section, Target, ray_share
+from serve_app.config.base import (
+    POOLS_OF_TOPOLOGY,
+    AtLeastOne,
+    FieldError,
+    FieldErrors,
+    PoolName,
+    Section,
+    Target,
+    ray_share,
+)
 from serve_app.config.renamed import with_new_names
 from serve_app.config.scaling import AutoscalingSection
 from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig, LogprobsMode, drafter_kinds
@@ -415,47 +425,42 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
+        if errors := [*self._pool_errors(), *self._engine_errors(), *self._replay_errors()]:
+            raise FieldErrors(errors)
+        return self
+
+    def _pool_errors(self) -> Iterator[FieldError]:
         for name in self.pools.model_fields_set - {*self.pool_names, "router"}:
-            raise FieldError(
+            yield FieldError(
                 f"pools.{name}",
                 f"is set, but topology {self.topology} has only {' and '.join(self.pool_names)}; "
                 f"remove it or change topology.",
             )
+        device = self.engine.device
         for pool_name in self.pool_names:
-            self._check_device(pool_name)
+            field, num_gpus = f"pools.{pool_name}.num_gpus", self.pool(pool_name).num_gpus
+            if device == "cpu" and num_gpus > 0:
+                yield FieldError(field, "is above 0, but engine.device is cpu; set it to 0 or device to auto.")
+            if device.startswith("cuda") and num_gpus == 0:
+                yield FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
+
+    def _engine_errors(self) -> Iterator[FieldError]:
         max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens
         vllm_chooses = self.engine.kind == "vllm" and "kv_cache_tokens" not in self.engine.model_fields_set
         if max_len is not None and max_len > room and not vllm_chooses:
-            raise FieldError(
+            yield FieldError(
                 "engine.kv_cache_tokens",
                 f"must hold at least one sequence of engine.max_model_len ({max_len}) tokens, got {room}; "
                 "raise it or lower max_model_len.",
             )
-        self._check_engine()
-        if self.replay.sample_rate > 0 and self.engine.logprobs_mode != "raw_logprobs":
-            raise FieldError(
-                "replay.sample_rate",
-                f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
-                f"{self.engine.logprobs_mode}; set replay.sample_rate to 0 or the mode to raw_logprobs.",
-            )
-        return self
-
-    def _check_device(self, pool_name: PoolName) -> None:
-        device, field = self.engine.device, f"pools.{pool_name}.num_gpus"
-        if device == "cpu" and self.pool(pool_name).num_gpus > 0:
-            raise FieldError(field, "is above 0, but engine.device is cpu; set it to 0 or device to auto.")
-        if device.startswith("cuda") and self.pool(pool_name).num_gpus == 0:
-            raise FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
-
-    def _check_engine(self) -> None:
         if self.engine.kind != "vllm" and self.vllm.lora_modules:
-            raise FieldError(
+            yield FieldError(
                 "vllm.lora_modules",
                 f"names adapters, which engine.kind {self.engine.kind} has not: set it to vllm, or merge one into the "
                 "model.",
             )
-        if self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
-            raise FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
+        elif self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
+            yield FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
         try:
             config = self.engine_config(self.pool_names[0])
             if self.engine.kind == "vllm":
@@ -463,7 +468,15 @@ class AppConfig(Section):
                 check_lora(self.vllm_settings(self.pool_names[0]), self.model.served_name)
         except ConfigError as error:
             name, _, rule = str(error).partition(" ")  # "<field> <rule>"; the drafter's come with its section
-            raise FieldError(name if "." in name else f"engine.{name}", rule) from error
+            yield FieldError(name if "." in name else f"engine.{name}", rule)
+
+    def _replay_errors(self) -> Iterator[FieldError]:
+        if self.replay.sample_rate > 0 and self.engine.logprobs_mode != "raw_logprobs":
+            yield FieldError(
+                "replay.sample_rate",
+                f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
+                f"{self.engine.logprobs_mode}; set replay.sample_rate to 0 or the mode to raw_logprobs.",
+            )
 
     @property
     def pool_names(self) -> tuple[PoolName, ...]:
