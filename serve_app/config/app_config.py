@@ -251,7 +251,7 @@ class ReplaySection(Section):
     """Replays at once; on a replica they come after everything else."""
     max_tme: Annotated[float, Field(gt=1, le=10)] = 1.05
     """TME above which something is wrong, on top of the noise floor that plain requests show."""
-    law_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
+    distribution_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
     """How far rounding may move the means of the calibration test."""
     edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
     """Nats by which rounding may move a filter's edge, or the likeliest token; by dtype when not set."""
