@@ -24,9 +24,10 @@ from serve_app.config.base import (
 )
 from serve_app.config.renamed import with_new_names
 from serve_app.config.scaling import AutoscalingSection
-from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig, LogprobsMode, drafter_kinds
+from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig, EngineSettings, drafter_kinds
 from speculative.errors import ConfigError
-from speculative.lookup.registry import OptionError, options_of, read_options, registered
+from speculative.lookup.registry import read_options, registered
+from speculative.options import OptionError, Options, options_of
 
 _EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
 
@@ -53,39 +54,35 @@ class ModelSection(Section):
         return self.name or self.source.rstrip("/").rsplit("/", 1)[-1]
 
 
-class EngineSection(Section):
-    """Sizes and choices of each replica's engine; units as in `speculative.config.EngineConfig`."""
+def _fields_of(options: type[Options]) -> dict[str, Any]:
+    """The fields of a section for what the engine, or a drafter, declares."""
+    return {
+        name: (
+            own.type,
+            Field(
+                own.default,
+                description=own.meaning,
+                ge=own.least,
+                le=own.most,
+                gt=own.above,
+                allow_inf_nan=None if own.above is None else False,
+                pattern=own.pattern,
+            ),
+        )
+        for name, own in options_of(options).items()
+    }
 
+
+class _EngineKind(Section):
     kind: Literal["torch", "vllm"] = "torch"
     """Our own engine; or vLLM if installed, for what ours does not support (docs/vllm.md)."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the KV cache, and of weights and activations where `quantization` does not say otherwise."""
-    quantization: Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
-    """How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8, w16a16 activations."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    """`auto` takes the GPU that Ray gave the replica, else the CPU."""
-    cuda_graphs: bool | None = None
-    """Replay captured decoding steps of up to 256 sequences; not set: on a GPU. docs/gpu.md describes its memory."""
-    max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a request, prompt and answer together; the model's own limit when not set."""
-    max_num_seqs: AtLeastOne = 16
-    """Most sequences of a step."""
-    max_batched_tokens: AtLeastOne = 512
-    """Most tokens of a step; longer prompts are computed in chunks."""
-    kv_cache_tokens: AtLeastOne = 16384
-    """Tokens that the KV cache holds."""
-    block_size: AtLeastOne = 16
-    """Tokens of a KV block."""
-    prefix_caching: bool = True
-    """Keep the KV of prompts for later requests with the same prefix."""
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    """What `logprobs` returns: before or after the sampling parameters, logits or logprobs."""
-    verifier: Literal["token_wise", "block", "coupled"] = "token_wise"
-    """How drafts are verified; reproducible requests (docs/concepts.md, Seeds) get `coupled` in any case."""
-    self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them."""
-    priority_ageing_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Seconds of waiting that make up for one step of `priority`, so that no request waits forever."""
+
+
+_EngineFields: Any = create_model("_EngineFields", __base__=_EngineKind, **_fields_of(EngineSettings))
+
+
+class EngineSection(_EngineFields):  # type: ignore[misc]
+    """Sizes and choices of each replica's engine."""
 
 
 class VllmSection(Section):
@@ -123,11 +120,9 @@ class _DrafterFields(Section):
 
 def _own_fields() -> dict[str, Any]:
     """The fields of a drafter section that the drafters declare: their kinds, and the options of each."""
-    fields: dict[str, Any] = {
-        name: (own.type, Field(own.default, description=own.meaning, ge=own.least, le=own.most))
-        for drafter in registered().values()
-        for name, own in options_of(drafter.options).items()
-    }
+    fields: dict[str, Any] = {}
+    for drafter in registered().values():
+        fields |= _fields_of(drafter.options)
     kind = _DrafterFields.model_fields["kind"]
     return fields | {"kind": (Literal[drafter_kinds()], Field(kind.default, description=kind.description))}
 
