@@ -48,6 +48,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (config(engine={"device": "cpu"}), "pools.prefill.num_gpus: is above 0, but engine.device is cpu; set it to 0"),
     (merged(VLLM, config(engine={"verifier": "block"})), "engine.verifier: cannot be set for engine.kind vllm"),
     (merged(VLLM, config(drafter={"length": "dynamic"})), "drafter.length: must be static for engine.kind vllm"),
+    (
+        merged(VLLM, config(engine={"max_model_len": 9000, "kv_cache_tokens": 8192})),
+        "engine.kv_cache_tokens: must hold at least one sequence of engine.max_model_len (9000) tokens, got 8192",
+    ),
+    (config(vllm={"replays": "torch"}), "vllm: is set, but engine.kind is torch; remove it or set kind to vllm"),
+    (config(access={"open_metrics": False}), "access.open_metrics: is false, but there are no keys to open it"),
     (config(replay={"share": 0.5, "sample_rate": 0.5}), "replay.share: is the old name of replay.sample_rate, and"),
 ]
 
