@@ -51,6 +51,7 @@ class CatchUpPass:
         if bucket not in self._passes:
             fields = row_fields(bucket, self._room)
             fields |= {"token_ids": Field((bucket.num_seqs, bucket.num_queries)), "lasts": Field((bucket.num_seqs,))}
+            fields |= {"places": Field((bucket.num_rows,))}
             inputs = StagedInputs(fields, capturer.device)
             size = (bucket.num_rows, self._model.num_features)
             features = torch.zeros(size, dtype=self._dtype, device=capturer.device)
@@ -73,9 +74,10 @@ class CatchUpPass:
         fill_rows(host, [_blocks(own) for own in rows.blocks], rows.starts, counts, self._room)
         host["token_ids"].reshape(-1)[places] = rows.token_ids
         host["lasts"][: len(counts)] = np.arange(len(counts)) * bucket.num_queries + counts - 1
+        host["places"][: len(places)] = places
         captured.inputs.send()
         if features.shape[1]:
-            captured.features.index_copy_(0, torch.from_numpy(places).to(features.device), features)
+            captured.features.index_copy_(0, captured.inputs.on_device["places"][: len(places)], features)
         return captured.replay()[: len(counts)]
 
     def _compute(self, inputs: dict[str, Tensor], features: Tensor) -> Tensor:

@@ -157,14 +157,14 @@ class GraphStep:
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
         places = self.runner.target.run(bucket, layout, _sources(layout, drafts), self.capturer)
-        self._observe(batch, layout, places)
+        self._observe(batch, layout, places.on_device)
         sequences = [entry.sequence for entry in batch.entries]
         kind = Kind(
             drawn=drafts.rows is not None,
             checked=self_check.due(),
             logprobs=any(sequence.params.returns_logprobs for sequence in sequences),
         )
-        rows = JudgedRows(layout, places[layout.verify_rows], drafts.rows, self_check.counted(sequences))
+        rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, self_check.counted(sequences))
         judged = self.judge.run(rows_bucket, kind, rows, self.capturer)
         known = _with_drafts(layout, judged.draft_ids)
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
@@ -176,11 +176,10 @@ class GraphStep:
             terms=judged.terms,
         )
 
-    def _observe(self, batch: Batch, layout: StepInput, places: Int64s) -> None:
+    def _observe(self, batch: Batch, layout: StepInput, places: Tensor) -> None:
         if self._drafter.capture:
             # A copy: the drafter keeps features for longer than the static ones stand.
-            features = self.buffers.features[torch.from_numpy(places).to(self.capturer.device)]
-            self._drafter.observe(batch, layout, features)
+            self._drafter.observe(batch, layout, self.buffers.features[places])
 
     def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
         if self._neural is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,14 @@ class CapturedPass:
 
     inputs: StagedInputs
     replay: Callable[[], object]
+
+
+class Places(NamedTuple):
+    """Where each packed row lies among the padded ones, [N] int64; `on_device` holds until the next run of its
+    bucket."""
+
+    on_host: Int64s
+    on_device: Tensor
 
 
 class TargetPass:
@@ -54,12 +63,16 @@ class TargetPass:
         if bucket not in self._passes:
             shape = (bucket.num_seqs, bucket.num_queries)
             fields = row_fields(bucket, self._room)
-            fields |= {"input_ids": Field(shape), "sources": Field(shape, padding=-1)}
+            fields |= {
+                "input_ids": Field(shape),
+                "sources": Field(shape, padding=-1),
+                "places": Field((bucket.num_rows,)),
+            }
             inputs = StagedInputs(fields, capturer.device)
             self._passes[bucket] = CapturedPass(inputs, capturer.capture(lambda: self._compute(inputs.on_device)))
         return self._passes[bucket]
 
-    def run(self, bucket: Bucket, layout: StepInput, sources: Int64s | None, capturer: Capturer) -> Int64s:
+    def run(self, bucket: Bucket, layout: StepInput, sources: Int64s | None, capturer: Capturer) -> Places:
         """Compute a step's rows.
 
         Args:
@@ -70,7 +83,7 @@ class TargetPass:
             capturer: for a bucket that is new.
 
         Returns:
-            [N] where each packed row lies in `GraphBuffers.hidden`.
+            Where each packed row lies in `GraphBuffers.hidden`.
         """
         captured = self.prepare(bucket, capturer)
         counts = np.diff(layout.row_starts)
@@ -82,9 +95,10 @@ class TargetPass:
         host["input_ids"].reshape(-1)[places] = layout.input_ids
         if sources is not None:
             host["sources"].reshape(-1)[places] = sources
+        host["places"][: len(places)] = places
         captured.inputs.send()
         captured.replay()
-        return places
+        return Places(places, captured.inputs.on_device["places"][: len(places)])
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
         sources = inputs["sources"].view(-1)
@@ -130,7 +144,7 @@ class GraphRunner(ModelRunner):
         counts = np.diff(layout.row_starts)
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         assert bucket is not None, "the rows were chosen to fit"
-        places = torch.from_numpy(self.target.run(bucket, layout, None, self._capturer)).to(self.device)
+        places = self.target.run(bucket, layout, None, self._capturer).on_device
         buffers = self.target.buffers
         hidden = buffers.hidden[places]  # a copy: the next step overwrites what it was gathered from
         return hidden, buffers.features[places] if capture else hidden[:, :0]

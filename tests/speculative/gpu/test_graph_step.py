@@ -95,7 +95,7 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
             layout = layout_of(lengths, counts, config.block_size, seed=number)
             graphs.buffers.hidden.fill_(torch.nan)
             padded_cache.data[:, :, trash:] = torch.nan
-            places = torch.from_numpy(graphs.runner.target.run(bucket, layout, None, graphs.capturer))
+            places = graphs.runner.target.run(bucket, layout, None, graphs.capturer).on_device
             expected = plain.forward(layout)
             assert (graphs.buffers.hidden[places] - expected).abs().max() < HIDDEN_TOLERANCE
             assert not graphs.buffers.hidden[: bucket.num_rows].isnan().any(), "padding computes numbers"
