@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from speculative.gpu.capture import side_stream
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 
 DEVICE = torch.device("cuda:0")
@@ -176,11 +177,15 @@ class PretendedCuda(TorchFunctionMode):
         super().__exit__(*exception)
         self._patches.close()
         PretendedCuda.current = None
+        side_stream.cache_clear()
 
     def _stand_ins(self) -> dict[str, Any]:
-        def stream() -> Any:
+        def stream(device: int) -> Any:
             self.num_streams += 1
-            return SimpleNamespace(wait_stream=lambda _: None)
+            return SimpleNamespace(wait_stream=lambda _: None, device=device)
+
+        def record(stream: Any) -> None:
+            assert stream.device == DEVICE, "recorded where the copy was not made"
 
         return {
             "torch.cuda.is_available": lambda: True,
@@ -188,10 +193,11 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.memory_reserved": lambda *_: 0,
             "torch.cuda.memory_allocated": lambda *_: 0,
             "torch.cuda.empty_cache": lambda: None,
-            "torch.cuda.Event": lambda: SimpleNamespace(record=lambda *_: None, synchronize=lambda: None),
-            "torch.cuda.Stream": lambda *_: stream(),
-            "torch.cuda.current_stream": lambda *_: SimpleNamespace(wait_stream=lambda _: None),
+            "torch.cuda.Event": lambda: SimpleNamespace(record=record, synchronize=lambda: None),
+            "torch.cuda.Stream": stream,
+            "torch.cuda.current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda _: None, device=device),
             "torch.cuda.stream": nullcontext,
+            "torch.cuda.current_device": lambda: 0,
             "torch.cuda.device": nullcontext,
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),

@@ -105,5 +105,5 @@ def test_verification_keeps_to_its_budget(
         graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
         assert graphs is not None
         graphs.judge._captured.clear()
-        graphs.judge.prepare(graphs.buckets.largest, kind, graphs.capturer)
+        graphs.judge.prepare(graphs.buckets.largest, kind)
     assert device.graphs[-1].num_nodes <= VERIFY_NODES[name, kind]

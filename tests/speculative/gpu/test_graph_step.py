@@ -95,7 +95,7 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
             layout = layout_of(lengths, counts, config.block_size, seed=number)
             graphs.buffers.hidden.fill_(torch.nan)
             padded_cache.data[:, :, trash:] = torch.nan
-            places = graphs.runner.target.run(bucket, layout, None, graphs.capturer).on_device
+            places = graphs.runner.target.run(bucket, layout, None).on_device
             expected = plain.forward(layout)
             assert (graphs.buffers.hidden[places] - expected).abs().max() < HIDDEN_TOLERANCE
             assert not graphs.buffers.hidden[: bucket.num_rows].isnan().any(), "padding computes numbers"
@@ -138,7 +138,7 @@ def test_padding_writes_to_nobodys_blocks(target: Path) -> None:
     bucket = graphs.buckets.largest
     layout = layout_of([5, 0, 12], [2, 1, 5], config.block_size, seed=0)
     before = cache.data.clone()
-    graphs.runner.target.run(bucket, layout, None, graphs.capturer)
+    graphs.runner.target.run(bucket, layout, None)
     live = config.num_blocks * config.block_size
     changed = (cache.data[:, :, :live] != before[:, :, :live]).flatten(3).any(dim=-1).any(dim=0).any(dim=0)
     assert set(changed.nonzero().flatten().tolist()) == set(layout.slots.tolist())
@@ -314,7 +314,7 @@ def test_padding_alone_can_be_judged_in_every_bucket_and_kind(
     graphs.capture_all()
     for bucket in graphs.buckets:
         for kind in itertools.product((False, True) if graphs.loop else (False,), (False, True), (False, True)):
-            vector, _ = graphs.judge.prepare(bucket, Kind(*kind), graphs.capturer).replay()
+            vector, _ = graphs.judge.prepare(bucket, Kind(*kind)).replay()
             accepted, token_ids = vector[: 2 * bucket.num_seqs].split(bucket.num_seqs)
             assert (accepted == 0).all()
             assert ((token_ids >= 0) & (token_ids < VOCABULARY)).all()

@@ -1,6 +1,8 @@
 """Engines on a pretended CUDA device against the plain ones on the CPU, token for token."""
 
 import dataclasses
+import gc
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speculative.config import DrafterConfig
+from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.gpu.capture import Capturer
 from speculative.gpu.staged_inputs import StagedInputs
@@ -202,7 +205,7 @@ def test_inputs_that_were_not_sent_are_found(load: Load, monkeypatch: pytest.Mon
     run_target, send = TargetPass.run, StagedInputs.send
 
     def forgetful(self: TargetPass, *arguments: Any) -> Any:
-        self.prepare(arguments[0], arguments[-1])
+        self.prepare(arguments[0])
         monkeypatch.setattr(StagedInputs, "send", lambda _: None)
         places = run_target(self, *arguments)
         monkeypatch.setattr(StagedInputs, "send", send)
@@ -231,3 +234,50 @@ def test_what_an_earlier_graph_may_have_written_over_is_found() -> None:
         assert results[0].cpu().tolist() == [3.0] * 3
         assert results[1].cpu().isnan().all(), "its memory was free when the first graph was captured"
         assert device.num_replays == 3
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_switch_frees_the_old_graphs_and_the_old_drafters_cache_first(
+    load: Load, target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[bool] = []
+    with PretendedCuda():
+        engine = load(device="cuda", drafter=drafters[name])
+        add_all(engine, SHORT)
+        for _ in range(4):
+            engine.step()
+        assert engine.graphs is not None
+        old = [weakref.ref(engine.graphs), weakref.ref(engine.graphs.buffers.hidden)]
+        if isinstance(engine.drafter, ModelDrafter):
+            old += [weakref.ref(engine.drafter), weakref.ref(engine.drafter.cache.data)]
+        make_executor = engine._make_executor
+
+        def watched(*arguments: Any) -> None:
+            alive.extend(one() is not None for one in old)
+            make_executor(*arguments)
+
+        monkeypatch.setattr(engine, "_make_executor", watched)
+        gc.disable()
+        try:
+            engine.switch(load_weights(target, engine.config, engine.device), "2")
+        finally:
+            gc.enable()
+    assert alive and not any(alive)
+
+
+def test_memory_that_the_allocator_keeps_is_not_taken(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [2**40]
+    with PretendedCuda():
+        monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**40 - sum(kept), 2**40))
+        load(device="cuda")
+
+
+def test_all_captures_share_a_stream(load: Load, target: Path) -> None:
+    with PretendedCuda() as device:
+        engine = load(device="cuda")
+        engine.switch(load_weights(target, engine.config, engine.device), "2")
+        assert device.num_streams == 1
