@@ -268,7 +268,7 @@ class EngineCore:
         """
         self.scheduler.reset()
         weightless = self.drafter if weights.draft_model is None else NoDrafter()
-        del self.graphs, self.eager, self.executor  # nothing else holds the old cache and the old graphs: their memory is free now
+        del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
         neural = None if weights.draft_model is None else self._model_drafter(weights.draft_model)
         self._make_executor(weights.decoder, neural or weightless, neural)
         self.self_check.restart()
