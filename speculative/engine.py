@@ -91,7 +91,7 @@ class EngineCore:
         )
 
     def _make_executor(self, decoder: Decoder, drafter: Drafter, neural: ModelDrafter | None) -> None:
-        """What runs the steps; old graphs have let go of their memory."""
+        """What runs the steps; nothing holds the graphs and the drafter of old weights any more."""
         self._decoder = decoder
         self.graphs: GraphStep | None = None
         runner = ModelRunner(decoder, self.cache, self.device)
@@ -268,7 +268,7 @@ class EngineCore:
         """
         self.scheduler.reset()
         weightless = self.drafter if weights.draft_model is None else NoDrafter()
-        del self.graphs, self.eager, self.executor  # the old drafter's cache goes before the new one is made
+        del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
         neural = None if weights.draft_model is None else self._model_drafter(weights.draft_model)
         self._make_executor(weights.decoder, neural or weightless, neural)
         self.self_check.restart()
