@@ -1,8 +1,8 @@
 """From hidden states to emitted tokens, captured: LM head, distribution, verification, invariants, self-checks,
 logprobs.
 
-Only plain requests are verified here: a temperature, no filters, no rules, token-wise verification. The arithmetic is
-the eager step's own; but rows are padded, and everything the host needs is returned in one vector.
+Only plain requests are verified here: a temperature, no filters, no rules, token-wise verification. Rows are padded, and
+everything the host needs is returned in one vector (`RowJudge`).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,20 +16,16 @@ from torch import Tensor
 from speculative.config import LogprobsMode
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
-from speculative.gpu.capture import Capturer, copy_once
+from speculative.gpu.capture import Capturer
+from speculative.gpu.row_judge import DrawnFrom, RowFields, Wanted, columns_of, make_judge
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
-from speculative.sampling.logprobs import HostLogprobs, gather_logprobs, mode_matrix
-from speculative.sampling.probs import SamplingRows, process, target_probs
-from speculative.selfcheck.invariants import broken_rows
-from speculative.selfcheck.terms import Scope, take_terms
+from speculative.sampling.logprobs import HostLogprobs
+from speculative.sampling.probs import SamplingRows
 from speculative.state.batch import HostTerms, StepInput
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
 from speculative.step.sampler import verify_rows
-from speculative.verification.base import VerifyInput, emitted_at_rows
-from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
-from speculative.verification.token_wise import verify_token_wise
 
 _NEVER = 1 << 20  # offset of a padding row: after every draft
 
@@ -87,7 +83,9 @@ class VerifyGraph:
     ) -> None:
         """`draft_ids` is `DraftModel.ids` of the drafter: the tokens its columns stand for."""
         self._capturer = capturer
+        self._judge = make_judge(capturer.device)
         self._decoder, self._statics, self._draft_ids, self._mode = decoder, buffers, draft_ids, mode
+        self._columns = None if draft_ids is None else columns_of(draft_ids, decoder.config.vocab_size)
         self._captured: dict[tuple[Bucket, Kind], _Captured] = {}
 
     def prepare(self, bucket: Bucket, kind: Kind) -> _Captured:
@@ -109,44 +107,19 @@ class VerifyGraph:
         return _unpack(vector.cpu().numpy(), bucket, kind, checks, rows.layout)
 
     def _compute(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
-        logits = self._decoder.logits(self._statics.hidden[inputs["places"]])  # [R, V]
-        sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"])
-        processed = process(logits, sampling)
-        step = self._verify_input(bucket, kind, inputs, target_probs(processed, sampling))
-        verified = verify_token_wise(step)
-        emitted = emitted_at_rows(verified, step)
-        broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), torch.zeros_like(inputs["greedy"]))
-        expected = verified.expected_accepted.nan_to_num().sum()
-        parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, expected]
-        checks: tuple[str, ...] = ()
-        if kind.logprobs:
-            reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
-            parts += [reported.values, reported.ranks]
-        if kind.checked:
-            nobody = torch.zeros_like(inputs["counted"])
-            scope = Scope("token_wise", inputs["judged_rows"], inputs["counted"], nobody, False, False)
-            terms = take_terms(step, verified, emitted, scope)
-            parts += [terms.achievable, terms.sums]
-            checks = terms.checks
-        return copy_once(parts), checks
-
-    def _verify_input(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor], probs: Tensor) -> VerifyInput:
-        drafts, draft_probs = inputs["drafts"], self._distribution(kind, inputs)
+        logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
+        drafts = inputs["drafts"]
         if kind.drawn and bucket.num_queries > 1:
             own = self._statics.draft_tokens[inputs["draft_rows"]]  # [D]
             drafts = torch.where(drafts >= 0, own[inputs["packed"].clamp(max=len(own) - 1)], -1)
-        names = ("packed", "entries", "offsets", "first_rows", "counts", "accept_uniforms", "sample_uniforms")
-        unused = inputs["entries"]  # of the coupled verifier
-        named = {name: inputs[name] for name in names}
-        return VerifyInput(probs=probs, draft_probs=draft_probs, drafts=drafts, seeds=unused, positions=unused, **named)
-
-    def _distribution(self, kind: Kind, inputs: Mapping[str, Tensor]) -> DraftProbs:
-        if not kind.drawn:
-            return PointMass()
-        probs = self._statics.draft_probs[inputs["draft_rows"]]
-        if self._draft_ids is None:
-            return Dense(probs)
-        return SubVocabulary(probs, self._draft_ids, self._statics.draft_columns[inputs["draft_rows"]])
+        rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
+        drawn = None
+        if kind.drawn:
+            statics = self._statics
+            drawn = DrawnFrom(
+                statics.draft_probs, inputs["draft_rows"], self._columns, self._draft_ids, statics.draft_columns
+            )
+        return self._judge(logits, rows, drawn, Wanted(kind.checked, self._mode if kind.logprobs else None))
 
 
 def _fields(bucket: Bucket) -> dict[str, Field]:
@@ -216,7 +189,8 @@ def _unpack(vector: Array, bucket: Bucket, kind: Kind, checks: tuple[str, ...], 
     num_rows, num_entries = len(layout.drafts), len(layout.drawing)
     accepted, token_ids = (take(bucket.num_seqs)[:num_entries].astype(np.int64) for _ in range(2))
     drafts, broken = (take(bucket.num_rows)[:num_rows].astype(np.int64) for _ in range(2))
-    verdicts = Verdicts(accepted, token_ids, broken, float(take(1)[0]))
+    expected = np.nan_to_num(take(bucket.num_seqs)[:num_entries]).sum()
+    verdicts = Verdicts(accepted, token_ids, broken, float(expected))
     logprobs = terms = None
     if kind.logprobs:
         values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))

@@ -258,7 +258,7 @@ def _sum_of_cubes(distribution: Tensor) -> Tensor:
 
 
 @functools.cache
-def _stakes(device: torch.device) -> Tensor:
+def stakes_on(device: torch.device) -> Tensor:
     """[len(STAKES)] float64; made once, since nothing may come from the host while a graph is captured."""
     return torch.tensor(STAKES, dtype=torch.float64, device=device)
 
@@ -266,7 +266,7 @@ def _stakes(device: torch.device) -> Tensor:
 def _sum_up(found: list[tuple[Tensor, Tensor]]) -> Tensor:
     where = torch.stack([where & values.isfinite() for values, where in found])  # [C, R]
     values = torch.where(where, torch.stack([values for values, _ in found]).double().clamp(-1, 1), 0.0)
-    gains = torch.log1p(_stakes(values.device)[:, None] * values[:, None]).sum(dim=-1)  # [C, len(STAKES)]
+    gains = torch.log1p(stakes_on(values.device)[:, None] * values[:, None]).sum(dim=-1)  # [C, len(STAKES)]
     parts = (
         where.sum(-1).double(),
         values.clamp(min=0).sum(-1),

@@ -5,7 +5,8 @@
 - `torch.cuda.graph` records the operations of the Python that runs under it, once. A replay executes them again on the
   same memory. Whatever another graph of the shared pool may have written over is garbage by then: a graph's temporaries
   always, its results once an earlier graph was replayed.
-- Attention over the paged cache is one opaque operation, as the Triton kernels are: plain torch inside.
+- Attention over the paged cache, and the judgement of a step's rows, are one opaque operation each, as the Triton
+  kernels are: plain torch inside.
 
 It does not see numerics, 32-bit offsets, memory, races between streams, or what Triton compiles.
 """
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculative.gpu.capture import side_stream
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
+from speculative.gpu.row_judge import DrawnFrom, RowFields, TorchJudge, Wanted
 
 DEVICE = torch.device("cuda:0")
 GARBAGE_ID = 2**40 + 7
@@ -203,6 +205,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
+            "speculative.gpu.verify_graph.make_judge": lambda _: _RowJudge(self),
         }
 
     @contextmanager
@@ -382,6 +385,44 @@ class _PagedAttention:
             return self._attend(query, keys, values, PagedRows(*places, first=rows.first))
 
         return self._device.opaque(_ATTENTION_LAUNCHES, attend, *given)
+
+
+class _RowJudge:
+    """In the place of `TritonJudge`."""
+
+    def __init__(self, device: PretendedCuda) -> None:
+        self._device = device
+
+    def __call__(
+        self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        """As `RowJudge`."""
+        given = [tensor for tensor in (logits, *rows, *(drawn or ())) if tensor is not None]
+        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        assert all(tensor.is_contiguous() for tensor in given)
+        dtypes = {"temperature": torch.float32, "greedy": torch.bool, "counted": torch.bool}
+        dtypes |= dict.fromkeys(("accept_uniforms", "sample_uniforms"), torch.float64)
+        for name, tensor in rows._asdict().items():
+            assert tensor.dtype == dtypes.get(name, torch.int64), name
+        if drawn is not None:
+            assert drawn.probs.dtype == torch.float32 and drawn.places.dtype == torch.int64
+            assert (drawn.columns is None) == (drawn.ids is None)
+            assert drawn.columns is None or drawn.columns.dtype == torch.int32
+        checks: tuple[str, ...] = ()
+
+        def judge(logits: Tensor, rows: list[Tensor], drawn: list[Tensor] | None) -> Tensor:
+            nonlocal checks
+            vector, checks = TorchJudge()(logits, RowFields(*rows), drawn and DrawnFrom(*drawn), wanted)
+            return vector
+
+        launches = judge_launches(wanted, drawn=drawn is not None)
+        out = self._device.opaque(launches, judge, logits, list(rows), None if drawn is None else list(drawn))
+        return out, checks
+
+
+def judge_launches(wanted: Wanted, *, drawn: bool) -> int:
+    """How many kernels `TritonJudge` launches."""
+    return 5 + (wanted.logprobs is not None or (wanted.checked and drawn)) + wanted.checked
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

@@ -45,10 +45,10 @@ BUDGETS = {
 # Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
 LAYER_NODES = 17
 VERIFY_NODES = {
-    ("none", Kind(drawn=False, checked=False, logprobs=False)): 94,
-    ("none", Kind(drawn=False, checked=True, logprobs=True)): 263,
-    ("eagle3", Kind(drawn=True, checked=False, logprobs=False)): 142,
-    ("eagle3", Kind(drawn=True, checked=True, logprobs=True)): 373,
+    ("none", Kind(drawn=False, checked=False, logprobs=False)): 7,
+    ("none", Kind(drawn=False, checked=True, logprobs=True)): 9,
+    ("eagle3", Kind(drawn=True, checked=False, logprobs=False)): 13,
+    ("eagle3", Kind(drawn=True, checked=True, logprobs=True)): 15,
 }
 ODD = {
     "plain": SamplingParams(logprobs=0),

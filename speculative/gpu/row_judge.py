@@ -1,0 +1,134 @@
+"""Judges the rows of a plain step, from logits to one vector for the host: the interface, and it by torch's operators."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from speculative.config import LogprobsMode
+from speculative.gpu.attention_choice import why_no_triton
+from speculative.gpu.capture import copy_once
+from speculative.sampling.logprobs import gather_logprobs, mode_matrix
+from speculative.sampling.probs import SamplingRows, highest_logits, process, target_probs
+from speculative.selfcheck.invariants import broken_rows
+from speculative.selfcheck.terms import Scope, take_terms
+from speculative.verification.base import VerifyInput, emitted_at_rows
+from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
+from speculative.verification.token_wise import verify_token_wise
+
+
+class RowFields(NamedTuple):
+    """The rows, as in `VerifyInput`; all on the device.
+
+    temperature: [R, 1] float32. greedy: [R] bool. counted: [E] bool, entries whose terms count. judged_rows: [D] int64
+    the row of each packed draft; a row that judges nothing where there is no such draft.
+    """
+
+    temperature: Tensor
+    greedy: Tensor
+    drafts: Tensor
+    packed: Tensor
+    entries: Tensor
+    offsets: Tensor
+    first_rows: Tensor
+    counts: Tensor
+    accept_uniforms: Tensor
+    sample_uniforms: Tensor
+    counted: Tensor
+    judged_rows: Tensor
+
+
+class DrawnFrom(NamedTuple):
+    """What drafts were drawn from, where it lies.
+
+    probs: [N, W] float32. places: [D] int64, its row for each packed draft. columns: [V] int32, its column for each
+    token, -1 = none; None where W = V. ids: [W] int64, the token of each column. own_columns: [N] int64, that of the
+    draft that was drawn from each row.
+    """
+
+    probs: Tensor
+    places: Tensor
+    columns: Tensor | None
+    ids: Tensor | None
+    own_columns: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be found out besides verdicts: the terms of the self-checks, the logprobs of the emitted tokens."""
+
+    checked: bool
+    logprobs: LogprobsMode | None
+
+
+class RowJudge(Protocol):
+    """Token-wise verification of R rows of E entries over V tokens."""
+
+    def __call__(
+        self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        """Judge logits [R, V]; `drawn` is None where the drafts were chosen.
+
+        Returns:
+            One float64 vector: accepted drafts [E], last tokens [E], drafts [R], broken invariants [R], expected
+            accepted drafts [E]; with logprobs their values [R] and ranks [R]; with self-checks what could be accepted
+            [1] and the sums of `Terms` [C, S]. And the names of the C self-checks.
+        """
+
+
+class TorchJudge:
+    """By torch's operators; p is a matrix."""
+
+    def __call__(
+        self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        """As `RowJudge`."""
+        sampling = SamplingRows.on_device(rows.temperature, rows.greedy)
+        processed = process(logits.float(), sampling)
+        step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(drawn))
+        verified = verify_token_wise(step)
+        emitted = emitted_at_rows(verified, step)
+        broken = broken_rows(step, verified, emitted, highest_logits(processed), torch.zeros_like(rows.greedy))
+        parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
+        checks: tuple[str, ...] = ()
+        if wanted.logprobs is not None:
+            reported = gather_logprobs(mode_matrix(wanted.logprobs, logits.float(), processed), emitted, 0)
+            parts += [reported.values, reported.ranks]
+        if wanted.checked:
+            nobody = torch.zeros_like(rows.counted)
+            scope = Scope("token_wise", rows.judged_rows, rows.counted, nobody, False, False)
+            terms = take_terms(step, verified, emitted, scope)
+            parts += [terms.achievable, terms.sums]
+            checks = terms.checks
+        return copy_once(parts), checks
+
+
+def columns_of(ids: Tensor, vocab_size: int) -> Tensor:
+    """[V] int32, the column of each token where `ids` [W] has one, else -1."""
+    columns = torch.full((vocab_size,), -1, dtype=torch.int32, device=ids.device)
+    columns[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    return columns
+
+
+def make_judge(device: torch.device) -> RowJudge:
+    """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
+    if device.type == "cuda" and not why_no_triton():
+        from speculative.gpu.triton_judge import TritonJudge
+
+        return TritonJudge()
+    return TorchJudge()
+
+
+def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs) -> VerifyInput:
+    unused = rows.entries  # of the coupled verifier
+    names = ("drafts", "packed", "entries", "offsets", "first_rows", "counts", "accept_uniforms", "sample_uniforms")
+    named = {name: getattr(rows, name) for name in names}
+    return VerifyInput(probs=probs, draft_probs=draft_probs, seeds=unused, positions=unused, **named)
+
+
+def _draft_probs(drawn: DrawnFrom | None) -> DraftProbs:
+    if drawn is None:
+        return PointMass()
+    probs = drawn.probs[drawn.places]
+    return Dense(probs) if drawn.ids is None else SubVocabulary(probs, drawn.ids, drawn.own_columns[drawn.places])

@@ -1,0 +1,173 @@
+"""`RowJudge` by the kernels of `triton_vocabulary`; imported only where Triton is installed."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from speculative.config import LogprobsMode
+from speculative.gpu import triton_vocabulary as kernels
+from speculative.gpu.row_judge import DrawnFrom, RowFields, Wanted
+from speculative.selfcheck.eprocess import STAKES
+from speculative.selfcheck.invariants import MASS_ROUNDING
+from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, stakes_on
+
+BLOCK = 2048  # tokens of a program: what fits into registers, and a constant, so that no result depends on the batch
+_CHECKS_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the order of `_report_rows`
+_CHECKS_OF_CHOSEN = ("d", "a", "r", "g")
+_LANES = 128  # rows whose terms are added up together
+
+
+class TritonJudge:
+    """Launches the kernels: nothing waits for the host, and every grid follows from the shapes."""
+
+    def __call__(
+        self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        """As `RowJudge`."""
+        num_rows, num_entries = len(rows.drafts), len(rows.first_rows)
+        checks = () if not wanted.checked else _CHECKS_OF_CHOSEN if drawn is None else _CHECKS_OF_DRAWN
+        out = _Outputs(num_rows, num_entries, len(checks), wanted, logits.device)
+        sizes = {"NUM_BLOCKS": triton.cdiv(logits.shape[1], BLOCK)}
+        padded = {"PADDED": triton.next_power_of_2(sizes["NUM_BLOCKS"])}
+        blocked = sizes | {"VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
+        room = _Workspace(num_rows, num_entries, sizes["NUM_BLOCKS"], logits.device)
+        q, kind = _q(drawn, rows, logits)
+        strides = (logits.stride(0), q[0].stride(0), num_rows)
+        ranked = {"RANKED": wanted.logprobs is not None}
+        target = (logits, rows.temperature, rows.greedy, room.facts)
+        per_block = (num_rows, sizes["NUM_BLOCKS"])
+
+        kernels._reduce_blocks[per_block](logits, rows.temperature, room.maxima, strides[0], num_rows, **blocked)
+        kernels._find_facts[(num_rows,)](room.maxima, rows.temperature, room.facts, num_rows, **sizes, **padded)
+        kernels._sum_blocks[per_block](
+            *target, *q, rows.drafts, room.sums, *strides, **blocked, **kind, **ranked, CHECKED=wanted.checked
+        )
+        settled = (out.num_accepted, out.token_ids)
+        kernels._settle_entries[(num_entries,)](
+            *target,
+            *q,
+            rows.drafts,
+            room.sums,
+            rows.first_rows,
+            rows.counts,
+            rows.accept_uniforms,
+            rows.sample_uniforms,
+            *settled,
+            out.expected,
+            room.drawn,
+            *strides,
+            **blocked,
+            **padded,
+            **kind,
+        )
+        overlapped = wanted.checked and drawn is not None
+        if overlapped or ranked["RANKED"]:
+            kernels._compare_blocks[(num_entries, sizes["NUM_BLOCKS"])](
+                *target,
+                *q,
+                rows.drafts,
+                rows.first_rows,
+                *settled,
+                room.drawn,
+                room.compared,
+                *strides,
+                **blocked,
+                **kind,
+                **ranked,
+                OVERLAPPED=overlapped,
+            )
+        kernels._report_rows[(num_rows,)](
+            *target,
+            *q,
+            rows.drafts,
+            room.sums,
+            room.compared,
+            room.drawn,
+            rows.entries,
+            rows.offsets,
+            *settled,
+            rows.counted,
+            out.drafts,
+            out.broken,
+            out.values,
+            out.ranks,
+            out.row_terms,
+            *strides,
+            num_entries,
+            MASS_ROUNDING,
+            LEAST_RESIDUAL,
+            LEAST_SPREAD,
+            **sizes,
+            **padded,
+            **kind,
+            **ranked,
+            **_reported(wanted.logprobs),
+            CHECKED=wanted.checked,
+        )
+        if wanted.checked:
+            kernels._sum_terms[(len(checks) + 1,)](
+                out.row_terms,
+                stakes_on(logits.device),
+                out.achievable,
+                out.sums,
+                num_rows,
+                NUM_STAKES=len(STAKES),
+                PADDED_STAKES=triton.next_power_of_2(len(STAKES)),
+                LANES=_LANES,
+            )
+        return out.vector, checks
+
+
+class _Workspace:
+    """What the kernels hand to one another; `triton_vocabulary` says what lies where."""
+
+    def __init__(self, num_rows: int, num_entries: int, num_blocks: int, device: torch.device) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.maxima = empty(kernels.NUM_FACTS, num_rows, num_blocks, dtype=torch.float32)
+        self.facts = empty(kernels.NUM_FACTS, num_rows, dtype=torch.float32)
+        self.sums = empty(kernels.NUM_SUMS, num_rows, num_blocks)
+        self.drawn = empty(kernels.NUM_DRAWN, num_entries)
+        self.compared = empty(2, num_entries, num_blocks)
+
+
+class _Outputs:
+    """The vector of `RowJudge`, and its parts as the kernels write them."""
+
+    def __init__(
+        self, num_rows: int, num_entries: int, num_checks: int, wanted: Wanted, device: torch.device
+    ) -> None:
+        num_logprobs = num_rows if wanted.logprobs is not None else 0
+        num_sums = num_checks * (len(STAKES) + 4)
+        lengths = [num_entries, num_entries, num_rows, num_rows, num_entries, num_logprobs, num_logprobs]
+        lengths += [1 if num_checks else 0, num_sums]
+        self.vector = torch.empty(sum(lengths), dtype=torch.float64, device=device)
+        (
+            self.num_accepted,
+            self.token_ids,
+            self.drafts,
+            self.broken,
+            self.expected,
+            self.values,
+            self.ranks,
+            self.achievable,
+            self.sums,
+        ) = self.vector.split(lengths)
+        self.row_terms = torch.empty((num_checks + 1, num_rows), dtype=torch.float64, device=device)
+
+
+def _q(drawn: DrawnFrom | None, rows: RowFields, logits: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """q, its columns, and where its rows are; anything stands in the place of what no kernel reads."""
+    if drawn is None:
+        return (logits, rows.drafts, rows.packed, rows.packed), {"Q": kernels.CHOSEN.value}
+    kind = kernels.DENSE if drawn.columns is None else kernels.PART
+    columns = drawn.places if drawn.columns is None else drawn.columns
+    return (drawn.probs, columns, rows.packed, drawn.places), {"Q": kind.value}
+
+
+def _reported(mode: LogprobsMode | None) -> dict[str, bool]:
+    name = mode or ""
+    return {"PROCESSED": name.startswith("processed"), "NORMALIZED": name.endswith("logprobs")}

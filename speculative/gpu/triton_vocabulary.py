@@ -1,0 +1,516 @@
+"""Token-wise verification straight from logits, as Triton kernels; imported only where Triton is installed.
+
+p is never written. Each row of V tokens is cut into blocks of BLOCK, and one program sums one block:
+
+    _reduce_blocks   the logits once: maxima, sums of exponentials
+    _find_facts      the same of whole rows
+    _sum_blocks      logits and q once: mass of p and of (p - q)+, sum(min(p, q)), and what the self-checks sum up
+    _settle_entries  a few numbers of each row: which drafts survive; then the one block that holds the threshold of the
+                     inverse CDF, from which the last token is drawn
+    _compare_blocks  logits and q of each entry's last row: the rank of that token, sum(min(r, q)) of the residual r
+    _report_rows     a few numbers of each row: invariants, logprobs, terms of the self-checks
+    _sum_terms       those terms over all rows
+
+p(x) is the same expression of the same numbers wherever it is needed. Blocks have one size and are added up in one
+order for every batch, so a row's result is a function of its own inputs. Masses are added up, and uniforms compared,
+in float64.
+"""
+
+import triton
+import triton.language as tl
+
+from speculative.selfcheck.invariants import ROW_KINDS
+
+# What one program finds of a block, by its place in the workspaces.
+HIGHEST = tl.constexpr(0)  # maxima [4, R, NUM_BLOCKS] float32; with the next two of a whole row, facts [4, R]
+SOFT_TOTAL = tl.constexpr(1)  # sum(exp((x - highest) / temperature))
+RAW_TOTAL = tl.constexpr(2)  # sum(exp(x - highest))
+BEST = tl.constexpr(3)  # the first token with the highest logit
+NUM_FACTS = 4
+
+P_MASS = tl.constexpr(0)  # sums [NUM_SUMS, R, NUM_BLOCKS] float64
+LEFT = tl.constexpr(1)  # sum((p - q)+)
+OVERLAP = tl.constexpr(2)
+Q_MASS = tl.constexpr(3)
+LEAST_Q = tl.constexpr(4)
+ABOVE = tl.constexpr(5)  # how many logits are higher than the draft's
+SQUARE_P = tl.constexpr(6)  # from here on for self-checks only
+SQUARE_Q = tl.constexpr(7)
+SQUARE_LEFT = tl.constexpr(8)
+CUBE_LEFT = tl.constexpr(9)
+NUM_SUMS = 10
+
+ALIVE = tl.constexpr(0)  # drawn [NUM_DRAWN, E] float64: how many first drafts have p > 0
+LEFT_TOTAL = tl.constexpr(1)  # 0 where the token was drawn from p, since nothing is left of it
+BELOW = tl.constexpr(2)  # mass of the residual distribution before the token
+OWN = tl.constexpr(3)  # its own
+NUM_DRAWN = 4
+
+LAST_ABOVE = tl.constexpr(0)  # compared [2, E, NUM_BLOCKS] float64
+LAST_OVERLAP = tl.constexpr(1)
+
+CHOSEN = tl.constexpr(0)  # what q is: a point mass,
+DENSE = tl.constexpr(1)  # of all tokens,
+PART = tl.constexpr(2)  # or of the tokens that have a column
+
+# 1 + the index into `invariants.ROW_KINDS`.
+NOT_FINITE, NO_TOKEN, LAW, Q_ZERO, P_ZERO = (
+    tl.constexpr(1 + ROW_KINDS.index(kind)) for kind in ("not_finite", "no_token", "law", "q_zero", "p_zero")
+)
+
+_TINY = tl.constexpr(1.1754943508222875e-38)
+_LANES = tl.constexpr(16)  # drafts of a round that are looked at together
+_NOBODY = tl.constexpr(1 << 40)
+
+
+@triton.jit
+def _soft(x, temperature, highest):
+    """exp(x / temperature) over that of the highest; rounded as torch rounds."""
+    return tl.exp(tl.div_rn(x, temperature) - tl.div_rn(highest, temperature))
+
+
+@triton.jit
+def _target(x, token, row, there, facts, temperature, greedy, num_rows):
+    """p of tokens with logits x; `row` may be one row or as many as there are tokens."""
+    highest = tl.load(facts + HIGHEST * num_rows + row, mask=there, other=0.0)
+    total = tl.load(facts + SOFT_TOTAL * num_rows + row, mask=there, other=1.0)
+    best = tl.load(facts + BEST * num_rows + row, mask=there, other=0.0).to(tl.int64)
+    own = tl.load(temperature + row, mask=there, other=1.0)
+    is_greedy = tl.load(greedy + row, mask=there, other=0) != 0
+    return tl.where(is_greedy, tl.where(token == best, 1.0, 0.0), _soft(x, own, highest) / total)
+
+
+@triton.jit
+def _place(packed, places, row, judged, Q: tl.constexpr):
+    """The row of q that a row's draft was drawn from."""
+    if Q == CHOSEN:
+        return row * 0
+    draft = tl.load(packed + row, mask=judged, other=0)
+    return tl.load(places + draft, mask=judged, other=0)
+
+
+@triton.jit
+def _draft_prob(q, columns, q_stride, place, draft, token, inside, Q: tl.constexpr):
+    """q of tokens; 0 where nothing is judged."""
+    judged = inside & (draft >= 0)
+    if Q == CHOSEN:
+        return tl.where(judged & (token == draft), 1.0, 0.0)
+    column = token
+    if Q == PART:
+        column = tl.load(columns + token, mask=judged, other=-1).to(tl.int64)
+    return tl.load(q + place * q_stride + column, mask=judged & (column >= 0), other=0.0)
+
+
+@triton.jit
+def _left(p, q):
+    """(p - q)+; NaN where one of them is."""
+    return tl.where(p <= q, 0.0, p - q)
+
+
+@triton.jit
+def _minimum(p, q):
+    return tl.minimum(p, q, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _of_row(sums, which, row, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    """[PADDED] what the blocks of a row came to."""
+    block = tl.arange(0, PADDED)
+    place = (which * num_rows + row) * NUM_BLOCKS + block
+    return tl.load(sums + place, mask=block < NUM_BLOCKS, other=0.0)
+
+
+@triton.jit
+def _reduce_blocks(  # noqa: PLR0913
+    logits,  # [R, V]
+    temperature,  # [R] float32
+    maxima,  # [4, R, NUM_BLOCKS] float32
+    stride,
+    num_rows,
+    VOCABULARY: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + token, mask=token < VOCABULARY, other=-float("inf")).to(tl.float32)
+    is_damaged = tl.max((x != x).to(tl.int32), axis=0) > 0
+    sound = tl.where(x != x, -float("inf"), x)
+    highest = tl.max(sound, axis=0)
+    base = tl.where(highest == -float("inf"), 0.0, highest)  # -inf - -inf is NaN
+    own = tl.load(temperature + row)
+    place = row * NUM_BLOCKS + block
+    size = num_rows.to(tl.int64) * NUM_BLOCKS
+    tl.store(maxima + HIGHEST * size + place, tl.where(is_damaged, float("nan"), highest))
+    tl.store(maxima + SOFT_TOTAL * size + place, tl.sum(_soft(x, own, base), axis=0))
+    tl.store(maxima + RAW_TOTAL * size + place, tl.sum(tl.exp(x - base), axis=0))
+    tl.store(maxima + BEST * size + place, (block * BLOCK + tl.argmax(sound, axis=0)).to(tl.float32))
+
+
+@triton.jit
+def _find_facts(
+    maxima,  # [4, R, NUM_BLOCKS] float32
+    temperature,  # [R] float32
+    facts,  # [4, R] float32
+    num_rows,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    exists = tl.arange(0, PADDED) < NUM_BLOCKS
+    found = _of_row(maxima, HIGHEST, row, num_rows, NUM_BLOCKS, PADDED)
+    sound = tl.where(exists & (found == found), found, -float("inf"))
+    highest = tl.max(sound, axis=0)
+    is_damaged = tl.max((found != found).to(tl.int32), axis=0) > 0
+    base = tl.where(highest == -float("inf"), 0.0, highest)
+    soft = _of_row(maxima, SOFT_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
+    raw = _of_row(maxima, RAW_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
+    best = _of_row(maxima, BEST, row, num_rows, NUM_BLOCKS, PADDED)
+    own = tl.load(temperature + row)
+    soft = tl.sum(tl.where(soft != 0, soft * _soft(sound, own, base), 0.0), axis=0)
+    raw = tl.sum(tl.where(raw != 0, raw * tl.exp(sound - base), 0.0), axis=0)
+    first = tl.arange(0, PADDED) == tl.argmax(sound, axis=0)
+    tl.store(facts + HIGHEST * num_rows + row, tl.where(is_damaged, float("nan"), highest))
+    tl.store(facts + SOFT_TOTAL * num_rows + row, soft)
+    tl.store(facts + RAW_TOTAL * num_rows + row, raw)
+    tl.store(facts + BEST * num_rows + row, tl.sum(tl.where(first, best, 0.0), axis=0))
+
+
+@triton.jit
+def _sum_blocks(  # noqa: PLR0913
+    logits,  # [R, V]
+    temperature,  # [R] float32
+    greedy,  # [R] bool
+    facts,  # [4, R] float32
+    q,  # [D, W] float32
+    columns,  # [V] int32: of q, -1 where a token has none
+    packed,  # [R] int64
+    places,  # [D] int64: the row of q by packed draft
+    drafts,  # [R] int64
+    sums,  # [NUM_SUMS, R, NUM_BLOCKS] float64
+    stride,
+    q_stride,
+    num_rows,
+    VOCABULARY: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
+    CHECKED: tl.constexpr,
+    RANKED: tl.constexpr,
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < VOCABULARY
+    x = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
+    draft = tl.load(drafts + row)
+    judged = draft >= 0
+    p = tl.where(inside, _target(x, token, row, True, facts, temperature, greedy, num_rows), 0.0)
+    q_row = _draft_prob(q, columns, q_stride, _place(packed, places, row, judged, Q), draft, token, inside, Q)
+    left = _left(p, q_row)
+    place = row * NUM_BLOCKS + block
+    size = num_rows.to(tl.int64) * NUM_BLOCKS
+    tl.store(sums + P_MASS * size + place, tl.sum(p.to(tl.float64), axis=0))
+    tl.store(sums + LEFT * size + place, tl.sum(left.to(tl.float64), axis=0))
+    tl.store(sums + OVERLAP * size + place, tl.sum(_minimum(p, q_row), axis=0).to(tl.float64))
+    if Q != CHOSEN:
+        tl.store(sums + Q_MASS * size + place, tl.sum(q_row, axis=0).to(tl.float64))
+        is_damaged = tl.max((q_row != q_row).to(tl.int32), axis=0) > 0
+        least = tl.where(is_damaged, float("nan"), tl.min(q_row, axis=0))
+        tl.store(sums + LEAST_Q * size + place, least.to(tl.float64))
+    if RANKED:
+        own = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)
+        tl.store(sums + ABOVE * size + place, tl.sum((x > own).to(tl.int32), axis=0).to(tl.float64))
+    if CHECKED:
+        tl.store(sums + SQUARE_P * size + place, tl.sum(p * p, axis=0).to(tl.float64))
+        tl.store(sums + SQUARE_Q * size + place, tl.sum(q_row * q_row, axis=0).to(tl.float64))
+        tl.store(sums + SQUARE_LEFT * size + place, tl.sum(left * left, axis=0).to(tl.float64))
+        tl.store(sums + CUBE_LEFT * size + place, tl.sum(left * left * left, axis=0).to(tl.float64))
+
+
+@triton.jit
+def _settle_entries(  # noqa: PLR0913
+    logits,
+    temperature,
+    greedy,
+    facts,
+    q,
+    columns,
+    packed,
+    places,
+    drafts,
+    sums,
+    first_rows,  # [E] int64
+    counts,  # [E] int64
+    accept_uniforms,  # [R] float64
+    sample_uniforms,  # [R] float64
+    num_accepted,  # [E] float64, as all that follows
+    token_ids,  # [E]
+    expected,  # [E]
+    drawn,  # [NUM_DRAWN, E]
+    stride,
+    q_stride,
+    num_rows,
+    VOCABULARY: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDED: tl.constexpr,
+    Q: tl.constexpr,
+):
+    entry, num_entries = tl.program_id(0), tl.num_programs(0)
+    first, count = tl.load(first_rows + entry), tl.load(counts + entry)
+    accepted, alive = count, count
+    overlap = count.to(tl.float64) * 0.0
+    blocks = tl.arange(0, PADDED)
+    for begin in range(0, count, _LANES):
+        lane = begin + tl.arange(0, _LANES)
+        there, row = lane < count, first + lane
+        draft = tl.load(drafts + row, mask=there, other=0)
+        x = tl.load(logits + row * stride + draft, mask=there, other=0.0).to(tl.float32)
+        p = _target(x, draft, row, there, facts, temperature, greedy, num_rows)
+        own = _draft_prob(q, columns, q_stride, _place(packed, places, row, there, Q), draft, draft, there, Q)
+        coin = tl.load(accept_uniforms + row, mask=there, other=0.0)
+        # In float64 neither product underflows. A token of p = 0 or q = 0 never survives, whatever the coin.
+        survives = (coin * own.to(tl.float64) < p.to(tl.float64)) & (p > 0) & (own > 0)
+        accepted = tl.minimum(accepted, tl.min(tl.where(there & ~survives, lane, count), axis=0))
+        alive = tl.minimum(alive, tl.min(tl.where(there & ~(p > 0), lane, count), axis=0))
+        reached = there & (lane <= accepted)
+        of_row = (OVERLAP * num_rows + row[:, None]) * NUM_BLOCKS + blocks[None, :]
+        found = tl.load(sums + of_row, mask=reached[:, None] & (blocks < NUM_BLOCKS)[None, :], other=0.0)
+        overlap += tl.sum(tl.sum(found, axis=1), axis=0)
+    row = first + accepted
+    left = _of_row(sums, LEFT, row, num_rows, NUM_BLOCKS, PADDED)
+    from_p = ~(tl.sum(left, axis=0) > 0)  # nothing is left but rounding
+    masses = tl.where(from_p, _of_row(sums, P_MASS, row, num_rows, NUM_BLOCKS, PADDED), left)
+    total = tl.sum(masses, axis=0)
+    threshold = tl.load(sample_uniforms + row) * total
+    block = _first_above(tl.cumsum(masses, axis=0), masses, blocks, threshold)
+    before = tl.sum(tl.where(blocks < block, masses, 0.0), axis=0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < VOCABULARY
+    x = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
+    p = tl.where(inside, _target(x, token, row, True, facts, temperature, greedy, num_rows), 0.0)
+    draft = tl.load(drafts + row)
+    q_row = _draft_prob(q, columns, q_stride, _place(packed, places, row, draft >= 0, Q), draft, token, inside, Q)
+    mass = tl.where(from_p, p, _left(p, q_row)).to(tl.float64)
+    chosen = _first_above(tl.cumsum(mass, axis=0), mass, token, threshold - before)
+    tl.store(num_accepted + entry, accepted.to(tl.float64))
+    tl.store(token_ids + entry, chosen.to(tl.float64))
+    tl.store(expected + entry, overlap)
+    tl.store(drawn + ALIVE * num_entries + entry, alive.to(tl.float64))
+    tl.store(drawn + LEFT_TOTAL * num_entries + entry, tl.where(from_p, 0.0, total))
+    below = before + tl.sum(tl.where(token < chosen, mass, 0.0), axis=0)
+    tl.store(drawn + BELOW * num_entries + entry, below)
+    tl.store(drawn + OWN * num_entries + entry, tl.sum(tl.where(token == chosen, mass, 0.0), axis=0))
+
+
+@triton.jit
+def _first_above(cumulated, masses, names, threshold):
+    """The first name whose interval contains the threshold; one without mass never, not even by rounding."""
+    some, names = masses > 0, names.to(tl.int64)
+    least = tl.min(tl.where(some & (cumulated > threshold), names, _NOBODY), axis=0)
+    last = tl.max(tl.where(some, names, tl.min(names, axis=0)), axis=0)  # the threshold may be rounded up to the total
+    return tl.minimum(least, last)
+
+
+@triton.jit
+def _compare_blocks(  # noqa: PLR0913
+    logits,
+    temperature,
+    greedy,
+    facts,
+    q,
+    columns,
+    packed,
+    places,
+    drafts,
+    first_rows,
+    num_accepted,
+    token_ids,
+    drawn,
+    compared,  # [2, E, NUM_BLOCKS] float64
+    stride,
+    q_stride,
+    num_rows,
+    VOCABULARY: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    Q: tl.constexpr,
+    RANKED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    entry, block, num_entries = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    row = tl.load(first_rows + entry) + tl.load(num_accepted + entry).to(tl.int64)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < VOCABULARY
+    x = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
+    place = entry * NUM_BLOCKS + block
+    if RANKED:
+        chosen = tl.load(token_ids + entry).to(tl.int64)
+        own = tl.load(logits + row * stride + chosen).to(tl.float32)
+        above = tl.sum((x > own).to(tl.int32), axis=0).to(tl.float64)
+        tl.store(compared + LAST_ABOVE * num_entries * NUM_BLOCKS + place, above)
+    if OVERLAPPED:
+        draft = tl.load(drafts + row)
+        q_place = _place(packed, places, row, draft >= 0, Q)
+        q_row = _draft_prob(q, columns, q_stride, q_place, draft, token, inside, Q)
+        p = tl.where(inside, _target(x, token, row, True, facts, temperature, greedy, num_rows), 0.0)
+        total = tl.load(drawn + LEFT_TOTAL * num_entries + entry).to(tl.float32)
+        overlap = tl.sum(_minimum(_left(p, q_row) / total, q_row), axis=0).to(tl.float64)
+        tl.store(compared + LAST_OVERLAP * num_entries * NUM_BLOCKS + place, overlap)
+
+
+@triton.jit
+def _report_rows(  # noqa: PLR0913
+    logits,
+    temperature,
+    greedy,
+    facts,
+    q,
+    columns,
+    packed,
+    places,
+    drafts,
+    sums,
+    compared,
+    drawn,
+    entries,  # [R] int64
+    offsets,  # [R] int64
+    num_accepted,
+    token_ids,
+    counted,  # [E] bool
+    judged_drafts,  # [R] float64, as all that follows
+    broken,  # [R]
+    values,  # [R] logprobs
+    ranks,  # [R]
+    terms,  # [NUM_TERMS + 1, R]: NaN where there is none; in the last row, what sum(min(p, q)) could achieve
+    stride,
+    q_stride,
+    num_rows,
+    num_entries,
+    mass_rounding,
+    least_residual,
+    least_spread,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    Q: tl.constexpr,
+    CHECKED: tl.constexpr,
+    RANKED: tl.constexpr,
+    PROCESSED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    entry, offset = tl.load(entries + row), tl.load(offsets + row)
+    last_offset = tl.load(num_accepted + entry).to(tl.int64)
+    draft, drawn_token = tl.load(drafts + row), tl.load(token_ids + entry).to(tl.int64)
+    judged, accepted, reached = draft >= 0, offset < last_offset, offset <= last_offset
+    emitted = tl.where(accepted, draft, drawn_token)
+    place = _place(packed, places, row, judged, Q)
+    x = tl.load(logits + row * stride + emitted).to(tl.float32)
+    p_emitted = _target(x, emitted, row, True, facts, temperature, greedy, num_rows)
+    q_draft = _draft_prob(q, columns, q_stride, place, draft, draft, judged, Q)
+    highest = tl.load(facts + HIGHEST * num_rows + row)
+    code = tl.where(reached & ~(p_emitted > 0), P_ZERO, 0)  # NaN is not above 0 either
+    if Q != CHOSEN:
+        mass = tl.sum(_of_row(sums, Q_MASS, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        each = _of_row(sums, LEAST_Q, row, num_rows, NUM_BLOCKS, PADDED)
+        is_sane = (tl.abs(mass - 1) < mass_rounding) & (tl.max((~(each >= 0)).to(tl.int32), axis=0) == 0)
+        code = tl.where(judged & ~(q_draft > 0), Q_ZERO, code)
+        code = tl.where(judged & ~is_sane, LAW, code)
+    code = tl.where(reached & (highest == -float("inf")), NO_TOKEN, code)
+    code = tl.where(reached & ~(highest < float("inf")), NOT_FINITE, code)
+    tl.store(judged_drafts + row, draft.to(tl.float64))
+    tl.store(broken + row, code.to(tl.float64))
+    if RANKED:
+        value = x
+        if PROCESSED:
+            own = tl.load(temperature + row)
+            value, highest = tl.div_rn(x, own), tl.div_rn(highest, own)
+        if NORMALIZED:
+            which = SOFT_TOTAL if PROCESSED else RAW_TOTAL
+            value = value - highest - tl.log(tl.load(facts + which * num_rows + row))
+        tl.store(values + row, value.to(tl.float64))
+        above = tl.sum(_of_row(sums, ABOVE, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        last_above = tl.sum(_of_row(compared, LAST_ABOVE, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+        tl.store(ranks + row, tl.where(accepted, above, last_above) + 1)
+    if CHECKED:
+        x = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)
+        p_draft = tl.where(judged, _target(x, draft, row, True, facts, temperature, greedy, num_rows), 0.0)
+        q_emitted = _draft_prob(q, columns, q_stride, place, draft, emitted, judged, Q)
+        overlap = tl.sum(_of_row(sums, OVERLAP, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        square_p = tl.sum(_of_row(sums, SQUARE_P, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
+        total = tl.load(drawn + LEFT_TOTAL * num_entries + entry)
+        below = tl.load(drawn + BELOW * num_entries + entry) / total
+        own = tl.load(drawn + OWN * num_entries + entry) / total
+        square = tl.sum(_of_row(sums, SQUARE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total)
+        cube = tl.sum(_of_row(sums, CUBE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total * total)
+        is_last = counts & reached & ~accepted & (total > 0)
+        is_open = is_last & (1 - cube > least_spread)
+        came, here = counts & reached & judged, counts & judged
+        survived = accepted.to(tl.float64)
+        _keep(terms, 0, row, num_rows, p_emitted - square_p, counts & reached)
+        if Q == CHOSEN:
+            enough = (1 - p_draft > least_residual) & (drawn_token != draft)
+            varies = cube - square * square > least_spread * cube
+            _keep(terms, 1, row, num_rows, survived - overlap, came)
+            _keep(terms, 2, row, num_rows, own - square, is_last & judged & enough & varies)
+            _keep(terms, 3, row, num_rows, 2 * below + own - 1, is_open & enough)
+            _keep(terms, 4, row, num_rows, overlap, reached & judged)
+        else:
+            chance = tl.minimum(p_draft / tl.maximum(q_draft, _TINY, propagate_nan=tl.PropagateNan.ALL), 1.0)
+            square_q = tl.sum(_of_row(sums, SQUARE_Q, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+            against = tl.minimum(q_emitted / tl.maximum(p_emitted, _TINY), 1.0)
+            residual = tl.sum(_of_row(compared, LAST_OVERLAP, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+            replaced = tl.minimum(q_emitted.to(tl.float64) / tl.maximum(own, _TINY), 1.0)
+            _keep(terms, 1, row, num_rows, against - overlap, came & (p_emitted > 0))
+            _keep(terms, 2, row, num_rows, chance - overlap, here)
+            _keep(terms, 3, row, num_rows, q_draft - square_q, here)
+            _keep(terms, 4, row, num_rows, survived - overlap, came)
+            _keep(terms, 5, row, num_rows, survived - chance, came)
+            _keep(terms, 6, row, num_rows, replaced - residual, is_open & judged)
+            _keep(terms, 7, row, num_rows, 2 * below + own - 1, is_open)
+            _keep(terms, 8, row, num_rows, overlap, reached & judged)
+
+
+@triton.jit
+def _keep(terms, which: tl.constexpr, row, num_rows, value, where):
+    tl.store(terms + which * num_rows + row, tl.where(where, value.to(tl.float64), float("nan")))
+
+
+@triton.jit
+def _sum_terms(
+    terms,  # [NUM_TERMS + 1, R] float64
+    stakes,  # [NUM_STAKES] float64
+    achievable,  # [1] float64
+    sums,  # [NUM_TERMS, NUM_STAKES + 4] float64
+    num_rows,
+    NUM_STAKES: tl.constexpr,
+    PADDED_STAKES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    which, num_terms = tl.program_id(0), tl.num_programs(0) - 1
+    stake = tl.arange(0, PADDED_STAKES)
+    bets = tl.load(stakes + stake, mask=stake < NUM_STAKES, other=0.0)
+    zeros = tl.zeros([LANES], tl.float64)
+    gains = tl.zeros([PADDED_STAKES], tl.float64)
+    total, number, positive, negative, squares = zeros, zeros, zeros, zeros, zeros
+    for begin in range(0, num_rows, LANES):
+        row = begin + tl.arange(0, LANES)
+        z = tl.load(terms + which * num_rows + row, mask=row < num_rows, other=float("nan"))
+        there = tl.abs(z) < float("inf")
+        total += tl.where(there, z, 0.0)
+        z = tl.where(there, tl.minimum(tl.maximum(z, -1.0), 1.0), 0.0)
+        number += there.to(tl.float64)
+        positive += tl.maximum(z, 0.0)
+        negative += tl.maximum(-z, 0.0)
+        squares += z * z
+        gains += tl.sum(tl.log(1 + bets[:, None] * z[None, :]), axis=1)
+    if which == num_terms:
+        tl.store(achievable, tl.sum(total, axis=0))
+    else:
+        own = sums + which * (NUM_STAKES + 4)
+        tl.store(own + stake, gains, mask=stake < NUM_STAKES)
+        tl.store(own + NUM_STAKES, tl.sum(number, axis=0))
+        tl.store(own + NUM_STAKES + 1, tl.sum(positive, axis=0))
+        tl.store(own + NUM_STAKES + 2, tl.sum(negative, axis=0))
+        tl.store(own + NUM_STAKES + 3, tl.sum(squares, axis=0))
