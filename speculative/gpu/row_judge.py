@@ -1,4 +1,4 @@
-"""Judges the rows of a plain step, from logits to one vector for the host: the interface, and it by torch's operators."""
+"""Judges the rows of a plain step, from logits to one vector: the interface, and one by torch's operators."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -14,7 +14,7 @@ from speculative.selfcheck.invariants import MASS_ROUNDING
 from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, stakes_on
 
 BLOCK = 2048  # tokens of a program: what fits into registers, and a constant, so that no result depends on the batch
-_CHECKS_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the order of `_report_rows`
+_CHECKS_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the order of `_take_terms`
 _CHECKS_OF_CHOSEN = ("d", "a", "r", "g")
 _LANES = 128  # rows whose terms are added up together
 
@@ -84,29 +84,43 @@ class TritonJudge:
             rows.drafts,
             room.sums,
             room.compared,
-            room.drawn,
             rows.entries,
             rows.offsets,
             *settled,
-            rows.counted,
             out.drafts,
             out.broken,
             out.values,
             out.ranks,
-            out.row_terms,
             *strides,
             num_entries,
             MASS_ROUNDING,
-            LEAST_RESIDUAL,
-            LEAST_SPREAD,
             **sizes,
             **padded,
             **kind,
             **ranked,
             **_reported(wanted.logprobs),
-            CHECKED=wanted.checked,
         )
         if wanted.checked:
+            kernels._take_terms[(num_rows,)](
+                *target,
+                *q,
+                rows.drafts,
+                room.sums,
+                room.compared,
+                room.drawn,
+                rows.entries,
+                rows.offsets,
+                *settled,
+                rows.counted,
+                out.row_terms,
+                *strides,
+                num_entries,
+                LEAST_RESIDUAL,
+                LEAST_SPREAD,
+                **sizes,
+                **padded,
+                **kind,
+            )
             kernels._sum_terms[(len(checks) + 1,)](
                 out.row_terms,
                 stakes_on(logits.device),
@@ -137,9 +151,7 @@ class _Workspace:
 class _Outputs:
     """The vector of `RowJudge`, and its parts as the kernels write them."""
 
-    def __init__(
-        self, num_rows: int, num_entries: int, num_checks: int, wanted: Wanted, device: torch.device
-    ) -> None:
+    def __init__(self, num_rows: int, num_entries: int, num_checks: int, wanted: Wanted, device: torch.device) -> None:
         num_logprobs = num_rows if wanted.logprobs is not None else 0
         num_sums = num_checks * (len(STAKES) + 4)
         lengths = [num_entries, num_entries, num_rows, num_rows, num_entries, num_logprobs, num_logprobs]

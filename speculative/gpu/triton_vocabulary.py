@@ -8,7 +8,8 @@ p is never written. Each row of V tokens is cut into blocks of BLOCK, and one pr
     _settle_entries  a few numbers of each row: which drafts survive; then the one block that holds the threshold of the
                      inverse CDF, from which the last token is drawn
     _compare_blocks  logits and q of each entry's last row: the rank of that token, sum(min(r, q)) of the residual r
-    _report_rows     a few numbers of each row: invariants, logprobs, terms of the self-checks
+    _report_rows     a few numbers of each row: invariants, logprobs
+    _take_terms      a few numbers of each row: the terms of the self-checks
     _sum_terms       those terms over all rows
 
 p(x) is the same expression of the same numbers wherever it is needed. Blocks have one size and are added up in one
@@ -63,6 +64,9 @@ _LANES = tl.constexpr(16)  # drafts of a round that are looked at together
 _NOBODY = tl.constexpr(1 << 40)
 
 
+_kernel = triton.jit(do_not_specialize=["num_rows", "num_entries"])  # one binary for all batches
+
+
 @triton.jit
 def _soft(x, temperature, highest):
     """exp(x / temperature) over that of the highest; rounded as torch rounds."""
@@ -70,7 +74,7 @@ def _soft(x, temperature, highest):
 
 
 @triton.jit
-def _target(x, token, row, there, facts, temperature, greedy, num_rows):
+def _target(x, token, row, there, facts, temperature, greedy, num_rows):  # noqa: PLR0913
     """p of tokens with logits x; `row` may be one row or as many as there are tokens."""
     highest = tl.load(facts + HIGHEST * num_rows + row, mask=there, other=0.0)
     total = tl.load(facts + SOFT_TOTAL * num_rows + row, mask=there, other=1.0)
@@ -90,7 +94,7 @@ def _place(packed, places, row, judged, Q: tl.constexpr):
 
 
 @triton.jit
-def _draft_prob(q, columns, q_stride, place, draft, token, inside, Q: tl.constexpr):
+def _draft_prob(q, columns, q_stride, place, draft, token, inside, Q: tl.constexpr):  # noqa: PLR0913
     """q of tokens; 0 where nothing is judged."""
     judged = inside & (draft >= 0)
     if Q == CHOSEN:
@@ -120,7 +124,7 @@ def _of_row(sums, which, row, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.con
     return tl.load(sums + place, mask=block < NUM_BLOCKS, other=0.0)
 
 
-@triton.jit
+@_kernel
 def _reduce_blocks(  # noqa: PLR0913
     logits,  # [R, V]
     temperature,  # [R] float32
@@ -140,14 +144,14 @@ def _reduce_blocks(  # noqa: PLR0913
     base = tl.where(highest == -float("inf"), 0.0, highest)  # -inf - -inf is NaN
     own = tl.load(temperature + row)
     place = row * NUM_BLOCKS + block
-    size = num_rows.to(tl.int64) * NUM_BLOCKS
+    size = num_rows * NUM_BLOCKS
     tl.store(maxima + HIGHEST * size + place, tl.where(is_damaged, float("nan"), highest))
     tl.store(maxima + SOFT_TOTAL * size + place, tl.sum(_soft(x, own, base), axis=0))
     tl.store(maxima + RAW_TOTAL * size + place, tl.sum(tl.exp(x - base), axis=0))
     tl.store(maxima + BEST * size + place, (block * BLOCK + tl.argmax(sound, axis=0)).to(tl.float32))
 
 
-@triton.jit
+@_kernel
 def _find_facts(
     maxima,  # [4, R, NUM_BLOCKS] float32
     temperature,  # [R] float32
@@ -176,7 +180,7 @@ def _find_facts(
     tl.store(facts + BEST * num_rows + row, tl.sum(tl.where(first, best, 0.0), axis=0))
 
 
-@triton.jit
+@_kernel
 def _sum_blocks(  # noqa: PLR0913
     logits,  # [R, V]
     temperature,  # [R] float32
@@ -208,7 +212,7 @@ def _sum_blocks(  # noqa: PLR0913
     q_row = _draft_prob(q, columns, q_stride, _place(packed, places, row, judged, Q), draft, token, inside, Q)
     left = _left(p, q_row)
     place = row * NUM_BLOCKS + block
-    size = num_rows.to(tl.int64) * NUM_BLOCKS
+    size = num_rows * NUM_BLOCKS
     tl.store(sums + P_MASS * size + place, tl.sum(p.to(tl.float64), axis=0))
     tl.store(sums + LEFT * size + place, tl.sum(left.to(tl.float64), axis=0))
     tl.store(sums + OVERLAP * size + place, tl.sum(_minimum(p, q_row), axis=0).to(tl.float64))
@@ -227,7 +231,7 @@ def _sum_blocks(  # noqa: PLR0913
         tl.store(sums + CUBE_LEFT * size + place, tl.sum(left * left * left, axis=0).to(tl.float64))
 
 
-@triton.jit
+@_kernel
 def _settle_entries(  # noqa: PLR0913
     logits,
     temperature,
@@ -312,7 +316,7 @@ def _first_above(cumulated, masses, names, threshold):
     return tl.minimum(least, last)
 
 
-@triton.jit
+@_kernel
 def _compare_blocks(  # noqa: PLR0913
     logits,
     temperature,
@@ -359,7 +363,7 @@ def _compare_blocks(  # noqa: PLR0913
         tl.store(compared + LAST_OVERLAP * num_entries * NUM_BLOCKS + place, overlap)
 
 
-@triton.jit
+@_kernel
 def _report_rows(  # noqa: PLR0913
     logits,
     temperature,
@@ -372,28 +376,22 @@ def _report_rows(  # noqa: PLR0913
     drafts,
     sums,
     compared,
-    drawn,
     entries,  # [R] int64
     offsets,  # [R] int64
     num_accepted,
     token_ids,
-    counted,  # [E] bool
     judged_drafts,  # [R] float64, as all that follows
     broken,  # [R]
     values,  # [R] logprobs
     ranks,  # [R]
-    terms,  # [NUM_TERMS + 1, R]: NaN where there is none; in the last row, what sum(min(p, q)) could achieve
     stride,
     q_stride,
     num_rows,
     num_entries,
     mass_rounding,
-    least_residual,
-    least_spread,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     Q: tl.constexpr,
-    CHECKED: tl.constexpr,
     RANKED: tl.constexpr,
     PROCESSED: tl.constexpr,
     NORMALIZED: tl.constexpr,
@@ -432,44 +430,6 @@ def _report_rows(  # noqa: PLR0913
         above = tl.sum(_of_row(sums, ABOVE, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
         last_above = tl.sum(_of_row(compared, LAST_ABOVE, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
         tl.store(ranks + row, tl.where(accepted, above, last_above) + 1)
-    if CHECKED:
-        x = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)
-        p_draft = tl.where(judged, _target(x, draft, row, True, facts, temperature, greedy, num_rows), 0.0)
-        q_emitted = _draft_prob(q, columns, q_stride, place, draft, emitted, judged, Q)
-        overlap = tl.sum(_of_row(sums, OVERLAP, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-        square_p = tl.sum(_of_row(sums, SQUARE_P, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-        counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
-        total = tl.load(drawn + LEFT_TOTAL * num_entries + entry)
-        below = tl.load(drawn + BELOW * num_entries + entry) / total
-        own = tl.load(drawn + OWN * num_entries + entry) / total
-        square = tl.sum(_of_row(sums, SQUARE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total)
-        cube = tl.sum(_of_row(sums, CUBE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total * total)
-        is_last = counts & reached & ~accepted & (total > 0)
-        is_open = is_last & (1 - cube > least_spread)
-        came, here = counts & reached & judged, counts & judged
-        survived = accepted.to(tl.float64)
-        _keep(terms, 0, row, num_rows, p_emitted - square_p, counts & reached)
-        if Q == CHOSEN:
-            enough = (1 - p_draft > least_residual) & (drawn_token != draft)
-            varies = cube - square * square > least_spread * cube
-            _keep(terms, 1, row, num_rows, survived - overlap, came)
-            _keep(terms, 2, row, num_rows, own - square, is_last & judged & enough & varies)
-            _keep(terms, 3, row, num_rows, 2 * below + own - 1, is_open & enough)
-            _keep(terms, 4, row, num_rows, overlap, reached & judged)
-        else:
-            chance = tl.minimum(p_draft / tl.maximum(q_draft, _TINY, propagate_nan=tl.PropagateNan.ALL), 1.0)
-            square_q = tl.sum(_of_row(sums, SQUARE_Q, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-            against = tl.minimum(q_emitted / tl.maximum(p_emitted, _TINY), 1.0)
-            residual = tl.sum(_of_row(compared, LAST_OVERLAP, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
-            replaced = tl.minimum(q_emitted.to(tl.float64) / tl.maximum(own, _TINY), 1.0)
-            _keep(terms, 1, row, num_rows, against - overlap, came & (p_emitted > 0))
-            _keep(terms, 2, row, num_rows, chance - overlap, here)
-            _keep(terms, 3, row, num_rows, q_draft - square_q, here)
-            _keep(terms, 4, row, num_rows, survived - overlap, came)
-            _keep(terms, 5, row, num_rows, survived - chance, came)
-            _keep(terms, 6, row, num_rows, replaced - residual, is_open & judged)
-            _keep(terms, 7, row, num_rows, 2 * below + own - 1, is_open)
-            _keep(terms, 8, row, num_rows, overlap, reached & judged)
 
 
 @triton.jit
@@ -477,8 +437,87 @@ def _keep(terms, which: tl.constexpr, row, num_rows, value, where):
     tl.store(terms + which * num_rows + row, tl.where(where, value.to(tl.float64), float("nan")))
 
 
-@triton.jit
-def _sum_terms(
+@_kernel
+def _take_terms(  # noqa: PLR0913
+    logits,
+    temperature,
+    greedy,
+    facts,
+    q,
+    columns,
+    packed,
+    places,
+    drafts,
+    sums,
+    compared,
+    drawn,
+    entries,
+    offsets,
+    num_accepted,
+    token_ids,
+    counted,  # [E] bool
+    terms,  # [NUM_TERMS + 1, R] float64: NaN where there is none; in the last row, what sum(min(p, q)) could achieve
+    stride,
+    q_stride,
+    num_rows,
+    num_entries,
+    least_residual,
+    least_spread,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    Q: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    entry, offset = tl.load(entries + row), tl.load(offsets + row)
+    last_offset = tl.load(num_accepted + entry).to(tl.int64)
+    draft, drawn_token = tl.load(drafts + row), tl.load(token_ids + entry).to(tl.int64)
+    judged, accepted, reached = draft >= 0, offset < last_offset, offset <= last_offset
+    emitted = tl.where(accepted, draft, drawn_token)
+    x = tl.load(logits + row * stride + emitted).to(tl.float32)
+    p_emitted = _target(x, emitted, row, True, facts, temperature, greedy, num_rows)
+    x = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)
+    p_draft = tl.where(judged, _target(x, draft, row, True, facts, temperature, greedy, num_rows), 0.0)
+    overlap = tl.sum(_of_row(sums, OVERLAP, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+    square_p = tl.sum(_of_row(sums, SQUARE_P, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+    counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
+    total = tl.load(drawn + LEFT_TOTAL * num_entries + entry)
+    below = tl.load(drawn + BELOW * num_entries + entry) / total
+    own = tl.load(drawn + OWN * num_entries + entry) / total
+    square = tl.sum(_of_row(sums, SQUARE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total)
+    cube = tl.sum(_of_row(sums, CUBE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total * total)
+    is_last = counts & reached & ~accepted & (total > 0)
+    is_open = is_last & (1 - cube > least_spread)
+    came, here = counts & reached & judged, counts & judged
+    survived = accepted.to(tl.float64)
+    _keep(terms, 0, row, num_rows, p_emitted - square_p, counts & reached)
+    if Q == CHOSEN:
+        enough = (1 - p_draft > least_residual) & (drawn_token != draft)
+        varies = cube - square * square > least_spread * cube
+        _keep(terms, 1, row, num_rows, survived - overlap, came)
+        _keep(terms, 2, row, num_rows, own - square, is_last & judged & enough & varies)
+        _keep(terms, 3, row, num_rows, 2 * below + own - 1, is_open & enough)
+        _keep(terms, 4, row, num_rows, overlap, reached & judged)
+    else:
+        place = _place(packed, places, row, judged, Q)
+        q_draft = _draft_prob(q, columns, q_stride, place, draft, draft, judged, Q)
+        q_emitted = _draft_prob(q, columns, q_stride, place, draft, emitted, judged, Q)
+        chance = tl.minimum(p_draft / tl.maximum(q_draft, _TINY, propagate_nan=tl.PropagateNan.ALL), 1.0)
+        square_q = tl.sum(_of_row(sums, SQUARE_Q, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        against = tl.minimum(q_emitted / tl.maximum(p_emitted, _TINY), 1.0)
+        residual = tl.sum(_of_row(compared, LAST_OVERLAP, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+        replaced = tl.minimum(q_emitted.to(tl.float64) / tl.maximum(own, _TINY), 1.0)
+        _keep(terms, 1, row, num_rows, against - overlap, came & (p_emitted > 0))
+        _keep(terms, 2, row, num_rows, chance - overlap, here)
+        _keep(terms, 3, row, num_rows, q_draft - square_q, here)
+        _keep(terms, 4, row, num_rows, survived - overlap, came)
+        _keep(terms, 5, row, num_rows, survived - chance, came)
+        _keep(terms, 6, row, num_rows, replaced - residual, is_open & judged)
+        _keep(terms, 7, row, num_rows, 2 * below + own - 1, is_open)
+        _keep(terms, 8, row, num_rows, overlap, reached & judged)
+
+
+@_kernel
+def _sum_terms(  # noqa: PLR0913
     terms,  # [NUM_TERMS + 1, R] float64
     stakes,  # [NUM_STAKES] float64
     achievable,  # [1] float64

@@ -1,8 +1,8 @@
 """From hidden states to emitted tokens, captured: LM head, distribution, verification, invariants, self-checks,
 logprobs.
 
-Only plain requests are verified here: a temperature, no filters, no rules, token-wise verification. Rows are padded, and
-everything the host needs is returned in one vector (`RowJudge`).
+Only plain requests are verified here: a temperature, no filters, no rules, token-wise verification. Rows are padded,
+and everything the host needs is returned in one vector (`RowJudge`).
 """
 
 from collections.abc import Callable, Mapping

@@ -422,7 +422,7 @@ class _RowJudge:
 
 def judge_launches(wanted: Wanted, *, drawn: bool) -> int:
     """How many kernels `TritonJudge` launches."""
-    return 5 + (wanted.logprobs is not None or (wanted.checked and drawn)) + wanted.checked
+    return 5 + (wanted.logprobs is not None or (wanted.checked and drawn)) + 2 * wanted.checked
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

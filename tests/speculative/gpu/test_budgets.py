@@ -42,13 +42,13 @@ BUDGETS = {
     ("eagle3", "penalty"): Cost(20, 370, 3),
     ("eagle3", "reproducible"): Cost(64, 1314, 2),
 }
-# Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
+# Launches within graphs. The goal is 10 a layer.
 LAYER_NODES = 17
 VERIFY_NODES = {
     ("none", Kind(drawn=False, checked=False, logprobs=False)): 7,
-    ("none", Kind(drawn=False, checked=True, logprobs=True)): 9,
+    ("none", Kind(drawn=False, checked=True, logprobs=True)): 10,
     ("eagle3", Kind(drawn=True, checked=False, logprobs=False)): 13,
-    ("eagle3", Kind(drawn=True, checked=True, logprobs=True)): 15,
+    ("eagle3", Kind(drawn=True, checked=True, logprobs=True)): 16,
 }
 ODD = {
     "plain": SamplingParams(logprobs=0),

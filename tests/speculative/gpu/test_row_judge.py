@@ -1,6 +1,10 @@
-"""Judging rows from their logits: Triton's kernels (in Triton's interpreter) against torch's operators, and enumeration."""
+"""Judging rows from logits: Triton's kernels (in Triton's interpreter) against torch's operators, and enumeration."""
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,20 +12,51 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from speculative.config import LogprobsMode
-from speculative.gpu.row_judge import DrawnFrom, RowFields, RowJudge, TorchJudge, Wanted, columns_of
+from speculative.gpu.row_judge import RowJudge, TorchJudge, Wanted
+from tests.support.judged_rows import COUNTS, KINDS, VOCABULARY, Scene, assert_equal, padded, parts, scene
+from tests.support.pretended_cuda import judge_launches
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
 )
 
-BLOCK, VOCABULARY, WIDTH = 64, 203, 75  # the last block is not full
-COUNTS = (2, 0, 3, 1, 19, 2)  # drafts of each entry; more than the kernels look at together
-NOBODIES, PADDING = 2, 3  # entries with a row of their own and no request, and rows of nobody
-KINDS = ("dense", "sub-vocabulary", "point mass")
-NEVER = 1 << 20
+BLOCK = 64  # the last one is not full
+COMPILE = """
+import subprocess
+import tempfile
+import triton
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from speculative.gpu import triton_vocabulary as ours
+
+pointers = dict.fromkeys(("packed", "places", "drafts", "first_rows", "counts", "entries", "offsets"), "*i64")
+pointers |= dict.fromkeys(("temperature", "maxima", "facts", "q"), "*fp32") | {"logits": "*bf16", "columns": "*i32"}
+pointers |= dict.fromkeys(("greedy", "counted"), "*i1")
+numbers = dict.fromkeys(("stride", "q_stride", "num_rows", "num_entries"), "i32")
+numbers |= dict.fromkeys(("mass_rounding", "least_residual", "least_spread"), "fp32")
+constants = {"VOCABULARY": 128256, "NUM_BLOCKS": 63, "PADDED": 64, "BLOCK": 2048, "LANES": 128}
+constants |= {"NUM_STAKES": 12, "PADDED_STAKES": 16}
+constants |= dict.fromkeys(("CHECKED", "RANKED", "OVERLAPPED", "PROCESSED", "NORMALIZED"), True)
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+for capability in (80, 90, 100):
+    for kernel in (value for value in vars(ours).values() if "num_rows" in getattr(value, "do_not_specialize", ())):
+        for q in (0, 1, 2) if "Q" in kernel.arg_names and capability == 90 else (2,):
+            fixed = {name: value for name, value in (constants | {"Q": q}).items() if name in kernel.arg_names}
+            kinds = {name: (pointers | numbers).get(name, "*fp64") for name in kernel.arg_names}
+            source = ASTSource(kernel, kinds | dict.fromkeys(fixed, "constexpr"), fixed)
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(compiled["cubin"])
+                file.flush()
+                used = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+            print(kernel.fn.__name__, capability, q, used.split("REG", 1)[1].split())
+            for line in compiled["ttir"].splitlines():
+                if "tt.addptr" in line and "!tt.ptr<bf16>" in line:
+                    print("offset", line)
+"""
 
 
 @pytest.fixture
@@ -34,130 +69,6 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[RowJudge]:
     monkeypatch.setattr(triton_judge.torch, "empty", lambda *args, **named: real(*args, **named).fill_(torch.nan))
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
         yield triton_judge.TritonJudge()
-
-
-@dataclass(frozen=True)
-class Scene:
-    logits: Tensor
-    rows: RowFields
-    drawn: DrawnFrom | None
-
-    def q_at(self, row: int) -> Tensor:
-        """[V] what the draft of a row was drawn from."""
-        if self.drawn is None:
-            q = torch.zeros(self.logits.shape[1])
-            q[self.rows.drafts[row]] = 1.0
-            return q
-        own = self.drawn.probs[self.drawn.places[self.rows.packed[row]]]
-        if self.drawn.ids is None:
-            return own
-        return torch.zeros(self.logits.shape[1]).index_copy(0, self.drawn.ids, own)
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, seed: int = 0) -> Scene:
-    """Entries with these many drafts each, of which some survive; one in three is greedy; some do not count."""
-    random = generator(seed)
-    num_drafts, num_rows = sum(counts), sum(counts) + len(counts)
-    width = min(WIDTH, size) if kind == "sub-vocabulary" else size
-    ids = torch.randperm(size, generator=random)[:width] if kind == "sub-vocabulary" else torch.arange(size)
-    stored = torch.softmax(torch.randn((num_drafts + 5, width), generator=random) * 3, dim=-1)
-    places = torch.randperm(num_drafts + 5, generator=random)[:num_drafts]
-    entries = torch.tensor([e for e, count in enumerate(counts) for _ in range(count + 1)])
-    offsets = torch.tensor([o for count in counts for o in range(count + 1)])
-    greedy_entries = torch.arange(len(counts)) % 3 == 2
-    greedy = greedy_entries[entries]
-    judged = offsets < torch.tensor(counts)[entries]
-    packed = torch.where(judged, judged.cumsum(0) - 1, NEVER)
-    drafts, own_columns = torch.full((num_rows,), -1), torch.zeros(num_drafts + 5, dtype=torch.int64)
-    logits = torch.randn((num_rows, size), generator=random) * 3 - 7
-    for row in judged.nonzero()[:, 0].tolist():
-        place = places[packed[row]]
-        if greedy[row]:
-            best = stored[place].argmax()
-            stored[place] = 0.0
-            stored[place, best] = 1.0
-        column = int(torch.multinomial(stored[place], 1, generator=random))
-        own_columns[place], drafts[row] = column, ids[column]
-        logits[row, ids] = torch.where(stored[place] > 1e-6, stored[place].clamp(min=1e-6).log(), logits[row, ids])
-        logits[row] += torch.randn(size, generator=random)
-        logits[row, drafts[row]] += 2.0  # else hardly any would survive
-    temperature = torch.where(greedy, 1.0, 0.3 + torch.rand(num_rows, generator=random))[:, None]
-    starts = torch.tensor(counts) + 1
-    rows = RowFields(
-        temperature=temperature,
-        greedy=greedy,
-        drafts=drafts,
-        packed=packed,
-        entries=entries,
-        offsets=offsets,
-        first_rows=starts.cumsum(0) - starts,
-        counts=torch.tensor(counts),
-        accept_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
-        sample_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
-        counted=torch.arange(len(counts)) % 4 != 3,
-        judged_rows=judged.nonzero()[:, 0],
-    )
-    part = (columns_of(ids, size), ids) if kind == "sub-vocabulary" else (None, None)
-    return Scene(logits, rows, None if kind == "point mass" else DrawnFrom(stored, places, *part, own_columns))
-
-
-def padded(given: Scene) -> Scene:
-    """With entries and rows of nobody behind, as a captured step has them."""
-    rows, extra = given.rows, NOBODIES + PADDING
-    num_rows, num_entries = len(rows.drafts), len(rows.counts)
-    num_drafts = len(rows.judged_rows)
-
-    def behind(tensor: Tensor, *values: Any) -> Tensor:
-        return torch.cat([tensor, torch.tensor(values).to(tensor.dtype).reshape(-1, *tensor.shape[1:])])
-
-    nobodies = list(range(num_entries, num_entries + NOBODIES))
-    fields = {
-        "temperature": behind(rows.temperature, *[1.0] * extra),
-        "greedy": behind(rows.greedy, *[True] * extra),
-        "drafts": behind(rows.drafts, *[-1] * extra),
-        "packed": behind(rows.packed, *[0] * extra),
-        "entries": behind(rows.entries, *nobodies, *[nobodies[-1]] * PADDING),
-        "offsets": behind(rows.offsets, *[0] * NOBODIES, *[NEVER] * PADDING),
-        "first_rows": behind(rows.first_rows, *[num_rows + index for index in range(NOBODIES)]),
-        "counts": behind(rows.counts, *[0] * NOBODIES),
-        "accept_uniforms": behind(rows.accept_uniforms, *[0.5] * extra),
-        "sample_uniforms": behind(rows.sample_uniforms, *[0.5] * extra),
-        "counted": behind(rows.counted, *[False] * NOBODIES),
-        "judged_rows": behind(rows.judged_rows, *[num_rows] * PADDING),
-    }
-    drawn = given.drawn and given.drawn._replace(places=behind(given.drawn.places, *[0] * PADDING))
-    assert len(fields["judged_rows"]) == num_drafts + PADDING
-    return Scene(torch.cat([given.logits, torch.zeros(extra, given.logits.shape[1])]), RowFields(**fields), drawn)
-
-
-def parts(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
-    """The vector's parts, by name."""
-    vector, checks = judge(given.logits, given.rows, given.drawn, wanted)
-    num_rows, num_entries = len(given.rows.drafts), len(given.rows.counts)
-    sizes = {"accepted": num_entries, "tokens": num_entries, "drafts": num_rows, "broken": num_rows}
-    sizes |= {"expected": num_entries}
-    if wanted.logprobs is not None:
-        sizes |= {"values": num_rows, "ranks": num_rows}
-    if wanted.checked:
-        sizes |= {"achievable": 1} | dict.fromkeys(checks, 16)
-    assert vector.dtype == torch.float64 and len(vector) == sum(sizes.values())
-    return dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
-
-
-def assert_equal(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
-    ours, theirs = parts(judge, given, wanted), parts(TorchJudge(), given, wanted)
-    assert ours.keys() == theirs.keys()
-    for name in ("accepted", "tokens", "drafts", "broken"):
-        assert ours[name].tolist() == theirs[name].tolist(), name
-    emitted = given.rows.offsets <= ours["accepted"][given.rows.entries]
-    for name in ours.keys() - {"accepted", "tokens", "drafts", "broken"}:
-        where = emitted if name in ("values", "ranks") else slice(None)
-        torch.testing.assert_close(ours[name][where], theirs[name][where], rtol=1e-4, atol=3e-5, msg=name)
-    return ours
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,9 +193,7 @@ def test_a_token_without_mass_is_never_drawn(judge: RowJudge) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_emitted_follows_p_exactly(
-    judge: RowJudge, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_what_is_emitted_follows_p_exactly(judge: RowJudge, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """One draft: over all drafts with their chances, accepted or replaced, tokens come as often as p has it. What
     replaces it is enumerated by uniforms on a grid, so it is exact up to the grid."""
     monkeypatch.setattr("speculative.gpu.triton_judge.BLOCK", 2)
@@ -360,7 +269,6 @@ def test_the_vocabulary_is_read_a_few_times(
 ) -> None:
     """At most 6 matrices [R, V] are read or written without self-checks, 8 with: the kernels', and the LM head's."""
     from speculative.gpu import triton_judge
-    from tests.support.pretended_cuda import judge_launches
 
     monkeypatch.setattr(triton_judge, "BLOCK", 2048)
     given = scene(kind, counts, size=16384)
@@ -370,3 +278,16 @@ def test_the_vocabulary_is_read_a_few_times(
         parts(judge, given, wanted)
         assert traffic.launches == judge_launches(wanted, drawn=given.drawn is not None)
         assert 1 + traffic.numbers / given.logits.numel() < most
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """Without one; in a process of its own, where Triton compiles instead of interpreting."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    reported = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False, timeout=300
+    )
+    assert reported.returncode == 0, reported.stderr
+    stacks = [int(size) for size in re.findall(r"'STACK:(\d+)'", reported.stdout)]
+    assert len(stacks) == 2 * 8 + 3 + 5 * 3 and max(stacks) <= 16, "registers are spilled"
+    rows = re.findall(r"offset .* : !tt.ptr<bf16>, (\w+)", reported.stdout)
+    assert rows and set(rows) == {"i64"}, "logits may be more than 2**31 numbers"

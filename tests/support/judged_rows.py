@@ -1,0 +1,145 @@
+"""Rows to judge, of every kind, and the parts of what a judge returns; on any device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculative.gpu.row_judge import DrawnFrom, RowFields, RowJudge, TorchJudge, Wanted, columns_of
+
+VOCABULARY, WIDTH = 203, 75
+COUNTS = (2, 0, 3, 1, 19, 2)  # drafts of each entry; more than the kernels look at together
+NOBODIES, PADDING = 2, 3  # entries with a row of their own and no request, and rows of nobody
+KINDS = ("dense", "sub-vocabulary", "point mass")
+NEVER = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scene:
+    logits: Tensor
+    rows: RowFields
+    drawn: DrawnFrom | None
+
+    def to(self, device: torch.device) -> "Scene":
+        """The same there."""
+        rows = RowFields(*(tensor.to(device) for tensor in self.rows))
+        drawn = self.drawn and DrawnFrom(*(part if part is None else part.to(device) for part in self.drawn))
+        return Scene(self.logits.to(device), rows, drawn)
+
+    def q_at(self, row: int) -> Tensor:
+        """[V] what the draft of a row was drawn from."""
+        if self.drawn is None:
+            q = torch.zeros(self.logits.shape[1])
+            q[self.rows.drafts[row]] = 1.0
+            return q
+        own = self.drawn.probs[self.drawn.places[self.rows.packed[row]]]
+        if self.drawn.ids is None:
+            return own
+        return torch.zeros(self.logits.shape[1]).index_copy(0, self.drawn.ids, own)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, seed: int = 0) -> Scene:
+    """Entries with these many drafts each, of which some survive; one in three is greedy; some do not count."""
+    random = generator(seed)
+    num_drafts, num_rows = sum(counts), sum(counts) + len(counts)
+    width = min(WIDTH, size) if kind == "sub-vocabulary" else size
+    ids = torch.randperm(size, generator=random)[:width] if kind == "sub-vocabulary" else torch.arange(size)
+    stored = torch.softmax(torch.randn((num_drafts + 5, width), generator=random) * 3, dim=-1)
+    places = torch.randperm(num_drafts + 5, generator=random)[:num_drafts]
+    entries = torch.tensor([e for e, count in enumerate(counts) for _ in range(count + 1)])
+    offsets = torch.tensor([o for count in counts for o in range(count + 1)])
+    greedy_entries = torch.arange(len(counts)) % 3 == 2
+    greedy = greedy_entries[entries]
+    judged = offsets < torch.tensor(counts)[entries]
+    packed = torch.where(judged, judged.cumsum(0) - 1, NEVER)
+    drafts, own_columns = torch.full((num_rows,), -1), torch.zeros(num_drafts + 5, dtype=torch.int64)
+    logits = torch.randn((num_rows, size), generator=random) * 3 - 7
+    for row in judged.nonzero()[:, 0].tolist():
+        place = places[packed[row]]
+        if greedy[row]:
+            best = stored[place].argmax()
+            stored[place] = 0.0
+            stored[place, best] = 1.0
+        column = int(torch.multinomial(stored[place], 1, generator=random))
+        own_columns[place], drafts[row] = column, ids[column]
+        logits[row, ids] = torch.where(stored[place] > 1e-6, stored[place].clamp(min=1e-6).log(), logits[row, ids])
+        logits[row] += torch.randn(size, generator=random)
+        logits[row, drafts[row]] += 2.0  # else hardly any would survive
+    temperature = torch.where(greedy, 1.0, 0.3 + torch.rand(num_rows, generator=random))[:, None]
+    starts = torch.tensor(counts) + 1
+    rows = RowFields(
+        temperature=temperature,
+        greedy=greedy,
+        drafts=drafts,
+        packed=packed,
+        entries=entries,
+        offsets=offsets,
+        first_rows=starts.cumsum(0) - starts,
+        counts=torch.tensor(counts),
+        accept_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
+        sample_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
+        counted=torch.arange(len(counts)) % 4 != 3,
+        judged_rows=judged.nonzero()[:, 0],
+    )
+    part = (columns_of(ids, size), ids) if kind == "sub-vocabulary" else (None, None)
+    return Scene(logits, rows, None if kind == "point mass" else DrawnFrom(stored, places, *part, own_columns))
+
+
+def padded(given: Scene) -> Scene:
+    """With entries and rows of nobody behind, as a captured step has them."""
+    rows, extra = given.rows, NOBODIES + PADDING
+    num_rows, num_entries = len(rows.drafts), len(rows.counts)
+    num_drafts = len(rows.judged_rows)
+
+    def behind(tensor: Tensor, *values: Any) -> Tensor:
+        return torch.cat([tensor, torch.tensor(values).to(tensor.dtype).reshape(-1, *tensor.shape[1:])])
+
+    nobodies = list(range(num_entries, num_entries + NOBODIES))
+    fields = {
+        "temperature": behind(rows.temperature, *[1.0] * extra),
+        "greedy": behind(rows.greedy, *[True] * extra),
+        "drafts": behind(rows.drafts, *[-1] * extra),
+        "packed": behind(rows.packed, *[0] * extra),
+        "entries": behind(rows.entries, *nobodies, *[nobodies[-1]] * PADDING),
+        "offsets": behind(rows.offsets, *[0] * NOBODIES, *[NEVER] * PADDING),
+        "first_rows": behind(rows.first_rows, *[num_rows + index for index in range(NOBODIES)]),
+        "counts": behind(rows.counts, *[0] * NOBODIES),
+        "accept_uniforms": behind(rows.accept_uniforms, *[0.5] * extra),
+        "sample_uniforms": behind(rows.sample_uniforms, *[0.5] * extra),
+        "counted": behind(rows.counted, *[False] * NOBODIES),
+        "judged_rows": behind(rows.judged_rows, *[num_rows] * PADDING),
+    }
+    drawn = given.drawn and given.drawn._replace(places=behind(given.drawn.places, *[0] * PADDING))
+    assert len(fields["judged_rows"]) == num_drafts + PADDING
+    return Scene(torch.cat([given.logits, torch.zeros(extra, given.logits.shape[1])]), RowFields(**fields), drawn)
+
+
+def parts(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
+    """The vector's parts, by name."""
+    vector, checks = judge(given.logits, given.rows, given.drawn, wanted)
+    num_rows, num_entries = len(given.rows.drafts), len(given.rows.counts)
+    sizes = {"accepted": num_entries, "tokens": num_entries, "drafts": num_rows, "broken": num_rows}
+    sizes |= {"expected": num_entries}
+    if wanted.logprobs is not None:
+        sizes |= {"values": num_rows, "ranks": num_rows}
+    if wanted.checked:
+        sizes |= {"achievable": 1} | dict.fromkeys(checks, 16)
+    assert vector.dtype == torch.float64 and len(vector) == sum(sizes.values())
+    return dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
+
+
+def assert_equal(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
+    ours, theirs = parts(judge, given, wanted), parts(TorchJudge(), given, wanted)
+    assert ours.keys() == theirs.keys()
+    for name in ("accepted", "tokens", "drafts", "broken"):
+        assert ours[name].tolist() == theirs[name].tolist(), name
+    emitted = given.rows.offsets <= ours["accepted"][given.rows.entries]
+    for name in ours.keys() - {"accepted", "tokens", "drafts", "broken"}:
+        where = emitted if name in ("values", "ranks") else slice(None)
+        torch.testing.assert_close(ours[name][where], theirs[name][where], rtol=1e-4, atol=3e-5, msg=name)
+    return ours
