@@ -24,6 +24,7 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop, is_filtered
+from speculative.gpu.judge_choice import make_judge
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.target_graph import GraphRunner, TargetPass
@@ -214,11 +215,11 @@ class GraphStep:
 def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: object) -> int:
     """An upper estimate of the device memory that captured steps hold, for the largest bucket.
 
-    The graphs share one pool, so the largest counts: logits, processed logits, p and what verification makes of them
-    (six matrices [R, V] float32; three more for a model's drafts), the activations of a layer, attention's workspace.
+    The graphs share one pool, so the largest counts: logits and what judging makes of them, three matrices [R, V]
+    float32 more for a model's drafts, the activations of a layer, attention's workspace.
     """
     model, num_rows = decoder.config, buckets.largest.num_rows
-    matrices = 6 + (3 if draft_model is not None else 0)
+    matrices = make_judge(decoder.device).num_matrices + (3 if draft_model is not None else 0)
     widest = max(model.intermediate_size * 3, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 3)
     vocabulary = matrices * num_rows * model.vocab_size * 4
     activations = num_rows * (widest + 8 * model.hidden_size) * 4

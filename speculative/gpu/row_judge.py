@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from speculative.config import LogprobsMode
-from speculative.gpu.attention_choice import why_no_triton
 from speculative.gpu.capture import copy_once
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.sampling.probs import SamplingRows, highest_logits, process, target_probs
@@ -63,7 +62,12 @@ class Wanted:
 
 
 class RowJudge(Protocol):
-    """Token-wise verification of R rows of E entries over V tokens."""
+    """Token-wise verification of R rows of E entries over V tokens.
+
+    num_matrices: [R, V] float32 of device memory that it takes at most, with the logits.
+    """
+
+    num_matrices: int
 
     def __call__(
         self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
@@ -79,6 +83,8 @@ class RowJudge(Protocol):
 
 class TorchJudge:
     """By torch's operators; p is a matrix."""
+
+    num_matrices = 6
 
     def __call__(
         self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
@@ -109,15 +115,6 @@ def columns_of(ids: Tensor, vocab_size: int) -> Tensor:
     columns = torch.full((vocab_size,), -1, dtype=torch.int32, device=ids.device)
     columns[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
     return columns
-
-
-def make_judge(device: torch.device) -> RowJudge:
-    """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
-    if device.type == "cuda" and not why_no_triton():
-        from speculative.gpu.triton_judge import TritonJudge
-
-        return TritonJudge()
-    return TorchJudge()
 
 
 def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs) -> VerifyInput:

@@ -22,6 +22,8 @@ _LANES = 128  # rows whose terms are added up together
 class TritonJudge:
     """Launches the kernels: nothing waits for the host, and every grid follows from the shapes."""
 
+    num_matrices = 2  # the logits, and what the kernels hand to one another: a hundredth of a matrix
+
     def __call__(
         self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
     ) -> tuple[Tensor, tuple[str, ...]]:
@@ -36,19 +38,16 @@ class TritonJudge:
         q, kind = _q(drawn, rows, logits)
         strides = (logits.stride(0), q[0].stride(0), num_rows)
         ranked = {"RANKED": wanted.logprobs is not None}
-        target = (logits, rows.temperature, rows.greedy, room.facts)
+        given = (logits, rows.temperature, rows.greedy, room.facts, *q, rows.drafts)  # p, q and the drafts
+        by_row = sizes | padded | kind
         per_block = (num_rows, sizes["NUM_BLOCKS"])
 
         kernels._reduce_blocks[per_block](logits, rows.temperature, room.maxima, strides[0], num_rows, **blocked)
         kernels._find_facts[(num_rows,)](room.maxima, rows.temperature, room.facts, num_rows, **sizes, **padded)
-        kernels._sum_blocks[per_block](
-            *target, *q, rows.drafts, room.sums, *strides, **blocked, **kind, **ranked, CHECKED=wanted.checked
-        )
+        kernels._sum_blocks[per_block](*given, room.sums, *strides, **blocked, **kind, **ranked, CHECKED=wanted.checked)
         settled = (out.num_accepted, out.token_ids)
         kernels._settle_entries[(num_entries,)](
-            *target,
-            *q,
-            rows.drafts,
+            *given,
             room.sums,
             rows.first_rows,
             rows.counts,
@@ -65,9 +64,7 @@ class TritonJudge:
         overlapped = wanted.checked and drawn is not None
         if overlapped or ranked["RANKED"]:
             kernels._compare_blocks[(num_entries, sizes["NUM_BLOCKS"])](
-                *target,
-                *q,
-                rows.drafts,
+                *given,
                 rows.first_rows,
                 *settled,
                 room.drawn,
@@ -79,9 +76,7 @@ class TritonJudge:
                 OVERLAPPED=overlapped,
             )
         kernels._report_rows[(num_rows,)](
-            *target,
-            *q,
-            rows.drafts,
+            *given,
             room.sums,
             room.compared,
             rows.entries,
@@ -94,17 +89,13 @@ class TritonJudge:
             *strides,
             num_entries,
             MASS_ROUNDING,
-            **sizes,
-            **padded,
-            **kind,
+            **by_row,
             **ranked,
             **_reported(wanted.logprobs),
         )
         if wanted.checked:
             kernels._take_terms[(num_rows,)](
-                *target,
-                *q,
-                rows.drafts,
+                *given,
                 room.sums,
                 room.compared,
                 room.drawn,
@@ -117,9 +108,7 @@ class TritonJudge:
                 num_entries,
                 LEAST_RESIDUAL,
                 LEAST_SPREAD,
-                **sizes,
-                **padded,
-                **kind,
+                **by_row,
             )
             kernels._sum_terms[(len(checks) + 1,)](
                 out.row_terms,

@@ -17,7 +17,8 @@ from speculative.config import LogprobsMode
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.row_judge import DrawnFrom, RowFields, Wanted, columns_of, make_judge
+from speculative.gpu.judge_choice import make_judge
+from speculative.gpu.row_judge import DrawnFrom, RowFields, Wanted, columns_of
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.sampling.logprobs import HostLogprobs

@@ -1,4 +1,4 @@
-"""The compiled attention kernels against plain torch, in the types and sizes that serve."""
+"""The compiled kernels against plain torch, in the types and sizes that serve."""
 
 import pytest
 import torch
@@ -6,6 +6,9 @@ from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
+from speculative.gpu.row_judge import Wanted
+from tests.support.judged_rows import KINDS, Scene, assert_equal, padded, parts
+from tests.support.judged_rows import scene as rows_to_judge
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5
@@ -74,3 +77,26 @@ def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
         for num_queries in (1, 3, MAX_QUERIES):
             alone = attend(*scene(cuda, heads, [contexts[index]], num_queries, dtype))
             assert torch.equal(alone, whole[index, :num_queries])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [203, 49152, 128256, 151936])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_judged_as_torch_judges_them(cuda: torch.device, kind: str, size: int, dtype: torch.dtype) -> None:
+    from speculative.gpu.triton_judge import TritonJudge
+
+    given = padded(rows_to_judge(kind, (4, 0, 4, 1, 19, 4), size)).to(cuda)
+    given = Scene(given.logits.to(dtype), given.rows, given.drawn)
+    for wanted in (Wanted(False, None), Wanted(True, "raw_logprobs"), Wanted(True, "processed_logits")):
+        assert_equal(TritonJudge(), given, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_judged_rows_bits_depend_on_neither_padding_nor_the_run(cuda: torch.device, kind: str) -> None:
+    from speculative.gpu.triton_judge import TritonJudge
+
+    wanted, given = Wanted(False, "processed_logprobs"), rows_to_judge(kind, (4, 0, 4), 49152)
+    alone, again, whole = (parts(TritonJudge(), one.to(cuda), wanted) for one in (given, given, padded(given)))
+    for name, values in alone.items():
+        assert torch.equal(again[name], values), "two runs give the same bits"
+        assert torch.equal(whole[name][: len(values)], values)

@@ -107,3 +107,25 @@ def test_verification_keeps_to_its_budget(
         graphs.judge._captured.clear()
         graphs.judge.prepare(graphs.buckets.largest, kind)
     assert device.graphs[-1].num_nodes <= VERIFY_NODES[name, kind]
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3", "draft_model"])
+def test_beside_the_kernels_only_the_lm_head_writes_a_vocabulary(
+    target: Path, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    """What the kernels read is counted in `test_row_judge`."""
+    with PretendedCuda() as device:
+        graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
+        assert graphs is not None
+        graphs.judge._captured.clear()
+        bucket = graphs.buckets.largest
+        graphs.judge.prepare(bucket, Kind(drawn=name != "none", checked=True, logprobs=True))
+        width, hidden = graphs.buffers.draft_probs.shape[1], graphs.buffers.hidden.shape[1]
+    matrices = [
+        (func.__name__, tuple(tensor.shape))
+        for func, _, _, outputs in device.graphs[-1].operations
+        for tensor, _ in outputs
+        if tensor.dim() == 2 and tensor.shape[1] in (VOCABULARY, width) and len(tensor) > 1
+    ]
+    assert hidden == VOCABULARY, "so their rows are found, too"
+    assert matrices == [(name, (bucket.num_rows, VOCABULARY)) for name in ("__getitem__", "linear")]

@@ -263,7 +263,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("counts", [(4, 4), (1, 1), (0, 0)])
+@pytest.mark.parametrize("counts", [(4,), (1,)])
 def test_the_vocabulary_is_read_a_few_times(
     judge: RowJudge, traffic: Traffic, monkeypatch: pytest.MonkeyPatch, kind: str, counts: tuple[int, ...]
 ) -> None:
@@ -271,7 +271,7 @@ def test_the_vocabulary_is_read_a_few_times(
     from speculative.gpu import triton_judge
 
     monkeypatch.setattr(triton_judge, "BLOCK", 2048)
-    given = scene(kind, counts, size=16384)
+    given = scene(kind, counts, size=8192)
     for checked, mode, most in ((False, None, 4.2), (False, "raw_logprobs", 5.2), (True, "raw_logprobs", 7.2)):
         traffic.launches = traffic.numbers = 0
         wanted = Wanted(checked, mode)
