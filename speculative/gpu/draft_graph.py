@@ -81,7 +81,7 @@ class DraftLoop:
 
     def run(self, entries: Sequences[Entry], hidden: Tensor) -> Bucket:
         """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from."""
-        bucket = self._fit(entries)
+        bucket = self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
         assert bucket is not None, "every batch that is taken fits"
         loop = self.prepare(bucket, hidden)
         host, sequences = loop.inputs.next_host(), [entry.sequence for entry in entries]
@@ -107,12 +107,15 @@ class DraftLoop:
 
     def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
         """`MakeDrafts` for a step that is not replayed whole; no draft ends early."""
-        del rule
         sequences = [entry.sequence for entry in entries]
         if any(is_filtered(sequence.params) or self._sampler.is_coupled(sequence) for sequence in sequences):
             return None
-        if self._fit(entries) is None:
-            return None
+        most = self._buckets.batch_sizes[-1]
+        if len(entries) > most:
+            first, rest = self.make(entries[:most], hidden[:most], rule), self.make(entries[most:], hidden[most:], rule)
+            assert first is not None and rest is not None
+            columns, probs = torch.cat([first.columns, rest.columns]), torch.cat([first.q, rest.q])
+            return MadeDrafts([*first.tokens, *rest.tokens], columns, probs)
         bucket = self.run(entries, hidden)
         used = bucket.num_rows
         tokens = self._statics.draft_tokens[:used].view(bucket.num_queries, bucket.num_seqs).T.tolist()
@@ -122,9 +125,6 @@ class DraftLoop:
         offsets, rows = torch.tensor(places, device=distributions.device).T
         columns = self._statics.draft_columns[:used].view(bucket.num_queries, bucket.num_seqs)
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
-
-    def _fit(self, entries: Sequences[Entry]) -> Bucket | None:
-        return self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
 
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor], hidden: Tensor) -> None:
         num_seqs, num_drafts = bucket

@@ -240,13 +240,6 @@ def test_a_handoff_between_rounds_is_the_one_of_the_plain_path(
     assert all(texts[0].values())
 
 
-def test_more_sequences_than_are_captured_run_eagerly(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speculative.gpu.buckets.MAX_CAPTURED_SEQS", 2)
-    graphed = tiny_engine(target, cuda_graphs=True)
-    assert graphed.graphs is not None and graphed.graphs.buckets.largest.num_seqs == 2
-    assert_same(answers(graphed, PLAIN), answers(tiny_engine(target), PLAIN))
-
-
 def test_a_row_that_is_no_number_ends_its_request_and_no_other(target: Path) -> None:
     params = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)] * 4
     engine = tiny_engine(target, cuda_graphs=True, prefix_caching=False)

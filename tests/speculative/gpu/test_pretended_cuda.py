@@ -164,6 +164,43 @@ def test_preemptions(load: Load, drafters: dict[str, DrafterConfig]) -> None:
     assert_same(*on_both(scene, load))
 
 
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3"])
+def test_more_sequences_than_are_captured_take_several_replays(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculative.gpu.buckets.MAX_CAPTURED_SEQS", 2)
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine, found = load(drafter=drafters[name], max_num_seqs=5), defaultdict[str, Answer](Answer)
+        add_all(engine, SHORT[:5])
+        for _ in range(4):
+            take(found, engine.step())
+        if PretendedCuda.current is not None:
+            PretendedCuda.current.waits.clear()
+        while engine.has_work:
+            take(found, engine.step())
+        if PretendedCuda.current is not None:
+            eager = [place for _, place in PretendedCuda.current.waits if "model/attention.py" in place]
+            assert not eager, "attention of one sequence after another"
+        return found
+
+    assert_same(*on_both(scene, load))
+
+
+def test_whole_prompts_do_not_wait_for_a_plan_of_cudnn(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, set[tuple[bool, bool]]()
+
+    def watched(*arguments: Any, **named: Any) -> Tensor:
+        seen.add((named["attn_mask"] is not None, torch.backends.cuda.cudnn_sdp_enabled()))
+        return attend(*arguments, **named)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
+    with PretendedCuda():
+        answers(load(device="cuda", max_batched_tokens=20), SHORT)  # some prompts in pieces
+    assert seen == {(False, False), (True, True)}
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 # -- what it finds --------------------------------------------------------------------------------------------------
 
 
