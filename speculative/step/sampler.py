@@ -77,7 +77,7 @@ class Sampler:
         verified = self._verify(layout, step)
         emitted = self.ops.emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
-        outside = _outside_filters(adjusted, rows, emitted)
+        outside = outside_filters_of(rows, adjusted, emitted)
         broken = self.ops.broken_rows(step, verified, emitted, highest_logits(processed), outside)
         terms = self._terms(layout, step, verified, emitted) if self.self_check.due() else None
         verdicts = copy_to_host(verified, broken)
@@ -139,7 +139,7 @@ def _make_verifier(config: EngineConfig, ops: VocabularyOps) -> Verifier:
     return verifiers[config.verifier]
 
 
-def _outside_filters(adjusted: Tensor, rows: SamplingRows, emitted: Tensor) -> Tensor:
+def outside_filters_of(rows: SamplingRows, adjusted: Tensor, emitted: Tensor) -> Tensor:
     """[R] bool: rows whose token lies outside the filters of its request."""
     outside = torch.zeros_like(rows.greedy)
     if rows.filters is not None:

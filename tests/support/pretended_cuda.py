@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculative.gpu.capture import side_stream
+from speculative.gpu.filters import torch_floors
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 
 DEVICE = torch.device("cuda:0")
@@ -202,6 +203,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
+            "speculative.gpu.filters.make_find_floors": lambda _: torch_floors,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
         }
 
