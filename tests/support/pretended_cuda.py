@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculative.gpu.capture import side_stream
 from speculative.gpu.filters import torch_floors
+from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 
 DEVICE = torch.device("cuda:0")
@@ -145,13 +146,15 @@ class PretendedCuda(TorchFunctionMode):
 
     waits: (what made the host wait, where) -> how often. num_uploads: from pinned memory. num_replays: of graphs.
     num_launches: outside of graphs, if `count_launches`; so are the nodes of graphs. num_streams: that were made.
-    graphs: in the order of their captures.
+    graphs: in the order of their captures; when they are first needed, and all that the product captures before the
+    first request only if `capture_beforehand`, which takes a second or two.
     """
 
     current: "PretendedCuda | None" = None
 
-    def __init__(self, *, count_launches: bool = False) -> None:
+    def __init__(self, *, count_launches: bool = False, capture_beforehand: bool = False) -> None:
         super().__init__()
+        self._captures_beforehand = capture_beforehand
         self._counts_launches = count_launches
         self.graphs: list[_Recording] = []
         self.capturing: _Recording | None = None
@@ -169,6 +172,8 @@ class PretendedCuda(TorchFunctionMode):
 
     def __enter__(self) -> "PretendedCuda":
         PretendedCuda.current = self
+        if not self._captures_beforehand:
+            self._patches.enter_context(mock.patch.object(GraphStep, "capture_all", return_value=0))
         for name, value in self._stand_ins().items():
             self._patches.enter_context(mock.patch(name, value))
         super().__enter__()

@@ -91,7 +91,7 @@ def test_a_layer_keeps_to_its_budget(tmp_path: Path) -> None:
     nodes = []
     for num_layers in (1, 2):
         folder = write_tiny_model(tmp_path / str(num_layers), vocab_size=VOCABULARY, num_hidden_layers=num_layers)
-        with PretendedCuda(count_launches=True) as device:
+        with PretendedCuda(count_launches=True, capture_beforehand=True) as device:
             tiny_engine(folder, device="cuda", max_num_seqs=1, drafter=NO_DRAFTS)
         nodes.append(device.graphs[0].num_nodes)
     assert nodes[1] - nodes[0] <= LAYER_NODES
