@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -245,7 +245,7 @@ async def _generate(
             return JSONResponse(await unless_disconnected(request.receive, front_end.collect(job, lease.spend)))
         events = front_end.events(job, lease.spend)
         try:
-            first = await unless_disconnected(request.receive, _first(events))
+            first = await unless_disconnected(request.receive, anext(events))
         except BaseException:
             await events.aclose()
             raise
@@ -298,10 +298,6 @@ async def _speculation(admin: Admin, request: Request, order: type[SpeculationOr
         return JSONResponse({"replicas": await admin.statuses()})
     body = await _read_body(request, _LONGEST_ORDER)
     return JSONResponse({"replicas": await admin.order(parse(body, order))})
-
-
-async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
 
 
 async def _show(front_end: FrontEnd, name: str) -> Response:
