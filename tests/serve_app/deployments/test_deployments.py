@@ -34,7 +34,7 @@ async def test_a_report_whose_caller_leaves_is_sent_and_its_answer_obeyed(
     worker: Worker, referee: RefereeHandle, way: int
 ) -> None:
     await worker.host.reporter.report()
-    referee.referee.order(Mode.OFF, None)
+    referee.book.order(Mode.OFF, None)
     worker.host.guard.inspect(StepStats(alarms={"f": 1}))
     worker.host.finished.append(Finished("cmpl-1-0", 1.0, 2.0))
     worker.host.runtime.metrics.count("truespec_requests_total", 7, outcome="stop")

@@ -16,7 +16,6 @@ from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.backends.torch_backend import load_engine
 from serve_app.errors import ModelNotFound
 from serve_app.integrity.canary import Canary, CanarySettings
-from serve_app.integrity.referee import Referee, RefereeSettings
 from serve_app.integrity.replays import Records, ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked
 from serve_app.openai.frontend import FrontEnd
@@ -30,7 +29,7 @@ from speculative.config import EngineConfig
 from speculative.errors import InvalidRequest
 from speculative.request import Request
 from tests.support.fake_serving import BackendSource
-from tests.support.referees import Replayer, served
+from tests.support.referees import Replayer, checker, served
 from tests.support.tiny_models import write_tiny_model
 
 ADAPTERS = (Adapter("sql", "/adapters/sql"), Adapter("legal", "/adapters/legal"))
@@ -110,10 +109,10 @@ async def test_labels_are_scored_by_the_adapter_that_was_asked_for(
 
 async def test_an_answer_is_replayed_with_its_adapter_and_so_is_its_prompt() -> None:
     replayer = Replayer()
-    referee = Referee(replayer, Metrics([], model_name="m", pool="prefill"), RefereeSettings())
+    checks = checker(replayer, Metrics([], model_name="m", pool="prefill"))
     one = served(prompt_logprobs=(-1.0, -1.0))
     job = dataclasses.replace(one, request=dataclasses.replace(one.request, adapter="sql"))
-    await referee._check(job)
+    await checks._check(job)
     assert [request.adapter for request in replayer.asked] == ["sql", "sql"]
 
 

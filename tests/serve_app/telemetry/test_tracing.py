@@ -22,7 +22,6 @@ from opentelemetry.trace import StatusCode
 
 from serve_app.backends.base import Prefilled, Replayed
 from serve_app.http.routes import build_ingress
-from serve_app.integrity.referee import Referee, RefereeSettings
 from serve_app.integrity.replay_selection import Checks
 from serve_app.integrity.replays import Record, Records, ReplayJob
 from serve_app.integrity.verdicts import Checked
@@ -38,6 +37,7 @@ from speculative.errors import ConfigError
 from speculative.request import Request
 from tests.support.fake_serving import make_backend
 from tests.support.otlp_collector import running_collector
+from tests.support.referees import checker
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -67,7 +67,7 @@ class App:
         self.decode, self.prefill = fakes
         self.handoff_spoils = False
         self.records = Records("d", 256)
-        self.referee = Referee(self._replay, metrics, RefereeSettings())
+        self.checker = checker(self._replay, metrics)
         self.checks = Checks(lambda _: False, lambda _: None, self._check, 20)
         source = ObservedSource(
             PooledTokenSource(self.decode, metrics, self._ask, self.records.handed_off, tracing=self.traces["decode"]),
@@ -106,7 +106,7 @@ class App:
             self.checks.ended(job)
 
     async def _check(self, job: ReplayJob) -> Checked:
-        checked: Checked = await across(self.referee.check, job)
+        checked: Checked = await across(self.checker.check, job)
         return checked
 
     async def _replay(self, request: Request) -> Replayed:
@@ -130,7 +130,7 @@ class App:
 @pytest.fixture
 async def app(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> AsyncIterator[App]:
     made = App(tokenizer, share=getattr(request, "param", 1.0))
-    referee = asyncio.create_task(made.referee.run())
+    referee = asyncio.create_task(made.checker.run())
     yield made
     referee.cancel()
     await asyncio.gather(referee, return_exceptions=True)
