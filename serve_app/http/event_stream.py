@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class EventStream(Response):
         """Send the events (ASGI)."""
         try:
             await unless_disconnected(receive, self._send_all(send))
-        except (Disconnected, OSError):  # OSError: the server noticed while sending, or patience ended
+        except (ClientDisconnect, OSError):  # OSError: the server noticed while sending, or patience ended
             logger.info("%s: the client left", scope.get("path"))
         finally:
             try:
@@ -104,22 +105,18 @@ class EventStream(Response):
             await asyncio.gather(collecting, return_exceptions=True)
 
 
-class Disconnected(Exception):
-    """The client went away; there is nobody to answer."""
-
-
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Do the work, but stop it when the client leaves. The body must have been read.
 
     Raises:
-        Disconnected: the client left; the work was cancelled and has ended.
+        ClientDisconnect: the client left; the work was cancelled and has ended.
     """
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
-            raise Disconnected
+            raise ClientDisconnect
         return doing.result()
     finally:
         doing.cancel()
