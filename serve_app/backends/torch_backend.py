@@ -14,7 +14,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.backends.base import SHIPPED_HEADS, Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.base import (
+    SHIPPED_HEADS,
+    Computing,
+    Handoff,
+    ModelInfo,
+    PauseMode,
+    Prefilled,
+    Replayed,
+    replayed,
+)
 from serve_app.text.grammar import StructureCompiler
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
@@ -139,17 +148,7 @@ class TorchBackend:
 
     async def replay(self, request: Request) -> Replayed:
         """Compute a teacher-forced request."""
-        async with contextlib.aclosing(self.generate(request)) as deltas:
-            async for delta in deltas:
-                if delta.error is not None:
-                    raise EngineFault(delta.error)
-                if delta.logprobs is not None:
-                    return Replayed(
-                        tuple(entry.logprob for entry in delta.logprobs),
-                        delta.replayed,
-                        weight_version=delta.weight_version,
-                    )
-        raise EngineFault("The replay ended without a result.")
+        return await replayed(self.generate(request))
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Set who may draft from the next step on."""

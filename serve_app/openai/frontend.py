@@ -69,19 +69,18 @@ class FrontEnd:
         model: ModelInfo,
         limits: Limits | None = None,
         *,
-        aliases: Sequence[str] = (),
         checks: Checks | None = None,
         parsers: Parsers | None = None,
     ) -> None:
-        """`aliases` are further names of the model; without `checks`, `verify` is refused; without `parsers` nobody
-        reads reasoning, or calls that the model makes as it likes."""
+        """Without `checks`, `verify` is refused; without `parsers` nobody reads reasoning, or calls that the model
+        makes as it likes."""
         self._source = source
         self._chats = ChatDesk(tokenizer, parsers)
         self._checks = checks
         self._tokenizer = tokenizer
         self._model = model
         self.limits = limits or Limits()
-        self._names = tuple(dict.fromkeys((model.model_name, *aliases, *(one.name for one in model.adapters))))
+        self._names = (model.model_name, *(one.name for one in model.adapters))
         self._created = int(time.time())
 
     def weights_switched(self, model: ModelInfo) -> None:

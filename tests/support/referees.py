@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.backends.base import Prefilled, Replayed
-from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments import runtime, stream_router
@@ -32,6 +31,7 @@ from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import CONFIGURED, DesiredState
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
+from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NUM_TOKENS = 20
 RIGHT = ReplayedToken(0.5, 0.5, 0.7, 0.7, 0.0, 0.0)
