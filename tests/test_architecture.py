@@ -86,7 +86,7 @@ OWNERS = {
     "llama_cpp": {"deploy.bench.workers.llama_engine"},
     "llguidance": {"serve_app.text.grammar"},
     "openai": set(),
-    "opentelemetry": {"serve_app.telemetry.tracing", "serve_app.backends.traced"},
+    "opentelemetry": {"serve_app.telemetry.tracing", "serve_app.streams.spans"},
     "prometheus_client": {"serve_app.telemetry", "deploy.audit.blackbox.counters"},
     "pydantic": {"serve_app.access.keys", "serve_app.config", "serve_app.http", "serve_app.openai"},
     "pytest": set(),
