@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from speculative.request import ReplayedToken, TokenLogprobs
+from speculative.state.logit_constraints import TokenRules
 from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import Bools
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -135,18 +137,31 @@ def block_slots(blocks: Entries[int], length: int, block_size: int) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What one verify row draws after: its sequence's tokens, then these drafts of the round."""
+    """What decides which tokens one verify row may draw, beside the model.
 
-    sequence: Sequence
+    rules: of its request; None where it has none. output: tokens emitted before the round. drafts: those of the round
+    before the row. allowed: [V] the tokens its structure allows; None where it has none.
+    """
+
+    rules: TokenRules | None
+    output: Entries[int]
     drafts: tuple[int, ...]
+    allowed: Bools | None = None
 
 
-def row_contexts(layout: StepInput) -> list[RowContext]:
-    """One context per verify row, in order."""
-    contexts, first_row = [], 0
-    for entry, count in zip(layout.drawing, layout.draft_counts.tolist(), strict=True):
+def row_contexts(layout: StepInput, masks: Entries[list[Bools] | None]) -> list[RowContext]:
+    """One context per verify row, in order.
+
+    masks: per drawing entry, what its structure allows, row by row. Rows behind a forbidden draft are never reached;
+        they repeat the last mask.
+    """
+    contexts, first_row = list[RowContext](), 0
+    for entry, count, mask in zip(layout.drawing, layout.draft_counts.tolist(), masks, strict=True):
+        output = entry.sequence.tokens[entry.sequence.num_prompt :]
         drafts = tuple(layout.drafts[first_row : first_row + count].tolist())
-        contexts += [RowContext(entry.sequence, drafts[:offset]) for offset in range(count + 1)]
+        for offset in range(count + 1):
+            allowed = None if mask is None else mask[min(offset, len(mask) - 1)]
+            contexts.append(RowContext(entry.sequence.rules, output, drafts[:offset], allowed))
         first_row += count + 1
     return contexts
 

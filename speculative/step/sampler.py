@@ -87,7 +87,7 @@ class Sampler:
     def _adjust(self, layout: StepInput, logits: Tensor, masks: list[list[Bools] | None]) -> Tensor:
         if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
             return logits
-        return adjust(logits, row_contexts(layout), _masks_per_row(layout, masks), self.eos_token_ids)
+        return adjust(logits, row_contexts(layout, masks), self.eos_token_ids)
 
     def _verify(self, layout: StepInput, step: VerifyInput) -> VerifyOutput:
         coupled = self._coupled(layout)
@@ -160,11 +160,3 @@ def verify_rows(layout: StepInput) -> VerifyRows:
 def _params_per_row(layout: StepInput) -> list[SamplingParams]:
     counts = layout.draft_counts.tolist()
     return [e.sequence.params for e, count in zip(layout.drawing, counts, strict=True) for _ in range(count + 1)]
-
-
-def _masks_per_row(layout: StepInput, masks: list[list[Bools] | None]) -> list[Bools | None]:
-    """One mask per verify row. Rows behind a forbidden draft are never reached; they repeat the last mask."""
-    rows: list[Bools | None] = []
-    for mask, count in zip(masks, layout.draft_counts.tolist(), strict=True):
-        rows += [None if mask is None else mask[min(offset, len(mask) - 1)] for offset in range(count + 1)]
-    return rows
