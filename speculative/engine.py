@@ -31,11 +31,7 @@ from speculative.sampling.logprob_checks import LogprobContract
 from speculative.scheduling.draft_length import make_draft_length
 from speculative.scheduling.scheduler import Scheduler
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.state.batch import (
-    Batch,
-    StepOutcome,
-    block_slots,
-)
+from speculative.state.batch import Batch, StepOutcome
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
 from speculative.stats import EngineUsage, StepStats
@@ -343,16 +339,16 @@ class EngineCore:
         if outcome.terms is not None:
             self.self_check.take(outcome.terms, self.stats)
         drafted, accepted = self.stats.num_drafted, self.stats.num_accepted
-        for entry, drawn in zip(batch.entries, outcome.drawn, strict=True):
-            if drawn is None or entry.num_known > 1:
+        for entry, result in zip(batch.entries, outcome.results, strict=True):
+            if not entry.samples or entry.num_known > 1:
                 self.stats.num_prompt_tokens += entry.num_known
-            if drawn is not None and drawn.fault is None:
-                self.stats.count_round(drawn.num_drafted, drawn.num_accepted)
+            if entry.samples and result.fault is None:
+                self.stats.count_round(result.num_drafted, result.num_accepted)
                 if entry.sequence.params.returns_logprobs:
                     self.stats.num_rounds_with_logprobs += 1
-                    self.stats.num_drafted_with_logprobs += drawn.num_drafted
-                drafted += drawn.num_drafted
-                accepted += drawn.num_accepted
+                    self.stats.num_drafted_with_logprobs += result.num_drafted
+                drafted += result.num_drafted
+                accepted += result.num_accepted
         if (drafted, accepted) != (self.stats.num_drafted, self.stats.num_accepted):
             self.stats.count_violation("metrics")
 
@@ -367,8 +363,7 @@ class EngineCore:
         self.drafter.forget(sequence.request.request_id)
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
-        slots = block_slots(sequence.blocks, stop, self.config.block_size)[start:]
-        return torch.from_numpy(slots).to(self.device)
+        return torch.from_numpy(sequence.slots(stop, self.config.block_size)[start:]).to(self.device)
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
         structure = request.params.structure

@@ -147,14 +147,7 @@ def round_terms(
     step = VerifyInput(probs=probs, draft_probs=draft_probs, **{**known, "drafts": drafts})
     last = rows.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0]
     verified = VerifyOutput(num_accepted, last, probs.new_zeros(len(drafting), dtype=torch.float64))
-    none = torch.zeros(len(drafting), dtype=torch.bool, device=device)
-    scope = Scope(
-        verifier="token_wise",
-        judged_rows=judged.nonzero()[:, 0],
-        counted=torch.tensor([counted[row] for row in drafting], device=device),
-        coupled=none,
-        any_coupled=False,
-        all_coupled=False,
-    )
+    own = torch.tensor([counted[row] for row in drafting], device=device)
+    scope = Scope("token_wise", own, coupled=[False] * len(drafting))
     at_rows = torch.where(known["offsets"] < num_accepted[entries], drafts, last[entries]).clamp(min=0)
     return terms_to_host(take_terms(step, verified, at_rows, scope))

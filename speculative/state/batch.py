@@ -58,12 +58,10 @@ class AttentionRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInput:
-    """Where every token of a step lies. All arrays are int64 on the host.
+class StepInput(AttentionRows):
+    """Where every token of a step lies; its sequences are the entries. All arrays are int64 on the host.
 
-    input_ids, positions, slots: [N] per row: the token, its position in its sequence, its slot in the KV cache.
-    row_starts: [B + 1] first row of each entry, and N.
-    context_slots: per entry, slots of all positions it attends to, its own rows included.
+    input_ids, positions: [N] per row: the token, and its position in its sequence.
     verify_rows: [R] rows whose logits are needed to draw tokens, entry by entry.
     verify_entries: [R] the entry of each verify row, counted over the entries that draw.
     offsets: [R] its offset in its round.
@@ -73,20 +71,12 @@ class StepInput:
 
     input_ids: Int64s
     positions: Int64s
-    slots: Int64s
-    row_starts: Int64s
-    context_slots: tuple[Int64s, ...]
     verify_rows: Int64s
     verify_entries: Int64s
     offsets: Int64s
     drafts: Int64s
     drawing: tuple[Entry, ...]
     draft_counts: Int64s
-
-    @property
-    def attention_rows(self) -> AttentionRows:
-        """The part of it that attention reads."""
-        return AttentionRows(self.slots, self.row_starts, self.context_slots)
 
 
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
@@ -100,7 +90,7 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
         sequence, begin, own = entry.sequence, entry.sequence.num_computed, drafts[num_drafts : num_drafts + count]
         num_drafts += count
         end = begin + entry.num_known + count
-        context = block_slots(sequence.blocks, end, block_size)
+        context = sequence.slots(end, block_size)
         contexts.append(context)
         slots.append(context[begin:])
         positions.append(range(begin, end))
@@ -127,12 +117,6 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
         drawing=tuple(drawing),
         draft_counts=np.array(draft_counts, np.int64),
     )
-
-
-def block_slots(blocks: Entries[int], length: int, block_size: int) -> Int64s:
-    """Slots of the first `length` positions of a sequence with these blocks."""
-    starts = np.array(blocks[: -(-length // block_size)], np.int64) * block_size
-    return (starts[:, None] + np.arange(block_size)).reshape(-1)[:length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,25 +154,20 @@ def row_contexts(layout: StepInput, masks: Entries[list[Bools] | None]) -> list[
 class SequenceResult:
     """What a step decided for one sequence, on the host.
 
-    token_ids: the accepted drafts and the token drawn after them.
+    token_ids: the accepted drafts and the token drawn after them; none while a prefill goes on.
     num_drafted, num_accepted: of this round.
     logprobs: one per token, when asked for.
     fault: which of `INVARIANTS` is broken, so that nothing may be emitted; then the rest is meaningless.
+    prompt_logprobs, replayed: of the known tokens that a request for its prompt's logprobs, or a scoring one, asked
+        for; and where a scoring request's lie in its distribution.
     """
 
-    token_ids: tuple[int, ...]
-    num_drafted: int
-    num_accepted: int
+    token_ids: tuple[int, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     fault: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What a step says of known tokens: their logprobs; and of a scoring request's, where they lie in its
-    distribution."""
-
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     replayed: tuple[ReplayedToken, ...] = ()
 
 
@@ -210,15 +189,13 @@ class HostTerms:
 class StepOutcome:
     """The host copy of what a step decided.
 
-    drawn: per entry; None where nothing was drawn (a prefill that goes on).
-    scores: per entry; of known tokens that a scoring request, or one for its prompt's logprobs, asked for.
+    results: one per entry.
     expected_accepted: sum of the verifier's acceptance probability over the draft positions it reached.
     terms: of the self-checks; None where nothing counted.
     step_s: seconds from the first draft to the last copy.
     """
 
-    drawn: tuple[SequenceResult | None, ...]
-    scores: tuple[Scored, ...]
-    expected_accepted: float
+    results: tuple[SequenceResult, ...]
+    expected_accepted: float = 0.0
     terms: HostTerms | None = None
     step_s: float = 0.0

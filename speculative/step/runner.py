@@ -25,7 +25,7 @@ class ModelRunner:
         """As forward, and the features [N, len(capture) * hidden] that enter the layers of `capture`."""
         input_ids = torch.from_numpy(layout.input_ids).to(self.device)
         positions = torch.from_numpy(layout.positions).to(self.device)
-        attention = StepAttention(self.cache, layout.attention_rows, self.device)
+        attention = StepAttention(self.cache, layout, self.device)
         return self._decoder.run(input_ids, positions, attention, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -3,10 +3,9 @@
 A few copies to the host end it. On the way the self-checks take their terms and check every invariant of a row.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +13,11 @@ from speculative.config import EngineConfig
 from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.logprobs import mode_matrix
-from speculative.sampling.probs import LastRows, SamplingRows, highest_logits
+from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import Scope, terms_to_host
-from speculative.state.batch import HostTerms, SequenceResult, StepInput, row_contexts
+from speculative.state.batch import HostTerms, SequenceResult, StepInput, StepOutcome, row_contexts
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
@@ -27,15 +26,6 @@ from speculative.verification.draft_probs import DraftProbs
 from speculative.verification.mixed import verify_mixed
 from speculative.verification.rows import VerifyRows
 from speculative.vocabulary.ops import VocabularyOps
-
-
-@dataclass(frozen=True, slots=True)
-class SampleOutput:
-    """What a step sampled: one result per entry; over all of them, expected accepted drafts and self-check terms."""
-
-    drawn: list[SequenceResult]
-    expected_accepted: float
-    terms: HostTerms | None
 
 
 class Sampler:
@@ -61,8 +51,8 @@ class Sampler:
 
     def draw(
         self, layout: StepInput, logits: Tensor, draft_probs: DraftProbs, masks: list[list[Bools] | None]
-    ) -> SampleOutput:
-        """What each drawing entry emits.
+    ) -> StepOutcome:
+        """What each drawing entry emits, and the step's self-checks.
 
         Args:
             layout: the step's rows.
@@ -78,11 +68,11 @@ class Sampler:
         emitted = self.ops.emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
         outside = _outside_filters(adjusted, rows, emitted)
-        broken = self.ops.broken_rows(step, verified, emitted, highest_logits(processed), outside)
+        broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         terms = self._terms(layout, step, verified, emitted) if self.self_check.due() else None
         verdicts = copy_to_host(verified, broken)
         drawn = self.check_on_host(layout, results_per_entry(layout, verdicts, logprobs), masks)
-        return SampleOutput(drawn, verdicts.expected_accepted, terms)
+        return StepOutcome(tuple(drawn), verdicts.expected_accepted, terms)
 
     def _adjust(self, layout: StepInput, logits: Tensor, masks: list[list[Bools] | None]) -> Tensor:
         if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
@@ -105,15 +95,7 @@ class Sampler:
 
     def _terms(self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> HostTerms:
         counted = self.self_check.counted([entry.sequence for entry in layout.drawing])
-        coupled = self._coupled(layout)
-        scope = Scope(
-            verifier=self._verifier,
-            judged_rows=torch.from_numpy(np.flatnonzero(layout.drafts >= 0)).to(self._device),
-            counted=torch.from_numpy(counted).to(self._device),
-            coupled=torch.tensor(coupled, device=self._device),
-            any_coupled=any(coupled),
-            all_coupled=all(coupled),
-        )
+        scope = Scope(self._verifier, torch.from_numpy(counted).to(self._device), self._coupled(layout))
         return terms_to_host(self.ops.take_terms(step, verified, emitted, scope))
 
     def check_on_host(
