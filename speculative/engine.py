@@ -74,8 +74,7 @@ class EngineCore:
         self.ops = TorchOps() if self._uses_graphs else choose_ops(self.device)  # graphs hold torch's alone
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
         self.cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
-        neural = None if draft_model is None else self._model_drafter(draft_model)
-        self._make_executor(decoder, neural or make_weightless(config.drafter), neural)
+        self._make_executor(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
         self.manifest = Manifest(
             fingerprint=fingerprint,
             dtype=config.dtype,
@@ -86,8 +85,10 @@ class EngineCore:
             drafter_state=self.drafter.state_name,
         )
 
-    def _make_executor(self, decoder: Decoder, drafter: Drafter, neural: ModelDrafter | None) -> None:
-        """What runs the steps; old graphs have let go of their memory."""
+    def _make_executor(self, decoder: Decoder, draft_model: DraftModel | None, weightless: Drafter) -> None:
+        """What runs the steps, drafting by a model or else `weightless`; old graphs have let go of their memory."""
+        neural = None if draft_model is None else self._model_drafter(draft_model)
+        drafter = neural or weightless
         self._decoder = decoder
         self.graphs: GraphStep | None = None
         runner = ModelRunner(decoder, self.cache, self.device)
@@ -265,8 +266,7 @@ class EngineCore:
         self.scheduler.reset()
         weightless = self.drafter if weights.draft_model is None else NoDrafter()
         del self.graphs, self.eager, self.executor  # the old drafter's cache goes before the new one is made
-        neural = None if weights.draft_model is None else self._model_drafter(weights.draft_model)
-        self._make_executor(weights.decoder, neural or weightless, neural)
+        self._make_executor(weights.decoder, weights.draft_model, weightless)
         self.self_check.restart()
         self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is
             self.manifest,
@@ -291,10 +291,7 @@ class EngineCore:
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
-        taken = StepStats()
-        taken.merge(self.stats)
-        self.stats.clear()
-        return taken
+        return self.stats.take()
 
     # -- the hot loop -------------------------------------------------------------------------------------------
 
@@ -309,8 +306,7 @@ class EngineCore:
             return []
         outcome = self.executor.run(batch)
         deltas = self.scheduler.commit(batch, outcome)
-        self._record(batch, outcome)
-        self._forget(deltas)
+        self._record(batch, outcome, deltas)
         return deltas
 
     # -- helpers ------------------------------------------------------------------------------------------------
@@ -333,7 +329,7 @@ class EngineCore:
                         self.drafter.import_state(sequence, sequence.imported_kv)
                     sequence.imported_kv = None
 
-    def _record(self, batch: Batch, outcome: StepOutcome) -> None:
+    def _record(self, batch: Batch, outcome: StepOutcome, deltas: list[TokenDelta]) -> None:
         self.stats.num_steps += 1
         self.stats.expected_accepted += outcome.expected_accepted
         if outcome.terms is not None:
@@ -351,8 +347,6 @@ class EngineCore:
                 accepted += result.num_accepted
         if (drafted, accepted) != (self.stats.num_drafted, self.stats.num_accepted):
             self.stats.count_violation("metrics")
-
-    def _forget(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             self.stats.num_emitted += len(delta.token_ids)
             if delta.finished:

@@ -86,15 +86,11 @@ def check_same_model(folder: Path, served: ModelConfig) -> None:
 def _load_draft_model(
     folder: Path, config: EngineConfig, target: Decoder, drafter: str | Path | None
 ) -> DraftModel | None:
-    source = drafter or config.drafter.model
     if config.drafter.model is None:
-        if drafter is not None:
-            raise ConfigError(
-                f"drafter.kind {config.drafter.kind} has no weights, but an update names some ({drafter})."
-            )
-        return None
-    assert source is not None
-    found, dtype = resolve_model(source), getattr(torch, config.dtype)
+        if drafter is None:
+            return None
+        raise ConfigError(f"drafter.kind {config.drafter.kind} has no weights, but an update names some ({drafter}).")
+    found, dtype = resolve_model(drafter or config.drafter.model), getattr(torch, config.dtype)
     if config.drafter.kind == "eagle3":
         return Eagle3DraftModel.load(found, target, dtype=dtype, device=target.device)
     if config.drafter.kind == "mtp":

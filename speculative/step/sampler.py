@@ -45,7 +45,8 @@ class Sampler:
         self._mode = config.logprobs_mode
         self.eos_token_ids = eos_token_ids
         self._device = device
-        self.verify = _make_verifier(config, ops)
+        verifiers = {"token_wise": ops.verify_token_wise, "block": ops.verify_block, "coupled": verify_coupled}
+        self.verify: Verifier = verifiers[config.verifier]
         self._all_coupled = config.verifier == "coupled"
         self._rows = LastRows()
 
@@ -114,11 +115,6 @@ class Sampler:
                 fault = "support"
             checked.append(one if fault is one.fault else replace(one, fault=fault))
         return checked
-
-
-def _make_verifier(config: EngineConfig, ops: VocabularyOps) -> Verifier:
-    verifiers = {"token_wise": ops.verify_token_wise, "block": ops.verify_block, "coupled": verify_coupled}
-    return verifiers[config.verifier]
 
 
 def _outside_filters(adjusted: Tensor, rows: SamplingRows, emitted: Tensor) -> Tensor:
