@@ -23,7 +23,7 @@ from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_mat
 from speculative.sampling.probs import SamplingRows, process, target_probs
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
-from speculative.state.batch import HostTerms, StepInput
+from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
 from speculative.step.sampler import verify_rows
@@ -66,7 +66,7 @@ class Judged:
     verdicts: Verdicts
     draft_ids: Array
     logprobs: LogprobRows | None
-    terms: HostTerms | None
+    terms: Terms | None
 
 
 class _Captured(NamedTuple):
@@ -211,5 +211,5 @@ def _unpack(vector: Array, bucket: Bucket, kind: Kind, checks: tuple[str, ...], 
         logprobs = LogprobRows(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
     if kind.checked:
         achievable = float(take(1)[0])
-        terms = HostTerms(checks, rest.reshape(len(checks), -1), achievable)
+        terms = Terms(checks, rest.reshape(len(checks), -1), achievable)
     return Judged(verdicts, drafts, logprobs, terms)

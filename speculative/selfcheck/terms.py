@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculative.selfcheck.eprocess import STAKES
-from speculative.state.batch import HostTerms
+from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
 from speculative.verification.block import running_ratio, survival
 from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
@@ -61,20 +61,6 @@ class Scope:
     verifier: Literal["token_wise", "block"]
     counted: Tensor
     coupled: Sequence[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What the terms of a step come to, on the device.
-
-    checks: the C self-checks that have terms.
-    sums: [C, len(STAKES) + 4] float64: sums of log(1 + stake Z); then number, positive and negative parts, squares.
-    achievable: sum(min(p, q)) over the positions that were reached.
-    """
-
-    checks: tuple[str, ...]
-    sums: Tensor
-    achievable: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +254,3 @@ def _sum_up(found: list[tuple[Tensor, Tensor]]) -> Tensor:
         values.square().sum(-1),
     )
     return torch.cat([gains, torch.stack(parts, dim=1)], dim=1)
-
-
-def terms_to_host(terms: Terms) -> HostTerms:
-    """Copy the terms of the self-checks."""
-    return HostTerms(terms.checks, terms.sums.cpu().numpy(), float(terms.achievable))

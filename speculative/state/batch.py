@@ -17,7 +17,6 @@ from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +171,21 @@ class SequenceResult:
 
 
 @dataclass(frozen=True, slots=True)
-class HostTerms:
-    """The terms of a step's self-checks, summed up.
+class Terms:
+    """The terms of a step's self-checks, summed up: tensors on the device, an array and a number after `to_host`.
 
     checks: the C self-checks that had any.
-    sums: [C, S + 4]: sums of log(1 + stake Z) for S stakes; then number, positive and negative parts, squares.
+    sums: [C, S + 4] float64: sums of log(1 + stake Z) for S stakes; then number, positive and negative parts, squares.
     achievable: sum of sum(min(p, q)) over the draft positions that were reached.
     """
 
     checks: tuple[str, ...]
-    sums: Floats
-    achievable: float
+    sums: Any
+    achievable: Any
+
+    def to_host(self) -> "Terms":
+        """Copy to the host."""
+        return Terms(self.checks, self.sums.cpu().numpy(), float(self.achievable))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,5 +200,5 @@ class StepOutcome:
 
     results: tuple[SequenceResult, ...]
     expected_accepted: float = 0.0
-    terms: HostTerms | None = None
+    terms: Terms | None = None
     step_s: float = 0.0

@@ -94,10 +94,9 @@ class EagerStep:
 
     def _forward(self, batch: Batch, layout: StepInput) -> Tensor:
         """Hidden states [N, hidden]; a drafter that reads features gets them."""
-        if not self.drafter.capture:
-            return self.runner.forward(layout)
         hidden, features = self.runner.forward_with_features(layout, self.drafter.capture)
-        self.drafter.observe(batch, layout, features)
+        if self.drafter.capture:
+            self.drafter.observe(batch, layout, features)
         return hidden
 
     def _score(

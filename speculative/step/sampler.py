@@ -16,8 +16,8 @@ from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope, terms_to_host
-from speculative.state.batch import HostTerms, SequenceResult, StepInput, StepOutcome, row_contexts
+from speculative.selfcheck.terms import Scope
+from speculative.state.batch import SequenceResult, StepInput, StepOutcome, Terms, row_contexts
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
@@ -94,10 +94,10 @@ class Sampler:
 
     # -- self-checks --------------------------------------------------------------------------------------------
 
-    def _terms(self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> HostTerms:
+    def _terms(self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> Terms:
         counted = self.self_check.counted([entry.sequence for entry in layout.drawing])
         scope = Scope(self._verifier, torch.from_numpy(counted).to(self._device), self._coupled(layout))
-        return terms_to_host(self.ops.take_terms(step, verified, emitted, scope))
+        return self.ops.take_terms(step, verified, emitted, scope).to_host()
 
     def check_on_host(
         self, layout: StepInput, drawn: list[SequenceResult], masks: list[list[Bools] | None]

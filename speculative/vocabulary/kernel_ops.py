@@ -10,7 +10,8 @@ from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import terms
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
-from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, Scope, Terms
+from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, Scope
+from speculative.state.batch import Terms
 from speculative.verification import block
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import PointMass, SubVocabulary

@@ -12,7 +12,7 @@ from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope, terms_to_host
+from speculative.selfcheck.terms import Scope
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
 from speculative.verification.base import VerifyInput, residual
@@ -181,7 +181,7 @@ def take(
     verified = ops.verify_token_wise(step)
     verified = verified if token_ids is None else replace(verified, token_ids=token_ids)
     scope = Scope("token_wise", counted=torch.ones(ROUNDS, dtype=torch.bool), coupled=[False] * ROUNDS)
-    found = terms_to_host(ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope))
+    found = ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host()
     stats = StepStats()
     SelfCheck().take(found, stats)
     return stats.checks, stats.alarms
