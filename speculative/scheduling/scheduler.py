@@ -207,8 +207,9 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
         """How many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's own
         choice, what pays, the length limits, the token budget and the free blocks."""
-        most = self._config.drafter.max_drafts if self._may_draft(sequence) else 0
-        wanted = self.draft_length.max_drafts(sequence, most)
+        if not self._may_draft(sequence):
+            return 0
+        wanted = self.draft_length.max_drafts(sequence, self._config.drafter.max_drafts)
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
         while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1

@@ -25,7 +25,7 @@ class Entry:
 
     num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
     max_drafts: how many drafts fit; 0 while prefilling.
-    draws: whether the known tokens reach the pending one, so that a token is drawn after it.
+    samples: whether the known tokens reach the pending one, so that a token is drawn after it.
     """
 
     sequence: Sequence

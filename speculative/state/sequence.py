@@ -36,7 +36,7 @@ class Sequence:
         prefill_only_after: stop and hold for export once this many tokens are emitted (0: as soon as only the last
             prompt token is pending); None: run to the end.
         tokens: prompt and output so far, when it continues from a handoff.
-        saved: tensors that were computed elsewhere for those tokens, by name: "kv" [num_layers, 2, len(tokens) - 1,
+        imported_kv: tensors computed elsewhere for those tokens, by name: "kv" [num_layers, 2, len(tokens) - 1,
             num_kv_heads, head_dim], and the drafter's sections.
         constraint: which tokens may come next, if the request asks for a structure.
         num_cached: prompt tokens that were found in a prefix cache where they were computed.

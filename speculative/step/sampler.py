@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from speculative.config import EngineConfig
-from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows
@@ -61,7 +60,8 @@ class Sampler:
             draft_probs: q of the step's drafts.
             masks: per drawing entry, the tokens its structure allows, row by row; None where it has none.
         """
-        rows = self._rows.of(_params_per_row(layout), logits.shape[-1], self._device)
+        params = [layout.drawing[entry].sequence.params for entry in layout.verify_entries.tolist()]
+        rows = self._rows.of(params, logits.shape[-1], self._device)
         adjusted = self._adjust(layout, logits, masks)
         processed = self.ops.process(adjusted, rows)  # [R, V]
         step = verify_rows(layout).input(self.ops.target_probs(processed, rows), draft_probs)
@@ -133,8 +133,3 @@ def verify_rows(layout: StepInput) -> VerifyRows:
     lengths = [len(sequence.tokens) for sequence in sequences]
     owners = (layout.verify_entries, layout.offsets)
     return VerifyRows.build(owners, layout.draft_counts, seeds, lengths, layout.drafts)
-
-
-def _params_per_row(layout: StepInput) -> list[SamplingParams]:
-    counts = layout.draft_counts.tolist()
-    return [e.sequence.params for e, count in zip(layout.drawing, counts, strict=True) for _ in range(count + 1)]

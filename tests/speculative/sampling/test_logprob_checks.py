@@ -128,7 +128,7 @@ def test_fewer_tokens_than_asked_for_are_all_there_are() -> None:
     entry = TokenLogprobs(1, math.log(0.25), 2, ((0, math.log(0.75)), (1, math.log(0.25))))
     asked = SamplingParams(logprobs=20)
     assert violation(entry, "raw_logprobs", asked=asked, vocab_size=2) is None
-    assert violation(entry, "raw_logprobs", asked=asked) == "count"
+    assert violation(entry, "raw_logprobs", asked=asked, vocab_size=VOCAB) == "count"
 
 
 # -- whole deltas ---------------------------------------------------------------------------------------------------
