@@ -86,7 +86,7 @@ class EngineCore:
         )
 
     def _make_executor(self, decoder: Decoder, draft_model: DraftModel | None, weightless: Drafter) -> None:
-        """What runs the steps, drafting by a model or else `weightless`; old graphs have let go of their memory."""
+        """What runs the steps, drafting by a model or else `weightless`; nothing holds old weights any more."""
         neural = None if draft_model is None else self._model_drafter(draft_model)
         drafter = neural or weightless
         self._decoder = decoder
@@ -265,7 +265,7 @@ class EngineCore:
         """
         self.scheduler.reset()
         weightless = self.drafter if weights.draft_model is None else NoDrafter()
-        del self.graphs, self.eager, self.executor  # the old drafter's cache goes before the new one is made
+        del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
         self._make_executor(weights.decoder, weights.draft_model, weightless)
         self.self_check.restart()
         self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is

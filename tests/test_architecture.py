@@ -13,6 +13,7 @@ PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
 ROOMS = {
     "speculative": (
         "errors",
+        "options",
         "request",
         "stats",
         "cache",
@@ -60,6 +61,7 @@ LEAVES = {
     for name in (
         "request",
         "config",
+        "options",
         "stats",
         "errors",
         "cache.prefix",

@@ -159,7 +159,7 @@ def _referee_settings(config: AppConfig) -> RefereeSettings:
         max_queue=replay.max_queue,
         max_running=replay.max_running,
         max_tme=replay.max_tme,
-        rounding=Rounding(replay.law_tolerance, replay.edge_of(config.engine.dtype)),
+        rounding=Rounding(replay.distribution_tolerance, replay.edge_of(config.engine.dtype)),
         num_draft_tokens=0 if drafter.kind == "none" else drafter.num_draft_tokens,
         keep_verdicts=replay.keep_verdicts,
     )

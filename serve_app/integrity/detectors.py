@@ -38,12 +38,12 @@ class SeenToken:
 class Rounding:
     """How far rounding may change a distribution without it counting as a fault."""
 
-    law_tolerance: float = 0.01  # to the means of the calibration test's terms
+    distribution_tolerance: float = 0.01  # to the means of the calibration test's terms
     edge_nats: float = 1e-3  # to the place of a filter's edge, and to how far a token is from the likeliest
 
     def calibration_test(self, delta: float) -> CalibrationTest:
         """A test with this tolerance."""
-        return CalibrationTest(tolerance=self.law_tolerance, edge_nats=self.edge_nats, delta=delta)
+        return CalibrationTest(tolerance=self.distribution_tolerance, edge_nats=self.edge_nats, delta=delta)
 
 
 class ReplicaWatch:

@@ -1,5 +1,6 @@
 """Captures a function over static tensors, to be replayed as one launch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ class Capturer:
 
     def _as_graph(self, function: Callable[[], Outputs]) -> Callable[[], Outputs]:
         with torch.cuda.device(self.device):
-            side = torch.cuda.Stream()
+            side = side_stream(torch.cuda.current_device())
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UPS):
@@ -45,7 +46,7 @@ class Capturer:
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads of the process may use CUDA meanwhile; only this one's mistakes end the capture.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 outputs = function()
 
         def replay() -> Outputs:
@@ -53,6 +54,12 @@ class Capturer:
             return outputs
 
         return replay
+
+
+@functools.cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all warm-ups and captures: cuBLAS keeps a workspace of megabytes for every stream that it saw."""
+    return torch.cuda.Stream(device)
 
 
 def copy_once(parts: list[Tensor]) -> Tensor:

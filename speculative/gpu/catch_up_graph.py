@@ -7,12 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache
 from speculative.drafting.neural_drafter import CatchUpRows, DraftModel
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.capture import Capturer
-from speculative.gpu.padding import CacheRoom, fill_rows, padded_places, paged_rows, row_fields
-from speculative.gpu.paged_attention import AttendPaged, PagedAttention
+from speculative.gpu.padding import PagedCache, fill_rows, padded_places, paged_rows, row_fields
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.state.batch import Int64s
 
@@ -27,7 +25,7 @@ class _Pass:
 
 
 class CatchUpPass:
-    """Computes rows of a drafting model as one launch, where the sequences have few enough each.
+    """Computes rows of a drafting model as one launch, where the sequences have few enough each: a `CatchUp`.
 
     dtype: of the target's features.
     """
@@ -35,31 +33,32 @@ class CatchUpPass:
     def __init__(
         self,
         model: DraftModel,
-        cache: KVCache,
-        room: CacheRoom,
-        attend: AttendPaged,
+        cache: PagedCache,
         buckets: Buckets,
         dtype: torch.dtype,
+        capturer: Capturer,
     ) -> None:
-        self._model, self._cache, self._room, self._attend = model, cache, room, attend
+        self._capturer = capturer
+        self._model, self._cache, self._room = model, cache, cache.room
         self._buckets, self._dtype = buckets, dtype
         self._first = 1 if model.capture else 0
         self._passes: dict[Bucket, _Pass] = {}
 
-    def prepare(self, bucket: Bucket, capturer: Capturer) -> _Pass:
+    def prepare(self, bucket: Bucket) -> _Pass:
         """The captured pass of a bucket; captured now if it is new."""
         if bucket not in self._passes:
             fields = row_fields(bucket, self._room)
             fields |= {"token_ids": Field((bucket.num_seqs, bucket.num_queries)), "lasts": Field((bucket.num_seqs,))}
-            inputs = StagedInputs(fields, capturer.device)
+            fields |= {"places": Field((bucket.num_rows,))}
+            inputs = StagedInputs(fields, self._capturer.device)
             size = (bucket.num_rows, self._model.num_features)
-            features = torch.zeros(size, dtype=self._dtype, device=capturer.device)
-            replay = capturer.capture(lambda: self._compute(inputs.on_device, features))
+            features = torch.zeros(size, dtype=self._dtype, device=self._capturer.device)
+            replay = self._capturer.capture(lambda: self._compute(inputs.on_device, features))
             self._passes[bucket] = _Pass(inputs, features, replay)
         return self._passes[bucket]
 
     @torch.inference_mode()  # a handoff is exported outside of a step
-    def run(self, rows: CatchUpRows, features: Tensor, capturer: Capturer) -> Tensor | None:
+    def run(self, rows: CatchUpRows, features: Tensor) -> Tensor | None:
         """The hidden states [B, hidden] of each sequence's last row, until the next call; None where they do not fit.
 
         `features` is [N, F], of the packed rows.
@@ -68,18 +67,19 @@ class CatchUpPass:
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         if bucket is None:
             return None
-        captured = self.prepare(bucket, capturer)
+        captured = self.prepare(bucket)
         host, places = captured.inputs.next_host(), padded_places(counts, bucket.num_queries)
         fill_rows(host, [_blocks(sequence.blocks) for sequence in rows.sequences], rows.starts, counts, self._room)
         host["token_ids"].reshape(-1)[places] = rows.token_ids
         host["lasts"][: len(counts)] = np.arange(len(counts)) * bucket.num_queries + counts - 1
+        host["places"][: len(places)] = places
         captured.inputs.send()
         if features.shape[1]:
-            captured.features.index_copy_(0, torch.from_numpy(places).to(features.device), features)
+            captured.features.index_copy_(0, captured.inputs.on_device["places"][: len(places)], features)
         return captured.replay()[: len(counts)]
 
     def _compute(self, inputs: dict[str, Tensor], features: Tensor) -> Tensor:
-        attention = PagedAttention(self._cache, paged_rows(inputs, self._first), self._attend)
+        attention = self._cache.attention(paged_rows(inputs, self._first))
         positions = (inputs["positions"].view(-1) - self._first).clamp(min=0)
         given = self._model.fuse(features) if self._model.capture else features
         return self._model.run(inputs["token_ids"].view(-1), given, positions, attention)[inputs["lasts"]]

@@ -8,17 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVCache
 from speculative.drafting.draft_sampler import DraftRound, DraftSampler
 from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
-from speculative.gpu.buckets import Bucket
+from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.padding import CacheRoom, fill_rows, row_fields
-from speculative.gpu.paged_attention import AttendPaged, PagedAttention, PagedRows
+from speculative.gpu.padding import PagedCache, fill_rows, row_fields
+from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
+from speculative.request import SamplingParams
 from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import Purpose, uniforms
+from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
 
 
@@ -32,23 +33,35 @@ class _Loop:
 
 
 class DraftLoop:
-    """Drafts with a model for requests without filters; drafts and their distributions lie in the statics."""
+    """Drafts with a model for requests without filters; drafts and their distributions lie in the statics.
+
+    It holds nothing of the drafter that calls it: memory of old graphs is free as soon as nobody uses them.
+
+    Args:
+        model: what drafts.
+        sampler: samples its drafts.
+        cache: the model's.
+        buffers: get the drafts and their distributions.
+        buckets: of sequences and drafts each.
+        capturer: of the step.
+    """
 
     def __init__(
         self,
         model: DraftModel,
         sampler: DraftSampler,
-        cache: KVCache,
-        room: CacheRoom,
+        cache: PagedCache,
         buffers: GraphBuffers,
-        attend: AttendPaged,
+        buckets: Buckets,
+        capturer: Capturer,
     ) -> None:
+        self._buckets, self._capturer = buckets, capturer
         self._model, self._sampler, self._cache = model, sampler, cache
-        self._room, self._statics, self._attend = room, buffers, attend
+        self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
         self._loops: dict[Bucket, _Loop] = {}
 
-    def prepare(self, bucket: Bucket, hidden: Tensor, capturer: Capturer) -> "_Loop":
+    def prepare(self, bucket: Bucket, hidden: Tensor) -> "_Loop":
         """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new.
 
         `hidden` is [any, hidden], as the model's `run` gives it.
@@ -60,15 +73,17 @@ class DraftLoop:
                 "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
                 "greedy": Field((bucket.num_seqs,), torch.bool, 1),
             }
-            inputs = StagedInputs(fields, capturer.device)
+            inputs = StagedInputs(fields, self._capturer.device)
             first = hidden.new_zeros((shape[0], hidden.shape[1]))
-            replay = capturer.capture(lambda: self._compute(bucket, inputs.on_device, first))
+            replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device, first))
             self._loops[bucket] = _Loop(inputs, first, replay)
         return self._loops[bucket]
 
-    def run(self, bucket: Bucket, entries: Sequences[Entry], hidden: Tensor, capturer: Capturer) -> None:
+    def run(self, entries: Sequences[Entry], hidden: Tensor) -> Bucket:
         """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from."""
-        loop = self.prepare(bucket, hidden, capturer)
+        bucket = self._fit(entries)
+        assert bucket is not None, "every batch that is taken fits"
+        loop = self.prepare(bucket, hidden)
         host, sequences = loop.inputs.next_host(), [entry.sequence for entry in entries]
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
@@ -88,10 +103,17 @@ class DraftLoop:
         loop.inputs.send()
         loop.hidden[:num_seqs].copy_(hidden)
         loop.replay()
+        return bucket
 
-    def make(self, bucket: Bucket, entries: Sequences[Entry], hidden: Tensor, capturer: Capturer) -> MadeDrafts:
-        """As `run`, for a step that is not replayed whole: the drafts on the host, and their distributions."""
-        self.run(bucket, entries, hidden, capturer)
+    def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
+        """`MakeDrafts` for a step that is not replayed whole; no draft ends early."""
+        del rule
+        sequences = [entry.sequence for entry in entries]
+        if any(is_filtered(sequence.params) or self._sampler.is_coupled(sequence) for sequence in sequences):
+            return None
+        if self._fit(entries) is None:
+            return None
+        bucket = self.run(entries, hidden)
         used = bucket.num_rows
         tokens = self._statics.draft_tokens[:used].view(bucket.num_queries, bucket.num_seqs).T.tolist()
         distributions = self._statics.draft_probs[:used].view(bucket.num_queries, bucket.num_seqs, -1)
@@ -100,6 +122,9 @@ class DraftLoop:
         offsets, rows = torch.tensor(places, device=distributions.device).T
         columns = self._statics.draft_columns[:used].view(bucket.num_queries, bucket.num_seqs)
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
+
+    def _fit(self, entries: Sequences[Entry]) -> Bucket | None:
+        return self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
 
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor], hidden: Tensor) -> None:
         num_seqs, num_drafts = bucket
@@ -117,5 +142,9 @@ class DraftLoop:
                 own = {name: inputs[name][:, offset].contiguous() for name in ("slots", "visible", "positions")}
                 attended = PagedRows(own["slots"], own["visible"], inputs["blocks"], self._first)
                 positions = (own["positions"] - self._first).clamp(min=0)
-                attention = PagedAttention(self._cache, attended, self._attend)
-                hidden = model.run(tokens, hidden, positions, attention)
+                hidden = model.run(tokens, hidden, positions, self._cache.attention(attended))
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Whether a filter may change the distribution of a request."""
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)

@@ -5,8 +5,8 @@ requests, the most likely tokens' logprobs, and verifiers other than the token-w
 still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
+import gc
 import itertools
-from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,22 +16,20 @@ from torch import Tensor
 from speculative.cache.kv_cache import KVCache
 from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter
-from speculative.drafting.neural_drafter import MadeDrafts, ModelDrafter
+from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError, EngineFault
 from speculative.gpu.attention_choice import make_attend
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
-from speculative.gpu.draft_graph import DraftLoop
-from speculative.gpu.padding import CacheRoom
+from speculative.gpu.draft_graph import DraftLoop, is_filtered
+from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
 from speculative.model.decoder import Decoder
-from speculative.request import SamplingParams
-from speculative.scheduling.early_exit import EarlyExit
-from speculative.state.batch import Batch, Entry, Int64s, StepInput, StepOutcome, build_step_input
+from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input
 from speculative.state.sequence import Sequence
 from speculative.step.host_copy import results_per_entry
 from speculative.step.sampler import Sampler
@@ -81,24 +79,24 @@ class GraphStep:
         self._sampler = sampler
         self._neural = neural
         self._draft_model = None if neural is None else neural.model
-        self._room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
-        sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, self._room.max_blocks)
+        room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
+        sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
         self._check_memory(decoder, sizes)
         self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
         attend = make_attend(sizes, decoder.device)
-        target = TargetPass(decoder, cache, self._room, self.buffers, attend, drafter.capture)
-        self.runner = GraphRunner(decoder, cache, target, self.buckets, self.capturer)
+        paged = PagedCache(cache, room, attend)
+        target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
+        self.runner = GraphRunner(decoder, cache, target, self.buckets)
         ids = None if self._draft_model is None else self._draft_model.ids
-        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode)
+        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, self.capturer)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
-            self._draft_buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts - 1)
-            self.loop = DraftLoop(neural.model, neural.sampler, neural.cache, self._room, self.buffers, attend)
-            catch_up = CatchUpPass(neural.model, neural.cache, self._room, attend, self.buckets, decoder.dtype)
-            neural.catch_up = lambda rows, features: catch_up.run(rows, features, self.capturer)
-            neural.draft_loop = self._make_drafts
-            self._catch_up = catch_up
+            paged = PagedCache(neural.cache, room, attend)
+            lengths = Buckets.of(config.max_num_seqs, config.drafter.max_drafts - 1)
+            self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, lengths, self.capturer)
+            self._catch_up = CatchUpPass(neural.model, paged, self.buckets, decoder.dtype, self.capturer)
+            neural.catch_up, neural.draft_loop = self._catch_up.run, self.loop.make
 
     # -- which steps --------------------------------------------------------------------------------------------
 
@@ -130,24 +128,11 @@ class GraphStep:
         drafting, hidden = self._neural.begin_round(batch)
         if not drafting:
             return StepDrafts(counts, np.empty(0, np.int64), None)
-        bucket = self._draft_buckets.fit(len(drafting), int(counts.max()))
-        assert bucket is not None, "every batch that is taken fits"
-        self.loop.run(bucket, drafting, hidden, self.capturer)
+        bucket = self.loop.run(drafting, hidden)
         own = counts[counts > 0]
         entries = np.repeat(np.arange(len(own)), own)
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
         return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries)
-
-    def _make_drafts(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
-        """All drafts of a round in a step that is not replayed whole; none of them ends early."""
-        del rule
-        drawn_plainly = self._config.verifier != "coupled" and not any(
-            _is_filtered(entry.sequence.params) or entry.sequence.params.reproducible for entry in entries
-        )
-        bucket = self._draft_buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
-        if self.loop is None or bucket is None or not drawn_plainly:
-            return None
-        return self.loop.make(bucket, entries, hidden, self.capturer)
 
     def verify(self, batch: Batch, drafts: StepDrafts) -> StepOutcome:
         """Run the target on the step's rows, verify, and copy the results to the host, once."""
@@ -156,16 +141,16 @@ class GraphStep:
         bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
-        places = self.runner.target.run(bucket, layout, _sources(layout, drafts), self.capturer)
-        self._observe(batch, layout, places)
+        places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
+        self._observe(batch, layout, places.on_device)
         sequences = [entry.sequence for entry in batch.entries]
         kind = Kind(
             drawn=drafts.rows is not None,
             checked=self_check.due(),
             logprobs=any(sequence.params.returns_logprobs for sequence in sequences),
         )
-        rows = JudgedRows(layout, places[layout.verify_rows], drafts.rows, self_check.counted(sequences))
-        judged = self.judge.run(rows_bucket, kind, rows, self.capturer)
+        rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, self_check.counted(sequences))
+        judged = self.judge.run(rows_bucket, kind, rows)
         known = _with_drafts(layout, judged.draft_ids)
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
         self._note_drafts(batch, known)
@@ -175,11 +160,10 @@ class GraphStep:
             terms=judged.terms,
         )
 
-    def _observe(self, batch: Batch, layout: StepInput, places: Int64s) -> None:
+    def _observe(self, batch: Batch, layout: StepInput, places: Tensor) -> None:
         if self._drafter.capture:
             # A copy: the drafter keeps features for longer than the static ones stand.
-            features = self.buffers.features[torch.from_numpy(places).to(self.capturer.device)]
-            self._drafter.observe(batch, layout, features)
+            self._drafter.observe(batch, layout, self.buffers.features[places])
 
     def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
         if self._neural is not None:
@@ -200,20 +184,22 @@ class GraphStep:
         longest = self.buckets.query_lengths[-1]
         for bucket in self.buckets:
             if bucket.num_queries in (1, longest):
-                self.runner.target.prepare(bucket, self.capturer)
+                self.runner.target.prepare(bucket)
                 for checked, logprobs in itertools.product((False, True), repeat=2):
                     drawn = self.loop is not None and bucket.num_queries > 1
-                    self.judge.prepare(bucket, Kind(drawn, checked, logprobs), self.capturer)
+                    self.judge.prepare(bucket, Kind(drawn, checked, logprobs))
             if self.loop is not None and self._catch_up is not None:
-                hidden = self._catch_up.prepare(bucket, self.capturer).replay()
+                hidden = self._catch_up.prepare(bucket).replay()
                 if bucket.num_queries == longest:
                     drafts = Bucket(bucket.num_seqs, self._config.drafter.max_drafts)
-                    self.loop.prepare(drafts, hidden, self.capturer)
+                    self.loop.prepare(drafts, hidden)
         return self.capturer.num_captured
 
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:
         if self.capturer.device.type != "cuda":
             return
+        gc.collect()  # graphs of old weights, if anything still holds them
+        torch.cuda.empty_cache()  # graphs have a pool of their own: what the allocator keeps would count as taken
         free, _ = torch.cuda.mem_get_info(self.capturer.device)
         needed = graph_bytes(decoder, self.buckets, sizes, self._draft_model)
         if needed > free:
@@ -242,11 +228,7 @@ def _is_plain(sequence: Sequence) -> bool:
     params = sequence.params
     reported = params.prompt_logprobs is not None or params.logprobs or params.logprob_token_ids or sequence.scores_only
     ruled = sequence.rules is not None or sequence.constraint is not None
-    return not (_is_filtered(params) or reported or ruled or params.reproducible)
-
-
-def _is_filtered(params: SamplingParams) -> bool:
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    return not (is_filtered(params) or reported or ruled or params.reproducible)
 
 
 def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from speculative.cache.kv_cache import KVCache
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.paged_attention import PagedRows
+from speculative.gpu.paged_attention import AttendPaged, PagedAttention, PagedRows
 from speculative.gpu.staged_inputs import Array, Field
 from speculative.state.batch import Int64s
 
@@ -19,6 +20,19 @@ class CacheRoom:
     block_size: int
     max_blocks: int  # of a sequence
     trash_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """A KV cache as captured passes use it."""
+
+    cache: KVCache
+    room: CacheRoom
+    attend: AttendPaged
+
+    def attention(self, rows: PagedRows) -> PagedAttention:
+        """Attention of one pass over these rows."""
+        return PagedAttention(self.cache, rows, self.attend)
 
 
 def row_fields(bucket: Bucket, room: CacheRoom) -> dict[str, Field]:

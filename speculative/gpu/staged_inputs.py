@@ -78,4 +78,4 @@ class StagedInputs:
         self._bytes.copy_(self._hosts[self._turn], non_blocking=True)
         event = self._sent[self._turn]
         if event is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(self._bytes.device))

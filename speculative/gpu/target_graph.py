@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +13,7 @@ from speculative.cache.kv_cache import KVCache
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.padding import CacheRoom, fill_rows, padded_places, paged_rows, row_fields
-from speculative.gpu.paged_attention import AttendPaged, PagedAttention
+from speculative.gpu.padding import PagedCache, fill_rows, padded_places, paged_rows, row_fields
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.state.batch import Int64s, StepInput
@@ -29,6 +29,14 @@ class CapturedPass:
     replay: Callable[[], object]
 
 
+class Places(NamedTuple):
+    """Where each packed row lies among the padded ones, [N] int64; `on_device` holds until the next run of its
+    bucket."""
+
+    on_host: Int64s
+    on_device: Tensor
+
+
 class TargetPass:
     """Runs the target on a step's rows as one launch; what it computes lies in the statics.
 
@@ -38,28 +46,33 @@ class TargetPass:
     def __init__(
         self,
         decoder: Decoder,
-        cache: KVCache,
-        room: CacheRoom,
+        cache: PagedCache,
         buffers: GraphBuffers,
-        attend: AttendPaged,
         capture: tuple[int, ...],
+        capturer: Capturer,
     ) -> None:
         self.capture = capture
+        self._capturer = capturer
         self.buffers = buffers
-        self._decoder, self._cache, self._room, self._attend = decoder, cache, room, attend
+        self._decoder, self._cache, self._room = decoder, cache, cache.room
         self._passes: dict[Bucket, CapturedPass] = {}
 
-    def prepare(self, bucket: Bucket, capturer: Capturer) -> CapturedPass:
+    def prepare(self, bucket: Bucket) -> CapturedPass:
         """The captured pass of a bucket; captured now if it is new."""
         if bucket not in self._passes:
             shape = (bucket.num_seqs, bucket.num_queries)
             fields = row_fields(bucket, self._room)
-            fields |= {"input_ids": Field(shape), "sources": Field(shape, padding=-1)}
-            inputs = StagedInputs(fields, capturer.device)
-            self._passes[bucket] = CapturedPass(inputs, capturer.capture(lambda: self._compute(inputs.on_device)))
+            fields |= {
+                "input_ids": Field(shape),
+                "sources": Field(shape, padding=-1),
+                "places": Field((bucket.num_rows,)),
+            }
+            inputs = StagedInputs(fields, self._capturer.device)
+            replay = self._capturer.capture(lambda: self._compute(inputs.on_device))
+            self._passes[bucket] = CapturedPass(inputs, replay)
         return self._passes[bucket]
 
-    def run(self, bucket: Bucket, layout: StepInput, sources: Int64s | None, capturer: Capturer) -> Int64s:
+    def run(self, bucket: Bucket, layout: StepInput, sources: Int64s | None) -> Places:
         """Compute a step's rows.
 
         Args:
@@ -67,12 +80,11 @@ class TargetPass:
             layout: the step's rows.
             sources: [N] per packed row, the row of `GraphBuffers.draft_tokens` that holds its token; -1 = the layout
             has it.
-            capturer: for a bucket that is new.
 
         Returns:
-            [N] where each packed row lies in `GraphBuffers.hidden`.
+            Where each packed row lies in `GraphBuffers.hidden`.
         """
-        captured = self.prepare(bucket, capturer)
+        captured = self.prepare(bucket)
         counts = np.diff(layout.row_starts)
         places = padded_places(counts, bucket.num_queries)
         host = captured.inputs.next_host()
@@ -82,15 +94,16 @@ class TargetPass:
         host["input_ids"].reshape(-1)[places] = layout.input_ids
         if sources is not None:
             host["sources"].reshape(-1)[places] = sources
+        host["places"][: len(places)] = places
         captured.inputs.send()
         captured.replay()
-        return places
+        return Places(places, captured.inputs.on_device["places"][: len(places)])
 
     def _compute(self, inputs: dict[str, Tensor]) -> None:
         sources = inputs["sources"].view(-1)
         drafted = self.buffers.draft_tokens[sources.clamp(min=0)]
         input_ids = torch.where(sources >= 0, drafted, inputs["input_ids"].view(-1))
-        attention = PagedAttention(self._cache, paged_rows(inputs), self._attend)
+        attention = self._cache.attention(paged_rows(inputs))
         hidden, features = self._decoder.run(input_ids, inputs["positions"].view(-1), attention, self.capture)
         num_rows = len(input_ids)
         self.buffers.hidden[:num_rows].copy_(hidden)
@@ -101,12 +114,10 @@ class TargetPass:
 class GraphRunner(ModelRunner):
     """As ModelRunner; the rows of sequences that have a few each are replayed, those of prompts run eagerly."""
 
-    def __init__(
-        self, decoder: Decoder, cache: KVCache, target: TargetPass, buckets: Buckets, capturer: Capturer
-    ) -> None:
-        super().__init__(decoder, cache, capturer.device)
+    def __init__(self, decoder: Decoder, cache: KVCache, target: TargetPass, buckets: Buckets) -> None:
+        super().__init__(decoder, cache, decoder.device)
         self.target = target
-        self._buckets, self._capturer = buckets, capturer
+        self._buckets = buckets
 
     def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """As ModelRunner's."""
@@ -130,7 +141,7 @@ class GraphRunner(ModelRunner):
         counts = np.diff(layout.row_starts)
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         assert bucket is not None, "the rows were chosen to fit"
-        places = torch.from_numpy(self.target.run(bucket, layout, None, self._capturer)).to(self.device)
+        places = self.target.run(bucket, layout, None).on_device
         buffers = self.target.buffers
         hidden = buffers.hidden[places]  # a copy: the next step overwrites what it was gathered from
         return hidden, buffers.features[places] if capture else hidden[:, :0]

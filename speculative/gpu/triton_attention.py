@@ -1,9 +1,10 @@
 """`PagedAttention` as two Triton kernels; imported only where Triton is installed.
 
-The context of a sequence is cut into splits of SPLIT_TOKENS positions, each one program's for the rows of one KV head
-(Dao et al., "Flash-Decoding for long-context inference", 2023), with a running softmax (Milakov and Gimelshein, 2018)
-in float32. A second kernel merges a row's splits, first to last. Splits and tiles have the same sizes for every batch
-and every Q, and what a row does not see leaves its sums as they are, so its result is a function of its own inputs.
+The context of a sequence is cut into splits of SPLIT_TOKENS positions; a program computes every n-th of them for the
+rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023), each with a running softmax
+(Milakov and Gimelshein, 2018) in float32. A second kernel merges the splits that a row sees, first to last. Splits and
+tiles have the same sizes for every batch and every Q, and what a row does not see leaves its sums as they are, so its
+result is a function of its own inputs.
 """
 
 import torch
@@ -15,6 +16,7 @@ from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedR
 
 _TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number: what fits beside the rows
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into registers
+_MOST_PROGRAMS = 32  # that share a context; most would leave at once if there were one for each split of the longest
 _LOG2_E = 1.4426950408889634
 
 
@@ -45,22 +47,22 @@ def _attend_split(  # noqa: PLR0913
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    sequence, kv_head, split = tl.program_id(0) // num_parts, tl.program_id(1), tl.program_id(2)
+    sequence, kv_head = tl.program_id(0) // num_parts, tl.program_id(1)
     row = tl.program_id(0) % num_parts * ROWS + tl.arange(0, ROWS)
     exists = row < num_queries * GROUP
-    token = sequence * num_queries + row // GROUP
+    token = (sequence * num_queries + row // GROUP).to(tl.int64)  # the workspace may hold more than 2**31 numbers
     head = kv_head * GROUP + row % GROUP
     seen = tl.load(visible + token, mask=exists, other=0)  # [ROWS]
     longest = tl.max(seen, axis=0)
-    begin = split * SPLIT
-    if begin < longest:
-        dim = tl.arange(0, DIM)
-        in_head = dim < HEAD_DIM
-        q = tl.load(
-            query + token[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
-            mask=exists[:, None] & in_head[None, :],
-            other=0.0,
-        )
+    dim = tl.arange(0, DIM)
+    in_head = dim < HEAD_DIM
+    q = tl.load(
+        query + token[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
+        mask=exists[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    for split in range(tl.program_id(2), tl.cdiv(longest, SPLIT), tl.num_programs(2)):
+        begin = split * SPLIT
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         summed = tl.zeros([ROWS, DIM], tl.float32)
@@ -87,7 +89,7 @@ def _attend_split(  # noqa: PLR0913
         safe = tl.where(some, total, 1.0)
         cell = (token * (tl.num_programs(1) * GROUP) + head) * NUM_SPLITS + split
         tl.store(
-            partial + cell[:, None] * HEAD_DIM + dim[None, :],
+            partial + (cell[:, None] * HEAD_DIM + dim[None, :]),
             summed / safe[:, None],
             mask=exists[:, None] & in_head[None, :],
         )
@@ -105,7 +107,7 @@ def _merge_splits(  # noqa: PLR0913
     SPLIT: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, DIM)
     in_head = dim < HEAD_DIM
     seen = tl.load(visible + row)
@@ -113,11 +115,10 @@ def _merge_splits(  # noqa: PLR0913
     highest = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     summed = tl.zeros([DIM], tl.float32)
-    for split in range(NUM_SPLITS):
-        used = split * SPLIT < seen  # what lies behind was written by nobody
-        cell = place * NUM_SPLITS + split + tl.zeros([1], tl.int32)
-        lse = tl.load(weight + cell, mask=used, other=-float("inf"))
-        part = tl.load(partial + (place * NUM_SPLITS + split) * HEAD_DIM + dim, mask=in_head & used, other=0.0)
+    for split in range(0, tl.cdiv(seen, SPLIT)):  # what lies behind was written by nobody
+        cell = place * NUM_SPLITS + split + tl.zeros([1], tl.int64)
+        lse = tl.load(weight + cell)
+        part = tl.load(partial + (cell * HEAD_DIM + dim), mask=in_head, other=0.0)
         new_highest = tl.maximum(highest, lse)
         base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         share, shrink = tl.exp2(lse - base), tl.exp2(highest - base)
@@ -147,7 +148,7 @@ class TritonAttend:
         num_splits, dim = self._sizes.num_splits, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
         tile_rows = min(_MOST_ROWS, max(_LEAST_ROWS, triton.next_power_of_2(self._sizes.max_queries * group)))
         num_parts = triton.cdiv(rows.num_queries * group, tile_rows)
-        _attend_split[(num_seqs * num_parts, num_kv_heads, num_splits)](
+        _attend_split[(num_seqs * num_parts, num_kv_heads, min(num_splits, _MOST_PROGRAMS))](
             query,
             keys,
             values,

@@ -77,24 +77,32 @@ class _Captured(NamedTuple):
 class VerifyGraph:
     """Judges a step's drafts in one launch."""
 
-    def __init__(self, decoder: Decoder, buffers: GraphBuffers, draft_ids: Tensor | None, mode: LogprobsMode) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        buffers: GraphBuffers,
+        draft_ids: Tensor | None,
+        mode: LogprobsMode,
+        capturer: Capturer,
+    ) -> None:
         """`draft_ids` is `DraftModel.ids` of the drafter: the tokens its columns stand for."""
+        self._capturer = capturer
         self._decoder, self._statics, self._draft_ids, self._mode = decoder, buffers, draft_ids, mode
         self._captured: dict[tuple[Bucket, Kind], _Captured] = {}
 
-    def prepare(self, bucket: Bucket, kind: Kind, capturer: Capturer) -> _Captured:
+    def prepare(self, bucket: Bucket, kind: Kind) -> _Captured:
         """The captured function of a bucket of packed rows; captured now if it is new."""
         if (bucket, kind) not in self._captured:
-            inputs = StagedInputs(_fields(bucket), capturer.device)
+            inputs = StagedInputs(_fields(bucket), self._capturer.device)
             _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
             inputs.send()
-            replay = capturer.capture(lambda: self._compute(bucket, kind, inputs.on_device))
+            replay = self._capturer.capture(lambda: self._compute(bucket, kind, inputs.on_device))
             self._captured[bucket, kind] = _Captured(inputs, replay)
         return self._captured[bucket, kind]
 
-    def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows, capturer: Capturer) -> Judged:
+    def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows) -> Judged:
         """Judge, and copy the results to the host."""
-        captured = self.prepare(bucket, kind, capturer)
+        captured = self.prepare(bucket, kind)
         _fill(captured.inputs.next_host(), rows)
         captured.inputs.send()
         vector, checks = captured.replay()

@@ -44,7 +44,7 @@ def test_the_same_prefix_goes_to_the_prefill_replica_that_has_it(service: Servic
     assert [cached(ask(service, prompt, "first")) for prompt in PROMPTS] == [64] * len(PROMPTS)
     assert cached(ask(service, [*PROMPTS[0][:50], 5, 6, 7, 8], "first")) == 48, "the shared part only"
 
-    def found_by_all() -> bool:  # other sessions are another replica's, which knows only what is told
+    def found_by_all() -> bool:  # other sessions are another replica's, which knows only what it is sent
         return all(cached(ask(service, prompt, f"session-{number}")) == 64 for number in range(6) for prompt in PROMPTS)
 
     wait_for(found_by_all, "every decode replica knowing what the prefill replicas have cached")

@@ -1,4 +1,4 @@
-"""Test helpers: a fake engine that says what a test tells it, and the server that stands before it."""
+"""Test helpers: a fake engine that says what a test sets, and the server that stands before it."""
 
 import asyncio
 import time

@@ -24,7 +24,7 @@ ALARM = StepStats(alarms={"f": 1})
 
 
 class Replica:
-    """A guard, the fake engine it guards, and a judge that says what a test tells it."""
+    """A guard, the fake engine it guards, and a judge that answers what a test sets."""
 
     def __init__(self, mode: Mode = Mode.AUTO, **settings: Any) -> None:
         self.now = 1000.0
@@ -43,7 +43,7 @@ class Replica:
         self.judged.append(job)
         if isinstance(self.verdict, Exception):
             raise self.verdict
-        return Checked(self.verdict, "told so")
+        return Checked(self.verdict, "set by the test")
 
     def count(self, name: str, **labels: str) -> float:
         wanted = set(labels.values())

@@ -1,4 +1,4 @@
-"""The referee on a fake replica: what it compares, what it finds, whom it tells, and what it remembers."""
+"""The referee on a fake replica: what it compares, what it finds, whom it reports to, and what it remembers."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ async def test_drift_makes_an_answer_suspect_and_is_reported_to_who_made_it(cour
     assert "all" in {finding.stratum for finding in findings}
     assert all(finding.began_at == 10.0 for finding in findings)
     assert court.hear("p1").findings == (), "one first token is not enough to blame the prefill replica"
-    assert court.hear("r1").findings == (), "what was told is not told again"
+    assert court.hear("r1").findings == (), "findings are delivered once"
     assert court.value("truespec_replay_alarms_total", alarm="drift", stratum="all") >= 1
     assert court.value("truespec_verdicts_total", verdict="suspect") == 1
     path = await court.dump("*drift*")
@@ -317,7 +317,7 @@ async def test_an_operators_order_reaches_one_replica_or_all_and_those_to_come(c
     assert [status["replica"] for status in court.referee.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
     assert court.hear("r1").mode is None
     assert court.hear("r2").mode is Mode.OFF
-    assert court.hear("r2").mode is None, "it was told"
+    assert court.hear("r2").mode is None, "it was delivered"
     court.referee.order(Mode.ON, None)
     assert [court.hear(name).mode for name in ("r1", "r2", "r3")] == [Mode.ON] * 3
 

@@ -122,7 +122,7 @@ async def test_a_canary_tries_the_adapters_that_clients_use(backend: FakeBackend
 
     async def judge(job: ReplayJob) -> Checked:
         judged.append(job)
-        return Checked(Verdict.VERIFIED, "told so")
+        return Checked(Verdict.VERIFIED, "set by the test")
 
     source = PooledTokenSource(backend, Metrics([], model_name="fake", pool="decode"))
     canary = Canary(source, Records("r1", 256), judge, CanarySettings(num_requests=3))

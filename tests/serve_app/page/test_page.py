@@ -26,7 +26,7 @@ STARTED_AT = time.time() - 300
 
 
 class Referee:
-    """Fake: tells a status that a test may change, or nothing."""
+    """Fake: returns a status that a test may change, or nothing."""
 
     def __init__(self) -> None:
         self.reset()

@@ -306,7 +306,7 @@ async def test_the_record_reports_who_answered_and_what_was_computed_again(servi
 
 
 async def test_a_prompt_whose_logprobs_were_reported_is_not_reported_again() -> None:
-    """As when several choices share a handoff: the prompt is told before any token."""
+    """As when several choices share a handoff: the prompt's logprobs come before any token."""
     asked: list[Request] = []
 
     class Scripted:
@@ -404,7 +404,7 @@ async def test_one_that_has_nothing_to_report_yet_is_not_lost() -> None:
 
 
 async def test_a_router_that_stood_still_itself_blames_nobody() -> None:
-    """Its own loop is blocked for longer than a replica may be silent, and the replica has told something meanwhile."""
+    """Its own loop is blocked for longer than a replica may be silent, and the replica has sent something."""
     more, asked = asyncio.Event(), list[str]()
 
     class Reporting(Hanging):

@@ -1,4 +1,4 @@
-"""Which weights made an answer: told in every reply and chunk, kept apart by the referee, changed through /admin."""
+"""Which weights made an answer: named in every reply and chunk, kept apart by the referee, changed through /admin."""
 
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence

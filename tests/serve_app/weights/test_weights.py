@@ -359,7 +359,7 @@ async def test_a_pause_outlasts_an_update() -> None:
 
 
 class Draining(FakeBackend):
-    """Has a request that ends when it is told, and cannot switch in the middle of it."""
+    """Has a request that ends when the test says so, and cannot switch in the middle of it."""
 
     def __init__(self) -> None:
         super().__init__(FakeConfig(fingerprint="f0"))

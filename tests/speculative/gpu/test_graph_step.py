@@ -25,37 +25,10 @@ from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
 from speculative.state.batch import Int64s, StepInput
 from speculative.step.runner import ModelRunner
-from tests.support.engines import NGRAM, NO_DRAFTS, Answer, assert_idle, decoder_of, run, settings, tiny_engine
-from tests.support.tiny_heads import write_tiny_head, write_tiny_module
-from tests.support.tiny_models import write_tiny_model
+from tests.support.engines import NGRAM, Answer, decoder_of, run, settings, tiny_engine
+from tests.support.graph_scenes import MIXED, NUM_DRAFTS, PLAIN, PROMPTS, VOCABULARY, answers, assert_same
 
-VOCABULARY = 64
-NUM_DRAFTS = 3
-PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
-LOGPROB_TOLERANCE = 1e-4  # attention sums in another order here
 HIDDEN_TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("graphs") / "target"
-    return write_tiny_model(folder, vocab_size=VOCABULARY, num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def drafters(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DrafterConfig]:
-    folder = tmp_path_factory.mktemp("graphs")
-    return {
-        "none": NO_DRAFTS,
-        "ngram": NGRAM,
-        "same_model": with_model("draft_model", target),
-        "eagle3": with_model("eagle3", write_tiny_head(folder / "head", target)),
-        "mtp": with_model("mtp", write_tiny_module(folder / "module", target)),
-    }
-
-
-def with_model(kind: Any, folder: Path) -> DrafterConfig:
-    return DrafterConfig(kind=kind, model=str(folder), num_draft_tokens=NUM_DRAFTS)
 
 
 # -- the forward pass, bucket by bucket -----------------------------------------------------------------------------
@@ -122,7 +95,7 @@ def test_every_bucket_gives_what_the_plain_path_gives_at_any_fill(target: Path) 
             layout = layout_of(lengths, counts, config.block_size, seed=number)
             graphs.buffers.hidden.fill_(torch.nan)
             padded_cache.data[:, :, trash:] = torch.nan
-            places = torch.from_numpy(graphs.runner.target.run(bucket, layout, None, graphs.capturer))
+            places = graphs.runner.target.run(bucket, layout, None).on_device
             expected, _ = plain.forward_with_features(layout, ())
             assert (graphs.buffers.hidden[places] - expected).abs().max() < HIDDEN_TOLERANCE
             assert not graphs.buffers.hidden[: bucket.num_rows].isnan().any(), "padding computes numbers"
@@ -165,7 +138,7 @@ def test_padding_writes_to_nobodys_blocks(target: Path) -> None:
     bucket = graphs.buckets.largest
     layout = layout_of([5, 0, 12], [2, 1, 5], config.block_size, seed=0)
     before = cache.data.clone()
-    graphs.runner.target.run(bucket, layout, None, graphs.capturer)
+    graphs.runner.target.run(bucket, layout, None)
     live = config.num_blocks * config.block_size
     changed = (cache.data[:, :, :live] != before[:, :, :live]).flatten(3).any(dim=-1).any(dim=0).any(dim=0)
     assert set(changed.nonzero().flatten().tolist()) == set(layout.slots.tolist())
@@ -174,6 +147,7 @@ def test_padding_writes_to_nobodys_blocks(target: Path) -> None:
 # -- the engine -----------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def poison(engine: EngineCore) -> None:
     """NaN wherever a step may not look: the statics, the trash blocks, and blocks that nobody holds."""
     assert engine.graphs is not None
@@ -190,34 +164,6 @@ def poison(engine: EngineCore) -> None:
             cache.data[:, :, block * size : (block + 1) * size] = torch.nan
 
 
-def answers(engine: EngineCore, params: list[SamplingParams], *, poisoned: bool = False) -> dict[str, Answer]:
-    for index, own in enumerate(params):
-        engine.add(Request(f"r{index}", PROMPTS[index % len(PROMPTS)], own, seed=index))
-    if poisoned:
-        step = engine.step
-
-        def poisoned_step() -> Any:
-            with torch.inference_mode():
-                poison(engine)
-            return step()
-
-        engine.step = poisoned_step  # type: ignore[method-assign]
-    found = run(engine)
-    assert_idle(engine)
-    return found
-
-
-def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
-    assert found.keys() == expected.keys()
-    for name, answer in found.items():
-        other = expected[name]
-        assert (answer.error, answer.finish_reason) == (other.error, other.finish_reason)
-        assert (answer.token_ids, answer.kinds, answer.round_sizes) == (other.token_ids, other.kinds, other.round_sizes)
-        assert (answer.num_drafted, answer.num_accepted) == (other.num_drafted, other.num_accepted)
-        assert answer.values == pytest.approx(other.values, abs=LOGPROB_TOLERANCE)
-        assert [one.rank for one in answer.logprobs] == [one.rank for one in other.logprobs]
-
-
 class Counted:
     """A function that counts its calls."""
 
@@ -229,13 +175,7 @@ class Counted:
         return self.function(*arguments)
 
 
-PLAIN = [
-    SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, logprobs=logprobs)
-    for temperature, logprobs in ((0, None), (1, 0), (1, 0), (0.7, None), (0, 0), (1, None))
-]
-
-
-@pytest.mark.parametrize("name", ["none", "ngram", "same_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3", "mtp"])
 def test_graphs_emit_what_the_plain_path_emits(
     target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +186,7 @@ def test_graphs_emit_what_the_plain_path_emits(
     replayed, eager = Counted(graphed.graphs.verify), Counted(graphed.eager.verify)
     monkeypatch.setattr(graphed.graphs, "verify", replayed)
     monkeypatch.setattr(graphed.eager, "verify", eager)
-    assert_same(answers(graphed, PLAIN, poisoned=True), expected)
+    assert_same(answers(graphed, PLAIN, before_step=poison), expected)
     assert replayed.count > 5 and eager.count <= 6, "decoding is replayed, prefills are not"
     own, other = graphed.take_stats(), plain_engine.take_stats()
     assert own.expected_accepted == pytest.approx(other.expected_accepted, abs=1e-3)
@@ -256,26 +196,15 @@ def test_graphs_emit_what_the_plain_path_emits(
         assert (sums.num, sums.mean) == pytest.approx((other.checks[check].num, other.checks[check].mean), abs=1e-3)
 
 
-OTHER_WISHES = [
-    SamplingParams(max_tokens=16, ignore_eos=True, top_p=0.8),
-    SamplingParams(max_tokens=16, ignore_eos=True, top_k=5, logprobs=2),
-    SamplingParams(max_tokens=16, ignore_eos=True, reproducible=True),
-    SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=((5, 3.0),), frequency_penalty=0.5),
-    SamplingParams(max_tokens=16, ignore_eos=True, prompt_logprobs=0),
-    SamplingParams(max_tokens=16, ignore_eos=True, logprob_token_ids=(7, 9), speculate=False),
-]
-
-
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 def test_requests_that_no_graph_can_hold_are_served_all_the_same(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
-    params = [wish for pair in zip(OTHER_WISHES, PLAIN, strict=True) for wish in pair]
-    expected = answers(tiny_engine(target, drafter=drafters[name], max_num_seqs=12), params)
+    expected = answers(tiny_engine(target, drafter=drafters[name], max_num_seqs=12), MIXED)
     graphed = tiny_engine(target, drafter=drafters[name], max_num_seqs=12, cuda_graphs=True)
     if isinstance(graphed.drafter, ModelDrafter):
         graphed.drafter.draft_loop = loop = Counted(graphed.drafter.draft_loop)  # type: ignore[arg-type]
-    assert_same(answers(graphed, params, poisoned=True), expected)
+    assert_same(answers(graphed, MIXED, before_step=poison), expected)
     assert name == "ngram" or loop.count > 5
 
 
@@ -285,15 +214,15 @@ def test_every_logprob_mode_reports_the_same(target: Path, mode: Any) -> None:
     assert_same(answers(tiny_engine(target, logprobs_mode=mode, cuda_graphs=True), PLAIN), expected)
 
 
-@pytest.mark.parametrize("name", ["ngram", "same_model"])
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
 def test_few_blocks_and_preemptions_change_nothing(target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
     small = {"kv_cache_tokens": 128, "max_model_len": 96, "drafter": drafters[name]}
     plain_engine, graphed = tiny_engine(target, **small), tiny_engine(target, **small, cuda_graphs=True)
-    assert_same(answers(graphed, PLAIN, poisoned=True), answers(plain_engine, PLAIN))
+    assert_same(answers(graphed, PLAIN, before_step=poison), answers(plain_engine, PLAIN))
     assert graphed.take_stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["same_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["draft_model", "eagle3", "mtp"])
 def test_a_handoff_between_rounds_is_the_one_of_the_plain_path(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
@@ -344,15 +273,14 @@ def test_features_outlive_the_next_replay(target: Path, drafters: dict[str, Draf
     state = engine.drafter._states["r"]  # type: ignore[attr-defined]
     kept = [features.clone() for _, features in state.features]
     assert kept
-    with torch.inference_mode():
-        poison(engine)
+    poison(engine)
     for before, (_, now) in zip(kept, state.features, strict=True):
         assert torch.equal(before, now)
 
 
 def test_what_was_drafted_on_the_device_is_not_computed_twice(target: Path, drafters: dict[str, DrafterConfig]) -> None:
     """After full acceptance a draft model has its rows but the last: two are new, however many were drafted."""
-    engine = tiny_engine(target, drafter=drafters["same_model"], cuda_graphs=True)
+    engine = tiny_engine(target, drafter=drafters["draft_model"], cuda_graphs=True)
     assert isinstance(engine.drafter, ModelDrafter) and engine.drafter.catch_up is not None
     catch_up, sizes = engine.drafter.catch_up, []
 
@@ -377,7 +305,7 @@ def test_a_capture_on_a_cpu_runs_the_function_once_and_a_replay_again() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "same_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3", "mtp"])
 def test_padding_alone_can_be_judged_in_every_bucket_and_kind(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
@@ -386,7 +314,7 @@ def test_padding_alone_can_be_judged_in_every_bucket_and_kind(
     graphs.capture_all()
     for bucket in graphs.buckets:
         for kind in itertools.product((False, True) if graphs.loop else (False,), (False, True), (False, True)):
-            vector, _ = graphs.judge.prepare(bucket, Kind(*kind), graphs.capturer).replay()
+            vector, _ = graphs.judge.prepare(bucket, Kind(*kind)).replay()
             accepted, token_ids = vector[: 2 * bucket.num_seqs].split(bucket.num_seqs)
             assert (accepted == 0).all()
             assert ((token_ids >= 0) & (token_ids < VOCABULARY)).all()
@@ -410,7 +338,7 @@ def test_graphs_are_off_without_a_gpu_unless_asked_for(target: Path) -> None:
     assert graphed.usage().num_blocks == plain.usage().num_blocks, "nobody is given the trash block"
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "same_model", "eagle3"])
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3"])
 def test_what_is_captured_beforehand_is_all_that_full_rounds_ask_for(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 
@@ -44,7 +45,8 @@ for kernel, kinds, constants in (
     (ours._merge_splits, {"partial": sums, "weight": sums, "visible": "*i64", "out": cache}, merge),
 ):
     signature = kinds | dict.fromkeys(constants, "constexpr")
-    print(triton.compile(ASTSource(kernel, signature, constants), target=target).asm["ptx"])
+    compiled = triton.compile(ASTSource(kernel, signature, constants), target=target).asm
+    print(compiled["ttir"], compiled["ptx"])
 """
 HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
 CONTEXTS = [(0, 1), (15, 5), (SPLIT_TOKENS - 2, 5), (2 * SPLIT_TOKENS + 3, 2), (0, 0)]
@@ -160,6 +162,18 @@ def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(monkeypatch: 
 
 
 @needs_triton
+@pytest.mark.parametrize("num_programs", [1, 2])
+def test_how_many_programs_share_a_context_does_not_change_the_bits(
+    monkeypatch: pytest.MonkeyPatch, num_programs: int
+) -> None:
+    triton = poisoned_triton(monkeypatch)
+    arguments = scene((3, 1, 64), CONTEXTS, 5, torch.float32)
+    expected = triton(*arguments)
+    monkeypatch.setattr("speculative.gpu.triton_attention._MOST_PROGRAMS", num_programs)
+    assert torch.equal(triton(*arguments), expected)
+
+
+@needs_triton
 def test_the_kernels_compile_for_a_gpu() -> None:
     """Down to PTX, without one; in a process of its own, where Triton compiles instead of interpreting."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -168,6 +182,8 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     )
     assert reported.returncode == 0, reported.stderr
     assert "mma" in reported.stdout, "bfloat16 products run on tensor cores"
+    offsets = re.findall(r"tt.addptr .*ptr<f32>>?, (.*)", reported.stdout)
+    assert offsets and all("i64" in offset for offset in offsets), "the workspace may hold more than 2**31 numbers"
 
 
 @needs_triton

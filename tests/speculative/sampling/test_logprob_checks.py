@@ -201,7 +201,7 @@ def test_a_broken_gather_fails_its_request_alone(tiny_folder: Path, monkeypatch:
     victim = answers.pop("victim")
     assert victim.finish_reason is FinishReason.ERROR
     assert "contract" in (victim.error or "")
-    assert victim.token_ids == [], "nothing of a broken delta is told"
+    assert victim.token_ids == [], "nothing of a broken delta is emitted"
     for name, answer in answers.items():
         assert answer.token_ids == healthy[name].token_ids
         assert answer.values == pytest.approx(healthy[name].values, abs=1e-4)
@@ -249,5 +249,6 @@ def test_counts_of_violations_add_up_and_clear() -> None:
     first.merge(second)
     assert first.logprob_violations == {"rank": 3, "mass": 1}
     assert second.logprob_violations == {"rank": 2, "mass": 1}
-    first.clear()
+    taken = first.take()
+    assert taken.logprob_violations == {"rank": 3, "mass": 1}
     assert first.logprob_violations == {}

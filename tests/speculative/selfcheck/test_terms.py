@@ -228,11 +228,21 @@ def test_a_seed_that_comes_again_counts_once() -> None:
 
 def test_the_share_is_of_the_steps() -> None:
     engine = table_engine(64, self_check_sample_rate=0.25)
-    engine.add(Request("r", (3,), SamplingParams(max_tokens=200, ignore_eos=True), seed=7))
-    while engine.has_work:
-        engine.step()
+    for seed in range(5):
+        engine.add(Request(f"r{seed}", (3,), SamplingParams(max_tokens=200, ignore_eos=True), seed=seed))
+        while engine.has_work:
+            engine.step()
     stats = engine.take_stats()
-    assert 0.15 * 200 < stats.checks["d"].num < 0.35 * 200
+    assert 0.15 * 1000 < stats.checks["d"].num < 0.35 * 1000
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 100])
+def test_no_rhythm_of_the_traffic_escapes_the_checks(period: int) -> None:
+    """An adaptive draft length probes every so many steps; with every other step checked, none of its drafts was."""
+    check = SelfCheck(0.5)
+    due = [check.due() for _ in range(200 * period)]
+    for phase in range(period):
+        assert 60 < sum(due[phase::period]) < 140
 
 
 def test_greedy_requests_do_not_count() -> None:

@@ -1,0 +1,109 @@
+"""What a decoding step costs on a CUDA device, counted on a pretended one: waits of the host, launches, graph nodes."""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from speculative.config import DrafterConfig
+from speculative.engine import EngineCore
+from speculative.gpu.verify_graph import Kind
+from speculative.request import SamplingParams
+from tests.support.engines import NO_DRAFTS, tiny_engine
+from tests.support.graph_scenes import VOCABULARY, add_all
+from tests.support.pretended_cuda import PretendedCuda
+from tests.support.tiny_models import write_tiny_model
+
+
+class Cost(NamedTuple):
+    """Of a decoding step of four sequences: how often the host waits for the device, what is launched outside of
+    graphs, and how many graphs are replayed."""
+
+    waits: float
+    launches: float
+    replays: float
+
+
+# At most, with three plain neighbours of the odd one. The goal is 1 wait and no launch outside of graphs in every row.
+BUDGETS = {
+    ("none", "plain"): Cost(1, 0, 2),
+    ("none", "top_p"): Cost(16, 286, 1),
+    ("none", "five_logprobs"): Cost(20, 249, 1),
+    ("none", "penalty"): Cost(17, 251, 1),
+    ("none", "reproducible"): Cost(40, 510, 1),
+    ("ngram", "plain"): Cost(1, 0, 2),
+    ("draft_model", "plain"): Cost(1, 1, 4),
+    ("draft_model", "top_p"): Cost(41, 717, 2),
+    ("mtp", "plain"): Cost(1, 13, 4),
+    ("eagle3", "plain"): Cost(1, 14, 4),
+    ("eagle3", "top_p"): Cost(42, 580, 2),
+    ("eagle3", "five_logprobs"): Cost(23, 368, 3),
+    ("eagle3", "penalty"): Cost(20, 370, 3),
+    ("eagle3", "reproducible"): Cost(64, 1314, 2),
+}
+# Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
+LAYER_NODES = 17
+VERIFY_NODES = {
+    ("none", Kind(drawn=False, checked=False, logprobs=False)): 94,
+    ("none", Kind(drawn=False, checked=True, logprobs=True)): 263,
+    ("eagle3", Kind(drawn=True, checked=False, logprobs=False)): 142,
+    ("eagle3", Kind(drawn=True, checked=True, logprobs=True)): 373,
+}
+ODD = {
+    "plain": SamplingParams(logprobs=0),
+    "top_p": SamplingParams(top_p=0.8),
+    "five_logprobs": SamplingParams(logprobs=5),
+    "penalty": SamplingParams(frequency_penalty=0.5),
+    "reproducible": SamplingParams(reproducible=True),
+}
+
+
+def decoding_cost(engine: EngineCore, device: PretendedCuda, odd: SamplingParams) -> Cost:
+    """The mean of some steps."""
+    plain = SamplingParams(max_tokens=60, ignore_eos=True)
+    add_all(engine, [plain] * 3 + [dataclasses.replace(odd, max_tokens=60, ignore_eos=True)])
+    for _ in range(8):  # prompts, and what the drafter's first rounds catch up on
+        engine.step()
+    costs: list[Cost] = []
+    while len(costs) < 4:
+        device.clear()
+        num_graphs = len(device.graphs)
+        engine.step()
+        if len(device.graphs) == num_graphs:  # not one that captures a shape of its own
+            costs.append(Cost(sum(device.waits.values()), device.num_launches, device.num_replays))
+    assert engine.usage().num_running == 4
+    return Cost(*(sum(parts) / len(costs) for parts in zip(*costs, strict=True)))
+
+
+@pytest.mark.parametrize(("name", "odd"), BUDGETS)
+def test_a_decoding_step_keeps_to_its_budget(
+    target: Path, drafters: dict[str, DrafterConfig], name: str, odd: str
+) -> None:
+    with PretendedCuda(count_launches=True) as device:
+        engine = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name], self_check_sample_rate=1.0)
+        cost = decoding_cost(engine, device, ODD[odd])
+    over = [part for part, budget in zip(cost, BUDGETS[name, odd], strict=True) if part > budget]
+    assert not over, f"{cost}, waiting at {device.waits}"
+
+
+def test_a_layer_keeps_to_its_budget(tmp_path: Path) -> None:
+    nodes = []
+    for num_layers in (1, 2):
+        folder = write_tiny_model(tmp_path / str(num_layers), vocab_size=VOCABULARY, num_hidden_layers=num_layers)
+        with PretendedCuda(count_launches=True) as device:
+            tiny_engine(folder, device="cuda", max_num_seqs=1, drafter=NO_DRAFTS)
+        nodes.append(device.graphs[0].num_nodes)
+    assert nodes[1] - nodes[0] <= LAYER_NODES
+
+
+@pytest.mark.parametrize(("name", "kind"), VERIFY_NODES)
+def test_verification_keeps_to_its_budget(
+    target: Path, drafters: dict[str, DrafterConfig], name: str, kind: Kind
+) -> None:
+    with PretendedCuda(count_launches=True) as device:
+        graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
+        assert graphs is not None
+        graphs.judge._captured.clear()
+        graphs.judge.prepare(graphs.buckets.largest, kind)
+    assert device.graphs[-1].num_nodes <= VERIFY_NODES[name, kind]

@@ -1,0 +1,283 @@
+"""Engines on a pretended CUDA device against the plain ones on the CPU, token for token."""
+
+import dataclasses
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.config import DrafterConfig
+from speculative.drafting.neural_drafter import ModelDrafter
+from speculative.engine import EngineCore
+from speculative.gpu.capture import Capturer
+from speculative.gpu.staged_inputs import StagedInputs
+from speculative.gpu.target_graph import TargetPass
+from speculative.request import Request, SamplingParams, Structure
+from speculative.state.token_constraint import Bools
+from speculative.weights import load_weights
+from tests.support.engines import Answer, run, settings, take
+from tests.support.graph_scenes import MIXED as ALL_WISHES
+from tests.support.graph_scenes import (
+    PLAIN,
+    PROMPTS,
+    VOCABULARY,
+    add_all,
+    answers,
+    assert_same,
+)
+from tests.support.pretended_cuda import PretendedCuda
+
+ALL = ("none", "ngram", "suffix", "draft_model", "eagle3", "mtp")
+WITH_WEIGHTS = ("draft_model", "eagle3", "mtp")
+SHORT, MIXED = ([dataclasses.replace(one, max_tokens=10) for one in many] for many in (PLAIN, ALL_WISHES))
+
+Load = Callable[..., EngineCore]
+Scene = Callable[[Load], dict[str, Answer]]
+
+
+class Alternating:
+    """A structure: even and odd tokens in turn."""
+
+    def allowed(self, output: Any, drafts: Any) -> list[Bools]:
+        masks = []
+        for offset in range(len(drafts) + 1):
+            masks.append(np.arange(VOCABULARY) % 2 == (len(output) + offset) % 2)
+            if offset < len(drafts) and not masks[-1][drafts[offset]]:
+                break
+        return masks
+
+
+@pytest.fixture
+def load(target: Path) -> Load:
+    def load(**changes: Any) -> EngineCore:
+        config = settings(**{"max_num_seqs": 4, **changes})
+        return EngineCore.load(target, config, make_constraint=lambda _: Alternating())
+
+    return load
+
+
+def on_both(scene: Scene, load: Load) -> tuple[dict[str, Answer], dict[str, Answer]]:
+    """What a scene gives on the pretended device, and on the CPU."""
+    expected = scene(load)
+    with PretendedCuda() as device:
+        found = scene(lambda **changes: load(device="cuda", **changes))
+        assert device.num_replays > 5
+    return found, expected
+
+
+# -- token for token ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_drafter_with_plain_requests_and_with_all_others(
+    load: Load, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    structured = SamplingParams(max_tokens=12, structure=Structure("choice", "[]"))
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafters[name], self_check_sample_rate=1.0)
+        found = answers(engine, SHORT)
+        add_all(engine, [*MIXED, structured], prefix="mixed")
+        return found | run(engine)
+
+    assert_same(*on_both(scene, load))
+
+
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
+def test_every_verifier(load: Load, drafters: dict[str, DrafterConfig], name: str, verifier: str) -> None:
+    assert_same(*on_both(lambda load: answers(load(drafter=drafters[name], verifier=verifier), MIXED), load))
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
+def test_every_logprobs_mode(load: Load, mode: str) -> None:
+    assert_same(*on_both(lambda load: answers(load(logprobs_mode=mode), SHORT), load))
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+@pytest.mark.parametrize("changes", [{"length": "dynamic"}, {"sampled": False}], ids=["dynamic", "not sampled"])
+def test_drafts_of_varying_length_and_drafts_that_are_not_sampled(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, changes: dict[str, Any]
+) -> None:
+    greedy = [dataclasses.replace(one, temperature=0) for one in SHORT]  # whatever the clock makes of the lengths
+    params = greedy if "length" in changes else SHORT
+    drafter = dataclasses.replace(drafters[name], **changes)
+    found, expected = on_both(lambda load: answers(load(drafter=drafter), params), load)
+    assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in expected.items()}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_handoff(load: Load, drafters: dict[str, DrafterConfig], name: str) -> None:
+    def scene(load: Load) -> dict[str, Answer]:
+        prefill, decode = load(drafter=drafters[name]), load(drafter=drafters[name])
+        requests = [Request(f"r{index}", PROMPTS[index + 1], SHORT[index], seed=index) for index in range(4)]
+        for request in requests:
+            prefill.add(request, prefill_only_after=5)
+        run(prefill)
+        for request in requests:
+            decode.insert(request, prefill.export(request.request_id))
+        return run(decode)
+
+    assert_same(*on_both(scene, load))
+
+
+def test_scoring(load: Load) -> None:
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load()
+        params = SamplingParams(max_tokens=1, top_p=0.9, prompt_logprobs=2)
+        engine.add(Request("scored", PROMPTS[4] + PROMPTS[3], params, seed=1, score_from=len(PROMPTS[4])))
+        add_all(engine, SHORT)
+        return run(engine)
+
+    assert_same(*on_both(scene, load))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_switch_of_weights(load: Load, target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
+    def scene(load: Load) -> dict[str, Answer]:
+        engine, found = load(drafter=drafters[name]), defaultdict[str, Answer](Answer)
+        add_all(engine, SHORT)
+        for _ in range(6):
+            take(found, engine.step())
+        engine.switch(load_weights(target, engine.config, engine.device), "2")
+        while engine.has_work:
+            take(found, engine.step())
+        return found
+
+    assert_same(*on_both(scene, load))
+
+
+def test_preemptions(load: Load, drafters: dict[str, DrafterConfig]) -> None:
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafters["draft_model"], kv_cache_tokens=96, max_model_len=96)
+        found = answers(engine, PLAIN)
+        assert engine.take_stats().num_preemptions > 0
+        return found
+
+    assert_same(*on_both(scene, load))
+
+
+# -- what it finds --------------------------------------------------------------------------------------------------
+
+
+def spoiled_compute(change: Callable[[dict[str, Tensor]], object]) -> Any:
+    """The target's captured function, with a fault at its start."""
+    compute = TargetPass._compute
+
+    def spoiled(self: TargetPass, inputs: dict[str, Tensor]) -> None:
+        change(inputs)
+        compute(self, inputs)
+
+    return spoiled
+
+
+def of_the_device(inputs: dict[str, Tensor]) -> torch.device:
+    return inputs["positions"].device
+
+
+IN_A_CAPTURE = {
+    "item": (lambda inputs: inputs["positions"].max().item(), "capturing: item"),
+    "a condition": (lambda inputs: bool((inputs["positions"] > 0).any()), "capturing: __bool__"),
+    "a boolean mask": (lambda inputs: inputs["sources"][inputs["sources"] >= 0], "capturing: boolean mask"),
+    "a host constant": (lambda inputs: torch.tensor([1.0], device=of_the_device(inputs)), "capturing: .* constant"),
+    "a host index": (lambda inputs: inputs["positions"][:, [0]], "capturing: host index"),
+    "an upload": (lambda inputs: torch.zeros(3).to(of_the_device(inputs)), "capturing: upload"),
+    "mixed devices": (lambda inputs: inputs["positions"].view(-1) + torch.zeros(1), "on the same device"),
+}
+
+
+@pytest.mark.parametrize("fault", IN_A_CAPTURE)
+def test_what_no_capture_may_hold_is_found(load: Load, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    change, message = IN_A_CAPTURE[fault]
+    monkeypatch.setattr(TargetPass, "_compute", spoiled_compute(change))
+    with PretendedCuda(), pytest.raises(RuntimeError, match=message):
+        load(device="cuda")
+
+
+def test_inputs_that_were_not_sent_are_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_target, send = TargetPass.run, StagedInputs.send
+
+    def forgetful(self: TargetPass, *arguments: Any) -> Any:
+        self.prepare(arguments[0])
+        monkeypatch.setattr(StagedInputs, "send", lambda _: None)
+        places = run_target(self, *arguments)
+        monkeypatch.setattr(StagedInputs, "send", send)
+        return places
+
+    monkeypatch.setattr(TargetPass, "run", forgetful)
+    found, expected = on_both(lambda load: answers(load(), SHORT), load)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected)
+
+
+def test_what_an_earlier_graph_may_have_written_over_is_found() -> None:
+    with PretendedCuda() as device:
+        capturer, rows = Capturer(torch.device("cuda")), torch.zeros(3, device="cuda")
+        temporaries: list[Tensor] = []
+
+        def first() -> Tensor:
+            temporaries[:] = [rows * 2]
+            return temporaries.pop() + 1
+
+        replays = capturer.capture(first), capturer.capture(lambda: rows + 5)
+        rows.fill_(1.0)
+        results = replays[0](), replays[1]()
+        assert [one.cpu().tolist() for one in results] == [[3.0] * 3, [6.0] * 3]
+        replays[0]()
+        assert results[0].cpu().tolist() == [3.0] * 3
+        assert results[1].cpu().isnan().all(), "its memory was free when the first graph was captured"
+        assert device.num_replays == 3
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_switch_frees_the_old_graphs_and_the_old_drafters_cache_first(
+    load: Load, target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[bool] = []
+    with PretendedCuda():
+        engine = load(device="cuda", drafter=drafters[name])
+        add_all(engine, SHORT)
+        for _ in range(4):
+            engine.step()
+        assert engine.graphs is not None
+        old = [weakref.ref(engine.graphs), weakref.ref(engine.graphs.buffers.hidden)]
+        if isinstance(engine.drafter, ModelDrafter):
+            old += [weakref.ref(engine.drafter), weakref.ref(engine.drafter.cache.data)]
+        make_executor = engine._make_executor
+
+        def watched(*arguments: Any) -> None:
+            alive.extend(one() is not None for one in old)
+            make_executor(*arguments)
+
+        monkeypatch.setattr(engine, "_make_executor", watched)
+        gc.disable()
+        try:
+            engine.switch(load_weights(target, engine.config, engine.device), "2")
+        finally:
+            gc.enable()
+    assert alive and not any(alive)
+
+
+def test_memory_that_the_allocator_keeps_is_not_taken(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [2**40]
+    with PretendedCuda():
+        monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**40 - sum(kept), 2**40))
+        load(device="cuda")
+
+
+def test_all_captures_share_a_stream(load: Load, target: Path) -> None:
+    with PretendedCuda() as device:
+        engine = load(device="cuda")
+        engine.switch(load_weights(target, engine.config, engine.device), "2")
+        assert device.num_streams == 1

@@ -1,0 +1,64 @@
+"""Requests for engines that replay graphs, and the comparison with engines that do not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
+from tests.support.engines import Answer, assert_idle, run
+
+VOCABULARY = 64
+NUM_DRAFTS = 3
+PROMPTS = [tuple(3 + (7 * i * j) % 41 for j in range(1 + 9 * i)) for i in range(6)]
+PLAIN = [
+    SamplingParams(max_tokens=24, ignore_eos=True, temperature=temperature, logprobs=logprobs)
+    for temperature, logprobs in ((0, None), (1, 0), (1, 0), (0.7, None), (0, 0), (1, None))
+]
+OTHER_WISHES = [
+    SamplingParams(max_tokens=16, ignore_eos=True, top_p=0.8),
+    SamplingParams(max_tokens=16, ignore_eos=True, top_k=5, logprobs=2),
+    SamplingParams(max_tokens=16, ignore_eos=True, reproducible=True),
+    SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=((5, 3.0),), frequency_penalty=0.5),
+    SamplingParams(max_tokens=16, ignore_eos=True, prompt_logprobs=0),
+    SamplingParams(max_tokens=16, ignore_eos=True, logprob_token_ids=(7, 9), speculate=False),
+]
+MIXED = [wish for pair in zip(OTHER_WISHES, PLAIN, strict=True) for wish in pair]
+_LOGPROB_TOLERANCE = 1e-4  # attention sums in another order
+
+
+def add_all(engine: EngineCore, params: list[SamplingParams], *, prefix: str = "r") -> None:
+    """Queue a request for each."""
+    for index, own in enumerate(params):
+        engine.add(Request(f"{prefix}{index}", PROMPTS[index % len(PROMPTS)], own, seed=index))
+
+
+def answers(
+    engine: EngineCore, params: list[SamplingParams], *, before_step: Callable[[EngineCore], None] | None = None
+) -> dict[str, Answer]:
+    """What requests of these parameters get; nothing is left of them in the engine."""
+    add_all(engine, params)
+    if before_step is not None:
+        step = engine.step
+
+        def prepared_step() -> Any:
+            before_step(engine)
+            return step()
+
+        engine.step = prepared_step  # type: ignore[method-assign]
+    found = run(engine)
+    assert_idle(engine)
+    return found
+
+
+def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    """The same tokens, kinds, rounds, endings and errors; the same logprobs but for the order of sums."""
+    assert found.keys() == expected.keys()
+    for name, answer in found.items():
+        other = expected[name]
+        assert (answer.error, answer.finish_reason) == (other.error, other.finish_reason)
+        assert (answer.token_ids, answer.kinds, answer.round_sizes) == (other.token_ids, other.kinds, other.round_sizes)
+        assert (answer.num_drafted, answer.num_accepted) == (other.num_drafted, other.num_accepted)
+        assert answer.values == pytest.approx(other.values, abs=_LOGPROB_TOLERANCE)
+        assert [one.rank for one in answer.logprobs] == [one.rank for one in other.logprobs]

@@ -1,0 +1,475 @@
+"""A CUDA device without a GPU: tensors that say `cuda:0`, hold CPU memory, and keep the rules of a CUDA device.
+
+- A device tensor and a host tensor with dimensions may not meet in an operation.
+- What makes the host wait for the device is counted, by place; while a graph is captured it raises.
+- `torch.cuda.graph` records the operations of the Python that runs under it, once. A replay executes them again on the
+  same memory. Whatever another graph of the shared pool may have written over is garbage by then: a graph's temporaries
+  always, its results once an earlier graph was replayed.
+- Attention over the paged cache is one opaque operation, as the Triton kernels are: plain torch inside.
+
+It does not see numerics, 32-bit offsets, memory, races between streams, or what Triton compiles.
+"""
+
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speculative.gpu.capture import side_stream
+from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
+
+DEVICE = torch.device("cuda:0")
+GARBAGE_ID = 2**40 + 7
+
+_WAITS = {
+    *("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "is_nonzero"),
+    *("nonzero", "masked_select", "equal", "allclose", "unique", "bincount"),
+}
+_OF_THE_SHAPE = {
+    *("size", "dim", "stride", "is_contiguous", "storage_offset", "numel", "element_size", "__len__"),
+    *("is_floating_point", "is_complex", "data_ptr", "untyped_storage", "ndimension", "nelement"),
+}
+_FACTORIES = (torch.zeros, torch.ones, torch.full, torch.arange, torch.empty, torch.eye)
+_VIEWS = {
+    *("view", "select", "slice", "unsqueeze", "squeeze", "expand", "transpose", "permute", "split", "unbind", "t"),
+    *("split_with_sizes", "alias", "detach", "as_strided", "_unsafe_view", "lift_fresh", "diagonal", "_reshape_alias"),
+    *("empty", "empty_like", "new_empty", "empty_strided", "unfold", "view_as", "reshape", "narrow", "unflatten"),
+    *("flatten", "movedim", "_local_scalar_dense", "is_same_size", "contiguous", "chunk", "T", "numpy_T"),
+}
+_FUSED_ON_A_GPU = {"rms_norm"}
+_ATTENTION_LAUNCHES = 2
+
+
+class DeviceTensor(Tensor):
+    """Says it lies on `DEVICE`; `held` is the CPU tensor with its numbers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "DeviceTensor":
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
+        )
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+        current = PretendedCuda.current
+        if current is not None and current.capturing is not None:
+            current.capturing.made.append((weakref.ref(self), held))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was not caught")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert PretendedCuda.current is not None, "a device tensor outlived its device"
+        return PretendedCuda.current.call(func, args, kwargs or {})
+
+
+class _Recording:
+    """What `torch.cuda.CUDAGraph` is here: operations, and the tensors that they write."""
+
+    def __init__(self, device: "PretendedCuda") -> None:
+        self._device = device
+        self.number = 0
+        self.num_nodes = 0
+        self.operations: list[tuple[Callable[..., Any], Any, Any, list[tuple[Tensor, bool]]]] = []
+        self.made: list[tuple[weakref.ref[DeviceTensor], Tensor]] = []
+        self.temporaries: list[Tensor] = []
+        self.results: list[Tensor] = []
+
+    def end(self) -> None:
+        """What somebody still holds is a result; the memory of the rest is the pool's again. Nothing has run yet."""
+        alive = {_storage(held) for wrapper, held in self.made if wrapper() is not None}
+        own = {_storage(t): t for *_, outputs in self.operations for t, is_given in outputs if not is_given}
+        self.results = [tensor for storage, tensor in own.items() if storage in alive]
+        self.temporaries = [tensor for storage, tensor in own.items() if storage not in alive]
+        self.made = []
+        _spoil(self.results + self.temporaries)
+
+    def replay(self) -> None:
+        """Execute what was recorded."""
+        device = self._device
+        device.num_replays += 1
+        assert device.capturing is None, "a graph is replayed while another is captured"
+        for other in device.graphs[self.number :]:
+            _spoil(other.results)
+        with torch._C.DisableTorchFunction():
+            for func, args, kwargs, outputs in self.operations:
+                for (tensor, is_given), computed in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+                    if not is_given and tensor is not computed:
+                        tensor.copy_(computed)
+        _spoil(self.temporaries)
+
+
+class _CountLaunches(TorchDispatchMode):
+    """Counts what a GPU would launch: operations that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.split("::")[1], kwargs or {}
+        if name not in _FUSED_ON_A_GPU:
+            with self:  # inference mode hands composites on in one piece
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        only_views = not name.endswith("_") and all(_storage(tensor) in given for tensor in _tensors(out))
+        self.count += not (name in _VIEWS or only_views)
+        return out
+
+
+class PretendedCuda(TorchFunctionMode):
+    """The device, while it is entered.
+
+    waits: (what made the host wait, where) -> how often. num_uploads: from pinned memory. num_replays: of graphs.
+    num_launches: outside of graphs, if `count_launches`; so are the nodes of graphs. num_streams: that were made.
+    graphs: in the order of their captures.
+    """
+
+    current: "PretendedCuda | None" = None
+
+    def __init__(self, *, count_launches: bool = False) -> None:
+        super().__init__()
+        self._counts_launches = count_launches
+        self.graphs: list[_Recording] = []
+        self.capturing: _Recording | None = None
+        self.num_streams = 0
+        self._pinned: dict[int, Tensor] = {}
+        self._patches = ExitStack()
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from here on."""
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.num_launches = 0
+        self.num_replays = 0
+        self.num_uploads = 0
+
+    def __enter__(self) -> "PretendedCuda":
+        PretendedCuda.current = self
+        for name, value in self._stand_ins().items():
+            self._patches.enter_context(mock.patch(name, value))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patches.close()
+        PretendedCuda.current = None
+        side_stream.cache_clear()
+
+    def _stand_ins(self) -> dict[str, Any]:
+        def stream(device: int) -> Any:
+            self.num_streams += 1
+            return SimpleNamespace(wait_stream=lambda _: None, device=device)
+
+        def record(stream: Any) -> None:
+            assert stream.device == DEVICE, "recorded where the copy was not made"
+
+        return {
+            "torch.cuda.is_available": lambda: True,
+            "torch.cuda.mem_get_info": lambda *_: (2**40, 2**40),
+            "torch.cuda.memory_reserved": lambda *_: 0,
+            "torch.cuda.memory_allocated": lambda *_: 0,
+            "torch.cuda.empty_cache": lambda: None,
+            "torch.cuda.Event": lambda: SimpleNamespace(record=record, synchronize=lambda: None),
+            "torch.cuda.Stream": stream,
+            "torch.cuda.current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda _: None, device=device),
+            "torch.cuda.stream": nullcontext,
+            "torch.cuda.current_device": lambda: 0,
+            "torch.cuda.device": nullcontext,
+            "torch.cuda.graph_pool_handle": lambda: (0, 1),
+            "torch.cuda.CUDAGraph": lambda: _Recording(self),
+            "torch.cuda.graph": self._capture,
+            "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
+        }
+
+    @contextmanager
+    def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:
+        assert self.capturing is None, "one capture at a time"
+        self.capturing, before = graph, self.num_launches
+        try:
+            yield
+        finally:
+            self.capturing = None
+        graph.num_nodes, self.num_launches = self.num_launches - before, before
+        self.graphs.append(graph)
+        graph.number = len(self.graphs)
+        graph.end()
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(one, DeviceTensor) for one in types):
+            return self.call(func, args, kwargs)
+        pinned = kwargs.pop("pin_memory", False)
+        device = kwargs.get("device") if func.__name__ != "to" else _wanted_device(args, kwargs)
+        if device is not None and torch.device(device).type == "cuda":
+            return self._make(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if pinned:
+            self._pinned[out.data_ptr()] = out
+        return out
+
+    def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor on the device, from nothing or from the host."""
+        if func.__name__ == "to":
+            is_async = kwargs.get("non_blocking", False) and args[0].data_ptr() in self._pinned
+            if not is_async:
+                self._wait("upload from pageable memory")
+            _, dtype = _device_and_dtype(args, kwargs)
+            return DeviceTensor(args[0].to(dtype or args[0].dtype, copy=True))
+        if func in (torch.tensor, torch.as_tensor):
+            self._wait("upload of a host constant")
+        elif func not in _FACTORIES and not func.__name__.endswith("_like"):
+            raise NotImplementedError(f"{func} on {DEVICE}")
+        return self._run(func, args, kwargs | {"device": "cpu"})
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on device tensors."""
+        name = func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _ATTRIBUTES:
+                return _ATTRIBUTES[name](func, args)
+            if name in _OF_THE_SHAPE:
+                return func(args[0].held, *args[1:], **kwargs)
+            if name in ("to", "cuda", "type_as"):
+                return self._move(args, kwargs)
+            if name in ("__getitem__", "__setitem__"):
+                self._check_index(name, args)
+            elif name == "copy_":
+                self._check_copy(args, kwargs)
+            else:
+                self._check_devices(name, args, kwargs)
+            if name in ("cpu", "copy_") and not _stays_on_device(name, args):
+                return self._copy(name, args)
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        held_args, held_kwargs = _held(list(args)), _held(kwargs)
+        counter = _CountLaunches() if self._counts_launches else None
+        with counter or nullcontext():
+            out = func(*held_args, **held_kwargs)
+        self._record(func, held_args, held_kwargs, out, counter.count if counter else 0)
+        if out is None or not isinstance(out, Tensor | tuple | list) or func.__name__ == "tolist":
+            return out
+        for given in _tensors((args, kwargs)):
+            if isinstance(given, DeviceTensor) and given.held is out:
+                return given  # in place, or nothing to do
+        return _on_device(out)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, launches: int) -> None:
+        self.num_launches += launches
+        if self.capturing is not None:
+            given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+            outputs = [(tensor, _storage(tensor) in given) for tensor in _tensors(out)]
+            self.capturing.operations.append((func, args, kwargs, outputs))
+
+    def _copy(self, name: str, args: Any) -> Tensor:
+        """Between host and device."""
+        if name == "cpu":
+            return args[0].held.clone()  # type: ignore[no-any-return]
+        _held(args[0]).copy_(_held(args[1]))
+        return args[0]  # type: ignore[no-any-return]
+
+    def opaque(self, launches: int, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """A kernel that torch knows nothing of."""
+        held = _held(list(args))
+        with torch._C.DisableTorchFunctionSubclass():
+            out = function(*held)
+        self._record(function, held, {}, out, launches)
+        return DeviceTensor(out)
+
+    def _move(self, args: Any, kwargs: Any) -> Tensor:
+        tensor = args[0]
+        device, dtype = _device_and_dtype(args, kwargs)
+        if not isinstance(tensor, DeviceTensor):  # `host.type_as(device tensor)`
+            return self._make(torch.Tensor.to, (tensor, device, dtype), {})  # type: ignore[no-any-return]
+        if device is not None and device.type == "cpu":
+            self._wait("copy to the host")
+            return tensor.held.to(dtype or tensor.dtype, copy=True)
+        if dtype is None or dtype == tensor.dtype:
+            return tensor
+        return self._run(torch.Tensor.to, (tensor, dtype), {})  # type: ignore[no-any-return]
+
+    # -- rules --------------------------------------------------------------------------------------------------
+
+    def _wait(self, what: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if "/speculative/" in frame.filename]
+        own = [frame for frame in frames if "/tests/" not in frame.filename]
+        where = f"{own[-1].filename.rsplit('/speculative/')[-1]}:{own[-1].name}" if own else "a test"
+        if self.capturing is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what} in {where}")
+        self.waits[what, where] += 1
+
+    def _check_devices(self, name: str, args: Any, kwargs: Any) -> None:
+        on_host = [t for t in _tensors((args, kwargs)) if not isinstance(t, DeviceTensor)]
+        if any(tensor.dim() for tensor in on_host):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device: {name} got {DEVICE} and host tensors of "
+                f"{[tuple(tensor.shape) for tensor in on_host]}"
+            )
+        if name in ("numpy", "__array__"):
+            raise TypeError(f"can't convert {DEVICE} device type tensor to numpy; use Tensor.cpu() first")
+        from_tensor = name == "repeat_interleave" and "output_size" not in kwargs and isinstance(args[-1], Tensor)
+        if name in _WAITS or from_tensor or (name == "where" and len(args) == 1):
+            self._wait(name)
+
+    def _check_index(self, name: str, args: Any) -> None:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not isinstance(args[0], DeviceTensor):
+            raise RuntimeError("indices should be on the same device as the indexed tensor (cpu)")
+        for part in parts:
+            if isinstance(part, DeviceTensor) and part.dtype in (torch.bool, torch.uint8):
+                self._wait("boolean mask as an index")
+            elif isinstance(part, list | np.ndarray) or (
+                isinstance(part, Tensor) and not isinstance(part, DeviceTensor) and part.dim() > 0
+            ):
+                self._wait("host index into a device tensor")
+        value = args[2] if name == "__setitem__" else None
+        if isinstance(value, Tensor) and not isinstance(value, DeviceTensor) and value.dim() > 0:
+            self._wait("host value stored in a device tensor")
+
+    def _check_copy(self, args: Any, kwargs: Any) -> None:
+        to, source = args[0], args[1]
+        if not isinstance(to, DeviceTensor):
+            self._wait("copy to the host")
+        elif not isinstance(source, DeviceTensor):
+            is_async = kwargs.get("non_blocking", False) and source.data_ptr() in self._pinned
+            if not is_async:
+                self._wait("upload from pageable memory")
+            else:
+                assert self.capturing is None, "an upload within a graph"
+                self.num_uploads += 1
+
+
+class _PagedAttention:
+    """In the place of `TritonAttend`."""
+
+    def __init__(self, device: PretendedCuda, sizes: AttentionSizes) -> None:
+        self._device, self._attend = device, TorchAttend(sizes.block_size)
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+        """As `AttendPaged`."""
+        given = (query, keys, values, rows.slots, rows.visible, rows.blocks)
+        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        assert rows.blocks.dtype == rows.visible.dtype == torch.int64
+        assert rows.blocks.is_contiguous() and rows.visible.is_contiguous() and keys.stride() == values.stride()
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor, *places: Tensor) -> Tensor:
+            return self._attend(query, keys, values, PagedRows(*places, first=rows.first))
+
+        return self._device.opaque(_ATTENTION_LAUNCHES, attend, *given)
+
+
+# -- tensors --------------------------------------------------------------------------------------------------------
+
+
+def _attribute(func: Any, args: Any) -> Any:
+    """A property of a device tensor."""
+    name = func.__self__.__name__
+    fixed = {"device": DEVICE, "is_cuda": True, "is_cpu": False, "grad": None, "grad_fn": None, "requires_grad": False}
+    if name in fixed:
+        return fixed[name]
+    value = func(args[0].held)
+    return DeviceTensor(value) if isinstance(value, Tensor) else value
+
+
+_ATTRIBUTES: dict[str, Callable[[Any, Any], Any]] = {
+    "__get__": _attribute,
+    "__set__": lambda func, args: None,
+    "requires_grad_": lambda func, args: args[0],
+    "detach": lambda func, args: DeviceTensor(args[0].held),
+    "__hash__": lambda func, args: id(args[0]),
+    "__iter__": lambda func, args: iter([DeviceTensor(row) for row in args[0].held.unbind(0)]),
+    "__repr__": lambda func, args: f"DeviceTensor({args[0].held!r})",
+    "is_pinned": lambda func, args: False,
+}
+
+
+def _wanted_device(args: Any, kwargs: Any) -> torch.device | None:
+    return _device_and_dtype(args, kwargs)[0]
+
+
+def _device_and_dtype(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """What `Tensor.to` was asked for."""
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    for one in (*args[1:], kwargs.get("device"), kwargs.get("dtype")):
+        if isinstance(one, torch.dtype):
+            dtype = one
+        elif isinstance(one, torch.device | str):
+            device = torch.device(one)
+        elif isinstance(one, Tensor):
+            device, dtype = one.device, one.dtype
+    return device, dtype
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
+
+
+def _stays_on_device(name: str, args: Any) -> bool:
+    return name == "copy_" and all(isinstance(tensor, DeviceTensor) for tensor in args[:2])
+
+
+def _held(value: Any) -> Any:
+    """With what device tensors hold, and with the CPU in the place of the device."""
+    if isinstance(value, DeviceTensor):
+        return value.held
+    if isinstance(value, torch.device | str):
+        return torch.device("cpu") if str(value).startswith("cuda") else value
+    if isinstance(value, dict):
+        return {name: _held(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_held(one) for one in value)
+    return value
+
+
+def _on_device(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return DeviceTensor(value)
+    if not isinstance(value, list | tuple):
+        return value
+    parts = [_on_device(one) for one in value]
+    return type(value)(parts)  # a `torch.return_types` takes a sequence, too
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _spoil(tensors: list[Tensor]) -> None:
+    """What a pool leaves in memory that it gave to somebody else."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode():
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+            else:
+                tensor.fill_(GARBAGE_ID if tensor.dtype == torch.int64 else 1)
