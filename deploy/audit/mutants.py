@@ -67,7 +67,7 @@ def mutant(name: str, traffic: str = "drawn", **settings: Any) -> Callable[[Inst
 
 def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], StepInput]) -> None:
     """Have the forward pass of this engine see another layout than the rest of the step."""
-    forward = engine.runner.forward
+    forward = engine.runner.forward_with_features
     batches: list[Batch] = []
     propose = engine.drafter.propose
 
@@ -76,7 +76,9 @@ def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], Step
         return propose(batch)
 
     engine.drafter.propose = remember  # type: ignore[method-assign]
-    engine.runner.forward = lambda layout: forward(change(layout, batches[0]))  # type: ignore[method-assign]
+    engine.runner.forward_with_features = (  # type: ignore[method-assign]
+        lambda layout, capture: forward(change(layout, batches[0]), capture)
+    )
 
 
 def _change_draft(engine: EngineCore, change: Callable[[DraftOutput], DraftOutput]) -> None:

@@ -34,9 +34,11 @@ class TableRunner(ModelRunner):
         super().__init__(decoder, engine.cache, engine.device)
         self.table = table
 
-    def forward(self, layout: StepInput) -> Tensor:
-        """The tokens themselves, [N, 1]."""
-        return torch.from_numpy(layout.input_ids)[:, None].float()
+    def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The tokens themselves, [N, 1], and no features."""
+        del capture
+        hidden = torch.from_numpy(layout.input_ids)[:, None].float()
+        return hidden, hidden[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] float32."""

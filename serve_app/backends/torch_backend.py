@@ -170,7 +170,8 @@ class TorchBackend:
         def load() -> tuple[Weights, str | None]:
             folder = resolve_model(source)
             check_same_model(folder, engine.model)
-            head = None if drafter is None else resolve_model(drafter, SHIPPED_HEADS)
+            has_head = engine.config.drafter.model is not None  # else `load_weights` refuses any, found or not
+            head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
             weights = load_weights(folder, engine.config, engine.device, head)
             return weights, _quantization(folder, engine)
 

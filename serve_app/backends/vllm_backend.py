@@ -59,7 +59,7 @@ from speculative.model.loading import resolve_model
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta
 from speculative.sampling.logprob_checks import LogprobContract
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.state.batch import HostTerms
+from speculative.state.batch import Terms
 from speculative.stats import LOGPROB_RULES, CheckState, EngineUsage, StepStats
 
 _logger = logging.getLogger("truespec.vllm")
@@ -499,7 +499,7 @@ class VllmBackend:
                 return
             terms, num_without_q = reported[0]
             for checks, sums, achievable in terms:
-                self._self_check.take(HostTerms(tuple(checks), np.array(sums), achievable), self._counts.stats)
+                self._self_check.take(Terms(tuple(checks), np.array(sums), achievable), self._counts.stats)
             for _ in range(num_without_q):
                 self._counts.stats.count_violation("q_missing")
             if num_without_q:

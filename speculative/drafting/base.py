@@ -3,17 +3,15 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Entries
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from speculative.state.batch import Batch, StepInput
+from speculative.state.batch import Batch, Int64s, StepInput
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.verification.draft_probs import DraftProbs, PointMass, num_rows
-
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)

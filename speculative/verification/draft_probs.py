@@ -43,20 +43,14 @@ class Dense:
 
     def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
-        if self.probs.shape[0] == 0:  # nobody drafted in this step
-            return torch.zeros_like(drafts, dtype=self.probs.dtype)
         return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), drafts.clamp(min=0)], 0.0)
 
     def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of any tokens [R], as many float32; 0 in bonus rows."""
-        if self.probs.shape[0] == 0:
-            return torch.zeros_like(tokens, dtype=self.probs.dtype)
         return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), tokens], 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
-        if self.probs.shape[0] == 0:
-            return self.probs.new_zeros((drafts.shape[0], vocab_size))
         return torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
 
 
@@ -77,23 +71,18 @@ class SubVocabulary:
 
     def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
-        if self.probs.shape[0] == 0:
-            return torch.zeros_like(drafts, dtype=self.probs.dtype)
         own = self.probs.gather(1, self.columns[:, None])[:, 0]
         return torch.where(drafts >= 0, own[_within(packed, self.probs)], 0.0)
 
     def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of any tokens [R], as many float32; 0 in bonus rows and outside the part."""
-        if self.probs.shape[0] == 0:
-            return torch.zeros_like(tokens, dtype=self.probs.dtype)
         matches = torch.where(self.ids == tokens[:, None], self.probs[_within(packed, self.probs)], 0.0)
         return torch.where(drafts >= 0, matches.sum(dim=-1), 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
         rows = self.probs.new_zeros((drafts.shape[0], vocab_size))
-        if self.probs.shape[0]:
-            rows[:, self.ids] = torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
+        rows[:, self.ids] = torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
         return rows
 
 

@@ -32,8 +32,6 @@ def _overlap(step: VerifyInput, p: Tensor) -> Tensor:
     """[R] the chance that a draft survives, before it is drawn: sum of min(p, q) over the vocabulary."""
     if isinstance(step.draft_probs, PointMass):
         return p
-    if step.draft_probs.probs.shape[0] == 0:
-        return torch.zeros_like(p)
     draft_probs = step.draft_probs.probs[step.packed.clamp(max=step.draft_probs.probs.shape[0] - 1)].to(p.dtype)
     probs = step.probs[:, step.draft_probs.ids] if isinstance(step.draft_probs, SubVocabulary) else step.probs
     return torch.where(step.judged, torch.minimum(probs, draft_probs).sum(dim=-1), 0.0)

@@ -141,12 +141,16 @@ def shared_coin_and_residual(step: VerifyInput) -> VerifyInput:
 
 def drafts_read_in_another_order(step: VerifyInput) -> VerifyInput:
     """F4: q of another row."""
+    if not step.judged.any():
+        return step
     assert isinstance(step.draft_probs, Dense)
     return replace(step, draft_probs=Dense(step.draft_probs.probs.roll(1, 0)))
 
 
 def other_temperature(step: VerifyInput) -> VerifyInput:
     """F7: q is not the distribution the draft was drawn from."""
+    if not step.judged.any():
+        return step
     assert isinstance(step.draft_probs, Dense)
     sharper = step.draft_probs.probs**1.3
     return replace(step, draft_probs=Dense(sharper / sharper.sum(-1, keepdim=True)))

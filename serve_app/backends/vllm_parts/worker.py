@@ -92,6 +92,6 @@ class WorkerExtension:
         rejection_sampler.rejection_sample = self._watch.around(rejection_sampler.rejection_sample)
 
     def take_terms(self) -> tuple[list[tuple[list[str], list[list[float]], float]], int]:
-        """The terms of the steps since the last call, as `HostTerms` has them; and how many lacked their q."""
+        """The terms of the steps since the last call, as `Terms` has them; and how many lacked their q."""
         terms = [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
         return terms, self._watch.take_num_without_q()

@@ -12,7 +12,7 @@ from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope, terms_to_host
+from speculative.selfcheck.terms import Scope
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
 from speculative.verification.base import VerifyInput, residual
@@ -103,8 +103,7 @@ def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed:
     verified = ops.verify_token_wise(step)
     accepted, final = int(verified.num_accepted[0]), int(verified.token_ids[0])
     emitted = torch.tensor([*drafts[:accepted], *[final] * (len(drafts) + 1 - accepted)])
-    yes, no = torch.tensor([True]), torch.tensor([False])
-    scope = Scope("token_wise", torch.arange(3), counted=yes, coupled=no, any_coupled=False, all_coupled=False)
+    scope = Scope("token_wise", counted=torch.tensor([True]), coupled=[False])
     found = ops.take_terms(step, verified, emitted, scope)
     expected = naive(step, accepted, final)
     for check, row in zip(found.checks, found.sums.numpy(), strict=True):
@@ -181,10 +180,8 @@ def take(
     """
     verified = ops.verify_token_wise(step)
     verified = verified if token_ids is None else replace(verified, token_ids=token_ids)
-    yes, no = torch.ones(ROUNDS, dtype=torch.bool), torch.zeros(ROUNDS, dtype=torch.bool)
-    judged = (step.drafts >= 0).nonzero()[:, 0]
-    scope = Scope("token_wise", judged, counted=yes, coupled=no, any_coupled=False, all_coupled=False)
-    found = terms_to_host(ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope))
+    scope = Scope("token_wise", counted=torch.ones(ROUNDS, dtype=torch.bool), coupled=[False] * ROUNDS)
+    found = ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host()
     stats = StepStats()
     SelfCheck().take(found, stats)
     return stats.checks, stats.alarms
