@@ -22,7 +22,7 @@ class FusedDraftLoop:
 
     Args:
         head: packed for our kernels.
-        sampler: says what drafts are drawn with.
+        sampler: says what drafts are sampled with.
         cache: the head's keys and values.
         block_size: tokens a block.
     """

@@ -38,13 +38,13 @@ class SamplerWatch:
 
     Args:
         share: of the steps whose terms are taken.
-        drawn: whether vLLM's drafter draws its drafts; then a step without q has lost it. Else they are chosen.
+        sampled: whether vLLM's drafter samples its drafts; then a step without q has lost it.
         request_ids: of the requests in the step, in vLLM's order.
     """
 
-    def __init__(self, share: float, *, drawn: bool, request_ids: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, share: float, *, sampled: bool, request_ids: Callable[[], Sequence[str]]) -> None:
         self._clock = SelfCheck(share)
-        self._drawn = drawn
+        self._sampled = sampled
         self._num_without_q = 0
         self._request_ids = request_ids
         self._owners: OrderedDict[int, str] = OrderedDict()  # of each seed: who had it first
@@ -59,7 +59,7 @@ class SamplerWatch:
             given = signature.bind(*args, **kwargs).arguments
             num_drafts, draft_probs = given["num_draft_tokens"], given["draft_probs"]
             counted = self._counted(given["sampling_metadata"], num_drafts)
-            without_q = any(counted) and self._drawn and draft_probs is None
+            without_q = any(counted) and self._sampled and draft_probs is None
             self._num_without_q += without_q
             if without_q or not any(counted) or not self._clock.due():
                 return rejection_sample(*args, **kwargs)
@@ -82,7 +82,7 @@ class SamplerWatch:
         return taken
 
     def take_num_without_q(self) -> int:
-        """Steps since the last call whose drafts were drawn, and came to the sampler without q: no term is theirs."""
+        """Steps since the last call whose drafts were sampled, and came to the sampler without q: no term is theirs."""
         taken, self._num_without_q = self._num_without_q, 0
         return taken
 

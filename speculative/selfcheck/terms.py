@@ -4,15 +4,15 @@ With x ~ q drafted, A whether it was accepted, y emitted, r the residual distrib
 sum(p^2), each Z lies within [-1, 1] and has conditional mean 0:
 
     a        A - alpha                                      token-wise, where the round came
-    a_prime  min(1, p(x)/q(x)) - alpha                      every draft that was drawn
+    a_prime  min(1, p(x)/q(x)) - alpha                      every sampled draft
     b        A - min(1, p(x)/q(x))                          token-wise, where the round came
              1[tau = i] - h_i, from the last draft down     block: the accept uniforms up to the first that succeeded
     c        min(1, q(y)/p(y)) - alpha                      what is emitted where something was drafted
     d        p(y) - S_p                                     all that is emitted
-    e        q(x) - S_q                                     every draft that was drawn
-    f        min(1, q(y)/r(y)) - sum(min(r, q))             what replaces a draft that was drawn
+    e        q(x) - S_q                                     every sampled draft
+    f        min(1, q(y)/r(y)) - sum(min(r, q))             what replaces a sampled draft
     g        2 (sum(r(z < y)) + r(y)/2) - 1                 the last token of a round; where nothing is rejected, r = p
-    r        r(y) - sum(r^2)                                what replaces a draft that was chosen
+    r        r(y) - sum(r^2)                                what replaces a deterministic draft
 
 The coupled verifier chooses x and y with one noise, so it has no a, b, f, g; and since a position that is drafted again
 sees its noise again, its drafts count only where the round came. Deterministic drafts (point masses) leave a = b = c
@@ -45,7 +45,9 @@ from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _RUN = 256  # tokens; far fewer than a vocabulary, far more than nothing
-LEAST_RESIDUAL = 0.05  # where p leaves less beside a chosen draft, rounding in sum(p^2) would bias the residual's
+LEAST_RESIDUAL = (
+    0.05  # where p leaves less beside a deterministic draft, rounding in sum(p^2) would bias the residual's
+)
 LEAST_SPREAD = 0.01  # of what an entirely open distribution has; rounding is 1e-6 of a term
 
 

@@ -54,7 +54,7 @@ class VerifyInput:
         if rows is not None and rows < num_drafts:
             raise EngineFault(
                 f"q is missing: {num_drafts} drafts are to be verified, and {max(rows, 0)} of them came with what they "
-                "were drawn from. A deterministic drafter must say so (PointMass)."
+                "were sampled from. A deterministic drafter must say so (PointMass)."
             )
         if rows == 0:
             object.__setattr__(self, "draft_probs", PointMass())

@@ -17,8 +17,8 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import PointMass, SubVocabulary
 from speculative.vocabulary.ops import TorchOps, VocabularyOps
 
-_CHECKS_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the kernel's order
-_CHECKS_OF_CHOSEN = ("d", "a", "r", "g")
+_CHECKS_OF_SAMPLED = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the kernel's order
+_CHECKS_OF_DETERMINISTIC = ("d", "a", "r", "g")
 
 
 class KernelOps:
@@ -74,7 +74,7 @@ class KernelOps:
         if scope.verifier != "token_wise" or any(scope.coupled):
             return terms.take_terms(step, verified, emitted, scope)
         struct = _struct(step)
-        checks = _CHECKS_OF_DRAWN if struct.q else _CHECKS_OF_CHOSEN
+        checks = _CHECKS_OF_SAMPLED if struct.q else _CHECKS_OF_DETERMINISTIC
         reported = (verified.num_accepted, emitted, scope.counted, np.array(STAKES), len(checks))
         return Terms(checks, *self._kernels.terms(struct, *reported, least=(LEAST_RESIDUAL, LEAST_SPREAD)))
 

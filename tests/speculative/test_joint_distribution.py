@@ -50,7 +50,7 @@ def deceiving(table: Tensor) -> Tensor:
     return torch.where(torch.arange(V)[:, None] % 2 == 0, 0.5 * p + 0.5 * wrong, p.roll(1, -1) * 0.3 + 0.7 * p)
 
 
-class ChosenDrafter(WeightlessDrafter):
+class DeterministicDrafter(WeightlessDrafter):
     """Chooses drafts badly: a function of the prefix, with loops so that the same draft comes round after round."""
 
     def propose(self, batch: Batch) -> DraftOutput:
@@ -61,8 +61,8 @@ class ChosenDrafter(WeightlessDrafter):
 
 
 DRAFTERS: dict[str, Callable[[Tensor], object]] = {
-    "drawn": lambda table: TableDrafter(deceiving(table), 3),
-    "chosen": lambda table: ChosenDrafter(),
+    "sampled": lambda table: TableDrafter(deceiving(table), 3),
+    "deterministic": lambda table: DeterministicDrafter(),
     "likeliest": LikeliestDrafter,
     "ngram": lambda table: None,
 }
@@ -184,12 +184,12 @@ def first_draft_unverified(step: VerifyInput) -> VerifyOutput:
 
 FAULTS = {
     "accept uniforms by position": ("likeliest", faulty(verify_block, cross_round_coins)),
-    "coin used again for the residual": ("drawn", faulty(verify_token_wise, shared_coin_and_residual)),
-    "q in another order": ("drawn", faulty(verify_token_wise, drafts_read_in_another_order)),
-    "q at another temperature": ("drawn", faulty(verify_token_wise, other_temperature)),
-    "residual drawn from p": ("drawn", residual_from_p),
-    "argmax match": ("drawn", argmax_match),
-    "first draft unverified": ("drawn", first_draft_unverified),
+    "coin used again for the residual": ("sampled", faulty(verify_token_wise, shared_coin_and_residual)),
+    "q in another order": ("sampled", faulty(verify_token_wise, drafts_read_in_another_order)),
+    "q at another temperature": ("sampled", faulty(verify_token_wise, other_temperature)),
+    "residual drawn from p": ("sampled", residual_from_p),
+    "argmax match": ("sampled", argmax_match),
+    "first draft unverified": ("sampled", first_draft_unverified),
 }
 
 
