@@ -29,7 +29,6 @@ def _no_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quiet, "_LOOK_S", 0.0)
 
 
-
 def plan(*names: str, **changes: Any) -> BenchPlan:
     settings: dict[str, Any] = {
         "model": Path("none"),

@@ -26,7 +26,7 @@ CARD = {"id": "SmolLM2", "owned_by": "truespec"}
 
 @contextmanager
 def listening(host: str) -> Iterator[int]:
-    """Listen as Ray Serve's proxy does, which lets others onto the same port; nobody answers, so none waits for that."""
+    """Listen as Ray Serve's proxy does, which lets others onto the same port. Nobody answers, and nobody waits long."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if family == socket.AF_INET6 and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
