@@ -17,7 +17,7 @@ from deploy.chaos.replicas import Killer, replica_pids
 from deploy.chaos.run import Strikes, run_chaos
 from deploy.chaos.traffic import plan
 from serve_app.app import build_app
-from tests.support.faulty_services import hold_long_answers, with_fault
+from tests.support.faulty_services import hold_long_answers, slow_steps, with_fault
 from tests.support.services import MODEL, Service, app_args, deployed, gauge_total, wait_for
 from tests.support.tiny_models import write_tiny_model
 
@@ -210,8 +210,8 @@ def test_a_redeployment_keeps_streams_alive(
     ray_port: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that began under the old settings ends while the new ones are served."""
-    held = tmp_path / "held"
-    monkeypatch.setattr(serve_app.app, "DecodeServer", with_fault(serve_app.app.DecodeServer, hold_long_answers, held))
+    slow = tmp_path / "slow"
+    monkeypatch.setattr(serve_app.app, "DecodeServer", with_fault(serve_app.app.DecodeServer, slow_steps, slow))
 
     def args(max_choices: int) -> dict[str, Any]:
         pools = {"prefill": HALF, "decode": HALF}
@@ -226,15 +226,15 @@ def test_a_redeployment_keeps_streams_alive(
     with deployed(ray_port, "redeployed", args(2)) as service, concurrent.futures.ThreadPoolExecutor(1) as thread:
         undisturbed = whole(stream(service, **body, speculate=False))
         assert statuses() == 200
-        held.touch()
+        slow.touch()
         with contextlib.closing(stream(service, **body, speculate=False)) as choices:
             begun = [next(choices) for _ in range(3)]
             deploying = thread.submit(serve.run, build_app(args(1)), name="redeployed", route_prefix="/redeployed")
-            wait_for(lambda: statuses() == 400, "the new settings being served")
-            held.unlink()
             rest = list(choices)
         assert whole(iter([*begun, *rest])) == undisturbed
+        slow.unlink()
         deploying.result(timeout=300)
+        assert statuses() == 400
 
 
 def _idle(service: Service) -> bool:

@@ -50,6 +50,18 @@ def misplace_rounds_with_drafts(engine: EngineCore, flag: Path) -> None:
     engine.runner.forward = forward  # type: ignore[method-assign]
 
 
+def slow_steps(engine: EngineCore, flag: Path) -> None:
+    """Every step takes longer: no fault of what is said, but time to do something meanwhile."""
+    right = engine.step
+
+    def step() -> list[TokenDelta]:
+        if flag.exists():
+            time.sleep(0.03)
+        return right()
+
+    engine.step = step  # type: ignore[method-assign]
+
+
 def hold_long_answers(engine: EngineCore, flag: Path) -> None:
     """No step is made while a sequence has many tokens: its stream cannot end, however slow whoever watches it is."""
     right = engine.step
