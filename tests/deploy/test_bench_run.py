@@ -23,12 +23,6 @@ from tests.support.tiny_models import write_tiny_model
 WAITING = ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT")
 
 
-@pytest.fixture(autouse=True)
-def _no_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits to see how busy others are; tests that depend on it set it."""
-    monkeypatch.setattr(quiet, "_LOOK_S", 0.0)
-
-
 def plan(*names: str, **changes: Any) -> BenchPlan:
     settings: dict[str, Any] = {
         "model": Path("none"),
