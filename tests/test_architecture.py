@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -145,6 +146,7 @@ PACKAGE_NAMES = {name_of(path) for package in PACKAGES for path in (ROOT / packa
 INITS = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("__init__.py"))
 
 
+@cache
 def imports(module: str) -> set[str]:
     """What a module imports, at the top or inside a function; our own by module, not by name within it."""
     found = set()

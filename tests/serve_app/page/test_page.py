@@ -346,7 +346,9 @@ def test_a_lost_connection_is_said_and_fixed(served: Served, referee: Referee, b
     visit = Visit(browser, served.url)
     expect(visit.page.locator("#health")).to_have_text("healthy")
     referee.turns_away = True
+    visit.page.clock.install()
     visit.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # it asks for a new stream
+    visit.page.clock.fast_forward(10_000)
     expect(visit.page.locator("#connection")).to_contain_text("connection is lost")
     referee.turns_away = False
     expect(visit.page.locator("#connection")).to_be_hidden()

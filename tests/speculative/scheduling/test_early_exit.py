@@ -23,7 +23,7 @@ from tests.support.table_engine import TableDrafter, sample, table_engine, worst
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
-V, LENGTH, COUNT, FIRST = 16, 7, 20_000, 3
+V, LENGTH, COUNT, FIRST = 16, 7, 6_000, 3
 CLASSES = len(EDGES) + 1
 
 
