@@ -7,7 +7,7 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test slow test-gpu vllm test-vllm test-all check chart chaos checkov clean
+.PHONY: help setup demo serve test slow test-gpu gpu-day vllm test-vllm test-all check chart chaos checkov clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -40,6 +40,9 @@ test-gpu: $(STAMP) ## run the tests that need a CUDA device; fails where there i
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
 	  "make test-gpu: torch " + torch.__version__ + " sees no CUDA device here; nothing was tested.")'
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
+
+gpu-day: $(STAMP) ## on a GPU: kernels, graphs, equality, a trained head, benchmarks, a profile; continues where it stopped
+	$(VENV)/bin/python -m deploy.gpu_day build/gpu-day $(ARGS)
 
 test-all: $(STAMP) ## run every test; those for a GPU skip themselves where there is none
 	$(VENV)/bin/python -m pytest $(ARGS)

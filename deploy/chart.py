@@ -43,9 +43,9 @@ One RayService with a head and a worker group for each pool. It needs KubeRay 1.
     helm install truespec helm/truespec --set config.model.source=org/name --set image.repository=REGISTRY/truespec
 
 Whole examples with their renders are under `ci/`; `docs/deployment.md` says how to size, upgrade and watch it. Keys
-under `config` are the application's own (`docs/configuration.md`). `helm install` refuses a wrong key or type, and most
-pairs of settings that contradict each other, with a message that says what to do; the application refuses the others
-when it is built.
+under `config` are the application's own (`docs/configuration.md`). `helm install` refuses a wrong key or type, and
+values that contradict each other, with a message that says what to do. Before anything is changed, a Job runs
+`truespec config check` on what the application will be given; `docs/deployment.md` says how to read its log.
 
 """
 
@@ -60,7 +60,6 @@ def schema() -> dict[str, Any]:
     config = json_schema(AppConfig)
     sections = config.pop("$defs")
     del config["properties"]["pools"]  # the chart writes them
-    del sections["ModelSection"]["properties"]["source"]["minLength"]  # empty by default, and a guard reports it better
     made["properties"]["config"] = _draft_07(config)
     _allow_old_names(config, sections)
     for name in sorted(_needed(config, sections)):
@@ -72,7 +71,7 @@ def schema() -> dict[str, Any]:
 
 
 def _allow_old_names(config: dict[str, Any], sections: dict[str, Any]) -> None:
-    """Settings that were renamed, as the application still reads them; guards refuse both names at once."""
+    """Settings that were renamed, as the application still reads them."""
     for old, new in RENAMED.items():
         section, _, old_name = old.partition(".")
         fields = sections[config["properties"][section]["$ref"].rsplit("/", 1)[1]]["properties"]

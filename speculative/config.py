@@ -1,21 +1,13 @@
 """The engine's settings: frozen, and complete before anything runs."""
 
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from speculative.errors import ConfigError
-from speculative.lookup.registry import (
-    OptionError,
-    Options,
-    OptionValue,
-    SomeOptions,
-    options_of,
-    read_options,
-    registered,
-)
+from speculative.lookup.registry import read_options, registered
+from speculative.options import OptionError, Options, OptionValue, SomeOptions, option, options_of
 
 VerifierName = Literal["token_wise", "block", "coupled"]
 WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"]
@@ -93,54 +85,76 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Sizes and choices of one engine.
+class EngineSettings(Options):
+    """Sizes and choices of an engine, as a configuration file has them.
 
     Raises:
         ConfigError: a value is wrong, or two contradict each other; the message names the field.
     """
 
-    max_model_len: int | None = None  # tokens of prompt and output; None = what the model was made for
-    max_num_seqs: int = 16  # sequences decoded together
-    max_batched_tokens: int = 512  # tokens computed in one step, drafts included
-    kv_cache_tokens: int = 16384  # tokens the KV cache holds
-    block_size: int = 16  # tokens a block
-    prefix_caching: bool = True
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    quantization: WeightsName = (
-        "auto"  # how the CPU keeps them; auto = as the checkpoint's source had them, else as `dtype`
+    dtype: Literal["bfloat16", "float32"] = option(
+        "bfloat16",
+        "Type of the KV cache, and of weights and activations where `quantization` does not say otherwise.",
     )
-    device: str = "auto"  # a CUDA device when there is one, else the CPU
-    cuda_graphs: bool | None = None  # replay captured decoding steps; None = on a GPU; True elsewhere pads, for tests
-    num_threads: int = 1  # CPU threads: the replica's share of the cores, never the machine's
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    verifier: VerifierName = "token_wise"  # requests that ask to be reproducible get the coupled one in any case
-    self_check_sample_rate: float = 0.5  # of the steps whose terms the self-checks take; invariants are checked in all
-    priority_ageing_s: float = 10.0  # seconds of waiting that make up for one class of priority
+    quantization: WeightsName = option(
+        "auto",
+        "How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8, w16a16 activations.",
+    )
+    device: str = option(
+        "auto", "`auto` takes the GPU that Ray gave the replica, else the CPU.", pattern=r"^(auto|cpu|cuda(:\d+)?)$"
+    )
+    cuda_graphs: bool | None = option(  # true without a GPU pads batches as graphs do, for tests
+        None,
+        "Replay captured decoding steps of up to 256 sequences; not set: on a GPU. docs/gpu.md describes its memory.",
+    )
+    max_model_len: int | None = option(
+        None, "Most tokens of a request, prompt and answer together; the model's own limit when not set.", least=2
+    )
+    max_num_seqs: int = option(16, "Most sequences of a step.", least=1)
+    max_batched_tokens: int = option(
+        512, "Most tokens of a step, drafts included; longer prompts are computed in chunks.", least=1
+    )
+    kv_cache_tokens: int = option(16384, "Tokens that the KV cache holds.", least=1)
+    block_size: int = option(16, "Tokens of a KV block.", least=1)
+    prefix_caching: bool = option(True, "Keep the KV of prompts for later requests with the same prefix.")
+    logprobs_mode: LogprobsMode = option(
+        "raw_logprobs", "What `logprobs` returns: before or after the sampling parameters, logits or logprobs."
+    )
+    verifier: VerifierName = option(
+        "token_wise",
+        "How drafts are verified; reproducible requests (docs/concepts.md, Seeds) get `coupled` in any case.",
+    )
+    self_check_sample_rate: float = option(
+        0.5,
+        "Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them.",
+        least=0,
+        most=1,
+    )
+    priority_ageing_s: float = option(
+        10.0,
+        "Seconds of waiting that make up for one step of `priority`, so that no request waits forever.",
+        above=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig(EngineSettings):
+    """One engine's settings, with its drafter's and with what follows from where it runs."""
+
+    num_threads: int = option(1, "CPU threads: the replica's share of the cores, never the machine's.", least=1)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
 
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_batched_tokens", "kv_cache_tokens", "block_size", "num_threads"):
-            _check(getattr(self, name) >= 1, name, "must be at least 1")
-        _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "must be at least 2")
-        _check(
-            self.kv_cache_tokens % self.block_size == 0,
-            "kv_cache_tokens",
-            f"must be a multiple of block_size ({self.block_size})",
-        )
-        _check(0 <= self.self_check_sample_rate <= 1, "self_check_sample_rate", "must be between 0 and 1")
-        _check(
-            0 < self.priority_ageing_s < math.inf,
-            "priority_ageing_s",
-            "must be above 0, or requests could wait for ever",
-        )
-        tokens_per_round = 1 + self.drafter.max_drafts
-        _check(
-            self.max_batched_tokens >= self.max_num_seqs * tokens_per_round,
-            "max_batched_tokens",
-            f"must be at least max_num_seqs x (1 + num_draft_tokens) = {self.max_num_seqs * tokens_per_round}, "
-            "so that every running sequence fits into a step",
-        )
+    def check(self) -> None:
+        """The cache holds whole blocks, and a step every running sequence."""
+        if self.kv_cache_tokens % self.block_size:
+            raise OptionError("kv_cache_tokens", f"must be a multiple of block_size ({self.block_size}).")
+        least = self.max_num_seqs * (1 + self.drafter.max_drafts)
+        if self.max_batched_tokens < least:
+            raise OptionError(
+                "max_batched_tokens",
+                f"must be at least max_num_seqs x (1 + num_draft_tokens) = {least}, so that every running sequence "
+                "fits into a step.",
+            )
 
     @property
     def num_blocks(self) -> int:

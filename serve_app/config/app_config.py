@@ -5,18 +5,29 @@ fix. The engine's own settings, `speculative.config.EngineConfig`, are made from
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings
-from serve_app.config.base import POOLS_OF_TOPOLOGY, AtLeastOne, FieldError, PoolName, Section, Target, ray_share
+from serve_app.config.base import (
+    POOLS_OF_TOPOLOGY,
+    AtLeastOne,
+    FieldError,
+    FieldErrors,
+    PoolName,
+    Section,
+    Target,
+    ray_share,
+)
 from serve_app.config.renamed import with_new_names
 from serve_app.config.scaling import AutoscalingSection
-from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig, LogprobsMode, drafter_kinds
+from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig, EngineSettings, drafter_kinds
 from speculative.errors import ConfigError
-from speculative.lookup.registry import OptionError, options_of, read_options, registered
+from speculative.lookup.registry import read_options, registered
+from speculative.options import OptionError, Options, options_of
 
 _EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
 
@@ -43,39 +54,35 @@ class ModelSection(Section):
         return self.name or self.source.rstrip("/").rsplit("/", 1)[-1]
 
 
-class EngineSection(Section):
-    """Sizes and choices of each replica's engine; units as in `speculative.config.EngineConfig`."""
+def _fields_of(options: type[Options]) -> dict[str, Any]:
+    """The fields of a section for what the engine, or a drafter, declares."""
+    return {
+        name: (
+            own.type,
+            Field(
+                own.default,
+                description=own.meaning,
+                ge=own.least,
+                le=own.most,
+                gt=own.above,
+                allow_inf_nan=None if own.above is None else False,
+                pattern=own.pattern,
+            ),
+        )
+        for name, own in options_of(options).items()
+    }
 
+
+class _EngineKind(Section):
     kind: Literal["torch", "vllm"] = "torch"
     """Our own engine; or vLLM if installed, for what ours does not support (docs/vllm.md)."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the KV cache, and of weights and activations where `quantization` does not say otherwise."""
-    quantization: Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"] = "auto"
-    """How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8, w16a16 activations."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    """`auto` takes the GPU that Ray gave the replica, else the CPU."""
-    cuda_graphs: bool | None = None
-    """Replay captured decoding steps of up to 256 sequences; not set: on a GPU. docs/gpu.md describes its memory."""
-    max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a request, prompt and answer together; the model's own limit when not set."""
-    max_num_seqs: AtLeastOne = 16
-    """Most sequences of a step."""
-    max_batched_tokens: AtLeastOne = 512
-    """Most tokens of a step; longer prompts are computed in chunks."""
-    kv_cache_tokens: AtLeastOne = 16384
-    """Tokens that the KV cache holds."""
-    block_size: AtLeastOne = 16
-    """Tokens of a KV block."""
-    prefix_caching: bool = True
-    """Keep the KV of prompts for later requests with the same prefix."""
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    """What `logprobs` returns: before or after the sampling parameters, logits or logprobs."""
-    verifier: Literal["token_wise", "block", "coupled"] = "token_wise"
-    """How drafts are verified; reproducible requests (docs/concepts.md, Seeds) get `coupled` in any case."""
-    self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them."""
-    priority_ageing_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Seconds of waiting that make up for one step of `priority`, so that no request waits forever."""
+
+
+_EngineFields: Any = create_model("_EngineFields", __base__=_EngineKind, **_fields_of(EngineSettings))
+
+
+class EngineSection(_EngineFields):  # type: ignore[misc]
+    """Sizes and choices of each replica's engine."""
 
 
 class VllmSection(Section):
@@ -113,11 +120,9 @@ class _DrafterFields(Section):
 
 def _own_fields() -> dict[str, Any]:
     """The fields of a drafter section that the drafters declare: their kinds, and the options of each."""
-    fields: dict[str, Any] = {
-        name: (own.type, Field(own.default, description=own.meaning, ge=own.least, le=own.most))
-        for drafter in registered().values()
-        for name, own in options_of(drafter.options).items()
-    }
+    fields: dict[str, Any] = {}
+    for drafter in registered().values():
+        fields |= _fields_of(drafter.options)
     kind = _DrafterFields.model_fields["kind"]
     return fields | {"kind": (Literal[drafter_kinds()], Field(kind.default, description=kind.description))}
 
@@ -241,7 +246,7 @@ class ReplaySection(Section):
     """Replays at once; on a replica they come after everything else."""
     max_tme: Annotated[float, Field(gt=1, le=10)] = 1.05
     """TME above which something is wrong, on top of the noise floor that plain requests show."""
-    law_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
+    distribution_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
     """How far rounding may move the means of the calibration test."""
     edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
     """Nats by which rounding may move a filter's edge, or the likeliest token; by dtype when not set."""
@@ -415,47 +420,42 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
+        if errors := [*self._pool_errors(), *self._engine_errors(), *self._replay_errors()]:
+            raise FieldErrors(errors)
+        return self
+
+    def _pool_errors(self) -> Iterator[FieldError]:
         for name in self.pools.model_fields_set - {*self.pool_names, "router"}:
-            raise FieldError(
+            yield FieldError(
                 f"pools.{name}",
                 f"is set, but topology {self.topology} has only {' and '.join(self.pool_names)}; "
                 f"remove it or change topology.",
             )
+        device = self.engine.device
         for pool_name in self.pool_names:
-            self._check_device(pool_name)
+            field, num_gpus = f"pools.{pool_name}.num_gpus", self.pool(pool_name).num_gpus
+            if device == "cpu" and num_gpus > 0:
+                yield FieldError(field, "is above 0, but engine.device is cpu; set it to 0 or device to auto.")
+            if device.startswith("cuda") and num_gpus == 0:
+                yield FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
+
+    def _engine_errors(self) -> Iterator[FieldError]:
         max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens
         vllm_chooses = self.engine.kind == "vllm" and "kv_cache_tokens" not in self.engine.model_fields_set
         if max_len is not None and max_len > room and not vllm_chooses:
-            raise FieldError(
+            yield FieldError(
                 "engine.kv_cache_tokens",
                 f"must hold at least one sequence of engine.max_model_len ({max_len}) tokens, got {room}; "
                 "raise it or lower max_model_len.",
             )
-        self._check_engine()
-        if self.replay.sample_rate > 0 and self.engine.logprobs_mode != "raw_logprobs":
-            raise FieldError(
-                "replay.sample_rate",
-                f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
-                f"{self.engine.logprobs_mode}; set replay.sample_rate to 0 or the mode to raw_logprobs.",
-            )
-        return self
-
-    def _check_device(self, pool_name: PoolName) -> None:
-        device, field = self.engine.device, f"pools.{pool_name}.num_gpus"
-        if device == "cpu" and self.pool(pool_name).num_gpus > 0:
-            raise FieldError(field, "is above 0, but engine.device is cpu; set it to 0 or device to auto.")
-        if device.startswith("cuda") and self.pool(pool_name).num_gpus == 0:
-            raise FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
-
-    def _check_engine(self) -> None:
         if self.engine.kind != "vllm" and self.vllm.lora_modules:
-            raise FieldError(
+            yield FieldError(
                 "vllm.lora_modules",
                 f"names adapters, which engine.kind {self.engine.kind} has not: set it to vllm, or merge one into the "
                 "model.",
             )
-        if self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
-            raise FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
+        elif self.engine.kind != "vllm" and "vllm" in self.model_fields_set:
+            yield FieldError("vllm", f"is set, but engine.kind is {self.engine.kind}; remove it or set kind to vllm.")
         try:
             config = self.engine_config(self.pool_names[0])
             if self.engine.kind == "vllm":
@@ -463,7 +463,15 @@ class AppConfig(Section):
                 check_lora(self.vllm_settings(self.pool_names[0]), self.model.served_name)
         except ConfigError as error:
             name, _, rule = str(error).partition(" ")  # "<field> <rule>"; the drafter's come with its section
-            raise FieldError(name if "." in name else f"engine.{name}", rule) from error
+            yield FieldError(name if "." in name else f"engine.{name}", rule)
+
+    def _replay_errors(self) -> Iterator[FieldError]:
+        if self.replay.sample_rate > 0 and self.engine.logprobs_mode != "raw_logprobs":
+            yield FieldError(
+                "replay.sample_rate",
+                f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
+                f"{self.engine.logprobs_mode}; set replay.sample_rate to 0 or the mode to raw_logprobs.",
+            )
 
     @property
     def pool_names(self) -> tuple[PoolName, ...]:

@@ -1,7 +1,7 @@
 """Shared by all sections of the configuration."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -33,6 +33,14 @@ class FieldError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class FieldErrors(ValueError):
+    """All errors between fields that a section has, in their order."""
+
+    def __init__(self, errors: Sequence[FieldError]) -> None:
+        super().__init__("\n".join(map(str, errors)))
+        self.errors = errors
 
 
 class Section(BaseModel):

@@ -8,7 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from serve_app.config.app_config import AppConfig
-from serve_app.config.base import FieldError, SomeModel
+from serve_app.config.base import FieldError, FieldErrors, SomeModel
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
@@ -87,9 +87,11 @@ def _faults(error: ValidationError, root: str = "") -> list[str]:
     for fault in error.errors(include_url=False):
         cause = fault.get("ctx", {}).get("error")
         path, message = fault["loc"], fault["msg"].removeprefix("Value error, ")
-        if isinstance(cause, FieldError):
-            path += (cause.field,)
-        elif cause is None:
+        if isinstance(cause, FieldError | FieldErrors):
+            found = cause.errors if isinstance(cause, FieldErrors) else [cause]
+            lines += [f"{_dotted(root, (*path, one.field))}: {one}" for one in found]
+            continue
+        if cause is None:
             message = f"{message}, got {fault['input']!r}." if fault["type"] != "missing" else "is missing."
         lines.append(f"{_dotted(root, path)}: {message}")
     return lines

@@ -13,6 +13,7 @@ RENAMED = {  # section.old name: section.new name
     "engine.self_check_share": "engine.self_check_sample_rate",
     "vllm.self_check_share": "vllm.self_check_sample_rate",
     "replay.share": "replay.sample_rate",
+    "replay.law_tolerance": "replay.distribution_tolerance",
 }
 
 

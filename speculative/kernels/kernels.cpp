@@ -1568,7 +1568,7 @@ void truespec_emitted(const VerifyStep* step, const int64_t* num_accepted, const
 // the highest logit; outside: whether the token is outside its request's filters.
 void truespec_broken_rows(const VerifyStep* step, const int64_t* num_accepted, const int64_t* emitted,
                           const float* highest, const uint8_t* outside, double mass_rounding, int64_t* broken) {
-    enum { kNotFinite = 1, kNoToken, kLaw, kQZero, kPZero, kSupport };
+    enum { kNotFinite = 1, kNoToken, kDistribution, kQZero, kPZero, kSupport };
     for (int64_t row = 0; row < step->num_rows; ++row) {
         const bool reached = row - step->first_rows[step->entries[row]] <= num_accepted[step->entries[row]];
         broken[row] = 0;
@@ -1580,7 +1580,7 @@ void truespec_broken_rows(const VerifyStep* step, const int64_t* num_accepted, c
             for (int64_t i = 0; i < step->width; i += kRun) mass += sum_run(distribution + i, std::min(kRun, step->width - i));
             const bool negative = std::any_of(distribution, distribution + step->width, [](float q) { return q < 0; });
             if (!(step->q_of_draft(row) > 0)) broken[row] = kQZero;
-            if (negative || !(std::abs(mass - 1) < mass_rounding)) broken[row] = kLaw;
+            if (negative || !(std::abs(mass - 1) < mass_rounding)) broken[row] = kDistribution;
         }
         if (reached && highest[row] == -INFINITY) broken[row] = kNoToken;
         if (reached && !(highest[row] < INFINITY)) broken[row] = kNotFinite;

@@ -7,7 +7,8 @@ alone.
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from speculative.lookup.registry import OptionError, Options, drafter, option
+from speculative.lookup.registry import drafter
+from speculative.options import OptionError, Options, option
 from speculative.state.sequence import Sequence
 
 

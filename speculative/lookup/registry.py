@@ -2,72 +2,17 @@
 
 A module of this package adds one: `drafter` registers a class under its kind, with its options. Nothing else has to
 know of it: its kind and its options are then settings of the engine, and fields of the configuration file and its
-reference.
+reference. All drafters' options are one namespace, so their names begin with their drafter's.
 """
 
-import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from speculative.options import OptionError, Options, OptionValue, options_of
 from speculative.state.sequence import Sequence
-
-OptionValue = bool | int | float | str
-
-
-class OptionError(ValueError):
-    """An option's value is wrong, by itself or beside another's. name: of the option. rule: what it must be."""
-
-    def __init__(self, name: str, rule: str) -> None:
-        super().__init__(f"{name} {rule}")
-        self.name = name
-        self.rule = rule
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What can be set of a drafter, nothing: the base of frozen dataclasses, each of whose fields is an `option`.
-
-    All drafters' options are one namespace, so their names begin with their drafter's.
-
-    Raises:
-        OptionError: a value is outside its range, or `check` refuses it.
-    """
-
-    def __post_init__(self) -> None:
-        for name, option in options_of(type(self)).items():
-            value = getattr(self, name)
-            if option.most is not None and not option.least <= value <= option.most:
-                raise OptionError(name, f"must be between {option.least} and {option.most}, got {value}.")
-            if not option.least <= value:
-                raise OptionError(name, f"must be at least {option.least}, got {value}.")
-        self.check()
-
-    def check(self) -> None:
-        """Refuse values that contradict each other, by `OptionError`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A number that can be set. meaning: for the reference. least, most: its range; most None = no bound."""
-
-    type: Any
-    default: Any
-    meaning: str
-    least: float
-    most: float | None
-
-
-def option(default: float, meaning: str, *, least: float, most: float | None = None) -> Any:
-    """A field of `Options`, as `dataclasses.field`."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "least": least, "most": most})
-
-
-def options_of(options: type[Options]) -> dict[str, Option]:
-    """The options that a class has, by name."""
-    return {own.name: Option(own.type, own.default, **own.metadata) for own in dataclasses.fields(options)}
 
 
 class Lookup(Protocol):
@@ -95,7 +40,6 @@ class Registered:
 
 
 SomeLookup = TypeVar("SomeLookup", bound=Callable[[Any, int], Lookup])
-SomeOptions = TypeVar("SomeOptions", bound=Options)
 _REGISTERED: dict[str, Registered] = {}
 
 

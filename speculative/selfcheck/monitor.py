@@ -2,11 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence as Sequences
+from random import Random
 
 import numpy as np
 
 from speculative.selfcheck.eprocess import STAKES, FreshStarts
-from speculative.state.batch import HostTerms
+from speculative.state.batch import Terms
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.stats import CHECKS, CheckState, CheckSums, StepStats
@@ -14,6 +15,7 @@ from speculative.stats import CHECKS, CheckState, CheckSums, StepStats
 DELTA = 1e-6
 """Probability of a false alarm of one self-check over an engine's life."""
 
+_CHOICE_SEED = 0  # of the steps that are checked: the same in every run of the same traffic
 _MAX_SEEDS = 65536  # that are remembered
 
 
@@ -21,12 +23,13 @@ class SelfCheck:
     """Adds up the terms of every step, and alarms.
 
     Args:
-        share: of the steps whose terms are taken; which ones is a matter of counting them.
+        share: of the steps whose terms are taken. They are chosen at random: whatever recurs in a fixed rhythm, such as
+            the probes of an adaptive draft length, would otherwise never be checked, or always.
     """
 
     def __init__(self, share: float = 1.0) -> None:
         self._share = share
-        self._owed = 0.0
+        self._choice = Random(_CHOICE_SEED)
         self._seeds: OrderedDict[int, None] = OrderedDict()
         self._processes = {check: FreshStarts(DELTA) for check in CHECKS}
         self._sums = {check: CheckSums() for check in CHECKS}
@@ -44,16 +47,13 @@ class SelfCheck:
 
     def due(self) -> bool:
         """Whether the terms of the next step are taken: known before anything of it is drawn."""
-        self._owed += self._share
-        due = self._owed >= 1
-        self._owed -= due
-        return due
+        return self._choice.random() < self._share
 
     def counted(self, sequences: Sequences[Sequence]) -> Bools:
         """[E] whose terms count. Greedy ones draw nothing: all of their terms would be 0."""
         return np.array([not (seq.repeats_seed or seq.params.greedy) for seq in sequences])
 
-    def take(self, terms: HostTerms, stats: StepStats) -> None:
+    def take(self, terms: Terms, stats: StepStats) -> None:
         """Add a step's terms; `stats` counts them, and the alarms they raise."""
         stats.achievable_accepted += terms.achievable / self._share
         for check, row in zip(terms.checks, terms.sums, strict=True):

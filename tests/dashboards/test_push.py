@@ -1,4 +1,4 @@
-"""Pushing to a server that behaves like Grafana: what is there is left alone, conflicts are told, no token is shown."""
+"""Pushing to a server that behaves like Grafana: existing objects stay, conflicts are reported, no token is shown."""
 
 from collections.abc import Iterator
 from pathlib import Path

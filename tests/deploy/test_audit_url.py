@@ -1,4 +1,4 @@
-"""The audit from outside: a sound server passes, faults are found and named, and what cannot be asked is told."""
+"""The audit from outside: a sound server passes, faults are found and named, and what cannot be asked is reported."""
 
 import json
 import math
@@ -213,7 +213,7 @@ def test_a_rounding_server_is_judged_on_ordinary_text_only(server: Server, refer
     lab.modes = {}  # type: ignore[misc]
     one = lab.ask(Ask((7, 8), SamplingParams(max_tokens=4, logprobs=2)))
     raw = np.array([-1.4, -2.39, -14.0, -1.0])
-    distribution: Any = type("SomeLaw", (), {"raw": raw, "processed": raw, "__len__": lambda _: 4})()
+    distribution: Any = type("SomeDistribution", (), {"raw": raw, "processed": raw, "__len__": lambda _: 4})()
     one.distribution = distribution
     for tolerance, expected in ((EXACT, [0.01, 1.0, 12.61, 0.39]), (ROUNDED, [0.01, 1.0])):
         lab.tolerance = tolerance  # type: ignore[misc]

@@ -42,7 +42,7 @@ def plan(*names: str, **changes: Any) -> BenchPlan:
 def run_fakes(
     monkeypatch: pytest.MonkeyPatch, folder: Path, settings: dict[str, dict[str, Any]], **changes: Any
 ) -> tuple[BenchResult, list[str], list[str]]:
-    """What was found, who was asked in which order (name and seed), and what was told meanwhile."""
+    """What was found, who was asked in which order (name and seed), and the progress lines in between."""
     log = folder / "asked"
     log.touch()
     launches = [

@@ -29,7 +29,7 @@ def sha256(path: Path) -> str:
 
 
 class FakePip:
-    """Stands in for `pip download`: puts a prepared wheel where pip would, or fails as told."""
+    """Stands in for `pip download`: puts a prepared wheel where pip would, or fails if asked to."""
 
     def __init__(self, wheel: Path) -> None:
         self.wheel = wheel

@@ -82,7 +82,7 @@ def test_an_mtp_module_is_trained_and_improved_later(model: Path, tmp_path: Path
     assert report(second)["provenance"]["init_from"] == str(first / "head")
     result = train(model, second, *data[:2], "--kind", "mtp", "--steps", 3, "--resume")
     assert result.exit_code == 0, result.output
-    assert report(second)["provenance"]["init_from"] == str(first / "head"), "what it began from stays told"
+    assert report(second)["provenance"]["init_from"] == str(first / "head"), "it still names its start"
     assert [point["step"] for point in curve(second)] == [0, 1, 2, 3]
 
 

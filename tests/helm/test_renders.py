@@ -29,6 +29,7 @@ from tests.support.chart import (
     of_kind,
     one,
     pod_templates,
+    ray_pods,
     serve_config,
     template,
 )
@@ -342,7 +343,7 @@ def test_settings_of_the_application_change_no_pod() -> None:
     changed = {
         "config": {"engine": {"max_num_seqs": 49}, "drafter": {"num_draft_tokens": 9}, "replay": {"sample_rate": 0.5}}
     }
-    assert pod_templates(template(MINIMAL)) == pod_templates(template(merged(MINIMAL, changed)))
+    assert ray_pods(template(MINIMAL)) == ray_pods(template(merged(MINIMAL, changed)))
 
 
 def test_the_chart_repeats_the_applications_defaults() -> None:
@@ -350,15 +351,6 @@ def test_the_chart_repeats_the_applications_defaults() -> None:
     defaults = AppConfig.model_validate({"model": {"source": "x"}})
     assert values["limits"]["request_timeout_s"] == defaults.limits.request_timeout_s
     assert (values["drafter"]["kind"], values["topology"]) == (defaults.drafter.kind, defaults.topology)
-    guards = (CHART / "templates" / "_guards.tpl").read_text()
-    assert f'"sample_rate" (dig "share" {defaults.replay.sample_rate:g} $replay) $replay' in guards
-    for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_batched_tokens"):
-        assert f"default {getattr(defaults.engine, name)} $engine.{name}" in guards
-    assert f"default {defaults.drafter.num_draft_tokens} $drafter.num_draft_tokens" in guards
-    assert f'"ngram_max" "or" {defaults.drafter.ngram_max})' in guards
-    assert f'"suffix_depth" "or" {defaults.drafter.suffix_depth})' in guards
-    assert defaults.drafter.ngram_min == defaults.drafter.suffix_min_match == 2
-    assert "int (default 2 (get $drafter $least))" in guards
 
 
 # -- pods ---------------------------------------------------------------------------------------------------------
@@ -373,7 +365,7 @@ def test_pods_meet_the_restricted_security_standard(rendered: Any, name: str) ->
         assert spec["automountServiceAccountToken"] is (component == "head" and name in ("everything", "disaggregated"))
         assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}
         volumes = {kind for volume in spec.get("volumes", ()) for kind in volume.keys() - {"name"}}
-        assert volumes <= {"emptyDir", "secret", "persistentVolumeClaim"}
+        assert volumes <= {"emptyDir", "secret", "persistentVolumeClaim", "downwardAPI"}
         for container in [*spec["containers"], *spec.get("initContainers", ())]:
             context = container["securityContext"]
             assert context["allowPrivilegeEscalation"] is False
@@ -510,9 +502,8 @@ def test_secrets_are_made_or_taken_and_mounted_as_files(rendered: Any) -> None:
 def test_api_keys_are_mounted_where_replicas_run_and_the_smoke_test_has_one(rendered: Any) -> None:
     keyed = rendered["disaggregated"]
     keys_file = serve_config(keyed)["applications"][0]["args"]["access"]["keys_file"]
-    pods = pod_templates(keyed)
-    (smoke,) = pods.pop("test")["spec"]["containers"]
-    for name, pod in pods.items():
+    (smoke,) = pod_templates(keyed)["test"]["spec"]["containers"]
+    for name, pod in ray_pods(keyed).items():
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
         mounts = {mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
         assert ("api-keys" in volumes) == ("api-keys" in mounts) == (name != "head")

@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 from deploy.chart import CHART, ChartError, run_helm
-from tests.support.chart import MINIMAL, merged
+from tests.support.chart import MINIMAL, merged, run_config_check
 from tests.support.fake_api_server import FakeApiServer, running_api_server
 
 CLAIM = "demo-truespec-models"
-BASE = merged(MINIMAL, {"monitoring": {"dashboards": {"enabled": False}}})  # which are long
+BRIEF = merged(MINIMAL, {"monitoring": {"dashboards": {"enabled": False}}})  # which are long
+BASE = merged(BRIEF, {"configCheck": {"enabled": False}})
 WITH_CLAIM = merged(BASE, {"modelCache": {"size": "100Gi", "storageClassName": "fast"}})
 SHARED = merged(BASE, {"modelCache": {"existingClaim": "shared-models", "size": "5Gi"}})
 NO_CLAIM = merged(BASE, {"modelCache": {"enabled": False, "accessModes": ["ReadWriteOnce"]}})
@@ -121,3 +122,27 @@ def test_a_claim_outlives_its_release_and_the_next_one_takes_it_over(cluster: Cl
     assert len(cluster.claims_in_manifest()) == 1
     cluster.upgrade(WITH_CLAIM)
     assert cluster.mounted_claim() == CLAIM
+
+
+def test_a_bad_configuration_fails_before_anything_of_the_service_changes(cluster: Cluster, tmp_path: Path) -> None:
+    ran = []
+
+    def run(job: dict[str, Any]) -> bool:
+        ran.append(run_config_check(job, tmp_path))
+        return ran[-1].returncode == 0
+
+    cluster.api.run_job = run
+    bad = merged(BRIEF, {"config": {"engine": {"block_size": 24}}, "worker": {"replicas": 3}})
+    with pytest.raises(ChartError, match=r"failed pre-install: [^$]*job demo-truespec-config-check failed"):
+        cluster.upgrade(bad)
+    names = [path.rsplit("/", 1)[-1] for path in cluster.api.objects if "/secrets/" not in path]
+    assert names == ["demo-truespec-config-check"], "the Job stays, for its log"
+    assert "engine.kv_cache_tokens: must be a multiple of block_size (24)" in ran[-1].stderr
+
+    cluster.upgrade(BRIEF)
+    service = cluster.api.named("rayservices", "demo-truespec")
+    assert service is not None and ran[-1].returncode == 0
+    assert cluster.api.named("jobs", "demo-truespec-config-check") is None
+    with pytest.raises(ChartError, match=r"pre-upgrade hooks failed: [^$]*job demo-truespec-config-check failed"):
+        cluster.upgrade(bad)
+    assert cluster.api.named("rayservices", "demo-truespec") == service

@@ -1,4 +1,4 @@
-"""A prompt's logprobs: right whatever the chunks, blocks, caches and neighbours (F11), and told exactly once."""
+"""A prompt's logprobs: right whatever the chunks, blocks, caches and neighbours (F11), and returned exactly once."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -39,7 +39,7 @@ def drain(engine: EngineCore) -> list[TokenDelta]:
 def assert_reported_once(
     deltas: list[TokenDelta], engine: EngineCore, prompt: tuple[int, ...], num_top: int = 4
 ) -> None:
-    """Only the first delta tells the prompt, and what it tells is the model's own."""
+    """Only the first delta has the prompt's logprobs, and they are the model's own."""
     assert [delta.prompt_logprobs is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
     reported = deltas[0].prompt_logprobs
     assert reported is not None

@@ -139,7 +139,7 @@ class Service:
 
 @torch.inference_mode()
 def naive_text(engine: EngineCore, request: Request, reported: list[int]) -> tuple[list[int], float]:
-    """The text by the loop one would write first, and how near a tie was where it parts from the one that was told."""
+    """The text by the loop one would write first, and how near a tie was where it parts from the emitted one."""
     params, output = request.params, list[int]()
     eos = () if params.ignore_eos else engine.model.eos_token_ids
     while len(output) < params.max_tokens and len(request.prompt_token_ids) + len(output) < 72:

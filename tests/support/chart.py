@@ -1,6 +1,9 @@
 """What the chart's tests share: helm runs and the objects of a render."""
 
 import json
+import re
+import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,31 @@ def one(objects: list[Object], kind: str) -> Object:
     return found
 
 
-def pod_templates(objects: list[Object]) -> dict[str, Object]:
-    """The pod templates of the RayService, by component, and the smoke test's pod."""
+def ray_pods(objects: list[Object]) -> dict[str, Object]:
+    """The pod templates of the RayService, by component."""
     cluster = one(objects, "RayService")["spec"]["rayClusterConfig"]
-    found = {"head": cluster["headGroupSpec"]["template"]}
-    found |= {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
-    return found | {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in of_kind(objects, "Pod")}
+    groups = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"]["template"]} | groups
+
+
+def pod_templates(objects: list[Object]) -> dict[str, Object]:
+    """All pods, by component: those of the RayService, the Job that checks the configuration, the smoke test."""
+    others = [job["spec"]["template"] for job in of_kind(objects, "Job")] + of_kind(objects, "Pod")
+    return ray_pods(objects) | {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in others}
+
+
+def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run what the Job's container runs, with its volume in `folder` and nothing else of the pod."""
+    pod = job["spec"]["template"]
+    (container,), (volume,) = pod["spec"]["containers"], pod["spec"]["volumes"]
+    (mount,) = container["volumeMounts"]
+    assert mount["name"] == volume["name"]
+    for item in volume["downwardAPI"]["items"]:
+        (annotation,) = re.findall(r"^metadata\.annotations\['(.+)'\]$", item["fieldRef"]["fieldPath"])
+        (folder / item["path"]).write_text(pod["metadata"]["annotations"][annotation])
+    program, *arguments = (word.replace(mount["mountPath"], str(folder)) for word in container["command"])
+    command = [str(Path(sysconfig.get_path("scripts"), program)), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env={"COLUMNS": "80"})
 
 
 def serve_config(objects: list[Object]) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 It validates nothing, runs no controller and merges patches by JSON merge patch; what it knows beyond that is that a
 claim's storage class and access modes do not change and that its size does not shrink. Claims are bound, or stay
-pending, as `claim_phase` says.
+pending, as `claim_phase` says; a Job has ended as soon as it is made, as `run_job` says.
 """
 
 import base64
 import contextlib
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +28,7 @@ KINDS = {
         "serviceaccounts": "ServiceAccount",
         "pods": "Pod",
     },
+    "batch/v1": {"jobs": "Job"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "ray.io/v1": {"rayservices": "RayService"},
@@ -40,6 +41,7 @@ class FakeApiServer:
 
     objects: dict[str, Object] = field(default_factory=dict)  # path -> object
     claim_phase: str = "Bound"
+    run_job: Callable[[Object], bool] = lambda job: True  # returns whether the Job succeeded
     version: int = 0
     refusals: int = 0  # how many changes of RayServices it still refuses
 
@@ -93,12 +95,17 @@ class FakeApiServer:
         found["metadata"] |= {"resourceVersion": str(self.version), "uid": uid}
         if found["kind"] == "PersistentVolumeClaim":
             found["status"] = {"phase": self.claim_phase}
+        if found["kind"] == "Job":
+            condition = "Complete" if self.run_job(found) else "Failed"
+            found["status"] = {"conditions": [{"type": condition, "status": "True", "reason": "BackoffLimitExceeded"}]}
         self.objects[path] = found
         return found
 
 
 def _discovery(path: str) -> Object | None:
     """Lists of groups and kinds, in the old form that every client still reads."""
+    if path == _OPENAPI:
+        return {}
     if path == "/version":
         return {"major": "1", "minor": "33", "gitVersion": "v1.33.0"}
     if path == "/api":
@@ -148,6 +155,9 @@ def _breaks_the_claim(old: Object, new: Object) -> bool:
 
 def _gibibytes(claim: Object) -> int:
     return int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi"))
+
+
+_OPENAPI = "/openapi/v2"  # against which Helm validates hooks; in protobuf, where nothing is a document without schemas
 
 
 # Helm writes its releases as secrets in protobuf; answers may be JSON.
@@ -229,7 +239,7 @@ def running_api_server(folder: Path) -> Iterator[tuple[FakeApiServer, Path]]:
                 sent = b""  # how to delete
             body = _secret(sent) if sent.startswith(_PROTOBUF) else json.loads(sent or b"{}")
             code, found = fake.answer(self.command, url.path, parse_qs(url.query), body)
-            text = json.dumps(found).encode()
+            text = b"" if url.path == _OPENAPI else json.dumps(found).encode()
             self.send_response(code)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(text)))

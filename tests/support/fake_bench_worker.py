@@ -1,4 +1,4 @@
-"""A worker of the bench without an engine behind it: it notes who was asked when, and fails when told to."""
+"""A worker of the bench without an engine behind it: it notes who was asked when, and fails when asked to."""
 
 import os
 import time

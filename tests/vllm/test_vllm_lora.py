@@ -223,7 +223,7 @@ async def test_blocks_are_read_from_memory_for_their_adapter_only(
 
 
 async def test_an_answer_is_computed_again_with_its_adapter(engine: VllmBackend, elsewhere: VllmBackend) -> None:
-    """All at once: steps in which vLLM tells the logprobs of several given texts, of several adapters."""
+    """All at once: steps in which vLLM returns the logprobs of several given texts, of several adapters."""
     said = await said_by(engine)
     forced = [
         Request(f"again-{name}", (*LONG_PROMPT, *tokens(said[name])), PLAIN, score_from=len(LONG_PROMPT), adapter=name)

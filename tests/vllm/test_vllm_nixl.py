@@ -174,7 +174,7 @@ async def test_blocks_of_a_request_that_ends_early_come_back(backend: VllmBacken
 async def test_what_lies_there_instead_is_never_taken_for_what_was_computed(
     backend: VllmBackend, other: VllmBackend
 ) -> None:
-    """The prefill side is told to take everything back, and others get the blocks before they are read."""
+    """The prefill side is asked to take everything back, and others get the blocks before they are read."""
     request = Request("r", prompt_of(7), GREEDY)
     whole = tokens(await collect(other.generate(request)))
     handoff = await handed_off(backend, request)

@@ -1,4 +1,4 @@
-"""vLLM's own parsers of tool calls and reasoning behind our front end. The engine is a fake, told what to say."""
+"""vLLM's own parsers of tool calls and reasoning behind our front end. The engine is a fake."""
 
 import asyncio
 import itertools
@@ -64,7 +64,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 class Cut:
-    """Gives out the tokens of a text, then the end token, cut into deltas as it is told. A fake."""
+    """Gives out the tokens of a text, then the end token, cut into deltas as the test asks. A fake."""
 
     def __init__(self, tokenizer: Tokenizer, text: str, cuts: Sequence[int]) -> None:
         ids = (*tokenizer.encode(text), tokenizer.eos_token_ids[0])

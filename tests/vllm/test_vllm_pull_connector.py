@@ -1,4 +1,4 @@
-"""Our `NixlConnector` without an engine and without NIXL: what its scheduler's half tells the workers of handoffs, and
+"""Our `NixlConnector` without an engine and without NIXL: what its scheduler's half sends the workers of handoffs, and
 which blocks are taken for what was computed."""
 
 from pathlib import Path

@@ -23,7 +23,7 @@ WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "description": "Tells the weather of a city.",
+        "description": "Returns the weather of a city.",
         "parameters": {
             "type": "object",
             "properties": {
@@ -39,7 +39,7 @@ TIME: Any = {
     "type": "function",
     "function": {
         "name": "get_time",
-        "description": "Tells the time.",
+        "description": "Returns the time.",
         "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
     },
 }

@@ -1,6 +1,7 @@
 {{/*
-What the schema cannot say: each message names the value and the fix. The rules on names, upgrades and auth are those of
-KubeRay's operator, which would otherwise refuse the object after the install.
+What only the chart can see: values against values, secrets, pools, the network; and the rules of KubeRay's operator, which
+would otherwise refuse the object after the install. Each message names the value and the fix. The rules of the
+application's own settings are the application's: the Job of config-check.yaml applies them before anything changes.
 */}}
 {{- define "truespec.guards" -}}
 {{- include "truespec.guardNames" . -}}
@@ -26,64 +27,13 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 
 {{- define "truespec.guardModel" -}}
 {{- $config := .Values.config -}}
-{{- if not $config.model.source -}}
-{{- fail "config.model.source is not set; give a folder on a volume, a name of `truespec model list`, or a hub id (org/name)." -}}
-{{- end -}}
 {{- $drafter := default dict $config.drafter -}}
-{{- $hasWeights := has $drafter.kind (list "draft_model" "eagle3" "mtp") -}}
-{{- if and $hasWeights (not $drafter.model) -}}
-{{- fail (printf "config.drafter.model is not set; kind %s needs a folder, a name of the catalogue, or a hub id." $drafter.kind) -}}
-{{- end -}}
 {{- $catalogued := dict "model.source" $config.model.source -}}
-{{- if eq (default "ngram" $drafter.kind) "draft_model" -}}{{- $_ := set $catalogued "drafter.model" $drafter.model -}}{{- end -}}
+{{- if eq (default "" $drafter.kind) "draft_model" -}}{{- $_ := set $catalogued "drafter.model" (default "" $drafter.model) -}}{{- end -}}
 {{- range $key, $name := $catalogued -}}
-{{- if and (not (contains "/" $name)) (not (hasPrefix "." $name)) (not (has $name (default list $.Values.modelCache.fetch))) -}}
+{{- if and $name (not (contains "/" $name)) (not (hasPrefix "." $name)) (not (has $name (default list $.Values.modelCache.fetch))) -}}
 {{- fail (printf "config.%s is %s, a name of the catalogue that no pod fetches; add it to modelCache.fetch, or give a folder or a hub id." $key $name) -}}
 {{- end -}}
-{{- end -}}
-{{- if and $drafter.model (not $hasWeights) -}}
-{{- fail (printf "config.drafter.model is set, but kind %s has no weights; remove it, or choose draft_model, eagle3 or mtp." (default "ngram" $drafter.kind)) -}}
-{{- end -}}
-{{- $engine := default dict $config.engine -}}
-{{- $room := int (default 16384 $engine.kv_cache_tokens) -}}
-{{- $vllmChooses := and .Values.vllm.enabled (not $engine.kv_cache_tokens) -}}
-{{- if and (not $vllmChooses) (gt (int (default 0 $engine.max_model_len)) $room) -}}
-{{- fail (printf "config.engine.kv_cache_tokens (%d) must hold a sequence of config.engine.max_model_len (%d) tokens; raise it or lower max_model_len." $room (int $engine.max_model_len)) -}}
-{{- end -}}
-{{- $blockSize := int (default 16 $engine.block_size) -}}
-{{- if mod $room $blockSize -}}
-{{- fail (printf "config.engine.kv_cache_tokens (%d) must be a multiple of config.engine.block_size (%d); change one of them." $room $blockSize) -}}
-{{- end -}}
-{{- $drafts := ternary 0 (int (default 4 $drafter.num_draft_tokens)) (eq (default "ngram" $drafter.kind) "none") -}}
-{{- $round := mul (int (default 16 $engine.max_num_seqs)) (add 1 $drafts) -}}
-{{- $batched := int (default 512 $engine.max_batched_tokens) -}}
-{{- if lt $batched (int $round) -}}
-{{- fail (printf "config.engine.max_batched_tokens (%d) must be at least max_num_seqs x (1 + num_draft_tokens) = %d, so that every sequence fits into a step; raise it or lower max_num_seqs." $batched $round) -}}
-{{- end -}}
-{{- range $least, $most := dict "ngram_min" (dict "name" "ngram_max" "or" 4) "suffix_min_match" (dict "name" "suffix_depth" "or" 32) -}}
-{{- $from := int (default 2 (get $drafter $least)) -}}
-{{- $to := int (default $most.or (get $drafter $most.name)) -}}
-{{- if gt $from $to -}}
-{{- fail (printf "config.drafter.%s (%d) is above %s (%d); lower it or raise %s." $least $from $most.name $to $most.name) -}}
-{{- end -}}
-{{- end -}}
-{{- $traces := dig "observability" "traces_endpoint" "" $config -}}
-{{- if and $traces (not (regexMatch "^https?://[^/\\s]+/\\S" $traces)) -}}
-{{- fail (printf "config.observability.traces_endpoint is %s; give a URL with its path, such as http://collector:4318/v1/traces." $traces) -}}
-{{- end -}}
-{{- range $section, $names := dict "engine" (dict "weights" "quantization" "self_check_share" "self_check_sample_rate") "vllm" (dict "self_check_share" "self_check_sample_rate") "replay" (dict "share" "sample_rate") -}}
-{{- range $old, $new := $names -}}
-{{- $set := default dict (get $config $section) -}}
-{{- if and (hasKey $set $old) (hasKey $set $new) -}}
-{{- fail (printf "config.%s.%s is the old name of config.%s.%s, and both are set; remove the old one." $section $old $section $new) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- $replay := default dict $config.replay -}}
-{{- $share := dig "sample_rate" (dig "share" 0.1 $replay) $replay -}}
-{{- $mode := default "raw_logprobs" $engine.logprobs_mode -}}
-{{- if and (gt (float64 $share) 0.0) (ne $mode "raw_logprobs") -}}
-{{- fail (printf "config.replay.sample_rate is above 0, but replays compare raw_logprobs and config.engine.logprobs_mode is %s; set sample_rate to 0." $mode) -}}
 {{- end -}}
 {{- if dig "admin" "token_file" "" $config -}}
 {{- fail "config.admin.token_file is the chart's to set; use admin.enabled and admin.existingSecret." -}}
@@ -94,11 +44,6 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- if not .Values.apiKeys.existingSecret -}}
 {{- if .Values.apiKeys.smokeSecret -}}
 {{- fail "apiKeys.smokeSecret is set, but there are no keys; set apiKeys.existingSecret, or remove it." -}}
-{{- end -}}
-{{- range $name := list "open_metrics" "open_health" -}}
-{{- if not (dig "access" $name true $config) -}}
-{{- fail (printf "config.access.%s is false, but there are no keys to open it; set apiKeys.existingSecret, or leave it true." $name) -}}
-{{- end -}}
 {{- end -}}
 {{- else if and .Values.test.enabled (not .Values.apiKeys.smokeSecret) -}}
 {{- fail "apiKeys.existingSecret is set, so `helm test` needs a key; set apiKeys.smokeSecret, or test.enabled to false." -}}
@@ -114,7 +59,6 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 
 {{- define "truespec.guardPools" -}}
 {{- $pools := include "truespec.pools" . | fromYaml -}}
-{{- $device := dig "device" "auto" (default dict .Values.config.engine) -}}
 {{- $pods := 0 -}}
 {{- range $name, $pool := $.Values.pools -}}
 {{- if and $pool (not (hasKey $pools $name)) -}}
@@ -126,12 +70,6 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- $pods = add $pods (ternary $scale.maxReplicas $pool.replicas $scale.enabled) -}}
 {{- if and $scale.enabled (gt (int $scale.minReplicas) (int $scale.maxReplicas)) -}}
 {{- fail (printf "pools.%s.autoscaling.minReplicas (%d) is above maxReplicas (%d); lower it or raise maxReplicas." $name (int $scale.minReplicas) (int $scale.maxReplicas)) -}}
-{{- end -}}
-{{- if and (eq $device "cpu") (gt (int $pool.gpus) 0) -}}
-{{- fail (printf "pools.%s.gpus is %d, but config.engine.device is cpu; set gpus to 0 (worker.gpus for all pools) or device to auto." $name (int $pool.gpus)) -}}
-{{- end -}}
-{{- if and (hasPrefix "cuda" $device) (eq (int $pool.gpus) 0) -}}
-{{- fail (printf "pools.%s.gpus is 0, but config.engine.device is %s; set gpus to 1 or device to auto." $name $device) -}}
 {{- end -}}
 {{- if and (not $.Values.vllm.enabled) (gt (int $pool.gpus) 1) -}}
 {{- fail (printf "pools.%s.gpus is %d, but the torch engine runs on one GPU; set it to 1 and raise replicas." $name (int $pool.gpus)) -}}
@@ -161,14 +99,6 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- $engine := default dict $config.engine -}}
 {{- with .Values.vllm -}}
 {{- if .enabled -}}
-{{- range $key := list "quantization" "weights" "cuda_graphs" "verifier" "self_check_sample_rate" "self_check_share" "priority_ageing_s" -}}
-{{- if hasKey $engine $key -}}
-{{- fail (printf "config.engine.%s belongs to the torch engine; remove it." $key) -}}
-{{- end -}}
-{{- end -}}
-{{- if eq (default "auto" $engine.device) "cpu" -}}
-{{- fail "config.engine.device is cpu, but the chart runs vllm on GPUs only; set vllm.enabled to false, or device to auto." -}}
-{{- end -}}
 {{- if eq (default "vllm" $engine.kind) "torch" -}}
 {{- fail "config.engine.kind is torch, but vllm.enabled is set; remove one of them." -}}
 {{- end -}}
@@ -177,16 +107,11 @@ KubeRay's operator, which would otherwise refuse the object after the install.
 {{- fail (printf "config.vllm.engine_args.%s is the chart's to set; use vllm.%s." $argument $value) -}}
 {{- end -}}
 {{- end -}}
-{{- if ne (dig "length" "static" (default dict $config.drafter)) "static" -}}
-{{- fail "config.drafter.length is dynamic, but vllm drafts as many tokens each round; set it to static." -}}
-{{- end -}}
 {{- range $name, $pool := include "truespec.pools" $ | fromYaml -}}
 {{- if ne (int $pool.gpus) (int $.Values.vllm.tensorParallelSize) -}}
 {{- fail (printf "pools.%s.gpus is %d and vllm.tensorParallelSize %d; make them equal." $name (int $pool.gpus) (int $.Values.vllm.tensorParallelSize)) -}}
 {{- end -}}
 {{- end -}}
-{{- else if $config.vllm -}}
-{{- fail "config.vllm is set, but vllm.enabled is not; set that, or remove config.vllm." -}}
 {{- else if eq (default "torch" $engine.kind) "vllm" -}}
 {{- fail "config.engine.kind is vllm, but vllm.enabled is not set; set that instead." -}}
 {{- else if gt (int .tensorParallelSize) 1 -}}

@@ -28,25 +28,10 @@ spec:
   # Only Ray's autoscaler, in the head pod, talks to the Kubernetes API.
   automountServiceAccountToken: {{ and $isHead (eq (include "truespec.autoscales" $root) "true") }}
   enableServiceLinks: false
-  {{- with $values.image.pullSecrets }}
-  imagePullSecrets:
-    {{- range . }}
-    - name: {{ . | quote }}
-    {{- end }}
-  {{- end }}
+  {{- with include "truespec.pullSecrets" $root }}{{ . | nindent 2 }}{{ end }}
   securityContext:
     {{- include "truespec.podSecurityContext" $root | nindent 4 }}
-  {{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" }}
-  {{- with get $pod $key }}
-  {{ $key }}: {{ . | quote }}
-  {{- end }}
-  {{- end }}
-  {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
-  {{- with get $pod $key }}
-  {{ $key }}:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- end }}
+  {{- with include "truespec.placement" $pod }}{{ . | nindent 2 }}{{ end }}
   {{- if not $isHead }}
   terminationGracePeriodSeconds: {{ int $pod.terminationGracePeriodSeconds }}
   {{- with $values.modelCache.fetch }}
@@ -219,4 +204,22 @@ capabilities:
   drop: [ALL]
 seccompProfile:
   type: RuntimeDefault
+{{- end -}}
+
+{{- define "truespec.pullSecrets" -}}
+{{- with .Values.image.pullSecrets -}}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . | quote }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* Which nodes a pod may run on, and who puts it there; the argument is the pod's settings. */}}
+{{- define "truespec.placement" -}}
+{{- $placement := dict -}}
+{{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+{{- with get $ $key }}{{ $_ := set $placement $key . }}{{ end -}}
+{{- end -}}
+{{- with $placement }}{{ toYaml . }}{{ end -}}
 {{- end -}}

@@ -14,6 +14,7 @@ from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
 from speculative.lookup.ngram import NgramOptions
 from speculative.lookup.suffix import SuffixOptions
+from speculative.options import options_of
 
 TESTED = ("0.32",)
 """The minor versions of vLLM whose source was read and whose faults are known: see `Faults`."""
@@ -83,14 +84,7 @@ _OF_ADAPTERS = frozenset(
 )
 
 _SPLIT_SEQUENCES = ("decode_context_parallel_size", "prefill_context_parallel_size")
-_NEEDS_DEFAULT: dict[str, Any] = {
-    "quantization": "auto",
-    "cuda_graphs": None,
-    "verifier": "token_wise",
-    "self_check_sample_rate": EngineConfig().self_check_sample_rate,
-    "priority_ageing_s": EngineConfig().priority_ageing_s,
-}
-_WHY = {
+_NEEDS_DEFAULT = {  # and why
     "quantization": "vLLM keeps them as the checkpoint has them; use a quantized checkpoint",
     "cuda_graphs": "vLLM decides that itself; use vllm.engine_args.enforce_eager",
     "verifier": "vLLM verifies token by token; its `block` is known to run something else without a word",
@@ -144,9 +138,9 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
     Raises:
         ConfigError: vLLM cannot follow a setting, or an argument is one that we set; `<field> <rule>`.
     """
-    for name, default in _NEEDS_DEFAULT.items():
-        if getattr(config, name) != default:
-            raise ConfigError(f"engine.{name} cannot be set for engine.kind vllm: {_WHY[name]}. Remove it.")
+    for name, reason in _NEEDS_DEFAULT.items():
+        if getattr(config, name) != options_of(EngineConfig)[name].default:
+            raise ConfigError(f"engine.{name} cannot be set for engine.kind vllm: {reason}. Remove it.")
     if config.drafter.length != "static":
         raise ConfigError("drafter.length must be static for engine.kind vllm: it drafts as many tokens each round.")
     if config.drafter.kind not in _KINDS:

@@ -1,4 +1,4 @@
-"""The gate over HTTP: which routes need a key, what a refusal looks like, what a key may use; and no key is told."""
+"""The gate over HTTP: which routes need a key, what a refusal looks like, what a key may use; no key is shown."""
 
 import dataclasses
 import json

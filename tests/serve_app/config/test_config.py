@@ -151,7 +151,7 @@ def test_settings_are_frozen() -> None:
         config.version = 2  # type: ignore[assignment, misc]
 
 
-FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field told, part of the message)
+FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named in the error, part of the message)
     ("proxy_location", "Everywhere", "proxy_location", "HeadOnly"),
     ("http_options.port", 70000, "http_options.port", "65535"),
     ("http_options.prot", 8000, "http_options.prot", "did you mean port?"),

@@ -12,7 +12,7 @@ FOR_EVER = 1000.0  # seconds: what waits for this does not come
 
 
 class Client:
-    """Takes a stream; `messages` are the bodies it was sent, and it leaves when told to."""
+    """Takes a stream; `messages` are the bodies it was sent, and it leaves when asked to."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.integrity.breaker import Breaker, BreakerSettings, BreakerState, Mode
 from serve_app.integrity.breaker_control import Guard
 from serve_app.integrity.canary import Canary, CanarySettings
@@ -19,12 +18,13 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from speculative.stats import StepStats
+from tests.support.fake_backend import FakeBackend, FakeConfig
 
 ALARM = StepStats(alarms={"f": 1})
 
 
 class Replica:
-    """A guard, the fake engine it guards, and a judge that says what a test tells it."""
+    """A guard, the fake engine it guards, and a judge that answers what a test sets."""
 
     def __init__(self, mode: Mode = Mode.AUTO, **settings: Any) -> None:
         self.now = 1000.0
@@ -43,7 +43,7 @@ class Replica:
         self.judged.append(job)
         if isinstance(self.verdict, Exception):
             raise self.verdict
-        return Checked(self.verdict, "told so")
+        return Checked(self.verdict, "set by the test")
 
     def count(self, name: str, **labels: str) -> float:
         wanted = set(labels.values())

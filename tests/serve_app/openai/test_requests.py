@@ -247,7 +247,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     ],
 )  # fmt: skip
 def test_of_faults_without_number_few_are_collected(kind: type[Wire], sent: dict[str, Any], field: str) -> None:
-    """Each takes memory and time, and only the first is told."""
+    """Each takes memory and time, and only the first is reported."""
     body = {"model": "m"} | sent
     with pytest.raises(ValidationError) as collected:
         kind.model_validate(body)

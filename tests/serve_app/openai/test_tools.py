@@ -1,6 +1,6 @@
-"""Tool calls and reasoning in the front end: what the model is shown, what its answer must be, how it is told.
+"""Tool calls and reasoning in the front end: what the model is shown, what its answer must be, how it is returned.
 
-The engine is a fake that says what a test tells it, and so is the parser of calls that are made freely; vLLM's own are
+The engine is a fake that says what a test sets, and so is the parser of calls that are made freely; vLLM's own are
 tested where vLLM is.
 """
 
@@ -37,7 +37,7 @@ WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
-        "description": "Tells the weather.",
+        "description": "Returns the weather.",
         "parameters": {
             "type": "object",
             "properties": {"city": {"$ref": "#/$defs/name"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},

@@ -1,6 +1,6 @@
 """Many streams at once over replicas that keep dying: prefill and decode, real engines, all in one process.
 
-A replica that dies tells nothing more to anybody; another life of it begins at once. What is said must be what one
+A replica that dies sends nothing more; another life of it begins at once. What is said must be what one
 engine says alone.
 """
 
@@ -30,7 +30,7 @@ DEATH_EVERY = 25  # deltas
 
 
 class Deaths:
-    """Kills the replica that is at work, each time so many messages have been told."""
+    """Kills the replica that is at work, each time so many messages were sent."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)

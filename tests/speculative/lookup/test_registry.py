@@ -16,7 +16,8 @@ from speculative.config import DrafterConfig, EngineConfig, drafter_kinds
 from speculative.drafting.weightless import make_weightless
 from speculative.errors import ConfigError
 from speculative.lookup import registry
-from speculative.lookup.registry import Options, drafter, registered
+from speculative.lookup.registry import drafter, registered
+from speculative.options import Options
 from speculative.request import Request, SamplingParams
 from tests.support.engines import NO_DRAFTS, assert_idle, run, tiny_engine
 from tests.support.table_engine import sample, table_engine, worst_window
@@ -27,7 +28,8 @@ MODULE = '''
 
 from dataclasses import dataclass
 
-from speculative.lookup.registry import Options, drafter, option
+from speculative.lookup.registry import drafter
+from speculative.options import Options, option
 from speculative.state.sequence import Sequence
 
 

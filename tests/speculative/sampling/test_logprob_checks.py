@@ -128,7 +128,7 @@ def test_fewer_tokens_than_asked_for_are_all_there_are() -> None:
     entry = TokenLogprobs(1, math.log(0.25), 2, ((0, math.log(0.75)), (1, math.log(0.25))))
     asked = SamplingParams(logprobs=20)
     assert violation(entry, "raw_logprobs", asked=asked, vocab_size=2) is None
-    assert violation(entry, "raw_logprobs", asked=asked) == "count"
+    assert violation(entry, "raw_logprobs", asked=asked, vocab_size=VOCAB) == "count"
 
 
 # -- whole deltas ---------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_a_broken_gather_fails_its_request_alone(tiny_folder: Path, monkeypatch:
     victim = answers.pop("victim")
     assert victim.finish_reason is FinishReason.ERROR
     assert "contract" in (victim.error or "")
-    assert victim.token_ids == [], "nothing of a broken delta is told"
+    assert victim.token_ids == [], "nothing of a broken delta is emitted"
     for name, answer in answers.items():
         assert answer.token_ids == healthy[name].token_ids
         assert answer.values == pytest.approx(healthy[name].values, abs=1e-4)
@@ -249,5 +249,6 @@ def test_counts_of_violations_add_up_and_clear() -> None:
     first.merge(second)
     assert first.logprob_violations == {"rank": 3, "mass": 1}
     assert second.logprob_violations == {"rank": 2, "mass": 1}
-    first.clear()
+    taken = first.take()
+    assert taken.logprob_violations == {"rank": 3, "mass": 1}
     assert first.logprob_violations == {}

@@ -1,0 +1,115 @@
+"""The Job that checks the configuration before an install or an upgrade: what it is given, and what it finds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.chart import EXAMPLES
+from tests.support.chart import EXAMPLE_NAMES, MINIMAL, Object, merged, of_kind, one, run_config_check, template
+
+EXAMPLE_VALUES = {name: yaml.safe_load((EXAMPLES / f"{name}-values.yaml").read_text()) for name in EXAMPLE_NAMES}
+VLLM = {"vllm": {"enabled": True}}
+
+
+def config(**sections: Any) -> dict[str, Any]:
+    return {"config": sections}
+
+
+def check(values: dict[str, Any], folder: Path) -> tuple[int, str]:
+    """Exit status and output of the Job's command."""
+    done = run_config_check(one(template(merged(MINIMAL, values)), "Job"), folder)
+    return done.returncode, done.stdout + done.stderr
+
+
+GOOD = EXAMPLE_VALUES | {
+    "minimal": {},
+    "odd texts": config(model={"source": "/models/tiny", "name": "$(HOME) $$ {{ }} 'a\"b\\n'\n# é"}),
+    "another block size": config(engine={"block_size": 24, "kv_cache_tokens": 24 * 700}),
+    "vllm chooses the cache": merged(VLLM, config(engine={"max_model_len": 32768}, vllm={"replays": "torch"})),
+    "old names": config(engine={"weights": "int8"}, replay={"share": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_configuration_passes_and_is_what_the_service_gets(name: str, tmp_path: Path) -> None:
+    objects = template(merged(MINIMAL, GOOD[name]))
+    done = run_config_check(one(objects, "Job"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "serve.yaml").read_text() == one(objects, "RayService")["spec"]["serveConfigV2"].rstrip("\n")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    (config(engine={"max_num_seqs": 128}), "engine.max_batched_tokens: must be at least max_num_seqs x"),
+    (config(engine={"block_size": 24}), "engine.kv_cache_tokens: must be a multiple of block_size (24)"),
+    (config(drafter={"ngram_min": 9}), "drafter.ngram_min: must be at most ngram_max (4), got 9"),
+    (config(drafter={"kind": "eagle3"}), "drafter.model: is missing: kind eagle3 needs a folder"),
+    (config(engine={"device": "cpu"}), "pools.prefill.num_gpus: is above 0, but engine.device is cpu; set it to 0"),
+    (merged(VLLM, config(engine={"verifier": "block"})), "engine.verifier: cannot be set for engine.kind vllm"),
+    (merged(VLLM, config(drafter={"length": "dynamic"})), "drafter.length: must be static for engine.kind vllm"),
+    (
+        merged(VLLM, config(engine={"max_model_len": 9000, "kv_cache_tokens": 8192})),
+        "engine.kv_cache_tokens: must hold at least one sequence of engine.max_model_len (9000) tokens, got 8192",
+    ),
+    (config(vllm={"replays": "torch"}), "vllm: is set, but engine.kind is torch; remove it or set kind to vllm"),
+    (config(access={"open_metrics": False}), "access.open_metrics: is false, but there are no keys to open it"),
+    (config(replay={"share": 0.5, "sample_rate": 0.5}), "replay.share: is the old name of replay.sample_rate, and"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD, ids=[message[:40] for _, message in BAD])
+def test_a_bad_configuration_fails_with_field_and_fix(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    status, output = check(values, tmp_path)
+    assert status == 1
+    assert f"{tmp_path}/serve.yaml: applications[0].args.{message}" in output
+
+
+def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
+    engine = {"device": "cpu", "logprobs_mode": "raw_logits", "max_model_len": 32768, "block_size": 24}
+    status, output = check(config(engine=engine), tmp_path)
+    fields = [line.removeprefix("Error: ").split(": ")[1] for line in output.splitlines()]
+    assert status == 1
+    assert [field.removeprefix("applications[0].args.") for field in fields] == [
+        "pools.prefill.num_gpus",
+        "pools.decode.num_gpus",
+        "engine.kv_cache_tokens",
+        "engine.kv_cache_tokens",
+        "replay.sample_rate",
+    ]
+
+
+def job(values: dict[str, Any]) -> Object:
+    return one(template(merged(MINIMAL, values)), "Job")
+
+
+def test_it_runs_before_anything_else_and_stays_only_if_it_failed() -> None:
+    made = job({})
+    hooks = {key: value for key, value in made["metadata"]["annotations"].items() if key.startswith("helm.sh/")}
+    assert hooks["helm.sh/hook"] == "pre-install,pre-upgrade"
+    assert hooks["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
+    assert made["spec"]["backoffLimit"] == 0 and made["spec"]["activeDeadlineSeconds"] > 0
+    assert made["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_its_pod_needs_nothing_of_the_release_and_runs_where_the_head_does() -> None:
+    head = {
+        "nodeSelector": {"kubernetes.io/arch": "amd64"},
+        "tolerations": [{"key": "cpu-only", "operator": "Exists"}],
+        "priorityClassName": "serving",
+    }
+    secrets = {"hub": {"token": "t"}, "admin": {"enabled": True}, "modelCache": {"fetch": ["smollm2-135m"]}}
+    image = {"image": {"pullSecrets": ["registry"]}, "commonAnnotations": {"sidecar.istio.io/inject": "false"}}
+    pod = job(merged({"head": head}, secrets, image))["spec"]["template"]
+    assert head.items() <= pod["spec"].items()
+    assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["metadata"]["annotations"].items() >= image["commonAnnotations"].items()
+    assert "serviceAccountName" not in pod["spec"], "the release's own is made after it"
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert [volume.keys() - {"name"} for volume in pod["spec"]["volumes"]] == [{"downwardAPI"}]
+    (container,) = pod["spec"]["containers"]
+    assert not container.get("env") and container["resources"]["limits"].keys() == {"cpu", "memory"}
+
+
+def test_it_can_be_left_out() -> None:
+    assert not of_kind(template(merged(MINIMAL, {"configCheck": {"enabled": False}})), "Job")
