@@ -63,13 +63,16 @@ class CatchUpPass:
 
         `features` is [N, F], of the packed rows.
         """
-        counts = rows.stops - rows.starts
+        counts, most = rows.stops - rows.starts, self._buckets.batch_sizes[-1]
+        if len(counts) > most and counts.max() <= self._buckets.query_lengths[-1]:
+            begins = range(0, len(counts), most)
+            return torch.cat([self._run_part(rows, features, slice(begin, begin + most)) for begin in begins])
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         if bucket is None:
             return None
         captured = self.prepare(bucket)
         host, places = captured.inputs.next_host(), padded_places(counts, bucket.num_queries)
-        fill_rows(host, [_blocks(own) for own in rows.blocks], rows.starts, counts, self._room)
+        fill_rows(host, [_blocks(sequence.blocks) for sequence in rows.sequences], rows.starts, counts, self._room)
         host["token_ids"].reshape(-1)[places] = rows.token_ids
         host["lasts"][: len(counts)] = np.arange(len(counts)) * bucket.num_queries + counts - 1
         host["places"][: len(places)] = places
@@ -77,6 +80,16 @@ class CatchUpPass:
         if features.shape[1]:
             captured.features.index_copy_(0, captured.inputs.on_device["places"][: len(places)], features)
         return captured.replay()[: len(counts)]
+
+    def _run_part(self, rows: CatchUpRows, features: Tensor, part: slice) -> Tensor:
+        """The hidden states of some sequences that fit, in memory of their own."""
+        counts = rows.stops - rows.starts
+        begin, own = int(counts[: part.start].sum()), int(counts[part].sum())
+        packed = slice(begin, begin + own)
+        chosen = CatchUpRows(rows.token_ids[packed], rows.starts[part], rows.stops[part], rows.sequences[part])
+        hidden = self.run(chosen, features[packed])
+        assert hidden is not None, "it fits"
+        return hidden.clone()
 
     def _compute(self, inputs: dict[str, Tensor], features: Tensor) -> Tensor:
         attention = self._cache.attention(paged_rows(inputs, self._first))

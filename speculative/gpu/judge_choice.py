@@ -4,6 +4,7 @@ import torch
 
 from speculative.gpu.attention_choice import why_no_triton
 from speculative.gpu.row_judge import RowJudge, TorchJudge
+from speculative.vocabulary.ops import TorchOps
 
 
 def make_judge(device: torch.device) -> RowJudge:
@@ -12,4 +13,4 @@ def make_judge(device: torch.device) -> RowJudge:
         from speculative.gpu.triton_judge import TritonJudge
 
         return TritonJudge()
-    return TorchJudge()
+    return TorchJudge(TorchOps())

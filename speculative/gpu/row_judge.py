@@ -9,19 +9,20 @@ from torch import Tensor
 from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
-from speculative.sampling.probs import SamplingRows, highest_logits, process, target_probs
+from speculative.sampling.probs import Filters, SamplingRows, target_probs
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
+from speculative.step.sampler import outside_filters_of
 from speculative.verification.base import VerifyInput, emitted_at_rows
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.verification.token_wise import verify_token_wise
+from speculative.vocabulary.ops import VocabularyOps
 
 
 class RowFields(NamedTuple):
     """The rows, as in `VerifyInput`; all on the device.
 
-    temperature: [R, 1] float32. greedy: [R] bool. counted: [E] bool, entries whose terms count. judged_rows: [D] int64
-    the row of each packed draft; a row that judges nothing where there is no such draft.
+    temperature: [R, 1] float32. greedy: [R] bool. counted: [E] bool, entries whose terms count.
     """
 
     temperature: Tensor
@@ -35,7 +36,6 @@ class RowFields(NamedTuple):
     accept_uniforms: Tensor
     sample_uniforms: Tensor
     counted: Tensor
-    judged_rows: Tensor
 
 
 class DrawnFrom(NamedTuple):
@@ -62,17 +62,12 @@ class Wanted:
 
 
 class RowJudge(Protocol):
-    """Token-wise verification of R rows of E entries over V tokens.
-
-    num_matrices: [R, V] float32 of device memory that it takes at most, with the logits.
-    """
-
-    num_matrices: int
+    """Token-wise verification of R rows of E entries over V tokens."""
 
     def __call__(
         self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
     ) -> tuple[Tensor, tuple[str, ...]]:
-        """Judge logits [R, V]; `drawn` is None where the drafts were chosen.
+        """Judge logits [R, V]; `drawn` is None where the drafts were chosen, or there are none.
 
         Returns:
             One float64 vector: accepted drafts [E], last tokens [E], drafts [R], broken invariants [R], expected
@@ -84,26 +79,33 @@ class RowJudge(Protocol):
 class TorchJudge:
     """By torch's operators; p is a matrix."""
 
-    num_matrices = 6
+    def __init__(self, ops: VocabularyOps) -> None:
+        self._ops = ops
 
     def __call__(
-        self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
+        self,
+        logits: Tensor,
+        rows: RowFields,
+        drawn: DrawnFrom | None,
+        wanted: Wanted,
+        filters: Filters | None = None,
     ) -> tuple[Tensor, tuple[str, ...]]:
-        """As `RowJudge`."""
-        sampling = SamplingRows.on_device(rows.temperature, rows.greedy)
-        processed = process(logits.float(), sampling)
+        """As `RowJudge`, with the filters of rows that have some."""
+        logits = logits.float()
+        sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters)
+        processed = self._ops.process(logits, sampling)
         step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(drawn))
         verified = verify_token_wise(step)
         emitted = emitted_at_rows(verified, step)
-        broken = broken_rows(step, verified, emitted, highest_logits(processed), torch.zeros_like(rows.greedy))
+        outside = outside_filters_of(sampling, logits, emitted)
+        broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
         checks: tuple[str, ...] = ()
         if wanted.logprobs is not None:
-            reported = gather_logprobs(mode_matrix(wanted.logprobs, logits.float(), processed), emitted, 0)
+            reported = gather_logprobs(mode_matrix(wanted.logprobs, logits, processed), emitted, 0)
             parts += [reported.values, reported.ranks]
         if wanted.checked:
-            nobody = torch.zeros_like(rows.counted)
-            scope = Scope("token_wise", rows.judged_rows, rows.counted, nobody, False, False)
+            scope = Scope("token_wise", rows.counted, coupled=(False,) * len(rows.counted))
             terms = take_terms(step, verified, emitted, scope)
             parts += [terms.achievable, terms.sums]
             checks = terms.checks

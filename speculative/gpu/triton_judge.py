@@ -22,8 +22,6 @@ _LANES = 128  # rows whose terms are added up together
 class TritonJudge:
     """Launches the kernels: nothing waits for the host, and every grid follows from the shapes."""
 
-    num_matrices = 2  # the logits, and what the kernels hand to one another: a hundredth of a matrix
-
     def __call__(
         self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
     ) -> tuple[Tensor, tuple[str, ...]]:

@@ -1,8 +1,8 @@
 """From hidden states to emitted tokens, captured: LM head, distribution, verification, invariants, self-checks,
 logprobs.
 
-Only plain requests are verified here: a temperature, no filters, no rules, token-wise verification. Rows are padded,
-and everything the host needs is returned in one vector (`RowJudge`).
+Only plain requests are verified here: a temperature, filters, no rules, token-wise verification. Rows are
+padded, and everything the host needs is returned in one vector (`RowJudge`).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,16 +17,18 @@ from speculative.config import LogprobsMode
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
+from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
 from speculative.gpu.judge_choice import make_judge
-from speculative.gpu.row_judge import DrawnFrom, RowFields, Wanted, columns_of
+from speculative.gpu.row_judge import DrawnFrom, RowFields, TorchJudge, Wanted, columns_of
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
-from speculative.sampling.logprobs import HostLogprobs
+from speculative.sampling.logprobs import LogprobRows
 from speculative.sampling.probs import SamplingRows
-from speculative.state.batch import HostTerms, StepInput
+from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
 from speculative.step.sampler import verify_rows
+from speculative.vocabulary.ops import VocabularyOps
 
 _NEVER = 1 << 20  # offset of a padding row: after every draft
 
@@ -35,12 +37,13 @@ class Kind(NamedTuple):
     """What a capture depends on besides its bucket.
 
     drawn: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
-    self-checks are taken. logprobs: those of the emitted tokens are returned.
+    self-checks are taken. logprobs: those of the emitted tokens are returned. filtered: some rows have filters.
     """
 
     drawn: bool
     checked: bool
     logprobs: bool
+    filtered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,8 @@ class Judged:
 
     verdicts: Verdicts
     draft_ids: Array
-    logprobs: HostLogprobs | None
-    terms: HostTerms | None
+    logprobs: LogprobRows | None
+    terms: Terms | None
 
 
 class _Captured(NamedTuple):
@@ -80,10 +83,11 @@ class VerifyGraph:
         buffers: GraphBuffers,
         draft_ids: Tensor | None,
         mode: LogprobsMode,
+        ops: VocabularyOps,
         capturer: Capturer,
     ) -> None:
         """`draft_ids` is `DraftModel.ids` of the drafter: the tokens its columns stand for."""
-        self._capturer = capturer
+        self._ops, self._capturer = ops, capturer
         self._judge = make_judge(capturer.device)
         self._decoder, self._statics, self._draft_ids, self._mode = decoder, buffers, draft_ids, mode
         self._columns = None if draft_ids is None else columns_of(draft_ids, decoder.config.vocab_size)
@@ -92,7 +96,10 @@ class VerifyGraph:
     def prepare(self, bucket: Bucket, kind: Kind) -> _Captured:
         """The captured function of a bucket of packed rows; captured now if it is new."""
         if (bucket, kind) not in self._captured:
-            inputs = StagedInputs(_fields(bucket), self._capturer.device)
+            fields = _fields(bucket)
+            if kind.filtered:
+                fields |= filter_fields(bucket.num_rows, self._decoder.config.vocab_size)
+            inputs = StagedInputs(fields, self._capturer.device)
             _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
             inputs.send()
             replay = self._capturer.capture(lambda: self._compute(bucket, kind, inputs.on_device))
@@ -102,7 +109,7 @@ class VerifyGraph:
     def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows) -> Judged:
         """Judge, and copy the results to the host."""
         captured = self.prepare(bucket, kind)
-        _fill(captured.inputs.next_host(), rows)
+        _fill(captured.inputs.next_host(), rows, self._decoder.config.vocab_size)
         captured.inputs.send()
         vector, checks = captured.replay()
         return _unpack(vector.cpu().numpy(), bucket, kind, checks, rows.layout)
@@ -120,7 +127,10 @@ class VerifyGraph:
             drawn = DrawnFrom(
                 statics.draft_probs, inputs["draft_rows"], self._columns, self._draft_ids, statics.draft_columns
             )
-        return self._judge(logits, rows, drawn, Wanted(kind.checked, self._mode if kind.logprobs else None))
+        wanted = Wanted(kind.checked, self._mode if kind.logprobs else None)
+        if kind.filtered:
+            return TorchJudge(self._ops)(logits, rows, drawn, wanted, sampling_rows(inputs).filters)
+        return self._judge(logits, rows, drawn, wanted)
 
 
 def _fields(bucket: Bucket) -> dict[str, Field]:
@@ -144,16 +154,15 @@ def _fields(bucket: Bucket) -> dict[str, Field]:
         "greedy": Field(rows, torch.bool, 1),
         "counted": Field(entries, torch.bool, 0),
         "draft_rows": Field(drafts),
-        "judged_rows": Field(drafts),
     }
 
 
-def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
+def _fill(host: dict[str, Array], rows: JudgedRows, vocab_size: int) -> None:
     layout = rows.layout
     num_rows, num_entries = len(layout.drafts), len(layout.drawing)
     sequences = [entry.sequence for entry in layout.drawing]
     params = [sequence.params for sequence in sequences]
-    per_entry = SamplingRows.build(params, 1, torch.device("cpu"))
+    per_entry = SamplingRows.build(params, vocab_size, torch.device("cpu"))
     entries = layout.verify_entries
     host["places"][:num_rows] = rows.places
     for name, values in verify_rows(layout).named().items():
@@ -161,12 +170,10 @@ def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
             host[name][: len(values)] = values
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
     host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
+    fill_filters(host, per_entry.filters, entries)
     host["counted"][:num_entries] = rows.counted
-    judged = np.flatnonzero(layout.drafts >= 0)
-    host["judged_rows"][:] = layout.draft_counts[0]  # a row that judges nothing, for padding drafts
-    host["judged_rows"][: len(judged)] = judged
     if rows.draft_rows is not None:
-        host["draft_rows"][: len(judged)] = rows.draft_rows
+        host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows
     _give_rows_to_nobodies(host, num_rows, num_entries)
 
 
@@ -196,8 +203,8 @@ def _unpack(vector: Array, bucket: Bucket, kind: Kind, checks: tuple[str, ...], 
     if kind.logprobs:
         values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
         nothing = np.empty((num_rows, 0))
-        logprobs = HostLogprobs(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
+        logprobs = LogprobRows(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
     if kind.checked:
         achievable = float(take(1)[0])
-        terms = HostTerms(checks, rest.reshape(len(checks), -1), achievable)
+        terms = Terms(checks, rest.reshape(len(checks), -1), achievable)
     return Judged(verdicts, drafts, logprobs, terms)

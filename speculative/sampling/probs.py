@@ -82,9 +82,9 @@ class SamplingRows:
         )
 
     @classmethod
-    def on_device(cls, temperature: Tensor, greedy: Tensor) -> "SamplingRows":
-        """Rows without filters, whose parameters only the device knows when the code is captured."""
-        return cls(temperature, greedy, any_greedy=True, all_warm=False, filters=None)
+    def on_device(cls, temperature: Tensor, greedy: Tensor, filters: Filters | None) -> "SamplingRows":
+        """Rows whose parameters only the device knows when the code is captured."""
+        return cls(temperature, greedy, any_greedy=True, all_warm=False, filters=filters)
 
 
 class LastRows:
@@ -122,11 +122,6 @@ def target_probs(processed: Tensor, rows: SamplingRows) -> Tensor:
         return probs
     best = processed.argmax(dim=-1, keepdim=True)
     return torch.where(rows.greedy[:, None], torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
-
-
-def highest_logits(processed: Tensor) -> Tensor:
-    """[R] the highest of each row."""
-    return processed.amax(dim=-1)
 
 
 def _keep_likely(logits: Tensor, log_min_p: Tensor) -> Tensor:

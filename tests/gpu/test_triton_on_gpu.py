@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.gpu.filters import torch_floors
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_judge import Wanted
 from tests.support.judged_rows import KINDS, Scene, assert_equal, padded, parts
@@ -100,3 +101,17 @@ def test_a_judged_rows_bits_depend_on_neither_padding_nor_the_run(cuda: torch.de
     for name, values in alone.items():
         assert torch.equal(again[name], values), "two runs give the same bits"
         assert torch.equal(whole[name][: len(values)], values)
+
+
+def test_filters_find_the_floors_that_sorting_finds(cuda: torch.device) -> None:
+    from speculative.gpu.triton_filters import triton_floors
+
+    vocab_size, cases = 128_256, [(0.0, 128_256, 1.0), (0.0, 40, 1.0), (0.0, 128_256, 0.9), (0.05, 20, 0.8)]
+    logits = torch.randn((len(cases), vocab_size), generator=torch.Generator().manual_seed(0)).to(cuda) * 3
+    log_min_p, top_p = (torch.tensor([case[part] for case in cases], device=cuda) for part in (0, 2))
+    top_k = torch.tensor([case[1] for case in cases], device=cuda)
+    found, expected = (find(logits, log_min_p.log(), top_k, top_p) for find in (triton_floors, torch_floors))
+    kept = [(logits >= floors[:, None]).sum(dim=-1) for floors in (found, expected)]
+    assert kept[0][0] == vocab_size
+    assert kept[0][1] == 40
+    assert ((kept[0] - kept[1]).abs() <= kept[1] // 1000).all(), "sums in another order may move a nucleus' edge"

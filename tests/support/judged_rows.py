@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from speculative.gpu.row_judge import DrawnFrom, RowFields, RowJudge, TorchJudge, Wanted, columns_of
+from speculative.vocabulary.ops import TorchOps
 
 VOCABULARY, WIDTH = 203, 75
 COUNTS = (2, 0, 3, 1, 19, 2)  # drafts of each entry; more than the kernels look at together
@@ -84,7 +85,6 @@ def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, s
         accept_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
         sample_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
         counted=torch.arange(len(counts)) % 4 != 3,
-        judged_rows=judged.nonzero()[:, 0],
     )
     part = (columns_of(ids, size), ids) if kind == "sub-vocabulary" else (None, None)
     return Scene(logits, rows, None if kind == "point mass" else DrawnFrom(stored, places, *part, own_columns))
@@ -94,7 +94,6 @@ def padded(given: Scene) -> Scene:
     """With entries and rows of nobody behind, as a captured step has them."""
     rows, extra = given.rows, NOBODIES + PADDING
     num_rows, num_entries = len(rows.drafts), len(rows.counts)
-    num_drafts = len(rows.judged_rows)
 
     def behind(tensor: Tensor, *values: Any) -> Tensor:
         return torch.cat([tensor, torch.tensor(values).to(tensor.dtype).reshape(-1, *tensor.shape[1:])])
@@ -112,10 +111,8 @@ def padded(given: Scene) -> Scene:
         "accept_uniforms": behind(rows.accept_uniforms, *[0.5] * extra),
         "sample_uniforms": behind(rows.sample_uniforms, *[0.5] * extra),
         "counted": behind(rows.counted, *[False] * NOBODIES),
-        "judged_rows": behind(rows.judged_rows, *[num_rows] * PADDING),
     }
     drawn = given.drawn and given.drawn._replace(places=behind(given.drawn.places, *[0] * PADDING))
-    assert len(fields["judged_rows"]) == num_drafts + PADDING
     return Scene(torch.cat([given.logits, torch.zeros(extra, given.logits.shape[1])]), RowFields(**fields), drawn)
 
 
@@ -134,7 +131,7 @@ def parts(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
 
 
 def assert_equal(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
-    ours, theirs = parts(judge, given, wanted), parts(TorchJudge(), given, wanted)
+    ours, theirs = parts(judge, given, wanted), parts(TorchJudge(TorchOps()), given, wanted)
     assert ours.keys() == theirs.keys()
     for name in ("accepted", "tokens", "drafts", "broken"):
         assert ours[name].tolist() == theirs[name].tolist(), name
