@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculative.cache.kv_cache import BlockPool, KVCache, KVShape
 from speculative.drafting.base import DraftOutput
@@ -41,6 +41,7 @@ class DraftModel(Protocol):
     capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
         reads none. num_features: numbers a position.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
+    network: what computes `run`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class DraftModel(Protocol):
     capture: tuple[int, ...]
     num_features: int
     ids: Tensor | None
+    network: nn.Module
 
     @property
     def fused(self) -> FusedHead | None:

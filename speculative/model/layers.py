@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.model.config import Llama3RopeScaling, ModelConfig
+from speculative.model.layer_ops import FusibleLayer, Rotation
 
 
 class Attend(Protocol):
@@ -84,14 +85,9 @@ class Rotary(nn.Module):
         self.register_buffer("table", torch.stack((angles.cos(), angles.sin()), dim=1).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `rotate` needs at these positions: two of [N, 1, head_dim]. Once a forward, not once a layer."""
+        """What `rotate` needs at these positions: two of [N, 1, head_dim]."""
         cos, sin = self.table[positions].to(dtype).unsqueeze(1).unbind(2)  # [N, 1, head_dim/2]
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Turn heads [N, H, head_dim] to their positions. Rolling swaps the halves; the sign is in the sine."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Llama3RopeScaling | None) -> Tensor:
@@ -110,7 +106,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3RopeScaling | N
     return torch.where(wavelengths < context / high, frequencies, stretched)
 
 
-class Attention(nn.Module):
+class Attention(FusibleLayer):
     """Projections around the caller's attention; query, key and value come from one matrix.
 
     Its input is as wide as its output unless `input_size` says otherwise.
@@ -129,19 +125,14 @@ class Attention(nn.Module):
         self.qk_norm = HeadNorm(config, dtype=dtype, device=device) if config.qk_norm else None
         self.o_proj = Linear(query_size, hidden_size, bias=config.o_bias, dtype=dtype, device=device)
 
-    def forward(self, rows: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+    def forward(self, rows: Tensor, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
         """[N, input_size] -> [N, hidden_size]."""
         heads = self.qkv_proj(rows).view(len(rows), -1, self.head_dim)
-        query_key = heads[:, : self.num_heads + self.num_kv_heads]  # normalised and rotated together
-        if self.qk_norm is not None:
-            query_key = self.qk_norm(query_key)
-        query_key = rotate(query_key, *rotary)
-        query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
-        attended = attend(layer, query, key, heads[:, -self.num_kv_heads :])
+        attended = self.ops.attend(heads, self, rotation, attend, layer)
         return self.o_proj(attended.reshape(len(rows), -1))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class MLP(FusibleLayer):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)); gate and up come from one matrix."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -153,11 +144,10 @@ class MLP(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, hidden_size]."""
-        gate, up = self.gate_up_proj(rows).split(self.size, dim=-1)
-        return self.down_proj(functional.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down_proj(self.ops.gate(self.gate_up_proj(rows)))  # type: ignore[no-any-return]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(FusibleLayer):
     """One block: attention, then the MLP, each after a norm and added to what came in."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -167,7 +157,13 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.mlp = MLP(config, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
-        """[N, hidden_size] -> [N, hidden_size]."""
-        hidden = hidden + self.attention(self.input_norm(hidden), rotary, attend, layer)
-        return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
+    def forward(
+        self, hidden: Tensor, normed: Tensor, rotation: Rotation, attend: Attend, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """What comes in and its `input_norm` -> what the MLP's output is still to be added to, and that output.
+
+        All are [N, hidden_size]: the sum is left to the caller, who can make the next norm of it at once.
+        """
+        update = self.attention(normed, rotation, attend, layer)
+        hidden, normed = self.ops.add_norm(hidden, update, self.mlp_norm)
+        return hidden, self.mlp(normed)
