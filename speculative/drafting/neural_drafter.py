@@ -41,7 +41,6 @@ class DraftModel(Protocol):
     capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
         reads none. num_features: numbers a position.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
-    network: what computes `run`.
     """
 
     name: str
@@ -49,7 +48,11 @@ class DraftModel(Protocol):
     capture: tuple[int, ...]
     num_features: int
     ids: Tensor | None
-    network: nn.Module
+
+    @property
+    def network(self) -> nn.Module:
+        """What computes `run`."""
+        ...
 
     @property
     def fused(self) -> FusedHead | None:

@@ -197,7 +197,7 @@ def tile_tokens(dim: int, number_bytes: int) -> int:
 
 def rows_of_program(num_rows: int, dim: int) -> int:
     """Rows that a program computes, of those of a sequence and a KV head."""
-    return min(_MOST_ROWS, _MOST_SUMS // dim, max(_LEAST_ROWS, triton.next_power_of_2(num_rows)))
+    return min(_MOST_ROWS, _MOST_SUMS // dim, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length()))
 
 
 def warps_for(tile_rows: int, dim: int) -> int:

@@ -1,6 +1,7 @@
 """A dense decoder of the Llama family, for inference."""
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +69,10 @@ class Decoder(FusibleLayer):
         """The hidden states [N, hidden_size] after the final norm, and what enters the layers of `capture`."""
         rotation = self.ops.rotation(self.rotary, positions, hidden)
         features = []
-        normed = self.layers[0].input_norm(hidden)
-        following = (*(layer.input_norm for layer in self.layers[1:]), self.norm)
-        for index, (layer, norm) in enumerate(zip(self.layers, following, strict=True)):
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        normed = layers[0].input_norm(hidden)
+        following = (*(layer.input_norm for layer in layers[1:]), self.norm)
+        for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
             if index in capture:
                 features.append(hidden)
             hidden, update = layer(hidden, normed, rotation, attend, index)

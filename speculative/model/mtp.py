@@ -124,7 +124,7 @@ class MtpHead(FusibleLayer):
         rows = rows.to(hidden.dtype)  # under autocast too the residual stays float32
         rotation = self.ops.rotation(self.rotary, positions, hidden)
         rows, update = self.layer(rows, self.layer.input_norm(rows), rotation, attend, 0)
-        return rows + update
+        return rows + update  # type: ignore[no-any-return]
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""
