@@ -8,7 +8,7 @@ import torch
 
 from speculative.config import c_compiler
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
-from speculative.model.layer_ops import LayerOps, TorchLayerOps
+from speculative.model.layers import LayerOps, TorchLayerOps
 
 
 @functools.cache

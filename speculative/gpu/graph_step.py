@@ -29,7 +29,7 @@ from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
 from speculative.model.decoder import Decoder
-from speculative.model.layer_ops import use_layer_ops
+from speculative.model.layers import use_layer_ops
 from speculative.state.batch import Batch, Int64s, Scored, StepInput, StepOutcome, build_step_input
 from speculative.state.sequence import Sequence
 from speculative.step.host_copy import results_per_entry

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from speculative.model.attention import CacheAttention
-from speculative.model.layer_ops import Rotation
-from speculative.model.layers import Attend, Attention, RMSNorm, Rotary
+from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation
 
 _GATE_BLOCK = 1024
 _PAIRS = 512  # that a program rotates

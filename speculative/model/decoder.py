@@ -11,8 +11,16 @@ from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig
 from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import Kind, pack_natively
-from speculative.model.layer_ops import FusibleLayer
-from speculative.model.layers import Attend, Attention, DecoderLayer, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.layers import (
+    Attend,
+    Attention,
+    DecoderLayer,
+    FusibleLayer,
+    Linear,
+    RMSNorm,
+    Rotary,
+    nan_parameter,
+)
 from speculative.model.quantized import Quantized, quantize
 
 

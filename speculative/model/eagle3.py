@@ -22,8 +22,7 @@ from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack, pack_weights
 from speculative.model.decoder import Decoder
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
-from speculative.model.layer_ops import FusibleLayer
-from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, Rotary, nan_parameter
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _EMBEDDING = "embed_tokens.weight"

@@ -23,8 +23,7 @@ from speculative.model.config import ModelConfig, read_json
 from speculative.model.cpu.packed import can_pack, pack_weights
 from speculative.model.decoder import Decoder, layer_slots
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
-from speculative.model.layer_ops import FusibleLayer
-from speculative.model.layers import Attend, DecoderLayer, Linear, RMSNorm, Rotary
+from speculative.model.layers import Attend, DecoderLayer, FusibleLayer, Linear, RMSNorm, Rotary
 
 _ARCHITECTURE = "LlamaMTPModel"
 

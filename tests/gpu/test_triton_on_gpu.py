@@ -7,8 +7,7 @@ from torch import Tensor
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedAttention, PagedRows, TorchAttend
 from speculative.model.config import ModelConfig
-from speculative.model.layer_ops import TorchLayerOps
-from speculative.model.layers import Attention, RMSNorm, Rotary
+from speculative.model.layers import Attention, RMSNorm, Rotary, TorchLayerOps
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5

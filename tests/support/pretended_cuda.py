@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculative.gpu.capture import side_stream
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 from speculative.model.attention import CacheAttention
-from speculative.model.layer_ops import Rotation, TorchLayerOps, rotate
-from speculative.model.layers import Attend, Attention, RMSNorm, Rotary
+from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 
 DEVICE = torch.device("cuda:0")
 GARBAGE_ID = 2**40 + 7

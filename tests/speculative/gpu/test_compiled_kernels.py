@@ -125,5 +125,5 @@ def test_a_rotation_rounds_where_torch_does(kernels: dict[str, Compiled]) -> Non
     weights are rounded, and at least one cosine and sine. A compiler that dropped one would change results."""
     for name, kernel in kernels.items():
         if name.startswith("rotation"):
-            single, double = (len(re.findall(rf"\.rn\.bf16{kind}[.\s]", kernel.ptx)) for kind in ("", "x2"))
+            single, double = (len(re.findall(rf"(?:\.rn|mul)\.bf16{one}[.\s]", kernel.ptx)) for one in ("", "x2"))
             assert single + 2 * double >= 2 + 8 * (4 if "normed" in name else 2), name

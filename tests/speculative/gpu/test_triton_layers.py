@@ -12,8 +12,7 @@ from speculative.gpu.attention_choice import make_layer_ops
 from speculative.gpu.paged_attention import PagedAttention, PagedRows, TorchAttend
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
-from speculative.model.layer_ops import LayerOps, TorchLayerOps, use_layer_ops
-from speculative.model.layers import Attention, RMSNorm, Rotary
+from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, TorchLayerOps, use_layer_ops
 from speculative.model.loading import load_decoder
 from tests.support.tiny_models import write_tiny_model
 
