@@ -72,9 +72,6 @@ class NoRoom(EngineOverloaded):
         super().__init__(message, retry_after_s)
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type["NoRoom"], tuple[str, str, float]]:  # type: ignore[override]
-        return type(self), (self.reason, str(self), self.retry_after_s)
-
 
 class RateLimited(NoRoom):
     """The key has used up its limit for now."""

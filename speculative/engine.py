@@ -31,11 +31,7 @@ from speculative.sampling.logprob_checks import LogprobContract
 from speculative.scheduling.draft_length import make_draft_length
 from speculative.scheduling.scheduler import Scheduler
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.state.batch import (
-    Batch,
-    StepOutcome,
-    block_slots,
-)
+from speculative.state.batch import Batch, StepOutcome
 from speculative.state.sequence import Phase, Sequence
 from speculative.state.token_constraint import ConstraintMaker, TokenConstraint
 from speculative.stats import EngineUsage, StepStats
@@ -78,8 +74,7 @@ class EngineCore:
         self.ops = TorchOps() if self._uses_graphs else choose_ops(self.device)  # graphs hold torch's alone
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
         self.cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
-        neural = None if draft_model is None else self._model_drafter(draft_model)
-        self._make_executor(decoder, neural or make_weightless(config.drafter), neural)
+        self._make_executor(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
         self.manifest = Manifest(
             fingerprint=fingerprint,
             dtype=config.dtype,
@@ -90,8 +85,10 @@ class EngineCore:
             drafter_state=self.drafter.state_name,
         )
 
-    def _make_executor(self, decoder: Decoder, drafter: Drafter, neural: ModelDrafter | None) -> None:
-        """What runs the steps; nothing holds the graphs and the drafter of old weights any more."""
+    def _make_executor(self, decoder: Decoder, draft_model: DraftModel | None, weightless: Drafter) -> None:
+        """What runs the steps, drafting by a model or else `weightless`; nothing holds old weights any more."""
+        neural = None if draft_model is None else self._model_drafter(draft_model)
+        drafter = neural or weightless
         self._decoder = decoder
         self.graphs: GraphStep | None = None
         runner = ModelRunner(decoder, self.cache, self.device)
@@ -269,8 +266,7 @@ class EngineCore:
         self.scheduler.reset()
         weightless = self.drafter if weights.draft_model is None else NoDrafter()
         del self.graphs, self.eager, self.executor  # frees the old graphs and the old drafter's cache
-        neural = None if weights.draft_model is None else self._model_drafter(weights.draft_model)
-        self._make_executor(weights.decoder, neural or weightless, neural)
+        self._make_executor(weights.decoder, weights.draft_model, weightless)
         self.self_check.restart()
         self.manifest = dataclasses.replace(  # last: nothing says that it is of the new weights before it is
             self.manifest,
@@ -295,10 +291,7 @@ class EngineCore:
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
-        taken = StepStats()
-        taken.merge(self.stats)
-        self.stats.clear()
-        return taken
+        return self.stats.take()
 
     # -- the hot loop -------------------------------------------------------------------------------------------
 
@@ -313,8 +306,7 @@ class EngineCore:
             return []
         outcome = self.executor.run(batch)
         deltas = self.scheduler.commit(batch, outcome)
-        self._record(batch, outcome)
-        self._forget(deltas)
+        self._record(batch, outcome, deltas)
         return deltas
 
     # -- helpers ------------------------------------------------------------------------------------------------
@@ -337,26 +329,24 @@ class EngineCore:
                         self.drafter.import_state(sequence, sequence.imported_kv)
                     sequence.imported_kv = None
 
-    def _record(self, batch: Batch, outcome: StepOutcome) -> None:
+    def _record(self, batch: Batch, outcome: StepOutcome, deltas: list[TokenDelta]) -> None:
         self.stats.num_steps += 1
         self.stats.expected_accepted += outcome.expected_accepted
         if outcome.terms is not None:
             self.self_check.take(outcome.terms, self.stats)
         drafted, accepted = self.stats.num_drafted, self.stats.num_accepted
-        for entry, drawn in zip(batch.entries, outcome.drawn, strict=True):
-            if drawn is None or entry.num_known > 1:
+        for entry, result in zip(batch.entries, outcome.results, strict=True):
+            if not entry.samples or entry.num_known > 1:
                 self.stats.num_prompt_tokens += entry.num_known
-            if drawn is not None and drawn.fault is None:
-                self.stats.count_round(drawn.num_drafted, drawn.num_accepted)
+            if entry.samples and result.fault is None:
+                self.stats.count_round(result.num_drafted, result.num_accepted)
                 if entry.sequence.params.returns_logprobs:
                     self.stats.num_rounds_with_logprobs += 1
-                    self.stats.num_drafted_with_logprobs += drawn.num_drafted
-                drafted += drawn.num_drafted
-                accepted += drawn.num_accepted
+                    self.stats.num_drafted_with_logprobs += result.num_drafted
+                drafted += result.num_drafted
+                accepted += result.num_accepted
         if (drafted, accepted) != (self.stats.num_drafted, self.stats.num_accepted):
             self.stats.count_violation("metrics")
-
-    def _forget(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             self.stats.num_emitted += len(delta.token_ids)
             if delta.finished:
@@ -367,8 +357,7 @@ class EngineCore:
         self.drafter.forget(sequence.request.request_id)
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
-        slots = block_slots(sequence.blocks, stop, self.config.block_size)[start:]
-        return torch.from_numpy(slots).to(self.device)
+        return torch.from_numpy(sequence.slots(stop, self.config.block_size)[start:]).to(self.device)
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
         structure = request.params.structure

@@ -11,9 +11,15 @@ TruespecError
 └── EngineFault            the engine broke one of its own rules; the request fails, no token is made up
 """
 
+import copyreg
+from typing import Any
+
 
 class TruespecError(Exception):
-    """The root: catch this to catch whatever truespec raises on purpose."""
+    """The root: catch this to catch whatever truespec raises on purpose. It crosses processes with its fields."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(TruespecError):
@@ -35,9 +41,6 @@ class InvalidRequest(TruespecError):
         self.field = field
         self.message = message
 
-    def __reduce__(self) -> tuple[type["InvalidRequest"], tuple[str, str]]:
-        return type(self), (self.field, self.message)
-
 
 class SequenceTooLong(InvalidRequest):
     """More tokens than the engine that was asked takes in a sequence."""
@@ -50,9 +53,6 @@ class EngineOverloaded(TruespecError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
-    def __reduce__(self) -> tuple[type["EngineOverloaded"], tuple[str, float]]:
-        return type(self), (str(self), self.retry_after_s)
-
 
 class RequestTimeout(TruespecError):
     """The request took longer than it may; what it held is freed."""
@@ -64,9 +64,6 @@ class HandoffRefused(TruespecError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-    def __reduce__(self) -> tuple[type["HandoffRefused"], tuple[str, str]]:
-        return type(self), (self.reason, str(self))
 
 
 class EngineFault(TruespecError):

@@ -25,7 +25,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVShape
 from speculative.errors import HandoffRefused
 
 Blob = np.ndarray[Any, np.dtype[np.uint8]]
@@ -50,10 +49,9 @@ class Manifest:
     logprobs_mode: str  # the pending token's logprobs were reported in it
     drafter_state: str  # which drafter's state travels along: "none" for drafters that rebuild theirs from the tokens
 
-    @property
-    def shape(self) -> KVShape:
-        """What one position holds."""
-        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+    def kv_shape(self, num_computed: int) -> tuple[int, ...]:
+        """Of the keys and values of so many positions."""
+        return (self.num_layers, 2, num_computed, self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +74,6 @@ class ComputedTokenState:
         return len(self.token_ids) - 1
 
 
-def encode_state(state: ComputedTokenState, manifest: Manifest) -> Blob:
-    """Pack a state for the wire."""
-    blob, kv = allocate_blob(state, manifest)
-    kv.copy_(state.kv)
-    return seal(blob)
-
-
 def allocate_blob(state: ComputedTokenState, manifest: Manifest) -> tuple[Blob, Tensor]:
     """A blob with its header written, and a view of the place for its keys and values; `seal` it when they are there.
 
@@ -98,7 +89,7 @@ def allocate_blob(state: ComputedTokenState, manifest: Manifest) -> tuple[Blob, 
         }
     ).encode()
     start = _aligned(_PREFIX.size + len(header))
-    shape = _kv_shape(manifest, state.num_computed)
+    shape = manifest.kv_shape(state.num_computed)
     dtype = getattr(torch, manifest.dtype)
     num_kv = math.prod(shape)
     size = (num_kv + sum(section.numel() for section in state.extra.values())) * dtype.itemsize
@@ -129,18 +120,14 @@ def decode_state(blob: Blob, manifest: Manifest) -> ComputedTokenState:
     """
     data = _checked_bytes(blob)
     header, start = _read_header(data)
-    theirs = header.get("manifest")
-    ours = dataclasses.asdict(manifest)
+    ours, theirs = dataclasses.asdict(manifest), header.get("manifest")
     if theirs != ours:
-        differing = sorted(key for key in ours if not isinstance(theirs, dict) or theirs.get(key) != ours[key])
-        detail = ", ".join(
-            f"{key}: theirs {theirs.get(key) if isinstance(theirs, dict) else None!r}, ours {ours[key]!r}"
-            for key in differing
-        )
+        named = theirs if isinstance(theirs, dict) else {}
+        differing = sorted(key for key in ours if named.get(key) != ours[key])
+        detail = ", ".join(f"{key}: theirs {named.get(key)!r}, ours {ours[key]!r}" for key in differing)
         raise HandoffRefused("manifest", f"The handoff was computed with something else ({detail or 'extra fields'}).")
     token_ids, num_prompt, num_cached = _read_counts(header)
-    shape = _kv_shape(manifest, len(token_ids) - 1)
-    shapes = {"": shape, **_read_extra(header)}
+    shapes = {"": manifest.kv_shape(len(token_ids) - 1), **_read_extra(header)}
     sizes = [math.prod(one) for one in shapes.values()]
     values = _as_tensor(data[start : -_CHECKSUM.size], getattr(torch, manifest.dtype))
     if values.numel() != sum(sizes):
@@ -211,10 +198,6 @@ def _as_tensor(data: Blob, dtype: torch.dtype) -> Tensor:
     with warnings.catch_warnings():  # arrays out of shared memory are read-only, and so is our use of them
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data).view(dtype)
-
-
-def _kv_shape(manifest: Manifest, num_computed: int) -> tuple[int, ...]:
-    return (manifest.num_layers, 2, num_computed, manifest.num_kv_heads, manifest.head_dim)
 
 
 def _digest(data: Blob) -> int:

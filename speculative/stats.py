@@ -1,5 +1,6 @@
 """Plain counts of engine steps, from which metrics are computed."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -157,11 +158,11 @@ class StepStats:
         """Count a broken invariant."""
         self.violations[kind] = self.violations.get(kind, 0) + 1
 
-    def clear(self) -> None:
-        """Reset all counts."""
-        fresh = StepStats()
-        for name in self.__slots__:
-            setattr(self, name, getattr(fresh, name))
+    def take(self) -> "StepStats":
+        """What was counted since the last call; all counts start again."""
+        taken = dataclasses.replace(self)
+        self.__init__()  # type: ignore[misc]
+        return taken
 
     def merge(self, other: "StepStats") -> None:
         """Add `other`'s counts to this one."""

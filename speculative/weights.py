@@ -45,6 +45,8 @@ def load_weights(
         ConfigError: files are missing or damaged, or target and drafter do not belong together.
         UnsupportedModel: the checkpoint needs what this engine does not do.
     """
+    if drafter is not None and config.drafter.model is None:
+        raise ConfigError(f"drafter.kind {config.drafter.kind} has no weights, but an update names some ({drafter}).")
     kind = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
     decoder = decoder or load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=kind)
     draft_model = _load_draft_model(folder, config, decoder, drafter)
@@ -86,15 +88,9 @@ def check_same_model(folder: Path, served: ModelConfig) -> None:
 def _load_draft_model(
     folder: Path, config: EngineConfig, target: Decoder, drafter: str | Path | None
 ) -> DraftModel | None:
-    source = drafter or config.drafter.model
     if config.drafter.model is None:
-        if drafter is not None:
-            raise ConfigError(
-                f"drafter.kind {config.drafter.kind} has no weights, but an update names some ({drafter})."
-            )
         return None
-    assert source is not None
-    found, dtype = resolve_model(source), getattr(torch, config.dtype)
+    found, dtype = resolve_model(drafter or config.drafter.model), getattr(torch, config.dtype)
     if config.drafter.kind == "eagle3":
         return Eagle3DraftModel.load(found, target, dtype=dtype, device=target.device)
     if config.drafter.kind == "mtp":

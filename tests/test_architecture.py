@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -86,7 +87,7 @@ OWNERS = {
     "llama_cpp": {"deploy.bench.workers.llama_engine"},
     "llguidance": {"serve_app.text.grammar"},
     "openai": set(),
-    "opentelemetry": {"serve_app.telemetry.tracing", "serve_app.backends.traced"},
+    "opentelemetry": {"serve_app.telemetry.tracing", "serve_app.streams.spans"},
     "prometheus_client": {"serve_app.telemetry", "deploy.audit.blackbox.counters"},
     "pydantic": {"serve_app.access.keys", "serve_app.config", "serve_app.http", "serve_app.openai"},
     "pytest": set(),
@@ -145,6 +146,7 @@ PACKAGE_NAMES = {name_of(path) for package in PACKAGES for path in (ROOT / packa
 INITS = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("__init__.py"))
 
 
+@cache
 def imports(module: str) -> set[str]:
     """What a module imports, at the top or inside a function; our own by module, not by name within it."""
     found = set()

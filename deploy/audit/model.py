@@ -47,7 +47,7 @@ class AuditedModel:
             verifier=setting.verifier,
             self_check_sample_rate=1.0,
             drafter=DrafterConfig(
-                kind="eagle3", model=self.head, sampled=not setting.chosen, num_draft_tokens=_NUM_DRAFTS
+                kind="eagle3", model=self.head, sampled=not setting.deterministic, num_draft_tokens=_NUM_DRAFTS
             ),
         )
         return load_engine(self.folder, config), self._requests(setting, seed)

@@ -35,7 +35,7 @@ Install = Callable[[EngineCore], None]
 class Mutant:
     """A fault, and the traffic in which it shows.
 
-    traffic: "drawn" and "chosen" sample from a table, with drafts that are drawn or chosen, "stopping" with chosen ones
+    traffic: "sampled" and "deterministic" sample from a table with such drafts, "stopping" with deterministic ones
         and many tokens that end an answer; "requests" are requests of all kinds to a tiny decoder, "handoffs" the same
         by way of a second engine, "drafted requests" and "drafted handoffs" where a model drafts.
     settings: of the engine, where the fault needs some.
@@ -55,7 +55,7 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(name: str, traffic: str = "drawn", **settings: Any) -> Callable[[Install], Install]:
+def mutant(name: str, traffic: str = "sampled", **settings: Any) -> Callable[[Install], Install]:
     """Register a mutant."""
 
     def register(install: Install) -> Install:
@@ -67,7 +67,7 @@ def mutant(name: str, traffic: str = "drawn", **settings: Any) -> Callable[[Inst
 
 def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], StepInput]) -> None:
     """Have the forward pass of this engine see another layout than the rest of the step."""
-    forward = engine.runner.forward
+    forward = engine.runner.forward_with_features
     batches: list[Batch] = []
     propose = engine.drafter.propose
 
@@ -76,7 +76,9 @@ def _change_layout(engine: EngineCore, change: Callable[[StepInput, Batch], Step
         return propose(batch)
 
     engine.drafter.propose = remember  # type: ignore[method-assign]
-    engine.runner.forward = lambda layout: forward(change(layout, batches[0]))  # type: ignore[method-assign]
+    engine.runner.forward_with_features = (  # type: ignore[method-assign]
+        lambda layout, capture: forward(change(layout, batches[0]), capture)
+    )
 
 
 def _change_draft(engine: EngineCore, change: Callable[[DraftOutput], DraftOutput]) -> None:
@@ -285,7 +287,7 @@ def _coin_for_residual(engine: EngineCore) -> None:
     _change_step(engine, lambda step: replace(step, sample_uniforms=step.accept_uniforms))
 
 
-@mutant("F6 block verification with accept uniforms keyed by position", "chosen", verifier="block")
+@mutant("F6 block verification with accept uniforms keyed by position", "deterministic", verifier="block")
 def _coins_by_position(engine: EngineCore) -> None:
     def change(step: VerifyInput) -> VerifyInput:
         seeds, positions = (x.numpy().astype(np.uint64) for x in (step.seeds, step.positions))
@@ -305,14 +307,14 @@ def _q_at_another_temperature(engine: EngineCore) -> None:
     _change_distribution(engine, change)
 
 
-@mutant("F7 q before the filters, drafts drawn behind them")
+@mutant("F7 q before the filters, drafts sampled after them")
 def _q_before_filters(engine: EngineCore) -> None:
     drafter: Any = engine.drafter
     floor = drafter.q.topk(min(20, drafter.q.shape[1] // 2), dim=-1).values[:, -1:]
     drafter.cdf = torch.where(drafter.q >= floor, drafter.q, 0.0).double().cumsum(-1).numpy()
 
 
-@mutant("F7 drafts cut short by the token that was drawn")
+@mutant("F7 drafts cut short by the token that was sampled")
 def _trimmed_drafts(engine: EngineCore) -> None:
     """A drafter that gives up where it happened to draw something unlikely."""
 
@@ -415,11 +417,11 @@ def _drafter_of_other_weights(engine: EngineCore) -> None:
 
 @mutant("F26 q is lost at its source")
 def _q_is_lost_at_its_source(engine: EngineCore) -> None:
-    """Drafts are drawn, and their distribution is forgotten on the way to the step."""
+    """Drafts are sampled, and their distribution is forgotten on the way to the step."""
     _change_draft(engine, lambda draft: replace(draft, draft_probs=None))  # type: ignore[arg-type]
 
 
-@mutant("F26 sampled drafts are said to be chosen ones")
+@mutant("F26 sampled drafts are declared deterministic")
 def _drawn_drafts_said_to_be_chosen(engine: EngineCore) -> None:
     """The verifier and the self-checks read the same point mass: lossless, and slow for no visible reason."""
     _change_draft(engine, lambda draft: replace(draft, draft_probs=PointMass()))

@@ -20,7 +20,7 @@ MAX_POSITIONS = 200_000
 MAX_REQUESTS = 200
 REPLAY_SHARE = 0.1
 MAX_Z = 5.0  # of the mean of a term over all clean runs
-SAMPLED = {"drawn": PLAIN, "chosen": PLAIN, "stopping": STOPPING}
+SAMPLED = {"sampled": PLAIN, "deterministic": PLAIN, "stopping": STOPPING}
 """Traffic that a table serves, and how it is sampled."""
 
 _AT_ONCE = 128
@@ -111,19 +111,19 @@ class CleanSetting:
     """One way to serve: who verifies, how drafts are made, and how requests are sampled."""
 
     verifier: VerifierName
-    chosen: bool  # drafts are the likeliest tokens, not drawn
+    deterministic: bool  # drafts are the likeliest tokens
     params: SamplingParams
 
     def __str__(self) -> str:
-        drafts, filters = "chosen" if self.chosen else "drawn", "off" if self.params == PLAIN else "on"
+        drafts, filters = "deterministic" if self.deterministic else "sampled", "off" if self.params == PLAIN else "on"
         return f"{self.verifier}, {drafts} drafts, filters {filters}"
 
 
 VERIFIERS: tuple[VerifierName, ...] = ("token_wise", "block", "coupled")
 CLEAN_SETTINGS = tuple(
-    CleanSetting(verifier, chosen, params)
+    CleanSetting(verifier, deterministic, params)
     for verifier in VERIFIERS
-    for chosen in (False, True)
+    for deterministic in (False, True)
     for params in (PLAIN, FILTERED)
 )
 Serve = Callable[[CleanSetting, int], tuple[EngineCore, Iterator[Request]]]
@@ -148,7 +148,9 @@ def audit_clean(num_positions: int, report: Report = lambda _: None, serve: Serv
 
 def serve_table(setting: CleanSetting, seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[EngineCore, Iterator[Request]]:
     """Serve from a table."""
-    engine = table_engine(vocab_size, self_check_sample_rate=1.0, verifier=setting.verifier, chosen=setting.chosen)
+    engine = table_engine(
+        vocab_size, self_check_sample_rate=1.0, verifier=setting.verifier, deterministic=setting.deterministic
+    )
     return engine, sampling(vocab_size, setting.params, seed)
 
 
@@ -179,7 +181,7 @@ def _watch(
     """Serve one kind of traffic with an engine that `install` has changed."""
     watch = Watch(sound_acceptance)
     if traffic in SAMPLED:
-        engine = table_engine(VOCAB_SIZE, chosen=traffic != "drawn", **settings)
+        engine = table_engine(VOCAB_SIZE, deterministic=traffic != "sampled", **settings)
         install(engine)
         _serve(engine, sampling(VOCAB_SIZE, SAMPLED[traffic]), watch, until, unit="positions")
         return watch

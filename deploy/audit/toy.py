@@ -34,9 +34,11 @@ class TableRunner(ModelRunner):
         super().__init__(decoder, engine.cache, engine.device)
         self.table = table
 
-    def forward(self, layout: StepInput) -> Tensor:
-        """The tokens themselves, [N, 1]."""
-        return torch.from_numpy(layout.input_ids)[:, None].float()
+    def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The tokens themselves, [N, 1], and no features."""
+        del capture
+        hidden = torch.from_numpy(layout.input_ids)[:, None].float()
+        return hidden, hidden[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] float32."""
@@ -72,7 +74,7 @@ class TableDrafter(WeightlessDrafter):
 
 
 class LikeliestDrafter(WeightlessDrafter):
-    """Chooses what the table most likely says next, as point masses: long runs are accepted."""
+    """Drafts what the table most likely says next, as point masses: long runs are accepted."""
 
     def __init__(self, table: Tensor) -> None:
         self._next = table.argmax(-1).tolist()
@@ -93,15 +95,15 @@ def draw_rows(cdf: Any, uniform: Any) -> Any:
     return np.minimum((cdf <= (uniform * cdf[:, -1])[:, None]).sum(-1), cdf.shape[1] - 1)
 
 
-def table_engine(vocab_size: int, *, chosen: bool = False, seed: int = 1, **changes: Any) -> EngineCore:
-    """An engine over a random table, with drafts drawn from one like it, or (`chosen`) its likeliest tokens."""
+def table_engine(vocab_size: int, *, deterministic: bool = False, seed: int = 1, **changes: Any) -> EngineCore:
+    """An engine over a random table, with sampled drafts of one like it, or its likeliest tokens."""
     noise = torch.Generator().manual_seed(seed)
     table = torch.randn(vocab_size, vocab_size, generator=noise) * _SPREAD
     near = table + torch.randn(vocab_size, vocab_size, generator=noise) * _DRAFT_NOISE
     settings = {"max_num_seqs": 128, "max_batched_tokens": 1024, "kv_cache_tokens": 32768, "prefix_caching": False}
     engine, decoder = _engine(vocab_size, {**settings, **changes}, seed)
     engine.eager.runner = TableRunner(decoder, engine, table)
-    engine.eager.drafter = LikeliestDrafter(table) if chosen else TableDrafter(near.softmax(-1))
+    engine.eager.drafter = LikeliestDrafter(table) if deterministic else TableDrafter(near.softmax(-1))
     return engine
 
 

@@ -6,6 +6,7 @@ put, get and one copy. Rounds go in turns, so that what else the machine does me
 """
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ class Receiver:
 
 def synthetic_handoff(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A sealed handoff of about so many bytes; its keys and values are noise."""
-    a_token = _MANIFEST.shape.num_values * 2
+    a_token = math.prod(_MANIFEST.kv_shape(1)) * 2
     num_tokens = max(1, num_bytes // a_token)
     state = ComputedTokenState(tuple(range(num_tokens + 1)), num_tokens + 1, 0, torch.empty(0))
     blob, kv = allocate_blob(state, _MANIFEST)

@@ -15,6 +15,11 @@ _logger = logging.getLogger("truespec.access")
 _OPEN = ("/", "/page/{name}", "/openapi.json")
 
 
+def scope_of(route: str) -> Scope | None:
+    """The scope that a key needs for a route; None = any key will do, if one is needed at all."""
+    return Scope.ADMIN if route.startswith("/admin") else None if route in ("/metrics", "/healthz") else Scope.USER
+
+
 class Gate:
     """Lets in who may come in. What is not known to be open needs a key of the scope `user`, `/admin` one of `admin`.
 
@@ -62,9 +67,8 @@ class Gate:
         """
         if route in self._open:
             return ANYBODY
-        scope = Scope.ADMIN if route.startswith("/admin") else None if route in ("/metrics", "/healthz") else Scope.USER
         try:
-            return self._access.require(scope, authorization)
+            return self._access.require(scope_of(route), authorization)
         except (AccessDenied, Forbidden) as error:
             reason = "forbidden" if isinstance(error, Forbidden) else "unauthenticated"
             self._count_refusal(reason)

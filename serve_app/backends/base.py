@@ -1,5 +1,6 @@
 """What the server asks of an engine. It sees requests, deltas and sealed handoffs, never a tensor."""
 
+import contextlib
 import enum
 import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from speculative.errors import EngineFault
 from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
 
@@ -40,6 +42,22 @@ class Replayed:
     replayed: tuple[ReplayedToken, ...] | None = None
     replica: str = ""  # that computed it
     weight_version: str = DEFAULT_VERSION  # it was computed with
+
+
+async def replayed(deltas: AsyncGenerator[TokenDelta, None]) -> Replayed:
+    """What a teacher-forced request gave, from its deltas.
+
+    Raises:
+        EngineFault: the engine failed on it.
+    """
+    async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+            if delta.error is not None:
+                raise EngineFault(delta.error)
+            if delta.logprobs is not None:
+                logprobs = tuple(entry.logprob for entry in delta.logprobs)
+                return Replayed(logprobs, delta.replayed, weight_version=delta.weight_version)
+    raise EngineFault("The replay ended without a result.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.backends.base import SHIPPED_HEADS, Computing, Handoff, ModelInfo, PauseMode, Prefilled, Replayed
+from serve_app.backends.base import (
+    SHIPPED_HEADS,
+    Computing,
+    Handoff,
+    ModelInfo,
+    PauseMode,
+    Prefilled,
+    Replayed,
+    replayed,
+)
 from serve_app.text.grammar import StructureCompiler
 from speculative.config import EngineConfig
 from speculative.engine import EngineCore
@@ -123,16 +132,13 @@ class TorchBackend:
             self._to_export.add(request.request_id)
 
         deltas: list[TokenDelta] = []
-        async with contextlib.aclosing(self._events(request, begin)) as events:
-            async for event in events:
-                if not isinstance(event, TokenDelta):
-                    return Prefilled(tuple(deltas), event)
-                deltas.append(event)
-                if event.error is not None:
-                    raise EngineFault(event.error)
-                if event.finished:
-                    return Prefilled(tuple(deltas), None)
-        raise EngineFault("The prefill ended without a result.")
+        handoffs: list[Handoff] = []
+        async with contextlib.aclosing(self._deltas(request, begin, handoffs.append)) as arriving:
+            async for delta in arriving:
+                if delta.error is not None:
+                    raise EngineFault(delta.error)
+                deltas.append(delta)
+        return Prefilled(tuple(deltas), handoffs[0] if handoffs else None)
 
     def abort(self, request_id: str) -> None:
         """End a running request; its stream ends with a last delta."""
@@ -142,17 +148,7 @@ class TorchBackend:
 
     async def replay(self, request: Request) -> Replayed:
         """Compute a teacher-forced request."""
-        async with contextlib.aclosing(self.generate(request)) as deltas:
-            async for delta in deltas:
-                if delta.error is not None:
-                    raise EngineFault(delta.error)
-                if delta.logprobs is not None:
-                    return Replayed(
-                        tuple(entry.logprob for entry in delta.logprobs),
-                        delta.replayed,
-                        weight_version=delta.weight_version,
-                    )
-        raise EngineFault("The replay ended without a result.")
+        return await replayed(self.generate(request))
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Set who may draft from the next step on."""
@@ -174,7 +170,8 @@ class TorchBackend:
         def load() -> tuple[Weights, str | None]:
             folder = resolve_model(source)
             check_same_model(folder, engine.model)
-            head = None if drafter is None else resolve_model(drafter, SHIPPED_HEADS)
+            has_head = engine.config.drafter.model is not None  # else `load_weights` refuses any, found or not
+            head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
             weights = load_weights(folder, engine.config, engine.device, head)
             return weights, _quantization(folder, engine)
 
@@ -249,16 +246,10 @@ class TorchBackend:
         if began is not None and time.monotonic() - began > _STALLED_AFTER_S:
             raise EngineFault(f"A step has been running for more than {_STALLED_AFTER_S:.0f} s.")
 
-    async def _deltas(self, request: Request, begin: Command) -> AsyncGenerator[TokenDelta, None]:
-        async with contextlib.aclosing(self._events(request, begin)) as events:
-            async for event in events:
-                assert isinstance(event, TokenDelta)
-                yield event
-                if event.finished:
-                    return
-
-    async def _events(self, request: Request, begin: Command) -> AsyncGenerator[TokenDelta | Handoff, None]:
-        """What happens to a request, from its start to its end; leaving early aborts it."""
+    async def _deltas(
+        self, request: Request, begin: Command, hand_off: Callable[[Handoff], None] | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """A request's deltas, from its start to its end or its handoff; leaving early aborts it."""
         self.check_health()
         request_id = request.request_id
         if request_id in self._streams:
@@ -274,7 +265,13 @@ class TorchBackend:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise event
+                if not isinstance(event, TokenDelta):
+                    assert hand_off is not None
+                    hand_off(event)
+                    return
                 yield event
+                if event.finished:
+                    return
         finally:
             del self._streams[request_id]
             self._commands.put(lambda engine: self._abort(engine, request_id))

@@ -29,6 +29,7 @@ from serve_app.backends.base import (
     PauseMode,
     Prefilled,
     Replayed,
+    replayed,
 )
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
 from serve_app.backends.vllm_parts.checkpoint import (
@@ -58,7 +59,7 @@ from speculative.model.loading import resolve_model
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta
 from speculative.sampling.logprob_checks import LogprobContract
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.state.batch import HostTerms
+from speculative.state.batch import Terms
 from speculative.stats import LOGPROB_RULES, CheckState, EngineUsage, StepStats
 
 _logger = logging.getLogger("truespec.vllm")
@@ -238,26 +239,16 @@ class VllmBackend:
         An adapter's answers can only be replayed by vLLM itself.
         """
         if self._replayer is not None and not request.adapter:
-            replayed = await self._replayer.replay(request)
+            replay = await self._replayer.replay(request)
             structure = request.params.structure
             if structure is None or self._params.allows_what_ours_allows(structure):
-                return replayed
-            return dataclasses.replace(replayed, replayed=None)  # the distribution was a different one
+                return replay
+            return dataclasses.replace(replay, replayed=None)  # the distribution was a different one
         self._live_replays += 1
         try:
-            return await self._replay(request)
+            return await replayed(self.generate(request))
         finally:
             self._live_replays -= 1
-
-    async def _replay(self, request: Request) -> Replayed:
-        async with contextlib.aclosing(self.generate(request)) as deltas:
-            async for delta in deltas:
-                if delta.error is not None:
-                    raise EngineFault(delta.error)
-                if delta.logprobs is not None:
-                    logprobs = tuple(entry.logprob for entry in delta.logprobs)
-                    return Replayed(logprobs, delta.replayed, weight_version=delta.weight_version)
-        raise EngineFault("The replay ended without a result.")
 
     def set_speculation(self, speculation: Speculation) -> None:
         """Set who may draft from the next step on; vLLM keeps running."""
@@ -508,7 +499,7 @@ class VllmBackend:
                 return
             terms, num_without_q = reported[0]
             for checks, sums, achievable in terms:
-                self._self_check.take(HostTerms(tuple(checks), np.array(sums), achievable), self._counts.stats)
+                self._self_check.take(Terms(tuple(checks), np.array(sums), achievable), self._counts.stats)
             for _ in range(num_without_q):
                 self._counts.stats.count_violation("q_missing")
             if num_without_q:

@@ -19,8 +19,10 @@ from serve_app.integrity.breaker import Mode
 from serve_app.integrity.detectors import Rounding
 from serve_app.integrity.dumps import DumpFolder
 from serve_app.integrity.heartbeat import Orders, Report
-from serve_app.integrity.referee import Referee, RefereeSettings
+from serve_app.integrity.judgement import Judge
+from serve_app.integrity.replay_checker import ReplayChecker
 from serve_app.integrity.replays import ReplayJob
+from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.integrity.verdicts import Checked
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, RaySink
@@ -54,7 +56,17 @@ class Controller:
 
         self._sums = PrometheusSink(source=context.replica_tag)
         metrics = Metrics([RaySink(), self._sums], model_name=config.model.served_name, pool=pool)
-        self._referee = Referee(replay, metrics, _referee_settings(config), _dump_folder(config))
+        rounding = Rounding(config.replay.distribution_tolerance, config.replay.edge_of(config.engine.dtype))
+        num_draft_tokens = 0 if config.drafter.kind == "none" else config.drafter.num_draft_tokens
+        self._book = ReplicaBook(metrics, rounding, _dump_folder(config), config.replay.keep_verdicts)
+        self._checker = ReplayChecker(
+            replay,
+            Judge(metrics, rounding, config.replay.max_tme, num_draft_tokens),
+            self._book,
+            metrics,
+            max_queue=config.replay.max_queue,
+            max_running=config.replay.max_running,
+        )
         self._status = StatusBook(_about(config), time.time)
         self._weights = WeightCoordinator()
         self._transfers = Transfers(ray.put)
@@ -62,28 +74,29 @@ class Controller:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._referee.run())
+            tasks.create_task(self._checker.run())
             tasks.create_task(self._note_forever())
 
     async def _note_forever(self) -> None:
         while True:
+            self._checker.report_queue()
             self._status.note(self._sums.samples())
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def submit(self, job: ReplayJob, reported: Carried) -> None:
         """Queue a finished request for replay."""
         adopt(reported)
-        self._referee.submit(job)
+        self._checker.submit(job)
 
     async def check(self, job: ReplayJob, reported: Carried) -> Checked:
         """Have a finished request replayed, and wait for it."""
         adopt(reported)
-        return await self._referee.check(job)
+        return await self._checker.check(job)
 
     async def report(self, report: Report) -> Orders:
         """Take in what a replica counted and did, and tell it what was found out about it."""
         self._sums.apply(report.batch)
-        orders = self._referee.hear(report)
+        orders = self._book.hear(report)
         if report.weights is None:
             return orders
         return dataclasses.replace(orders, weights=self._weights.hear(report.status.replica, report.weights))
@@ -129,19 +142,19 @@ class Controller:
 
     async def verdict(self, reply_id: str) -> dict[str, Any] | None:
         """What is known of a reply."""
-        return self._referee.verdict(reply_id)
+        return self._book.verdicts.reply(reply_id)
 
     async def statuses(self) -> Statuses:
         """Where every replica stands."""
-        return self._referee.statuses()
+        return self._book.statuses()
 
     async def order(self, mode: Mode, replica: str | None) -> Statuses | None:
         """Pass on what an operator wants; None where there is no such replica."""
-        return self._referee.order(mode, replica)
+        return self._book.order(mode, replica)
 
     async def status(self) -> dict[str, Any]:
         """What the status page shows."""
-        return self._status.render(self._sums.samples(), self._referee.overview())
+        return self._status.render(self._sums.samples(), self._book.overview())
 
     async def exposition(self) -> tuple[bytes, str]:
         """The app's metrics in Prometheus' text format, and the content type."""
@@ -151,18 +164,6 @@ class Controller:
         """Called by Serve; a referee whose work has ended is replaced."""
         if self._work.done():
             raise EngineFault("The referee's work has ended.")
-
-
-def _referee_settings(config: AppConfig) -> RefereeSettings:
-    replay, drafter = config.replay, config.drafter
-    return RefereeSettings(
-        max_queue=replay.max_queue,
-        max_running=replay.max_running,
-        max_tme=replay.max_tme,
-        rounding=Rounding(replay.distribution_tolerance, replay.edge_of(config.engine.dtype)),
-        num_draft_tokens=0 if drafter.kind == "none" else drafter.num_draft_tokens,
-        keep_verdicts=replay.keep_verdicts,
-    )
 
 
 def _about(config: AppConfig) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from ray.serve.exceptions import RayServeException
 
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.backends.traced import TracedBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
@@ -28,6 +27,7 @@ from serve_app.integrity.heartbeat import Finished, Orders, Report
 from serve_app.integrity.replays import Records
 from serve_app.routing.autoscaling import Backlog
 from serve_app.routing.replica_router import MOST_REPORTED, reported_blocks
+from serve_app.streams import spans
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import own_name
 from serve_app.telemetry.tracing import Carried, adopt
@@ -77,7 +77,7 @@ class EngineHost:
     ) -> None:
         self.runtime = runtime
         self.pool: PoolName = pool
-        self.backend: Backend = TracedBackend(backend, runtime.tracing) if runtime.tracing.enabled else backend
+        self.backend = backend
         self.reporter = Reporter(runtime, self._send_report)
         self.keeper: WeightsKeeper | None = None
         self.backlog = Backlog()
@@ -124,7 +124,9 @@ class EngineHost:
     async def replay(self, request: Request, reported: Carried) -> Replayed:
         """Compute a teacher-forced request, for the referee."""
         adopt(reported)
-        return dataclasses.replace(await self.backend.replay(request), replica=self.runtime.name)
+        return dataclasses.replace(
+            await spans.replay(self.runtime.tracing, self.backend, request), replica=self.runtime.name
+        )
 
     def load(self) -> dict[str, float]:
         """This replica's load, by the names of `AutoscalingSection.targets`."""

@@ -18,8 +18,7 @@ from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
 from serve_app.http.routes import Operations, build_ingress
 from serve_app.integrity.breaker import Mode
-from serve_app.integrity.referee import chosen
-from serve_app.integrity.replay_selection import Checks
+from serve_app.integrity.replay_selection import Checks, chosen
 from serve_app.integrity.replays import Record, Records, ReplayJob
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits

@@ -21,6 +21,7 @@ from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.prefill_pool import token_source
 from serve_app.deployments.runtime import ReplicaRuntime
 from serve_app.integrity.replays import Record
+from serve_app.streams import spans
 from serve_app.telemetry.tracing import Carried, adopt
 from serve_app.transport.base import TransferPayload
 from serve_app.transport.selection import make_transport
@@ -113,7 +114,7 @@ class PrefillServer(EngineServer):
         _logger.debug("computing the prompt of %s, %d tokens", request.request_id, len(request.prompt_token_ids))
         host = self.host
         with host.backlog.holding(len(request.prompt_token_ids)):
-            prefilled = await host.backend.prefill(request, first_token=first_token)
+            prefilled = await spans.prefill(host.runtime.tracing, host.backend, request, first_token=first_token)
         if prefilled.handoff is None:
             return prefilled.deltas, None, host.runtime.name
         with host.timed_handoff("pack"):

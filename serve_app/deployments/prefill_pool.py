@@ -67,4 +67,7 @@ def token_source(
     recovery = host.runtime.config.recovery
     patience = PrefillPatience(recovery.prefill_timeout_s, recovery.prefill_retries)
     ask = None if prefill is None else PrefillPool(prefill, host).prefill
-    return PooledTokenSource(host.backend, host.runtime.metrics, ask, took_in or host.handed_off, patience)
+    runtime = host.runtime
+    return PooledTokenSource(
+        host.backend, runtime.metrics, ask, took_in or host.handed_off, patience, tracing=runtime.tracing
+    )

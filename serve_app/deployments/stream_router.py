@@ -25,7 +25,7 @@ from serve_app.deployments.prefill_pool import token_source
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter, own_error
 from serve_app.integrity.replays import Records
 from serve_app.streams.pooled import PooledTokenSource
-from serve_app.streams.resuming import ReplicaLost, ResumingSource, Streamed, with_signs_of_life
+from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.text.tokenizer import tokenizer_files
 from speculative.errors import EngineOverloaded
@@ -83,8 +83,10 @@ class DecodeWorker(EngineServer):
         prefilled: dict[str, str] = {}  # which replica had a part in it, by request
         self._streamed.update(request.request_id for request in requests)
         try:
-            async with contextlib.aclosing(with_signs_of_life(tokens, every_s, host.backend.check_health)) as deltas:
+            async with contextlib.aclosing(SignsOfLife(tokens, every_s)) as deltas:
                 async for delta in deltas:
+                    if delta is None:
+                        host.backend.check_health()
                     prefilled_by = None if delta is None else self._prefilled_by.pop(delta.request_id, None)
                     if delta is not None and delta.finish_reason is FinishReason.ERROR:
                         failed.add(delta.request_id)

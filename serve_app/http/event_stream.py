@@ -1,12 +1,12 @@
 """Server-sent events that end when their client leaves."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
 
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class EventStream(Response):
         """Send the events (ASGI)."""
         try:
             await unless_disconnected(receive, self._send_all(send))
-        except (Disconnected, OSError):  # OSError: the server noticed while sending, or patience ended
+        except (ClientDisconnect, OSError):  # OSError: the server noticed while sending, or patience ended
             logger.info("%s: the client left", scope.get("path"))
         finally:
             try:
@@ -65,17 +65,19 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await self._send(send, self._first)
-        async with contextlib.aclosing(self._joined() if self._interval_s else self._rest) as messages:
-            async for message in messages:
-                await self._send(send, message)
+        if self._interval_s:
+            await self._send_joined(send)
+        else:
+            async for event in self._rest:
+                await self._send(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: bytes) -> None:
         async with asyncio.timeout(self._patience_s):
             await send({"type": "http.response.body", "body": message, "more_body": True})
 
-    async def _joined(self) -> AsyncGenerator[bytes, None]:
-        """The other events, those together that came within one interval."""
+    async def _send_joined(self, send: Send) -> None:
+        """Send the other events, those together that came within one interval."""
         events: list[bytes] = []
         news = asyncio.Event()
 
@@ -96,29 +98,25 @@ class EventStream(Response):
                 if events:
                     message = b"".join(events)
                     events.clear()
-                    yield message
+                    await self._send(send, message)
             collecting.result()
         finally:
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
 
 
-class Disconnected(Exception):
-    """The client went away; there is nobody to answer."""
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Do the work, but stop it when the client leaves. The body must have been read.
 
     Raises:
-        Disconnected: the client left; the work was cancelled and has ended.
+        ClientDisconnect: the client left; the work was cancelled and has ended.
     """
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
-            raise Disconnected
+            raise ClientDisconnect
         return doing.result()
     finally:
         doing.cancel()

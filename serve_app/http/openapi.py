@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from serve_app.access.access import Scope
+from serve_app.access.request_gate import scope_of
 from serve_app.http.admin import PauseOrder, SpeculationOrder, WeightsOrder
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.openai.scoring import ScoreRequest
@@ -102,7 +104,6 @@ class Operation:
     reply: str  # a schema's name, or a content type without a schema
     body: type[BaseModel] | None = None
     streams: bool = False  # the reply may be server-sent events
-    scope: str | None = "user"  # required of the key; None = no key needed
     body_required: bool = True
 
 
@@ -115,22 +116,21 @@ OPERATIONS = (
     ),
     Operation("POST", "/v1/score", "Score how likely labels are after contexts.", "Scores", ScoreRequest),
     Operation("GET", "/v1/verdicts/{reply_id}", "Return the verdict on a reply.", "Verdict"),
-    Operation("GET", "/admin/speculation", "Return each replica's speculation state.", "Replicas", scope="admin"),
-    Operation("POST", "/admin/speculation", "Set the speculation mode.", "Replicas", SpeculationOrder, scope="admin"),
-    Operation("GET", "/admin/weights", "Return the weights that each replica serves.", "Replicas", scope="admin"),
-    Operation("POST", "/admin/weights", "Update weights on every replica.", "Replicas", WeightsOrder, scope="admin"),
+    Operation("GET", "/admin/speculation", "Return each replica's speculation state.", "Replicas"),
+    Operation("POST", "/admin/speculation", "Set the speculation mode.", "Replicas", SpeculationOrder),
+    Operation("GET", "/admin/weights", "Return the weights that each replica serves.", "Replicas"),
+    Operation("POST", "/admin/weights", "Update weights on every replica.", "Replicas", WeightsOrder),
     Operation(
         "POST",
         "/admin/pause",
         "Stop starting requests on all replicas.",
         "Replicas",
         PauseOrder,
-        scope="admin",
         body_required=False,
     ),
-    Operation("POST", "/admin/resume", "Resume starting requests.", "Replicas", scope="admin"),
-    Operation("GET", "/healthz", "Report whether this replica can serve.", "Health", scope=None),
-    Operation("GET", "/metrics", "Metrics for Prometheus.", "text/plain", scope=None),
+    Operation("POST", "/admin/resume", "Resume starting requests.", "Replicas"),
+    Operation("GET", "/healthz", "Report whether this replica can serve.", "Health"),
+    Operation("GET", "/metrics", "Metrics for Prometheus.", "text/plain"),
     Operation("GET", "/status", "The data of the status page.", "Status"),
     Operation("GET", "/status/events", "Stream the status each second.", "text/event-stream"),
 )
@@ -188,7 +188,8 @@ def _described(operation: Operation, needs_key: bool) -> Schema:
             "required": operation.body_required,
             "content": {"application/json": {"schema": schema}},
         }
-    if operation.scope == "admin" or (operation.scope == "user" and needs_key):
+    scope = scope_of(operation.path)
+    if scope is Scope.ADMIN or (scope is Scope.USER and needs_key):
         reported["security"] = [{"key": []}]
     return reported
 
@@ -196,7 +197,7 @@ def _described(operation: Operation, needs_key: bool) -> Schema:
 def _parameters(operation: Operation) -> list[Schema]:
     names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     in_path = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
-    if operation.scope != "user" or operation.body is None:
+    if scope_of(operation.path) is not Scope.USER or operation.body is None:
         return in_path
     return in_path + [
         {"name": name, "in": "header", "description": text, "schema": schema} for name, text, schema in _HEADERS

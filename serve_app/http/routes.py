@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from serve_app.access.access import Access, Caller
 from serve_app.access.request_gate import Gate
@@ -27,7 +28,7 @@ from serve_app.errors import (
     route_error,
 )
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, WeightsAdmin, WeightsOrder
-from serve_app.http.event_stream import Disconnected, EventStream, unless_disconnected
+from serve_app.http.event_stream import EventStream, unless_disconnected
 from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
 from serve_app.openai.frontend import FrontEnd
@@ -37,7 +38,7 @@ from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionReque
 from serve_app.openai.scoring import Scorer, ScoreRequest
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import Outcome
-from speculative.errors import InvalidRequest, TruespecError
+from speculative.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,9 @@ def build_ingress(
         redirect_slashes=False,
         dependencies=[Depends(_admission(gate))],
     )
+    app.router.route_class = _GuardedRoute
     app.add_middleware(RequestIds, tracing=tracing or Tracing())
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(TruespecError, _on_refusal)
     _add_generation(app, front_end, gate)
     if scorer is not None:
         _add_scoring(app, front_end, scorer, gate)
@@ -116,6 +117,30 @@ def build_ingress(
         return _unserved(request, path)
 
     return app
+
+
+class _GuardedRoute(APIRoute):
+    """A route that says in OpenAI's form what went wrong, at the gate or behind it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler of this route (FastAPI)."""
+        answer = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except HTTPException:
+                raise
+            except ClientDisconnect:
+                return Response(status_code=_CLIENT_CLOSED)
+            except Exception as error:
+                reply = reply_for(error)
+                if reply.status >= 500:
+                    request_id, path = request_id_of(request.scope), request.url.path[:LONGEST_PATH]
+                    logger.error("%s %s failed: %r", path, request_id, error, exc_info=error)
+                return _error_response(reply)
+
+        return guarded
 
 
 def _admission(gate: Gate) -> Callable[[Request], Awaitable[None]]:
@@ -146,38 +171,44 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
         return JSONResponse(front_end.models())
 
     @app.get("/v1/models/{name:path}")
-    async def show_model(request: Request, name: str) -> Response:
-        return await _guarded(request, _show(front_end, name))
+    async def show_model(name: str) -> Response:
+        return JSONResponse(front_end.model(name))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _guarded(request, _generate(front_end, gate, request, CompletionRequest))
+        return await _generate(front_end, gate, request, CompletionRequest)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _guarded(request, _generate(front_end, gate, request, ChatCompletionRequest))
+        return await _generate(front_end, gate, request, ChatCompletionRequest)
 
 
 def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer, gate: Gate) -> None:
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
-        return await _guarded(request, _score(front_end, scorer, gate, request))
+        return await _score(front_end, scorer, gate, request)
 
 
 def _add_verdicts(app: FastAPI, verdicts: VerdictPage) -> None:
     @app.get("/v1/verdicts/{reply_id}")
-    async def show_verdict(request: Request, reply_id: str) -> Response:
-        return await _guarded(request, _verdict(verdicts, reply_id))
+    async def show_verdict(reply_id: str) -> Response:
+        known = await verdicts(reply_id)
+        if known is None:
+            raise UnknownVerdict(
+                f"Nothing is known of '{reply_id[:100]}': it is no reply of this service, still under way, or long ago."
+            )
+        return JSONResponse(known)
 
 
 def _add_admin(app: FastAPI, admin: Admin) -> None:
     @app.get("/admin/speculation")
-    async def show_speculation(request: Request) -> Response:
-        return await _guarded(request, _speculation(admin, request, None))
+    async def show_speculation() -> Response:
+        return JSONResponse({"replicas": await admin.statuses()})
 
     @app.post("/admin/speculation")
     async def set_speculation(request: Request) -> Response:
-        return await _guarded(request, _speculation(admin, request, SpeculationOrder))
+        body = await _read_body(request, _LONGEST_ORDER)
+        return JSONResponse({"replicas": await admin.order(parse(body, SpeculationOrder))})
 
     if admin.weights is not None:
         _add_weights(app, admin.weights)
@@ -191,24 +222,21 @@ def _add_weights(app: FastAPI, weights: WeightsAdmin) -> None:
     async def ordered(request: Request, kind: type[W], do: Callable[[W], Awaitable[Outcome]]) -> Response:
         return await reported(do(parse(await _read_body(request, _LONGEST_ORDER) or b"{}", kind)))
 
-    async def asked() -> Response:
-        return JSONResponse({"replicas": await weights.statuses()})
-
     @app.get("/admin/weights")
-    async def show_weights(request: Request) -> Response:
-        return await _guarded(request, asked())
+    async def show_weights() -> Response:
+        return JSONResponse({"replicas": await weights.statuses()})
 
     @app.post("/admin/weights")
     async def update_weights(request: Request) -> Response:
-        return await _guarded(request, ordered(request, WeightsOrder, weights.update))
+        return await ordered(request, WeightsOrder, weights.update)
 
     @app.post("/admin/pause")
     async def pause(request: Request) -> Response:
-        return await _guarded(request, ordered(request, PauseOrder, weights.pause))
+        return await ordered(request, PauseOrder, weights.pause)
 
     @app.post("/admin/resume")
-    async def resume(request: Request) -> Response:
-        return await _guarded(request, reported(weights.resume()))
+    async def resume() -> Response:
+        return await reported(weights.resume())
 
 
 def _add_operations(app: FastAPI, operations: Operations) -> None:
@@ -245,7 +273,7 @@ async def _generate(
             return JSONResponse(await unless_disconnected(request.receive, front_end.collect(job, lease.spend)))
         events = front_end.events(job, lease.spend)
         try:
-            first = await unless_disconnected(request.receive, _first(events))
+            first = await unless_disconnected(request.receive, anext(events))
         except BaseException:
             await events.aclose()
             raise
@@ -284,45 +312,6 @@ def _header_timeout_s(request: Request) -> float | None:
     return float(sent)
 
 
-async def _verdict(verdicts: VerdictPage, reply_id: str) -> Response:
-    known = await verdicts(reply_id)
-    if known is None:
-        raise UnknownVerdict(
-            f"Nothing is known of '{reply_id[:100]}': it is no reply of this service, still under way, or long ago."
-        )
-    return JSONResponse(known)
-
-
-async def _speculation(admin: Admin, request: Request, order: type[SpeculationOrder] | None) -> Response:
-    if order is None:
-        return JSONResponse({"replicas": await admin.statuses()})
-    body = await _read_body(request, _LONGEST_ORDER)
-    return JSONResponse({"replicas": await admin.order(parse(body, order))})
-
-
-async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
-
-
-async def _show(front_end: FrontEnd, name: str) -> Response:
-    return JSONResponse(front_end.model(name))
-
-
-async def _guarded(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """Answer, or say in OpenAI's form what went wrong."""
-    try:
-        return await answer
-    except Disconnected:
-        return Response(status_code=_CLIENT_CLOSED)
-    except Exception as error:
-        reply = reply_for(error)
-        if reply.status >= 500:
-            request_id = request_id_of(request.scope)
-            path = request.url.path[:LONGEST_PATH]
-            logger.error("%s %s failed: %r", path, request_id, error, exc_info=error)
-        return _error_response(reply)
-
-
 async def _read_body(request: Request, most: int) -> bytes:
     """The body, read no further than the limit."""
     too_large = BodyTooLarge("", f"The body is longer than {most} bytes. Shorten the prompt or send fewer at once.")
@@ -332,15 +321,11 @@ async def _read_body(request: Request, most: int) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise Disconnected
-                body += message.get("body", b"")
+            async for part in request.stream():
+                body += part
                 if len(body) > most:
                     raise too_large
-                if not message.get("more_body", False):
-                    return bytes(body)
+            return bytes(body)
     except TimeoutError as error:
         raise BodyTimeout(f"The body did not come within {_BODY_TIMEOUT_S:g} s.") from error
 
@@ -365,11 +350,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response
-
-
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    """What the gate raises, before a route has begun."""
-    return _error_response(reply_for(error))
 
 
 def _error_response(reply: ErrorReply) -> Response:

@@ -1,7 +1,7 @@
 """Detectors over the replayed tokens of one replica, one set for each stratum."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serve_app.integrity.drift import Cusum, TokenDrift
@@ -56,12 +56,8 @@ class ReplicaWatch:
 
     def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float) -> list[tuple[str, str]]:
         """Add one request's tokens; returns the alarms they raised, each with its stratum."""
-        by_stratum: dict[str, list[SeenToken]] = {}
-        for token in tokens:
-            for stratum in token.strata:
-                by_stratum.setdefault(stratum, []).append(token)
         alarms = []
-        for stratum, members in by_stratum.items():
+        for stratum, members in by_stratum(tokens).items():
             if self._drifts(stratum, members, drift_tolerance):
                 alarms.append(("drift", stratum))
             alarm = None if stratum in KNOWN_AFTERWARDS else self._breaks_distribution(stratum, members, greedy)
@@ -87,6 +83,15 @@ class ReplicaWatch:
         if alarm is not None:
             del self._distributions[stratum]
         return alarm
+
+
+def by_stratum(tokens: Iterable[SeenToken]) -> dict[str, list[SeenToken]]:
+    """The tokens of each stratum; one may be in several."""
+    members: dict[str, list[SeenToken]] = {}
+    for token in tokens:
+        for stratum in token.strata:
+            members.setdefault(stratum, []).append(token)
+    return members
 
 
 def distribution_alarm(tokens: Sequence[SeenToken], greedy: bool, rounding: Rounding) -> str | None:

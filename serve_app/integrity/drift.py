@@ -96,26 +96,14 @@ class NoiseFloor:
         for drift in drifts:
             self._sums.add(drift)
 
-    @property
-    def excess(self) -> float:
-        """TME - 1; 0 while too little is known."""
-        return self._sums.tme - 1 if self._sums.num_tokens >= self._min_tokens else 0.0
+    def tolerance(self, max_tme: float) -> float:
+        """The mean of exp|g - t| - 1 above which something is wrong: max_tme - 1 above the floor.
 
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How much drift is put up with: `max_tme` - 1 above the noise floor.
-
-    The floor counts at most max_tme - 1 itself: an engine that is wrong without drafts too must not teach the referee
-    that this is noise.
-    """
-
-    max_tme: float
-
-    def excess(self, floor: NoiseFloor) -> float:
-        """The mean of exp|g - t| - 1 above which something is wrong."""
-        allowed = self.max_tme - 1
-        return allowed + min(floor.excess, allowed)
+        The floor counts at most max_tme - 1 itself: an engine that is wrong without drafts too must not teach the
+        referee that this is noise. It is 0 while too little is known.
+        """
+        allowed, known = max_tme - 1, self._sums.num_tokens >= self._min_tokens
+        return allowed + min(self._sums.tme - 1 if known else 0.0, allowed)
 
 
 def request_drifted(drifts: Sequence[TokenDrift], tolerance: float) -> bool:

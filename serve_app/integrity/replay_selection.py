@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from serve_app.integrity.replays import ReplayJob
@@ -12,6 +13,12 @@ Submit = Callable[[ReplayJob], None]
 
 Check = Callable[[ReplayJob], Awaitable[Checked]]
 """Hands a job to the referee, and waits for what comes of it."""
+
+
+def chosen(request_id: str, share: float) -> bool:
+    """Whether a request is in the replayed share: a function of its id alone, so that every replica agrees."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2.0**64
 
 
 class Checks:

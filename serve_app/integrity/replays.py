@@ -66,12 +66,6 @@ class ReplayJob:
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     @property
-    def first_scored(self) -> int:
-        """Position of the first token whose logprob was served."""
-        num_prompt = len(self.request.prompt_token_ids)
-        return num_prompt - len(self.prompt_logprobs)
-
-    @property
     def replicas(self) -> frozenset[str]:
         """All that took part in it."""
         return frozenset({self.replica, self.prefilled_by, *self.made_by} - {""})

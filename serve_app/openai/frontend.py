@@ -11,8 +11,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource
@@ -69,19 +69,18 @@ class FrontEnd:
         model: ModelInfo,
         limits: Limits | None = None,
         *,
-        aliases: Sequence[str] = (),
         checks: Checks | None = None,
         parsers: Parsers | None = None,
     ) -> None:
-        """`aliases` are further names of the model; without `checks`, `verify` is refused; without `parsers` nobody
-        reads reasoning, or calls that the model makes as it likes."""
+        """Without `checks`, `verify` is refused; without `parsers` nobody reads reasoning, or calls that the model
+        makes as it likes."""
         self._source = source
         self._chats = ChatDesk(tokenizer, parsers)
         self._checks = checks
         self._tokenizer = tokenizer
         self._model = model
         self.limits = limits or Limits()
-        self._names = tuple(dict.fromkeys((model.model_name, *aliases, *(one.name for one in model.adapters))))
+        self._names = (model.model_name, *(one.name for one in model.adapters))
         self._created = int(time.time())
 
     def weights_switched(self, model: ModelInfo) -> None:
@@ -213,9 +212,10 @@ class FrontEnd:
         run = ChoiceRun(job, self._tokenizer, streams=False)
         pieces: list[list[ChoiceDelta]] = [[] for _ in job.requests]
         with self._expecting(job):
-            async with aclosing(self._pieces(job, run, spend)) as arriving:
-                async for piece in arriving:
-                    pieces[piece.index].append(piece)
+            with _settled(job, run, spend):
+                async with aclosing(self._pieces(job, run, spend)) as arriving:
+                    async for piece in arriving:
+                        pieces[piece.index].append(piece)
             verdicts = await self._verdicts(job)
         choices = [await read_choice(join(parts), job.answers) for parts in pieces]
         return job.format.whole(self._current(job.head), choices, run.usage()) | verdicts
@@ -231,12 +231,13 @@ class FrontEnd:
         begun = False
         try:
             with self._expecting(job):
-                async with aclosing(self._pieces(job, run, spend)) as arriving:
-                    async for piece in arriving:
-                        head = self._current(job.head)
-                        event = _event(job.format.chunk(head, piece))
-                        yield event if begun else b"".join(map(_event, job.format.opening(head))) + event
-                        begun = True
+                with _settled(job, run, spend):
+                    async with aclosing(self._pieces(job, run, spend)) as arriving:
+                        async for piece in arriving:
+                            head = self._current(job.head)
+                            event = _event(job.format.chunk(head, piece))
+                            yield event if begun else b"".join(map(_event, job.format.opening(head))) + event
+                            begun = True
                 reported = await self._verdicts(job)
         except Exception as error:
             if not begun:
@@ -371,27 +372,12 @@ class FrontEnd:
             )
         return asked
 
-    async def _pieces(self, job: PreparedRequest, run: "ChoiceRun", spend: Spend) -> AsyncGenerator[ChoiceDelta, None]:
-        """The pieces of all choices as they come; ends when every choice has ended."""
-        try:
-            async with aclosing(merge([self._group_pieces(group, run, spend) for group in job.groups])) as arriving:
-                async for piece in arriving:
-                    yield piece
-        except InvalidRequest as error:
-            refusal = None if job.answers is None else job.answers.refusal_of_tools(error)
-            if refusal is None and error.field == FORM:
-                refusal = InvalidRequest(job.form_field, error.message)
-            if refusal is None:
-                raise
-            raise refusal from error
-        except (asyncio.CancelledError, GeneratorExit, RequestTimeout):  # or who never waits would never pay
-            spend(run.num_unpaid)
-            raise
-        if run.unfinished:
-            raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
+    def _pieces(self, job: PreparedRequest, run: ChoiceRun, spend: Spend) -> AsyncGenerator[ChoiceDelta, None]:
+        """The pieces of all choices as they come."""
+        return merge([self._group_pieces(group, run, spend) for group in job.groups])
 
     async def _group_pieces(
-        self, group: Sequence[Request], run: "ChoiceRun", spend: Spend
+        self, group: Sequence[Request], run: ChoiceRun, spend: Spend
     ) -> AsyncGenerator[ChoiceDelta, None]:
         """The pieces of one prompt's choices. The source hears of a choice that ended here before it is asked for more:
         how a request ended is counted when its stream ends."""
@@ -408,6 +394,30 @@ class FrontEnd:
                     yield piece
                 if run.unfinished.isdisjoint(names):
                     return
+
+
+@contextmanager
+def _settled(job: PreparedRequest, run: ChoiceRun, spend: Spend) -> Iterator[None]:
+    """Within it, the pieces of a request are taken.
+
+    Raises:
+        InvalidRequest: the source refused the request; it names the field that the client sent.
+        EngineFault: the source ended before every choice did.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        refusal = None if job.answers is None else job.answers.refusal_of_tools(error)
+        if refusal is None and error.field == FORM:
+            refusal = InvalidRequest(job.form_field, error.message)
+        if refusal is None:
+            raise
+        raise refusal from error
+    except (asyncio.CancelledError, GeneratorExit, RequestTimeout):  # or who never waits would never pay
+        spend(run.num_unpaid)
+        raise
+    if run.unfinished:
+        raise EngineFault(f"The token stream ended before its requests did: {', '.join(sorted(run.unfinished))}.")
 
 
 def choice_seed(seed: int, choice: int) -> int:

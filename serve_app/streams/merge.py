@@ -9,16 +9,15 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """The items of several async generators as they come, each generator's in order.
+def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of several async generators as they come, each generator's in order; a single one is returned as it is.
 
     An error of one ends all. Closing closes all of them; at most one item of each waits to be taken.
     """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     arrived: asyncio.Queue[_Arrival[T]] = asyncio.Queue(maxsize=len(streams))
     pumps = [asyncio.create_task(_pump(stream, arrived)) for stream in streams]
     try:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource
@@ -97,11 +97,14 @@ class ObservedSource:
         ticket = self._backlog.join(len(requests[0].prompt_token_ids), _owner(requests[0]))
         try:
             async with contextlib.aclosing(self._source.stream(asked)) as deltas:
-                async for delta in _until(deltas, self._time_limit_s(requests[0])):
+                limit_s = self._time_limit_s(requests[0])
+                deadline = asyncio.get_running_loop().time() + limit_s
+                while (delta := await _next(deltas, deadline, limit_s)) is not None:
                     ticket.close(served=True)
                     entry = watched[delta.request_id]
                     self._see(entry, delta)
-                    yield delta if _asked_for_logprobs(entry.request) else delta.replace(logprobs=None)
+                    hidden = delta.logprobs is not None and not _asked_for_logprobs(entry.request)
+                    yield delta.replace(logprobs=None) if hidden else delta
         except Exception as error:
             if isinstance(error, (InvalidRequest, EngineOverloaded)):
                 self._refuse(requests[0], error)
@@ -230,22 +233,17 @@ def _with_logprobs(request: Request) -> Request:
     return dataclasses.replace(request, params=dataclasses.replace(request.params, logprobs=0))
 
 
-async def _until(deltas: AsyncGenerator[TokenDelta, None], limit_s: float) -> AsyncIterator[TokenDelta]:
-    """The deltas that come within the time limit.
+async def _next(deltas: AsyncGenerator[TokenDelta, None], deadline: float, limit_s: float) -> TokenDelta | None:
+    """The next delta if it comes before the deadline (by the event loop's clock); None = there is none left.
 
     Raises:
-        RequestTimeout: it passed.
+        RequestTimeout: the deadline passed.
     """
-    deadline = asyncio.get_running_loop().time() + limit_s
-    while True:
-        try:
-            async with asyncio.timeout_at(deadline):
-                delta = await anext(deltas)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise RequestTimeout(
-                f"The request took longer than the {limit_s:g} s it had; ask for fewer tokens, or for more time where "
-                "the server allows it."
-            ) from error
-        yield delta
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await anext(deltas, None)
+    except TimeoutError as error:
+        raise RequestTimeout(
+            f"The request took longer than the {limit_s:g} s it had; ask for fewer tokens, or for more time where "
+            "the server allows it."
+        ) from error

@@ -13,9 +13,11 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from serve_app.backends.base import Backend, Handoff, Prefilled
+from serve_app.backends.base import Backend, Prefilled
 from serve_app.streams.merge import merge
+from serve_app.streams.spans import phases
 from serve_app.telemetry.metrics import Metrics
+from serve_app.telemetry.tracing import Tracing
 from speculative.errors import EngineFault, HandoffRefused
 from speculative.request import Request, TokenDelta
 
@@ -55,6 +57,7 @@ class PooledTokenSource:
         remote_prefill: None = prefill on the local engine too.
         took_in: called before the first delta from a handoff.
         patience: with the prefill pool.
+        tracing: of the replica; None = no spans.
     """
 
     def __init__(
@@ -64,64 +67,78 @@ class PooledTokenSource:
         remote_prefill: RemotePrefill | None = None,
         took_in: TookIn | None = None,
         patience: PrefillPatience | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._backend = backend
         self._metrics = metrics
         self._remote_prefill = remote_prefill
         self._took_in = took_in
         self._patience = patience or PrefillPatience()
+        self._tracing = tracing or Tracing()
 
-    async def stream(self, requests: Sequence[Request]) -> Deltas:
+    def stream(self, requests: Sequence[Request]) -> Deltas:
         """Generate for requests that share one prompt; their deltas come interleaved. Closing it aborts them all."""
-        streams = [self._one(requests[0])] if len(requests) == 1 else await self._many(requests)
-        async with contextlib.aclosing(merge(streams)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._choice(requests[0], asks=True) if len(requests) == 1 else self._choices(requests)
 
-    async def go_on(self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]) -> Deltas:
+    def go_on(self, requests: Sequence[Request], emitted: Mapping[str, tuple[int, ...]]) -> Deltas:
         """Generate for requests that another replica has begun; `emitted` has each one's tokens up to now, by its id.
 
         The local engine recomputes prompts and tokens, and the deltas continue after them.
         """
-        streams = [self._backend.generate(one, emitted[one.request_id]) for one in requests]
-        async with contextlib.aclosing(merge(streams)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return merge([self._choice(one, emitted=emitted[one.request_id]) for one in requests])
 
     async def abort(self, request_id: str) -> None:
         """End one of several choices; the others continue."""
         self._backend.abort(request_id)
 
-    async def _one(self, request: Request) -> Deltas:
-        prefilled = await self._prefill(request, first_token=True)
-        rest = self._backend.generate(request) if prefilled is None else self._go_on(request, prefilled)
-        async with contextlib.aclosing(rest) as deltas:
-            async for delta in deltas:
-                yield delta
-
-    async def _many(self, requests: Sequence[Request]) -> list[Deltas]:
+    async def _choices(self, requests: Sequence[Request]) -> Deltas:
         """Each choice draws its own first token, so what is handed off has the last prompt token pending.
 
         What the prefill reported of the prompt belongs to the first choice, in whose name it was requested.
         """
         prefilled = await self._prefill(requests[0], first_token=False)
         if prefilled is None or prefilled.handoff is None:
-            return [self._backend.generate(request) for request in requests]
-        others = dataclasses.replace(prefilled, deltas=())
-        return [self._go_on(request, others if index else prefilled) for index, request in enumerate(requests)]
-
-    async def _go_on(self, request: Request, prefilled: Prefilled) -> Deltas:
-        """What the prefill emitted, then what follows from its handoff."""
-        for delta in prefilled.deltas:
-            yield delta
-        if prefilled.handoff is None:
-            return
-        emitted = [token for delta in prefilled.deltas for token in delta.token_ids]
-        if any(delta.prompt_logprobs is not None for delta in prefilled.deltas):
-            request = _without_prompt_logprobs(request)
-        async with contextlib.aclosing(self._resume(request, prefilled.handoff, prefilled.replica, emitted)) as deltas:
+            streams = [self._choice(request) for request in requests]
+        else:
+            others = dataclasses.replace(prefilled, deltas=())
+            streams = [self._choice(request, others if index else prefilled) for index, request in enumerate(requests)]
+        async with contextlib.aclosing(merge(streams)) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def _choice(
+        self, request: Request, prefilled: Prefilled | None = None, *, asks: bool = False, emitted: Sequence[int] = ()
+    ) -> Deltas:
+        """What the prefill emitted, then what the local engine adds: from the handoff, or from the tokens alone where
+        there is none, or the engine refuses it. With `asks`, the prefill pool is asked first."""
+        if asks:
+            prefilled = await self._prefill(request, first_token=True)
+        handoff, replica = None, ""
+        if prefilled is not None:
+            for delta in prefilled.deltas:
+                yield delta
+            if prefilled.handoff is None:
+                return
+            request, emitted = _after(request, prefilled.deltas)
+            handoff, replica = prefilled.handoff, prefilled.replica
+        while True:
+            engine, unaccepted = self._backend, handoff
+            deltas = engine.generate(request, emitted) if handoff is None else engine.resume(request, handoff)
+            try:
+                async with contextlib.aclosing(deltas):
+                    with phases(self._tracing, request, handoff) as see:
+                        async for delta in deltas:
+                            if unaccepted is not None:  # until the first delta shows that it was
+                                self._count_handoff(request.request_id, unaccepted.nbytes, replica)
+                                unaccepted = None
+                            see(delta)
+                            yield delta
+                return
+            except HandoffRefused as error:
+                if handoff is None:
+                    raise
+                self._count_refusal(request.request_id, error)
+                handoff = None
 
     async def _prefill(self, request: Request, *, first_token: bool) -> Prefilled | None:
         """Ask the prefill pool; None when the local engine is to do it.
@@ -154,23 +171,10 @@ class PooledTokenSource:
         whose = {"request_id": request.request_id, "prefilled_by": prefilled.replica}
         return dataclasses.replace(prefilled, deltas=tuple(delta.replace(**whose) for delta in prefilled.deltas))
 
-    async def _resume(self, request: Request, handoff: Handoff, replica: str, emitted: Sequence[int]) -> Deltas:
-        """Continue from the handoff; from the tokens alone if the engine refuses it."""
-        try:
-            async with contextlib.aclosing(self._backend.resume(request, handoff)) as deltas:
-                first = True
-                async for delta in deltas:
-                    if first:  # it shows that the handoff was accepted
-                        first = False
-                        self._count_handoff(request.request_id, handoff.nbytes, replica)
-                    yield delta
-        except HandoffRefused as error:
-            self._metrics.count("truespec_handoffs_total", result="refused")
-            self._metrics.count("truespec_handoff_refusals_total", reason=error.reason)
-            _logger.warning("handoff of %s refused, computing it here: %s", request.request_id, error)
-            async with contextlib.aclosing(self._backend.generate(request, emitted)) as deltas:
-                async for delta in deltas:
-                    yield delta
+    def _count_refusal(self, request_id: str, error: HandoffRefused) -> None:
+        self._metrics.count("truespec_handoffs_total", result="refused")
+        self._metrics.count("truespec_handoff_refusals_total", reason=error.reason)
+        _logger.warning("handoff of %s refused, computing it here: %s", request_id, error)
 
     def _count_handoff(self, request_id: str, num_bytes: int, replica: str) -> None:
         self._metrics.count("truespec_handoffs_total", result="ok")
@@ -188,6 +192,8 @@ def _reason(error: Exception) -> str:
     return "engine" if isinstance(error, EngineFault) else "died"
 
 
-def _without_prompt_logprobs(request: Request) -> Request:
-    """The request, once its prompt's logprobs have been returned."""
-    return dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))
+def _after(request: Request, deltas: Sequence[TokenDelta]) -> tuple[Request, list[int]]:
+    """The request after these deltas, which may have returned its prompt's logprobs, and their tokens."""
+    if any(delta.prompt_logprobs is not None for delta in deltas):
+        request = dataclasses.replace(request, params=dataclasses.replace(request.params, prompt_logprobs=None))
+    return request, [token for delta in deltas for token in delta.token_ids]

@@ -13,9 +13,9 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from serve_app.errors import RequestAborted
 from serve_app.integrity.replays import Records
@@ -72,49 +72,37 @@ class ReplicaPool(Protocol):
         ...
 
 
-async def with_signs_of_life(
-    items: AsyncGenerator[T, None], every_s: float | None, check: Callable[[], None]
-) -> AsyncGenerator[T | None, None]:
-    """The items, and None whenever none came this long. `check` is called before that, and may raise. Closes them."""
-    waiting: asyncio.Future[T | None] | None = None
-    try:
-        while True:
-            waiting = asyncio.ensure_future(anext(items, None))
-            while not (await asyncio.wait((waiting,), timeout=every_s))[0]:
-                check()
-                yield None
-            item = waiting.result()
-            if item is None:
-                return
-            yield item
-    finally:
-        if waiting is not None and not waiting.done():
-            waiting.cancel()
-            await asyncio.wait((waiting,))
-        await items.aclose()
+class SignsOfLife(Generic[T]):
+    """The items of an async generator, and None whenever none came for `every_s` (None = never). Closing closes it."""
 
+    def __init__(self, items: AsyncGenerator[T, None], every_s: float | None) -> None:
+        self._items = items
+        self._every_s = every_s
+        self._waiting: asyncio.Future[T | None] | None = None
 
-async def _unless_silent(items: AsyncGenerator[T, None], limit_s: float | None) -> AsyncGenerator[T, None]:
-    """The items.
+    def __aiter__(self) -> "SignsOfLife[T]":
+        """Itself."""
+        return self
 
-    Raises:
-        ReplicaSilent: none came for this long. The wait is split into parts: if this process itself was stalled, what
-            arrived meanwhile is seen before the next part.
-    """
-    num_silent = 0
+    async def __anext__(self) -> T | None:
+        """The next item, or None once none came for so long."""
+        if self._waiting is None:
+            self._waiting = asyncio.ensure_future(anext(self._items, None))
+        await asyncio.wait((self._waiting,), timeout=self._every_s)
+        if not self._waiting.done():
+            return None
+        item = self._waiting.result()
+        if item is None:
+            raise StopAsyncIteration
+        self._waiting = None
+        return item
 
-    def count() -> None:
-        nonlocal num_silent
-        num_silent += 1
-        if num_silent == _PARTS:
-            raise ReplicaSilent(f"no sign of life for {limit_s:g} s")
-
-    every_s = None if limit_s is None else limit_s / _PARTS
-    async with contextlib.aclosing(with_signs_of_life(items, every_s, count)) as reported:
-        async for item in reported:
-            if item is not None:
-                num_silent = 0
-                yield item
+    async def aclose(self) -> None:
+        """Stop waiting, and close the generator."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.cancel()
+            await asyncio.wait((self._waiting,))
+        await self._items.aclose()
 
 
 def own_name(name: str) -> str:
@@ -150,6 +138,8 @@ class _Progress:
         self.emitted += delta.token_ids
         self.returned_prompt = self.returned_prompt or delta.prompt_logprobs is not None
         self.ended = delta.finished
+        if self.num_asked == 1:  # nothing differs from what the replica sent
+            return delta
         return delta.replace(request_id=self.request.request_id, preempted=delta.preempted or self.num_lost > 0)
 
 
@@ -200,9 +190,20 @@ class ResumingSource:
         self._live |= group
         try:
             while left := [one for one in group.values() if not one.ended]:
-                async with contextlib.aclosing(self._passed_on(left)) as deltas:
-                    async for delta in deltas:
-                        yield delta
+                replica, num_silent = "", 0
+                lost: Exception = ReplicaLost("the stream ended before the request did")
+                try:
+                    async with contextlib.aclosing(self._ask(left)) as stream:
+                        async for streamed in stream:
+                            num_silent = 0 if streamed is not None else num_silent + 1
+                            if num_silent == _PARTS:
+                                raise ReplicaSilent(f"no sign of life for {self._silence_s:g} s")
+                            replica = replica if streamed is None else streamed.replica
+                            if (delta := self._take(left, streamed)) is not None:
+                                yield delta
+                except (ReplicaLost, EngineFault, EngineOverloaded) as error:
+                    lost = error
+                await self._move(left, replica, lost)
         finally:
             for request_id in group:
                 del self._live[request_id]
@@ -214,30 +215,31 @@ class ResumingSource:
             progress.ended = True
             await self._pool.abort(progress.name)
 
-    async def _passed_on(self, left: Sequence[_Progress]) -> AsyncGenerator[TokenDelta, None]:
-        """One replica's deltas of these requests, until all have ended, or it is lost and they must go elsewhere."""
-        named = {one.name: one for one in left}
+    def _ask(self, left: Sequence[_Progress]) -> SignsOfLife[Streamed]:
+        """One replica's deltas of these requests. Its time is split into parts: if this process itself was stalled,
+        what arrived meanwhile is seen before the next part."""
         emitted = {one.name: tuple(one.emitted) for one in left} if any(one.num_lost for one in left) else {}
         asked = self._pool.stream([one.rest() for one in left], emitted, self._to_avoid())
-        replica = ""
-        try:
-            async with contextlib.aclosing(_unless_silent(asked, self._silence_s)) as stream:
-                async for streamed in stream:
-                    replica, delta = streamed.replica, streamed.delta
-                    if delta is None:
-                        continue
-                    one = named[delta.request_id]
-                    if one.ended or self._failed_there(one, delta):
-                        continue
-                    self._note(one, streamed)
-                    yield one.take(delta)
-            lost: Exception = ReplicaLost("the stream ended before the request did")
-        except (ReplicaLost, EngineFault) as error:
-            lost = error
-        except EngineOverloaded as error:
-            if not any(one.num_lost for one in left):
-                raise
-            lost = error
+        return SignsOfLife(asked, None if self._silence_s is None else self._silence_s / _PARTS)
+
+    def _take(self, left: Sequence[_Progress], streamed: Streamed | None) -> TokenDelta | None:
+        """Record what came; returns what is to be passed on of it."""
+        if streamed is None or streamed.delta is None:
+            return None
+        one = next(one for one in left if one.name == streamed.delta.request_id)
+        if one.ended or self._failed_there(one, streamed.delta):
+            return None
+        self._note(one, streamed)
+        return one.take(streamed.delta)
+
+    async def _move(self, left: Sequence[_Progress], replica: str, lost: Exception) -> None:
+        """Prepare what has not ended for another replica, or for the same one if none had begun it.
+
+        Raises:
+            RequestAborted, EngineFault, EngineOverloaded: it may not go elsewhere.
+        """
+        if isinstance(lost, EngineOverloaded) and not any(one.num_lost for one in left):
+            raise lost
         unfinished = [one for one in left if not one.ended]
         for one in unfinished:
             one.num_asked += 1

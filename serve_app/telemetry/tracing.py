@@ -102,15 +102,10 @@ class Tracing:
         return cls(provider)
 
     @property
-    def enabled(self) -> bool:
-        """Whether spans are made at all."""
-        return self._provider is not None
-
-    @property
     def recording(self) -> bool:
         """Whether the request being served here is recorded."""
         span = trace.get_current_span().get_span_context()
-        return self.enabled and span.is_valid and span.trace_flags.sampled
+        return self._provider is not None and span.is_valid and span.trace_flags.sampled
 
     @contextmanager
     def request(

@@ -86,7 +86,6 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
@@ -105,7 +104,7 @@ class Tokenizer:
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 **(variables or {}),
             )
             return list(self._core.encode(text, add_special_tokens=False).ids)

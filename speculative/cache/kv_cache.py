@@ -39,7 +39,8 @@ class BlockPool:
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._forget(block)
+            self._marked.discard(block)
+            self._forget_name(block)
             self._holders[block] = 1
         return blocks
 
@@ -97,10 +98,6 @@ class BlockPool:
         """Forget every cached prefix; held blocks stay held."""
         self._hash_of.clear()
         self._block_of.clear()
-
-    def _forget(self, block: int) -> None:
-        self._marked.discard(block)
-        self._forget_name(block)
 
     def _forget_name(self, block: int) -> None:
         digest = self._hash_of.pop(block, None)

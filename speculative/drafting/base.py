@@ -3,17 +3,15 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Entries
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from speculative.state.batch import Batch, StepInput
+from speculative.state.batch import Batch, Int64s, StepInput
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.verification.draft_probs import DraftProbs, PointMass, num_rows
-
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class DraftOutput:
 
     @property
     def lacks_q(self) -> bool:
-        """Whether there is not one row of q for each draft: what they were drawn from is lost."""
+        """Whether there is not one row of q for each draft: what they were sampled from is lost."""
         rows = num_rows(self.draft_probs)
         return rows is not None and rows != len(self.token_ids)
 
@@ -137,12 +135,12 @@ def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, 
     if all(entry.sequence.constraint is None for entry in batch.entries):
         return draft, masks
     drafts = draft.per_entry()
-    chosen = isinstance(draft.draft_probs, PointMass)
+    deterministic = isinstance(draft.draft_probs, PointMass)
     for index, entry in enumerate(batch.entries):
         sequence = entry.sequence
         if sequence.constraint is None or not entry.samples:
             continue
         masks[index] = sequence.constraint.allowed(sequence.tokens[sequence.num_prompt :], drafts[index])
-        if chosen:
+        if deterministic:
             drafts[index] = drafts[index][: len(masks[index]) - 1]
-    return (DraftOutput.pack(drafts, draft.draft_probs) if masks and chosen else draft), masks
+    return (DraftOutput.pack(drafts, draft.draft_probs) if masks and deterministic else draft), masks

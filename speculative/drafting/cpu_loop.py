@@ -14,7 +14,7 @@ from speculative.model.attention import join_contexts
 from speculative.model.cpu.fused import FusedHead
 from speculative.sampling.rng import Purpose
 from speculative.scheduling.early_exit import EDGES, EarlyExit
-from speculative.state.batch import Entry, block_slots
+from speculative.state.batch import Entry
 
 
 class FusedDraftLoop:
@@ -22,7 +22,7 @@ class FusedDraftLoop:
 
     Args:
         head: packed for our kernels.
-        sampler: says what drafts are drawn with.
+        sampler: says what drafts are sampled with.
         cache: the head's keys and values.
         block_size: tokens a block.
     """
@@ -41,7 +41,7 @@ class FusedDraftLoop:
         lengths = [len(sequence.tokens) for sequence in sequences]
         counts = [entry.max_drafts for entry in entries]
         contexts = tuple(
-            block_slots(sequence.blocks, length + count - 1, self._block_size)[1:]  # row 0 does not exist
+            sequence.slots(length + count - 1, self._block_size)[1:]  # row 0 does not exist
             for sequence, length, count in zip(sequences, lengths, counts, strict=True)
         )
         context, starts = join_contexts(contexts)

@@ -25,9 +25,9 @@ from speculative.errors import HandoffRefused
 from speculative.model.attention import StepAttention
 from speculative.model.cpu.fused import FusedHead
 from speculative.model.layers import Attend
-from speculative.scheduling.draft_length import DraftLength, StaticLength
+from speculative.scheduling.draft_length import DraftLength
 from speculative.scheduling.early_exit import EarlyExit
-from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput, block_slots
+from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
 from speculative.state.sequence import Sequence
 from speculative.verification.draft_probs import Dense, SubVocabulary
 
@@ -74,12 +74,12 @@ class DraftModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CatchUpRows:
-    """Rows of verified tokens, positions starts..stops of B sequences. token_ids: packed. blocks: each one's own."""
+    """Rows of verified tokens, positions starts..stops of B sequences. token_ids: packed."""
 
     token_ids: Int64s
     starts: Int64s
     stops: Int64s
-    blocks: tuple[list[int], ...]
+    sequences: tuple[Sequence, ...]
 
 
 CatchUp = Callable[[CatchUpRows, Tensor], Tensor | None]
@@ -145,7 +145,7 @@ class ModelDrafter:
         self._pool = pool
         self.sampler = sampler
         self._block_size = block_size
-        self.length = length or StaticLength()
+        self.length = length or DraftLength()
         self._device = cache.data.device
         self.catch_up: CatchUp | None = None  # computes a few rows of many sequences, if set
         self.draft_loop: MakeDrafts | None = None  # makes all drafts of a round at once, if set
@@ -283,7 +283,7 @@ class ModelDrafter:
             token_ids=np.array([token for seq, _, start, stop in jobs for token in seq.tokens[start:stop]], np.int64),
             starts=np.array([start for _, _, start, _ in jobs], np.int64),
             stops=np.array([stop for _, _, _, stop in jobs], np.int64),
-            blocks=tuple(seq.blocks for seq, _, _, _ in jobs),
+            sequences=tuple(sequence for sequence, _, _, _ in jobs),
         )
         if self.capture:
             parts = [self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs]
@@ -301,7 +301,7 @@ class ModelDrafter:
     def _compute(self, rows: CatchUpRows, features: Tensor) -> Tensor:
         """As `CatchUp`, eagerly."""
         spans = list(zip(rows.starts.tolist(), rows.stops.tolist(), strict=True))
-        slots = [block_slots(own, stop, self._block_size) for own, (_, stop) in zip(rows.blocks, spans, strict=True)]
+        slots = [own.slots(stop, self._block_size) for own, (_, stop) in zip(rows.sequences, spans, strict=True)]
         inputs = self.model.fuse(features) if self.capture else features
         hidden = self._run(torch.from_numpy(rows.token_ids).to(self._device), inputs, spans, slots)
         if len(spans) == 1:
@@ -376,7 +376,10 @@ class ModelDrafter:
         most = max(entry.max_drafts for entry in entries)
         sequences = [entry.sequence for entry in entries]
         draft_round = self.sampler.start_round(sequences, most, self._device)
-        slots = [block_slots(seq.blocks, len(seq.tokens) + most - 1, self._block_size) for seq in sequences]
+        slots = [
+            seq.slots(len(seq.tokens) + entry.max_drafts - 1, self._block_size)
+            for seq, entry in zip(sequences, entries, strict=True)
+        ]
         for offset in range(most):
             logits = self.model.logits(hidden)
             drawn = self.sampler.draw(logits, draft_round, offset)
@@ -419,7 +422,7 @@ class ModelDrafter:
         return self.model.run(tokens, hidden, torch.tensor(positions, device=self._device), attend)
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
-        return torch.from_numpy(block_slots(sequence.blocks, stop, self._block_size)[start:]).to(self._device)
+        return torch.from_numpy(sequence.slots(stop, self._block_size)[start:]).to(self._device)
 
 
 def _drafts_for(sequence: Sequence) -> bool:

@@ -15,7 +15,7 @@ class LookupDrafter(WeightlessDrafter):
         self.lookup = lookup
 
     def propose(self, batch: Batch) -> DraftOutput:
-        """Up to `max_drafts` tokens per entry, all of them chosen."""
+        """Up to `max_drafts` tokens per entry, all of them deterministic."""
         drafts = [self.lookup.draft(entry.sequence, entry.max_drafts) for entry in batch.entries]
         return DraftOutput.pack(drafts, PointMass())
 

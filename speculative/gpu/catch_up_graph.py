@@ -69,7 +69,7 @@ class CatchUpPass:
             return None
         captured = self.prepare(bucket)
         host, places = captured.inputs.next_host(), padded_places(counts, bucket.num_queries)
-        fill_rows(host, [_blocks(own) for own in rows.blocks], rows.starts, counts, self._room)
+        fill_rows(host, [_blocks(sequence.blocks) for sequence in rows.sequences], rows.starts, counts, self._room)
         host["token_ids"].reshape(-1)[places] = rows.token_ids
         host["lasts"][: len(counts)] = np.arange(len(counts)) * bucket.num_queries + counts - 1
         host["places"][: len(places)] = places

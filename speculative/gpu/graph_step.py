@@ -30,7 +30,7 @@ from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
-from speculative.state.batch import Batch, Int64s, Scored, StepInput, StepOutcome, build_step_input
+from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input
 from speculative.state.sequence import Sequence
 from speculative.step.host_copy import results_per_entry
 from speculative.step.sampler import Sampler
@@ -158,8 +158,7 @@ class GraphStep:
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
         self._note_drafts(batch, known)
         return StepOutcome(
-            drawn=tuple(self._sampler.check_on_host(known, drawn, [None] * len(drawn))),
-            scores=(Scored(),) * len(drawn),
+            results=tuple(self._sampler.check_on_host(known, drawn, [None] * len(drawn))),
             expected_accepted=judged.verdicts.expected_accepted,
             terms=judged.terms,
         )

@@ -181,5 +181,5 @@ def rotate_and_store(
 
 
 def norm_warps(block: int) -> int:
-    """Warps that share a row of a norm: at most 32 numbers a thread."""
-    return min(16, max(4, block // 1024))
+    """Warps that share a row of a norm: 16 numbers a thread, more only of the longest rows."""
+    return min(16, max(4, block // 512))

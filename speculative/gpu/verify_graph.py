@@ -19,11 +19,11 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer, copy_once
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
-from speculative.sampling.logprobs import HostLogprobs, gather_logprobs, mode_matrix
+from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_matrix
 from speculative.sampling.probs import SamplingRows, process, target_probs
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
-from speculative.state.batch import HostTerms, StepInput
+from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
 from speculative.step.sampler import verify_rows
@@ -65,8 +65,8 @@ class Judged:
 
     verdicts: Verdicts
     draft_ids: Array
-    logprobs: HostLogprobs | None
-    terms: HostTerms | None
+    logprobs: LogprobRows | None
+    terms: Terms | None
 
 
 class _Captured(NamedTuple):
@@ -123,8 +123,7 @@ class VerifyGraph:
             reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
             parts += [reported.values, reported.ranks]
         if kind.checked:
-            nobody = torch.zeros_like(inputs["counted"])
-            scope = Scope("token_wise", inputs["judged_rows"], inputs["counted"], nobody, False, False)
+            scope = Scope("token_wise", inputs["counted"], coupled=(False,) * bucket.num_seqs)
             terms = take_terms(step, verified, emitted, scope)
             parts += [terms.achievable, terms.sums]
             checks = terms.checks
@@ -170,7 +169,6 @@ def _fields(bucket: Bucket) -> dict[str, Field]:
         "greedy": Field(rows, torch.bool, 1),
         "counted": Field(entries, torch.bool, 0),
         "draft_rows": Field(drafts),
-        "judged_rows": Field(drafts),
     }
 
 
@@ -188,11 +186,8 @@ def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
     host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
     host["counted"][:num_entries] = rows.counted
-    judged = np.flatnonzero(layout.drafts >= 0)
-    host["judged_rows"][:] = layout.draft_counts[0]  # a row that judges nothing, for padding drafts
-    host["judged_rows"][: len(judged)] = judged
     if rows.draft_rows is not None:
-        host["draft_rows"][: len(judged)] = rows.draft_rows
+        host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows
     _give_rows_to_nobodies(host, num_rows, num_entries)
 
 
@@ -221,8 +216,8 @@ def _unpack(vector: Array, bucket: Bucket, kind: Kind, checks: tuple[str, ...], 
     if kind.logprobs:
         values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
         nothing = np.empty((num_rows, 0))
-        logprobs = HostLogprobs(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
+        logprobs = LogprobRows(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
     if kind.checked:
         achievable = float(take(1)[0])
-        terms = HostTerms(checks, rest.reshape(len(checks), -1), achievable)
+        terms = Terms(checks, rest.reshape(len(checks), -1), achievable)
     return Judged(verdicts, drafts, logprobs, terms)

@@ -5,7 +5,6 @@ the drafts of the round before it. Only the cells of the logits that change are 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -13,60 +12,37 @@ import torch
 from torch import Tensor
 
 from speculative.state.batch import RowContext
-from speculative.state.logit_constraints import Int64s, TokenRules
-from speculative.state.token_constraint import Bools
+from speculative.state.logit_constraints import Float32s, Int64s, TokenRules
+
+_Ruled = tuple[int, TokenRules, RowContext]  # a row whose request has rules
 
 
-@dataclass(frozen=True, slots=True)
-class _RuledRow:
-    """A row whose request has rules."""
-
-    row: int
-    rules: TokenRules
-    output: Sequence[int]
-    drafts: tuple[int, ...]
-
-
-def adjust(
-    logits: Tensor,
-    contexts: Sequence[RowContext],
-    allowed: Sequence[Bools | None],
-    eos_token_ids: Sequence[int],
-) -> Tensor:
+def adjust(logits: Tensor, contexts: Sequence[RowContext], eos_token_ids: Sequence[int]) -> Tensor:
     """Logits [R, V] after masks, biases and penalties; the given ones are not written to.
 
     Where nobody asks for anything they are given back as they are.
 
     Args:
-        contexts: per row, what it draws after; the rows of one sequence stand together, by number of drafts.
-        allowed: per row, the tokens its structure allows; None where it has none.
+        contexts: per row; the rows of one sequence stand together, by number of drafts.
         eos_token_ids: tokens that end an answer, and may not before min_tokens are emitted.
     """
-    ruled = _ruled_rows(contexts)
-    if not ruled and all(mask is None for mask in allowed):
+    ruled = [(row, each.rules, each) for row, each in enumerate(contexts) if each.rules is not None]
+    masked = [(row, each.allowed) for row, each in enumerate(contexts) if each.allowed is not None]
+    if not ruled and not masked:
         return logits
     adjusted = logits.clone()
-    _keep_allowed(adjusted, logits, ruled)
-    _forbid(adjusted, [(each.row, each.rules.forbidden(each.output, each.drafts, eos_token_ids)) for each in ruled])
-    _add_biases(adjusted, ruled)
-    _keep_structure(adjusted, allowed)
-    _penalise(adjusted, [each for each in ruled if each.rules.penalised])
+    _keep_allowed(adjusted, logits, [(row, rules.allowed) for row, rules, _ in ruled if rules.allowed is not None])
+    _forbid(adjusted, [(row, rules.forbidden(of.output, of.drafts, eos_token_ids)) for row, rules, of in ruled])
+    _add_biases(adjusted, [(row, *rules.biases) for row, rules, _ in ruled if rules.biases[0].size])
+    if masked:
+        forbidden = ~torch.from_numpy(np.stack([mask for _, mask in masked])).to(adjusted.device)
+        rows = [row for row, _ in masked]
+        adjusted[rows] = adjusted[rows].masked_fill(forbidden, -torch.inf)
+    _penalise(adjusted, [each for each in ruled if each[1].penalised])
     return adjusted
 
 
-def _ruled_rows(contexts: Sequence[RowContext]) -> list[_RuledRow]:
-    ruled: list[_RuledRow] = []
-    for row, context in enumerate(contexts):
-        sequence, rules = context.sequence, context.sequence.rules
-        if rules is not None:
-            same = bool(ruled) and ruled[-1].rules is rules
-            output = ruled[-1].output if same else sequence.tokens[sequence.num_prompt :]
-            ruled.append(_RuledRow(row, rules, output, context.drafts))
-    return ruled
-
-
-def _keep_allowed(adjusted: Tensor, logits: Tensor, ruled: Sequence[_RuledRow]) -> None:
-    kept = [(each.row, each.rules.allowed) for each in ruled if each.rules.allowed is not None]
+def _keep_allowed(adjusted: Tensor, logits: Tensor, kept: Sequence[tuple[int, Int64s]]) -> None:
     if kept:
         cells = _cells(kept, logits.device)
         adjusted[[row for row, _ in kept]] = -torch.inf
@@ -78,27 +54,20 @@ def _forbid(adjusted: Tensor, forbidden: Sequence[tuple[int, Int64s]]) -> None:
         adjusted[_cells(forbidden, adjusted.device)] = -torch.inf
 
 
-def _add_biases(adjusted: Tensor, ruled: Sequence[_RuledRow]) -> None:
-    biased = [(each.row, *each.rules.biases) for each in ruled if each.rules.biases[0].size]
+def _add_biases(adjusted: Tensor, biased: Sequence[tuple[int, Int64s, Float32s]]) -> None:
     if biased:
         cells = _cells([(row, tokens) for row, tokens, _ in biased], adjusted.device)
         adjusted[cells] += torch.from_numpy(np.concatenate([values for _, _, values in biased])).to(adjusted.device)
 
 
-def _keep_structure(adjusted: Tensor, allowed: Sequence[Bools | None]) -> None:
-    masked = [row for row, mask in enumerate(allowed) if mask is not None]
-    if masked:
-        forbidden = ~torch.from_numpy(np.stack([mask for mask in allowed if mask is not None])).to(adjusted.device)
-        adjusted[masked] = adjusted[masked].masked_fill(forbidden, -torch.inf)
-
-
-def _penalise(adjusted: Tensor, ruled: Sequence[_RuledRow]) -> None:
+def _penalise(adjusted: Tensor, ruled: Sequence[_Ruled]) -> None:
     places, all_factors, all_losses = [], [], []
-    for _, group in groupby(ruled, key=lambda each: id(each.rules)):
+    for _, group in groupby(ruled, key=lambda each: id(each[1])):
         rows = list(group)
-        tokens, factors, losses = rows[0].rules.penalties(rows[0].output, rows[-1].drafts)
-        for each in rows:
-            places.append((each.row, tokens))
+        _, rules, last = rows[-1]
+        tokens, factors, losses = rules.penalties(last.output, last.drafts)
+        for row, _, each in rows:
+            places.append((row, tokens))
             all_factors.append(factors[len(each.drafts)])
             all_losses.append(losses[len(each.drafts)])
     if any(tokens.size for _, tokens in places):

@@ -16,18 +16,16 @@ _ROUNDING = 1e-6  # nats by which a float32 log-softmax may exceed 0
 _MASS_ROUNDING = 1e-4
 
 
-def violation(
-    entry: TokenLogprobs, mode: LogprobsMode, *, asked: SamplingParams, vocab_size: int | None = None
-) -> str | None:
+def violation(entry: TokenLogprobs, mode: LogprobsMode, *, asked: SamplingParams, vocab_size: int) -> str | None:
     """Which rule of the contract one entry violates, one of `LOGPROB_RULES`; None if none.
 
     Args:
         entry: what is reported of one emitted token.
         mode: what its values mean.
         asked: how many of the most likely tokens, and which further ones, were requested.
-        vocab_size: size of the vocabulary; None = more than were requested.
+        vocab_size: no more candidates can be reported.
     """
-    num_top = min(asked.logprobs or 0, vocab_size or math.inf)
+    num_top = min(asked.logprobs or 0, vocab_size)
     checks: Tokens[tuple[str, Callable[[], bool]]] = (
         ("not_finite", lambda: _not_finite(entry, masked=mode.startswith("processed"))),
         ("positive", lambda: mode.endswith("logprobs") and max(_values(entry)) > _ROUNDING),
@@ -111,7 +109,7 @@ def _misranked(entry: TokenLogprobs) -> bool:
     return entry.rank <= len(entry.top) and entry.top[entry.rank - 1][1] != entry.logprob
 
 
-def _miscounted(entry: TokenLogprobs, num_top: float, scored_ids: Tokens[int], mode: LogprobsMode) -> bool:
+def _miscounted(entry: TokenLogprobs, num_top: int, scored_ids: Tokens[int], mode: LogprobsMode) -> bool:
     """Fewer candidates than requested are valid only if the others are masked; then all possible ones are there."""
     if [token for token, _ in entry.scored] != list(scored_ids) or len(entry.top) > num_top:
         return True

@@ -15,8 +15,6 @@ from torch import Tensor
 from speculative.config import LogprobsMode
 from speculative.request import TokenLogprobs
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
 
 def mode_matrix(mode: LogprobsMode, logits: Tensor, processed: Tensor) -> Tensor:
     """The matrix [R, V] float32 that everything is gathered from.
@@ -29,37 +27,26 @@ def mode_matrix(mode: LogprobsMode, logits: Tensor, processed: Tensor) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """What was gathered, on the device until `to_host`.
+    """What was gathered: tensors on the device, numpy arrays after `to_host`.
 
     values: [R] of the row's own token. ranks: [R], 1 = the most likely.
     top_ids, top_values: [R, k], most likely first.
     scored: [R, S] of further tokens that were asked for.
     """
 
-    values: Tensor
-    ranks: Tensor
-    top_ids: Tensor
-    top_values: Tensor
-    scored: Tensor
+    values: Any
+    ranks: Any
+    top_ids: Any
+    top_values: Any
+    scored: Any
 
-    def to_host(self) -> "HostLogprobs":
+    def to_host(self) -> "LogprobRows":
         """Copy to the host."""
         fields = (self.values, self.ranks, self.top_ids, self.top_values, self.scored)
-        return HostLogprobs(*(field.cpu().numpy() for field in fields))
-
-
-@dataclass(frozen=True, slots=True)
-class HostLogprobs:
-    """The host copy of `LogprobRows`."""
-
-    values: Array
-    ranks: Array
-    top_ids: Array
-    top_values: Array
-    scored: Array
+        return LogprobRows(*(field.cpu().numpy() for field in fields))
 
     def entry(self, row: int, token_id: int, num_top: int, scored_ids: Tokens[int] = ()) -> TokenLogprobs:
-        """The logprobs entry of one row. Tokens that are masked out (-inf) are left out of `top`, not of `scored`.
+        """The logprobs entry of one row, on the host. Of masked tokens (-inf) `scored` has entries, `top` has none.
 
         Args:
             row: which one.

@@ -124,11 +124,6 @@ def target_probs(processed: Tensor, rows: SamplingRows) -> Tensor:
     return torch.where(rows.greedy[:, None], torch.zeros_like(probs).scatter_(1, best, 1.0), probs)
 
 
-def highest_logits(processed: Tensor) -> Tensor:
-    """[R] the highest of each row."""
-    return processed.amax(dim=-1)
-
-
 def _keep_likely(logits: Tensor, log_min_p: Tensor) -> Tensor:
     """Keep the tokens that are at least min_p [F] times as likely as the row's likeliest, which always stays.
 

@@ -71,19 +71,17 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         [R, vocab_size] float64, finite; a function of (seed, position, token) alone.
     """
     if seeds.device.type == "cpu" and 0 < len(seeds) <= _ROWS_KEPT:
-        native = cpu_kernels() is not None
         where = zip(seeds.tolist(), positions.tolist(), strict=True)
-        return torch.stack([_gumbel_row(seed, position, vocab_size, native) for seed, position in where])
+        return torch.stack([_gumbel_row(seed, position, vocab_size) for seed, position in where])
     return _make_gumbel(seeds, positions, vocab_size)
 
 
 @functools.lru_cache(maxsize=_ROWS_KEPT)
-def _gumbel_row(seed: int, position: int, vocab_size: int, native: bool) -> Tensor:
-    """[vocab_size] of `gumbel` on a CPU, read-only; with or without the kernels, which give the same bits.
+def _gumbel_row(seed: int, position: int, vocab_size: int) -> Tensor:
+    """[vocab_size] of `gumbel` on a CPU, read-only.
 
     Cached, because a position is first drafted and then judged, and again after a rejection before it.
     """
-    del native
     return _make_gumbel(torch.tensor([seed]), torch.tensor([position]), vocab_size)[0]
 
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul, truediv
-from typing import Protocol
 
 from speculative.config import DrafterConfig
 from speculative.scheduling.acceptance_rates import AcceptanceRates
@@ -31,60 +30,32 @@ _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch u
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
 
 
-class DraftLength(Protocol):
-    """Decides how many tokens may be drafted for each sequence."""
+class DraftLength:
+    """Decides how many tokens may be drafted for each sequence; unless a method is overridden, as many as wanted."""
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
         """Plan for all sequences of the next step together."""
-        ...
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
         """How many drafts this one gets, at most `wanted`; 0 leaves the drafter alone."""
-        ...
-
-    def early_exit(self) -> EarlyExit | None:
-        """Where the drafts of this step may end early; None = none of them does."""
-        ...
-
-    def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
-        """Record the drafter's own probability of each of a sequence's drafts; called only under an early-exit rule."""
-        ...
-
-    def observe(self, entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
-        """Learn from a step's results, and from the seconds that drafting and verifying took."""
-        ...
-
-    def forget(self, request_id: str) -> None:
-        """Drop what is kept about a request that has left."""
-        ...
-
-
-class StaticLength:
-    """As many drafts as configured."""
-
-    def plan(self, decoding: Sequences[Sequence]) -> None:
-        """Nothing to weigh."""
-
-    def max_drafts(self, sequence: Sequence, wanted: int) -> int:
-        """All that is wanted."""
         del sequence
         return wanted
 
     def early_exit(self) -> EarlyExit | None:
-        """None: drafts never end early."""
+        """Where the drafts of this step may end early; None = none of them does."""
         return None
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
-        """Nothing to learn."""
+        """Record the drafter's own probability of each of a sequence's drafts; called only under an early-exit rule."""
 
-    def observe(self, entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
-        """Nothing to learn."""
+    def observe(self, entries: Sequences[Entry], results: Sequences[SequenceResult], step_s: float) -> None:
+        """Learn from a step's results, and from the seconds that drafting and verifying took."""
 
     def forget(self, request_id: str) -> None:
-        """Nothing is kept."""
+        """Drop what is kept about a request that has left."""
 
 
-class DynamicLength:
+class DynamicLength(DraftLength):
     """As many drafts as give the most tokens a second, for each sequence of a batch.
 
     Where drafting does not pay, it stops. One step in one or two hundred then still drafts a little for a few sequences
@@ -147,14 +118,14 @@ class DynamicLength:
         if history is not None:
             history.probabilities = probabilities
 
-    def observe(self, entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
+    def observe(self, entries: Sequences[Entry], results: Sequences[SequenceResult], step_s: float) -> None:
         """Count what was accepted, and time the step if it only decoded."""
         missed, comparable = 0, True
         counts = []
-        for entry, result in zip(entries, drawn, strict=True):
+        for entry, result in zip(entries, results, strict=True):
             comparable &= entry.samples and entry.num_known == 1
             history = self._requests.get(entry.sequence.request.request_id)
-            if history is None or result is None or result.fault is not None or result.num_drafted == 0:
+            if history is None or result.fault is not None or result.num_drafted == 0:
                 continue
             counts.append(result.num_drafted)
             wanted = self._note_probabilities(entry, history, result)
@@ -275,4 +246,4 @@ class _RequestHistory:
 
 def make_draft_length(config: DrafterConfig) -> DraftLength:
     """The configured policy."""
-    return DynamicLength(config.num_draft_tokens) if config.length == "dynamic" else StaticLength()
+    return DynamicLength(config.num_draft_tokens) if config.length == "dynamic" else DraftLength()

@@ -2,10 +2,11 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import itemgetter
 
 from speculative.state.sequence import Sequence
 
-_Place = tuple[int, float, int]  # rank (who was running comes first), when it is due (s), order of arrival
+_Place = tuple[bool, int, float, int]  # scoring?, rank (who was running comes first), when it is due (s), arrival
 
 
 class RequestQueue:
@@ -18,44 +19,40 @@ class RequestQueue:
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        self._requests: list[tuple[_Place, Sequence]] = []  # in order
-        self._scoring: list[tuple[_Place, Sequence]] = []
+        self._line: list[tuple[_Place, Sequence]] = []  # in order
         self._places: dict[str, _Place] = {}
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._line)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from (sequence for _, sequence in self._requests)
-        yield from (sequence for _, sequence in self._scoring)
+        return (sequence for _, sequence in self._line)
 
     def append(self, sequence: Sequence) -> None:
         """Join its line."""
         self._count += 1
-        self._insert(sequence, (1, self.due_at(sequence), self._count))
+        self._insert(sequence, (sequence.scores_only, 1, self.due_at(sequence), self._count))
 
     def push_in(self, sequence: Sequence) -> None:
         """Come back to the front of its line: it was running already."""
         self._count += 1
-        self._insert(sequence, (0, 0.0, -self._count))
+        self._insert(sequence, (sequence.scores_only, 0, 0.0, -self._count))
 
     def remove(self, sequence: Sequence) -> None:
         """Leave the line."""
-        line = self._line(sequence)
         place = self._places.pop(sequence.request.request_id)
-        del line[bisect_left(line, place, key=_place_of)]
+        del self._line[bisect_left(self._line, place, key=itemgetter(0))]
 
     @property
     def num_replays(self) -> int:
         """Replays among those that wait. Any thread may ask."""
-        return sum(sequence.request.replay for _, sequence in tuple(self._scoring))
+        return sum(sequence.request.replay for _, sequence in tuple(self._line))
 
     @property
     def first(self) -> Sequence | None:
         """Who is next; None when nobody waits."""
-        line = self._requests or self._scoring
-        return line[0][1] if line else None
+        return self._line[0][1] if self._line else None
 
     def due_at(self, sequence: Sequence) -> float:
         """The time (s, monotonic) by which a sequence is put in order."""
@@ -63,11 +60,4 @@ class RequestQueue:
 
     def _insert(self, sequence: Sequence, place: _Place) -> None:
         self._places[sequence.request.request_id] = place
-        insort(self._line(sequence), (place, sequence), key=_place_of)
-
-    def _line(self, sequence: Sequence) -> list[tuple[_Place, Sequence]]:
-        return self._scoring if sequence.scores_only else self._requests
-
-
-def _place_of(waiting: tuple[_Place, Sequence]) -> _Place:
-    return waiting[0]
+        insort(self._line, (place, sequence), key=itemgetter(0))

@@ -15,7 +15,7 @@ from speculative.cache.kv_cache import BlockPool
 from speculative.config import EngineConfig
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta, TokenKind
 from speculative.sampling.logprob_checks import LogprobContract
-from speculative.scheduling.draft_length import DraftLength, StaticLength
+from speculative.scheduling.draft_length import DraftLength
 from speculative.scheduling.request_queue import RequestQueue
 from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
 from speculative.state.sequence import Phase, Sequence
@@ -49,7 +49,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
         self._contract = contract
-        self.draft_length = draft_length or StaticLength()
+        self.draft_length = draft_length or DraftLength()
         self.drafter_reads_features = False
         self.speculation = Speculation.ON
         self.weight_version = DEFAULT_VERSION
@@ -119,7 +119,9 @@ class Scheduler:
         self._make_room()
         admitted = self._admit()
         running = self._turn()
-        decoding = [seq for seq in running if seq.decoding]
+        decoding, prefilling = list[Sequence](), list[Sequence]()
+        for sequence in running:
+            (decoding if sequence.decoding else prefilling).append(sequence)
         self.draft_length.plan(decoding)
         budget = self._config.max_batched_tokens - len(decoding)
         entries = []
@@ -127,8 +129,8 @@ class Scheduler:
             max_drafts = self._fit_drafts(sequence, budget)
             budget -= max_drafts
             entries.append(Entry(sequence, num_known=1, max_drafts=max_drafts, samples=True))
-        for sequence in sorted(running, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
-            if not sequence.decoding and budget > 0:
+        for sequence in sorted(prefilling, key=lambda seq: (seq.scores_only, self._waiting.due_at(seq))):
+            if budget > 0:
                 chunk = min(sequence.num_to_compute, budget)
                 budget -= chunk
                 draws = sequence.num_computed + chunk == len(sequence.tokens)
@@ -205,8 +207,9 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, budget: int) -> int:
         """How many drafts fit. The one place that combines, per sequence, the drafter's setting, the request's own
         choice, what pays, the length limits, the token budget and the free blocks."""
-        most = self._config.drafter.max_drafts if self._may_draft(sequence) else 0
-        wanted = self.draft_length.max_drafts(sequence, most)
+        if not self._may_draft(sequence):
+            return 0
+        wanted = self.draft_length.max_drafts(sequence, self._config.drafter.max_drafts)
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
         while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1
@@ -261,44 +264,44 @@ class Scheduler:
 
     def commit(self, batch: Batch, outcome: StepOutcome) -> list[TokenDelta]:
         """Apply the step's results to its sequences, and let the draft length learn from them."""
-        self.draft_length.observe(batch.entries, outcome.drawn, outcome.step_s)
+        self.draft_length.observe(batch.entries, outcome.results, outcome.step_s)
         deltas = []
-        for entry, drawn, scores in zip(batch.entries, outcome.drawn, outcome.scores, strict=True):
-            entry.sequence.prompt_logprobs.extend(scores.logprobs)
-            entry.sequence.replayed.extend(scores.replayed)
-            delta = self._advance(entry, drawn)
+        for entry, result in zip(batch.entries, outcome.results, strict=True):
+            entry.sequence.prompt_logprobs += result.prompt_logprobs
+            entry.sequence.replayed += result.replayed
+            delta = self._advance(entry, result)
             if delta is not None:
                 delta = self._checked(delta, entry.sequence.request)
                 deltas.append(delta)
             self._settle(entry.sequence, delta)
         return deltas
 
-    def _advance(self, entry: Entry, drawn: SequenceResult | None) -> TokenDelta | None:
+    def _advance(self, entry: Entry, result: SequenceResult) -> TokenDelta | None:
         sequence = entry.sequence
         num_computed = sequence.num_computed + entry.num_known
-        if drawn is None:
+        if not entry.samples:
             sequence.advance(num_computed)
             return self._finish_scoring(sequence) if sequence.scores_only else self._report_held(sequence)
-        if drawn.fault is not None:
-            return self._broken(sequence, drawn.fault)
-        kept, reason = self._until_stop(sequence, drawn.token_ids)
+        if result.fault is not None:
+            return self._broken(sequence, result.fault)
+        kept, reason = self._until_stop(sequence, result.token_ids)
         delta = TokenDelta(
             request_id=sequence.request.request_id,
-            token_ids=drawn.token_ids[:kept],
-            kinds=_kinds(drawn, first=sequence.num_output == 0)[:kept],
-            logprobs=None if drawn.logprobs is None else drawn.logprobs[:kept],
+            token_ids=result.token_ids[:kept],
+            kinds=_kinds(result, first=sequence.num_output == 0)[:kept],
+            logprobs=None if result.logprobs is None else result.logprobs[:kept],
             prompt_logprobs=sequence.take_prompt_logprobs(),
-            num_drafted=drawn.num_drafted,
-            num_accepted=min(drawn.num_accepted, kept),
+            num_drafted=result.num_drafted,
+            num_accepted=min(result.num_accepted, kept),
             num_cached_tokens=sequence.num_cached,
             queue_s=sequence.queue_s or 0.0,
             preempted=sequence.admission > 1,
             weight_version=self.weight_version,
             finish_reason=reason,
-            stop_token_id=drawn.token_ids[kept - 1] if reason is FinishReason.STOP else None,
+            stop_token_id=result.token_ids[kept - 1] if reason is FinishReason.STOP else None,
         )
         length = len(sequence.tokens)
-        sequence.advance(num_computed + drawn.num_accepted, delta.token_ids)
+        sequence.advance(num_computed + result.num_accepted, delta.token_ids)
         kind = self._breach(sequence, delta, length)
         return delta if kind is None else self._broken(sequence, kind)
 
@@ -383,16 +386,17 @@ class Scheduler:
 
     def publish(self, sequence: Sequence) -> None:
         """Offer the sequence's full blocks of verified tokens to the prefix cache; a canary's are never shared."""
-        if sequence.scores_only or sequence.request.canary or not self._config.prefix_caching:
-            return
-        hashes = sequence.block_hashes(sequence.num_computed, self._config.block_size)
-        for index in range(sequence.num_published, len(hashes)):
-            self.pool.publish(sequence.blocks[index], hashes[index])
-        sequence.num_published = len(hashes)
+        num_full = sequence.num_computed // self._config.block_size
+        shared = self._config.prefix_caching and not (sequence.scores_only or sequence.request.canary)
+        if shared and num_full > sequence.num_published:
+            hashes = sequence.block_hashes(sequence.num_computed, self._config.block_size)
+            for index in range(sequence.num_published, num_full):
+                self.pool.publish(sequence.blocks[index], hashes[index])
+            sequence.num_published = num_full
 
 
-def _kinds(drawn: SequenceResult, *, first: bool) -> tuple[TokenKind, ...]:
+def _kinds(result: SequenceResult, *, first: bool) -> tuple[TokenKind, ...]:
     if first:
         return (TokenKind.FIRST,)
-    last = TokenKind.BONUS if drawn.num_accepted == drawn.num_drafted else TokenKind.RECOVERED
-    return (TokenKind.ACCEPTED,) * drawn.num_accepted + (last,)
+    last = TokenKind.BONUS if result.num_accepted == result.num_drafted else TokenKind.RECOVERED
+    return (TokenKind.ACCEPTED,) * result.num_accepted + (last,)

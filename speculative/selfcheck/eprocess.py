@@ -39,7 +39,6 @@ class FreshStarts:
     """
 
     def __init__(self, delta: float, num_stakes: int = len(STAKES), periods: tuple[int, ...] = _PERIODS) -> None:
-        self.highest = 0.0  # the largest log W there was, nats
         self._log_delta = math.log(delta)
         self._num_starts = 0
         self._periods = np.array([math.inf, *periods])
@@ -62,7 +61,6 @@ class FreshStarts:
         self._products += log_products
         self._counts += count
         wealth = log_wealth(self._products)
-        self.highest = max(self.highest, float(wealth.max()))
         alarm = bool((wealth >= self._thresholds).any())
         due = self._counts >= self._periods
         if alarm:
@@ -92,11 +90,9 @@ class EProcess:
         self._stakes = np.array(STAKES)
         self._shifts = shift * np.sign(self._stakes)
         self._processes = FreshStarts(delta)
-        self.highest = 0.0  # the largest log W there was, nats
         self.alarm = False
 
     def add(self, values: Floats) -> None:
         """Take in values [N], each within [-1, 1]."""
         gains = np.log1p(self._stakes * (values[:, None] - self._shifts) / (1 + np.abs(self._shifts)))
         self.alarm |= self._processes.add(gains.sum(axis=0), len(values))
-        self.highest = max(self.highest, self._processes.highest)

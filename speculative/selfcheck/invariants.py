@@ -35,7 +35,7 @@ def broken_rows(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, high
     p_emitted = step.probs.gather(1, emitted[:, None])[:, 0]
     broken = torch.where(reached & outside, _code("support"), 0)
     broken = torch.where(reached & ~(p_emitted > 0), _code("p_zero"), broken)  # NaN is not above 0 either
-    if not isinstance(step.draft_probs, PointMass) and step.draft_probs.probs.shape[0]:
+    if not isinstance(step.draft_probs, PointMass):
         q = step.draft_probs.probs
         sane = ((q.sum(-1) - 1).abs() < MASS_ROUNDING) & (q.amin(-1) >= 0)
         of_row = sane[step.packed.clamp(max=q.shape[0] - 1)]

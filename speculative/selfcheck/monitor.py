@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 
 from speculative.selfcheck.eprocess import STAKES, FreshStarts
-from speculative.state.batch import HostTerms
+from speculative.state.batch import Terms
 from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.stats import CHECKS, CheckState, CheckSums, StepStats
@@ -53,7 +53,7 @@ class SelfCheck:
         """[E] whose terms count. Greedy ones draw nothing: all of their terms would be 0."""
         return np.array([not (seq.repeats_seed or seq.params.greedy) for seq in sequences])
 
-    def take(self, terms: HostTerms, stats: StepStats) -> None:
+    def take(self, terms: Terms, stats: StepStats) -> None:
         """Add a step's terms; `stats` counts them, and the alarms they raise."""
         stats.achievable_accepted += terms.achievable / self._share
         for check, row in zip(terms.checks, terms.sums, strict=True):

@@ -23,21 +23,12 @@ class RareTest:
         self._rate = rate
         self._stakes = _RATE_STAKES / rate
         self._processes = FreshStarts(delta, len(_RATE_STAKES), _RATE_PERIODS)
-        self.num = 0
-        self.num_events = 0
         self.alarm = False
 
     def add(self, events: Iterable[bool]) -> None:
         """Take in cases: whether it happened."""
         for event in events:
-            self.num += 1
-            self.num_events += event
             self.alarm |= self._processes.add(np.log1p(self._stakes * (event - self._rate)), 1)
-
-    @property
-    def log_e(self) -> float:
-        """The highest e-value so far, nats."""
-        return self._processes.highest
 
 
 class DriftTest:
@@ -53,21 +44,6 @@ class DriftTest:
     def add(self, drifts: Iterable[float]) -> None:
         """Take in |served - replayed| of tokens, nats; what is no number counts as drifted."""
         self._test.add(not drift <= self.limit_nats for drift in drifts)
-
-    @property
-    def num(self) -> int:
-        """Tokens seen."""
-        return self._test.num
-
-    @property
-    def num_over(self) -> int:
-        """Tokens that drifted too far."""
-        return self._test.num_events
-
-    @property
-    def log_e(self) -> float:
-        """The highest e-value so far, nats."""
-        return self._test.log_e
 
     @property
     def alarm(self) -> bool:
@@ -94,8 +70,6 @@ class CalibrationTest:
         self._support = RareTest(rate, delta / 4)
         self._greedy = RareTest(rate, delta / 4)
         self._forbidden = False
-        self._sums = np.zeros(2)
-        self.num = 0  # tokens whose probability and surprisal were looked at
 
     def add(self, rows: Iterable[ReplayedToken], *, greedy: bool) -> None:
         """Take in the replayed rows of a request; of a greedy one only whether its tokens are the likeliest."""
@@ -109,25 +83,8 @@ class CalibrationTest:
         differences = np.array(
             [(row.probability - row.expected_probability, row.surprisal - row.expected_surprisal) for row in inside]
         ).reshape(-1, 2)
-        self.num += len(inside)
-        self._sums += differences.sum(axis=0)
         self._probability.add(differences[:, 0])
         self._surprisal.add(differences[:, 1] / SURPRISAL_CLIP_NATS)
-
-    @property
-    def mean_probability(self) -> float:
-        """Mean of p(y) - sum(p^2)."""
-        return float(self._sums[0] / max(self.num, 1))
-
-    @property
-    def mean_surprisal(self) -> float:
-        """Mean of the surprisal minus its own mean under p, nats."""
-        return float(self._sums[1] / max(self.num, 1))
-
-    @property
-    def log_e(self) -> float:
-        """The highest e-value of the four tests, nats."""
-        return max(self._probability.highest, self._surprisal.highest, self._support.log_e, self._greedy.log_e)
 
     @property
     def alarm(self) -> str | None:

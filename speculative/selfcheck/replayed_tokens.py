@@ -11,7 +11,7 @@ from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken, Request
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.probs import SamplingRows
 from speculative.state.batch import RowContext
-from speculative.state.sequence import Sequence
+from speculative.state.logit_constraints import rules_of
 from speculative.state.token_constraint import TokenConstraint
 
 
@@ -35,15 +35,14 @@ def replayed_tokens(
     """
     tokens, num_prompt = request.prompt_token_ids, request.score_from or 0
     served = tokens[start : start + len(logits)]
-    # The request as it was when these tokens were about to be emitted: they are its drafts.
-    before = Sequence(
-        Request(request.request_id, tokens[:num_prompt], request.params, request.seed), tokens=tokens[:start]
-    )
-    contexts = [RowContext(before, served[:offset]) for offset in range(len(served))]
-    masks = [None] * len(served) if constraint is None else constraint.allowed(tokens[num_prompt:start], served[:-1])
-    allowed = [masks[min(offset, len(masks) - 1)] for offset in range(len(served))]
+    rules, output = rules_of(request.params, tokens[:num_prompt]), tokens[num_prompt:start]
+    masks = [None] if constraint is None else constraint.allowed(output, served[:-1])
+    # The rows as they were when these tokens were about to be emitted: they are their drafts.
+    contexts = [
+        RowContext(rules, output, served[:offset], masks[min(offset, len(masks) - 1)]) for offset in range(len(served))
+    ]
     rows = SamplingRows.build([request.params] * len(served), logits.shape[1], logits.device)
-    adjusted = adjust(logits, contexts, allowed, eos_token_ids)
+    adjusted = adjust(logits, contexts, eos_token_ids)
     return _rows(adjusted / rows.temperature, process(adjusted, rows), torch.from_numpy(np.array(served)))
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope, take_terms, terms_to_host
-from speculative.state.batch import HostTerms
+from speculative.selfcheck.terms import Scope, take_terms
+from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass
 from speculative.verification.rows import VerifyRows
@@ -38,17 +38,17 @@ class SamplerWatch:
 
     Args:
         share: of the steps whose terms are taken.
-        drawn: whether vLLM's drafter draws its drafts; then a step without q has lost it. Else they are chosen.
+        sampled: whether vLLM's drafter samples its drafts; then a step without q has lost it.
         request_ids: of the requests in the step, in vLLM's order.
     """
 
-    def __init__(self, share: float, *, drawn: bool, request_ids: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, share: float, *, sampled: bool, request_ids: Callable[[], Sequence[str]]) -> None:
         self._clock = SelfCheck(share)
-        self._drawn = drawn
+        self._sampled = sampled
         self._num_without_q = 0
         self._request_ids = request_ids
         self._owners: OrderedDict[int, str] = OrderedDict()  # of each seed: who had it first
-        self._kept: deque[HostTerms] = deque(maxlen=_MOST_STEPS)
+        self._kept: deque[Terms] = deque(maxlen=_MOST_STEPS)
 
     def around(self, rejection_sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """vLLM's function, and what this sees of it."""
@@ -59,7 +59,7 @@ class SamplerWatch:
             given = signature.bind(*args, **kwargs).arguments
             num_drafts, draft_probs = given["num_draft_tokens"], given["draft_probs"]
             counted = self._counted(given["sampling_metadata"], num_drafts)
-            without_q = any(counted) and self._drawn and draft_probs is None
+            without_q = any(counted) and self._sampled and draft_probs is None
             self._num_without_q += without_q
             if without_q or not any(counted) or not self._clock.due():
                 return rejection_sample(*args, **kwargs)
@@ -75,14 +75,14 @@ class SamplerWatch:
 
         return sample
 
-    def take(self) -> list[HostTerms]:
+    def take(self) -> list[Terms]:
         """The terms of the steps since the last call."""
         taken = list(self._kept)
         self._kept.clear()
         return taken
 
     def take_num_without_q(self) -> int:
-        """Steps since the last call whose drafts were drawn, and came to the sampler without q: no term is theirs."""
+        """Steps since the last call whose drafts were sampled, and came to the sampler without q: no term is theirs."""
         taken, self._num_without_q = self._num_without_q, 0
         return taken
 
@@ -115,7 +115,7 @@ def round_terms(
     num_draft_tokens: list[int],
     emitted: Tensor,
     counted: list[bool],
-) -> HostTerms:
+) -> Terms:
     """The terms of one step.
 
     Args:
@@ -147,14 +147,7 @@ def round_terms(
     step = VerifyInput(probs=probs, draft_probs=draft_probs, **{**known, "drafts": drafts})
     last = rows.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0]
     verified = VerifyOutput(num_accepted, last, probs.new_zeros(len(drafting), dtype=torch.float64))
-    none = torch.zeros(len(drafting), dtype=torch.bool, device=device)
-    scope = Scope(
-        verifier="token_wise",
-        judged_rows=judged.nonzero()[:, 0],
-        counted=torch.tensor([counted[row] for row in drafting], device=device),
-        coupled=none,
-        any_coupled=False,
-        all_coupled=False,
-    )
+    own = torch.tensor([counted[row] for row in drafting], device=device)
+    scope = Scope("token_wise", own, coupled=[False] * len(drafting))
     at_rows = torch.where(known["offsets"] < num_accepted[entries], drafts, last[entries]).clamp(min=0)
-    return terms_to_host(take_terms(step, verified, at_rows, scope))
+    return take_terms(step, verified, at_rows, scope).to_host()

@@ -4,15 +4,15 @@ With x ~ q drafted, A whether it was accepted, y emitted, r the residual distrib
 sum(p^2), each Z lies within [-1, 1] and has conditional mean 0:
 
     a        A - alpha                                      token-wise, where the round came
-    a_prime  min(1, p(x)/q(x)) - alpha                      every draft that was drawn
+    a_prime  min(1, p(x)/q(x)) - alpha                      every sampled draft
     b        A - min(1, p(x)/q(x))                          token-wise, where the round came
              1[tau = i] - h_i, from the last draft down     block: the accept uniforms up to the first that succeeded
     c        min(1, q(y)/p(y)) - alpha                      what is emitted where something was drafted
     d        p(y) - S_p                                     all that is emitted
-    e        q(x) - S_q                                     every draft that was drawn
-    f        min(1, q(y)/r(y)) - sum(min(r, q))             what replaces a draft that was drawn
+    e        q(x) - S_q                                     every sampled draft
+    f        min(1, q(y)/r(y)) - sum(min(r, q))             what replaces a sampled draft
     g        2 (sum(r(z < y)) + r(y)/2) - 1                 the last token of a round; where nothing is rejected, r = p
-    r        r(y) - sum(r^2)                                what replaces a draft that was chosen
+    r        r(y) - sum(r^2)                                what replaces a deterministic draft
 
 The coupled verifier chooses x and y with one noise, so it has no a, b, f, g; and since a position that is drafted again
 sees its noise again, its drafts count only where the round came. Deterministic drafts (point masses) leave a = b = c
@@ -27,6 +27,7 @@ The chances are computed here from p and q, not taken from the verifier that is 
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,15 +37,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculative.selfcheck.eprocess import STAKES
-from speculative.state.batch import HostTerms
+from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
 from speculative.verification.block import running_ratio, survival
-from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
+from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _RUN = 256  # tokens; far fewer than a vocabulary, far more than nothing
-LEAST_RESIDUAL = 0.05  # where p leaves less beside a chosen draft, rounding in sum(p^2) would bias the residual's
+LEAST_RESIDUAL = (
+    0.05  # where p leaves less beside a deterministic draft, rounding in sum(p^2) would bias the residual's
+)
 LEAST_SPREAD = 0.01  # of what an entirely open distribution has; rounding is 1e-6 of a term
 
 
@@ -53,31 +56,13 @@ class Scope:
     """What of a step the terms are taken of.
 
     verifier: of the entries that are not coupled.
-    judged_rows: [D] int64, rows that judge a draft, in the order of the packed drafts.
     counted: [E] bool, entries whose terms count: chosen before anything of the step was drawn.
-    coupled: [E] bool, entries that the coupled verifier judges. any_coupled, all_coupled: the same, on the host.
+    coupled: [E] whether the coupled verifier judges an entry, on the host.
     """
 
     verifier: Literal["token_wise", "block"]
-    judged_rows: Tensor
     counted: Tensor
-    coupled: Tensor
-    any_coupled: bool
-    all_coupled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What the terms of a step come to, on the device.
-
-    checks: the C self-checks that have terms.
-    sums: [C, len(STAKES) + 4] float64: sums of log(1 + stake Z); then number, positive and negative parts, squares.
-    achievable: sum(min(p, q)) over the positions that were reached.
-    """
-
-    checks: tuple[str, ...]
-    sums: Tensor
-    achievable: Tensor
+    coupled: Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +91,25 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         emitted: [R] int64, the token emitted at each row; anything where none was.
         scope: what counts.
     """
-    facts = _gather_facts(step, verified, emitted, scope)
+    facts = _gather_facts(step, verified, emitted)
     counts = scope.counted[step.entries] & facts.alive
-    coupled = scope.coupled[step.entries]
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    if not scope.all_coupled:
-        for name, (values, where) in _of_rejection(step, verified, emitted, facts, scope.verifier).items():
-            found[name] = (values, where & counts & ~coupled)
-    if scope.any_coupled:
+    if any(scope.coupled):
+        coupled = torch.tensor(scope.coupled, device=counts.device)[step.entries]
         for name, (values, where) in _of_distributions(step, facts, chosen_twice=False).items():
             found[f"coupled_{name}"] = (values, where & counts & coupled & facts.reached)
+        counts = counts & ~coupled
+    if not all(scope.coupled):
+        for name, (values, where) in _of_rejection(step, verified, emitted, facts, scope.verifier).items():
+            found[name] = (values, where & counts)
     reached_drafts = torch.where(facts.reached & step.judged, facts.overlap, 0.0)
     return Terms(tuple(found), _sum_up(list(found.values())), reached_drafts.nan_to_num().sum(dtype=torch.float64))
 
 
-def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: Scope) -> _Facts:
+def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> _Facts:
     p_draft, q_draft = step.p_of_drafts(), step.q_of_drafts()
     num_accepted = verified.num_accepted[step.entries]
-    overlap, square_q = _against_target(step, p_draft, scope.judged_rows)
+    overlap, square_q = _against_target(step, p_draft)
     return _Facts(
         overlap=overlap,
         chance=(p_draft / q_draft.clamp(min=torch.finfo(q_draft.dtype).tiny)).clamp(max=1.0),
@@ -139,19 +125,15 @@ def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, sc
     )
 
 
-def _against_target(step: VerifyInput, p_draft: Tensor, judged_rows: Tensor) -> tuple[Tensor, Tensor]:
+def _against_target(step: VerifyInput, p_draft: Tensor) -> tuple[Tensor, Tensor]:
     """[R] sum(min(p, q)) and sum(q^2); 0 where nothing is judged."""
-    distribution: DraftProbs = step.draft_probs
-    zeros = torch.zeros_like(p_draft)
-    if isinstance(distribution, PointMass) or judged_rows.shape[0] == 0:
-        return torch.where(step.judged, p_draft, zeros), step.judged.to(p_draft.dtype)
-    p = step.probs[judged_rows]
-    overlap = torch.minimum(
-        p[:, distribution.ids] if isinstance(distribution, SubVocabulary) else p, distribution.probs
-    ).sum(dim=-1)
-    return zeros.index_put((judged_rows,), overlap), zeros.index_put(
-        (judged_rows,), _sum_of_squares(distribution.probs)
-    )
+    q = step.draft_probs
+    if isinstance(q, PointMass):
+        return p_draft, step.judged.to(p_draft.dtype)
+    rows = step.packed.clamp(max=q.probs.shape[0] - 1)
+    p = step.probs[:, q.ids] if isinstance(q, SubVocabulary) else step.probs
+    overlap = torch.minimum(p, q.probs[rows]).sum(dim=-1)
+    return torch.where(step.judged, overlap, 0.0), torch.where(step.judged, _sum_of_squares(q.probs)[rows], 0.0)
 
 
 def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -> dict[str, tuple[Tensor, Tensor]]:
@@ -274,8 +256,3 @@ def _sum_up(found: list[tuple[Tensor, Tensor]]) -> Tensor:
         values.square().sum(-1),
     )
     return torch.cat([gains, torch.stack(parts, dim=1)], dim=1)
-
-
-def terms_to_host(terms: Terms) -> HostTerms:
-    """Copy the terms of the self-checks."""
-    return HostTerms(terms.checks, terms.sums.cpu().numpy(), float(terms.achievable))

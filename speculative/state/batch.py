@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from speculative.request import ReplayedToken, TokenLogprobs
+from speculative.state.logit_constraints import TokenRules
 from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import Bools
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Entry:
 
     num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
     max_drafts: how many drafts fit; 0 while prefilling.
-    draws: whether the known tokens reach the pending one, so that a token is drawn after it.
+    samples: whether the known tokens reach the pending one, so that a token is drawn after it.
     """
 
     sequence: Sequence
@@ -56,12 +57,10 @@ class AttentionRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInput:
-    """Where every token of a step lies. All arrays are int64 on the host.
+class StepInput(AttentionRows):
+    """Where every token of a step lies; its sequences are the entries. All arrays are int64 on the host.
 
-    input_ids, positions, slots: [N] per row: the token, its position in its sequence, its slot in the KV cache.
-    row_starts: [B + 1] first row of each entry, and N.
-    context_slots: per entry, slots of all positions it attends to, its own rows included.
+    input_ids, positions: [N] per row: the token, and its position in its sequence.
     verify_rows: [R] rows whose logits are needed to draw tokens, entry by entry.
     verify_entries: [R] the entry of each verify row, counted over the entries that draw.
     offsets: [R] its offset in its round.
@@ -71,20 +70,12 @@ class StepInput:
 
     input_ids: Int64s
     positions: Int64s
-    slots: Int64s
-    row_starts: Int64s
-    context_slots: tuple[Int64s, ...]
     verify_rows: Int64s
     verify_entries: Int64s
     offsets: Int64s
     drafts: Int64s
     drawing: tuple[Entry, ...]
     draft_counts: Int64s
-
-    @property
-    def attention_rows(self) -> AttentionRows:
-        """The part of it that attention reads."""
-        return AttentionRows(self.slots, self.row_starts, self.context_slots)
 
 
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
@@ -98,7 +89,7 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
         sequence, begin, own = entry.sequence, entry.sequence.num_computed, drafts[num_drafts : num_drafts + count]
         num_drafts += count
         end = begin + entry.num_known + count
-        context = block_slots(sequence.blocks, end, block_size)
+        context = sequence.slots(end, block_size)
         contexts.append(context)
         slots.append(context[begin:])
         positions.append(range(begin, end))
@@ -127,26 +118,33 @@ def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s,
     )
 
 
-def block_slots(blocks: Entries[int], length: int, block_size: int) -> Int64s:
-    """Slots of the first `length` positions of a sequence with these blocks."""
-    starts = np.array(blocks[: -(-length // block_size)], np.int64) * block_size
-    return (starts[:, None] + np.arange(block_size)).reshape(-1)[:length]
-
-
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What one verify row draws after: its sequence's tokens, then these drafts of the round."""
+    """What decides which tokens one verify row may draw, beside the model.
 
-    sequence: Sequence
+    rules: of its request; None where it has none. output: tokens emitted before the round. drafts: those of the round
+    before the row. allowed: [V] the tokens its structure allows; None where it has none.
+    """
+
+    rules: TokenRules | None
+    output: Entries[int]
     drafts: tuple[int, ...]
+    allowed: Bools | None = None
 
 
-def row_contexts(layout: StepInput) -> list[RowContext]:
-    """One context per verify row, in order."""
-    contexts, first_row = [], 0
-    for entry, count in zip(layout.drawing, layout.draft_counts.tolist(), strict=True):
+def row_contexts(layout: StepInput, masks: Entries[list[Bools] | None]) -> list[RowContext]:
+    """One context per verify row, in order.
+
+    masks: per drawing entry, what its structure allows, row by row. Rows behind a forbidden draft are never reached;
+        they repeat the last mask.
+    """
+    contexts, first_row = list[RowContext](), 0
+    for entry, count, mask in zip(layout.drawing, layout.draft_counts.tolist(), masks, strict=True):
+        output = entry.sequence.tokens[entry.sequence.num_prompt :]
         drafts = tuple(layout.drafts[first_row : first_row + count].tolist())
-        contexts += [RowContext(entry.sequence, drafts[:offset]) for offset in range(count + 1)]
+        for offset in range(count + 1):
+            allowed = None if mask is None else mask[min(offset, len(mask) - 1)]
+            contexts.append(RowContext(entry.sequence.rules, output, drafts[:offset], allowed))
         first_row += count + 1
     return contexts
 
@@ -155,55 +153,52 @@ def row_contexts(layout: StepInput) -> list[RowContext]:
 class SequenceResult:
     """What a step decided for one sequence, on the host.
 
-    token_ids: the accepted drafts and the token drawn after them.
+    token_ids: the accepted drafts and the token drawn after them; none while a prefill goes on.
     num_drafted, num_accepted: of this round.
     logprobs: one per token, when asked for.
     fault: which of `INVARIANTS` is broken, so that nothing may be emitted; then the rest is meaningless.
+    prompt_logprobs, replayed: of the known tokens that a request for its prompt's logprobs, or a scoring one, asked
+        for; and where a scoring request's lie in its distribution.
     """
 
-    token_ids: tuple[int, ...]
-    num_drafted: int
-    num_accepted: int
+    token_ids: tuple[int, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     fault: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What a step says of known tokens: their logprobs; and of a scoring request's, where they lie in its
-    distribution."""
-
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     replayed: tuple[ReplayedToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class HostTerms:
-    """The terms of a step's self-checks, summed up.
+class Terms:
+    """The terms of a step's self-checks, summed up: tensors on the device, an array and a number after `to_host`.
 
     checks: the C self-checks that had any.
-    sums: [C, S + 4]: sums of log(1 + stake Z) for S stakes; then number, positive and negative parts, squares.
+    sums: [C, S + 4] float64: sums of log(1 + stake Z) for S stakes; then number, positive and negative parts, squares.
     achievable: sum of sum(min(p, q)) over the draft positions that were reached.
     """
 
     checks: tuple[str, ...]
-    sums: Floats
-    achievable: float
+    sums: Any
+    achievable: Any
+
+    def to_host(self) -> "Terms":
+        """Copy to the host."""
+        return Terms(self.checks, self.sums.cpu().numpy(), float(self.achievable))
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """The host copy of what a step decided.
 
-    drawn: per entry; None where nothing was drawn (a prefill that goes on).
-    scores: per entry; of known tokens that a scoring request, or one for its prompt's logprobs, asked for.
+    results: one per entry.
     expected_accepted: sum of the verifier's acceptance probability over the draft positions it reached.
     terms: of the self-checks; None where nothing counted.
     step_s: seconds from the first draft to the last copy.
     """
 
-    drawn: tuple[SequenceResult | None, ...]
-    scores: tuple[Scored, ...]
-    expected_accepted: float
-    terms: HostTerms | None = None
+    results: tuple[SequenceResult, ...]
+    expected_accepted: float = 0.0
+    terms: Terms | None = None
     step_s: float = 0.0

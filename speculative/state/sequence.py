@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from typing import Any
 
+import numpy as np
+
 from speculative.cache.prefix import hash_block
 from speculative.request import ReplayedToken, Request, TokenLogprobs
-from speculative.state.logit_constraints import rules_of
+from speculative.state.logit_constraints import Int64s, rules_of
 from speculative.state.token_constraint import TokenConstraint
 
 
@@ -34,7 +36,7 @@ class Sequence:
         prefill_only_after: stop and hold for export once this many tokens are emitted (0: as soon as only the last
             prompt token is pending); None: run to the end.
         tokens: prompt and output so far, when it continues from a handoff.
-        saved: tensors that were computed elsewhere for those tokens, by name: "kv" [num_layers, 2, len(tokens) - 1,
+        imported_kv: tensors computed elsewhere for those tokens, by name: "kv" [num_layers, 2, len(tokens) - 1,
             num_kv_heads, head_dim], and the drafter's sections.
         constraint: which tokens may come next, if the request asks for a structure.
         num_cached: prompt tokens that were found in a prefix cache where they were computed.
@@ -74,6 +76,7 @@ class Sequence:
         computes_prompt = self.num_output == 0 and (imported_kv is None or self.num_prompt == 1)
         self.returns_prompt = self.params.prompt_logprobs is not None and computes_prompt
         self._hashes: list[bytes] = []
+        self._slots: tuple[list[int], Int64s] = ([], np.empty(0, np.int64))  # of all positions in these blocks
 
     def __repr__(self) -> str:
         return (
@@ -155,6 +158,15 @@ class Sequence:
         """Apply a step's results. The only place where tokens and num_computed advance."""
         self.tokens.extend(emitted)
         self.num_computed = min(num_computed, len(self.tokens) - 1)
+
+    def slots(self, length: int, block_size: int) -> Int64s:
+        """Slots of the first `length` positions, which must have blocks; not to be written to."""
+        blocks, slots = self._slots
+        if blocks is not self.blocks or len(slots) < length:
+            blocks = self.blocks
+            slots = (np.array(blocks, np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)
+            self._slots = blocks, slots
+        return slots[:length]
 
     def block_hashes(self, num_tokens: int, block_size: int) -> list[bytes]:
         """Names of the blocks that the first `num_tokens` tokens fill."""

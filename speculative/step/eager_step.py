@@ -1,7 +1,7 @@
 """A step whose every operation is launched by Python, for batches of any kind."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from speculative.drafting.base import Drafter, DraftOutput, constrain
 from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.selfcheck.replayed_tokens import replayed_tokens
-from speculative.state.batch import Batch, Entry, Scored, SequenceResult, StepInput, StepOutcome, build_step_input
+from speculative.state.batch import Batch, Entry, SequenceResult, StepInput, StepOutcome, build_step_input
 from speculative.state.token_constraint import Bools, TokenConstraint
 from speculative.step.runner import ModelRunner
 from speculative.step.sampler import Sampler
@@ -75,38 +75,34 @@ class EagerStep:
         draft = drafts.draft
         layout = build_step_input(batch.entries, draft.counts, draft.token_ids, self._config.block_size)
         hidden = self._forward(batch, layout)
-        drawn: Iterator[SequenceResult] = iter(())
-        expected, terms = 0.0, None
+        outcome = StepOutcome(())
         if layout.drawing:
             decoding_only = len(layout.verify_rows) == len(hidden)
             rows = hidden if decoding_only else hidden[torch.from_numpy(layout.verify_rows).to(hidden.device)]
             logits = self.runner.logits(rows)  # [R, V]
             masks = [drafts.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
-            output = self.sampler.draw(layout, logits, draft.draft_probs, masks)
-            drawn, expected, terms = iter(output.drawn), output.expected_accepted, output.terms
-        per_entry = [next(drawn) if entry.samples else None for entry in batch.entries]
+            outcome = self.sampler.draw(layout, logits, draft.draft_probs, masks)
+        sampled = iter(outcome.results)
+        results = [next(sampled) if entry.samples else SequenceResult() for entry in batch.entries]
         for index in drafts.without_q:
-            per_entry[index] = SequenceResult((), 0, 0, fault="q_missing")
-        return StepOutcome(
-            drawn=tuple(per_entry),
-            scores=tuple(
-                self._score(entry, start, hidden)
-                for entry, start in zip(batch.entries, layout.row_starts[:-1].tolist(), strict=True)
-            ),
-            expected_accepted=expected,
-            terms=terms,
-        )
+            results[index] = SequenceResult(fault="q_missing")
+        for index, entry in enumerate(batch.entries):
+            if entry.sequence.scored_positions:
+                logprobs, replayed = self._score(entry, int(layout.row_starts[index]), hidden)
+                results[index] = replace(results[index], prompt_logprobs=logprobs, replayed=replayed)
+        return replace(outcome, results=tuple(results))
 
     def _forward(self, batch: Batch, layout: StepInput) -> Tensor:
         """Hidden states [N, hidden]; a drafter that reads features gets them."""
-        if not self.drafter.capture:
-            return self.runner.forward(layout)
         hidden, features = self.runner.forward_with_features(layout, self.drafter.capture)
-        self.drafter.observe(batch, layout, features)
+        if self.drafter.capture:
+            self.drafter.observe(batch, layout, features)
         return hidden
 
-    def _score(self, entry: Entry, row_start: int, hidden: Tensor) -> Scored:
-        """The logprobs that were asked for of the known tokens that this entry's rows predict."""
+    def _score(
+        self, entry: Entry, row_start: int, hidden: Tensor
+    ) -> tuple[tuple[TokenLogprobs, ...], tuple[ReplayedToken, ...]]:
+        """What was asked for of the known tokens that this entry's rows predict, as in `SequenceResult`."""
         sequence = entry.sequence
         wanted = sequence.scored_positions
         begin = max(wanted.start - 1, sequence.num_computed)
@@ -127,4 +123,4 @@ class EagerStep:
                 constraint = self._constraint_of(sequence.request)
                 known = (sequence.request, start + 1, constraint, self.sampler.eos_token_ids)
                 replayed.extend(replayed_tokens(logits, *known, self.sampler.ops.process))
-        return Scored(tuple(logprobs), tuple(replayed))
+        return tuple(logprobs), tuple(replayed)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.sampling.logprobs import HostLogprobs, gather_logprobs
+from speculative.sampling.logprobs import LogprobRows, gather_logprobs
 from speculative.selfcheck.invariants import ROW_KINDS
 from speculative.state.batch import SequenceResult, StepInput
 from speculative.verification.base import VerifyOutput
@@ -37,7 +37,7 @@ def copy_to_host(verified: VerifyOutput, broken: Tensor) -> Verdicts:
     )
 
 
-def logprobs_to_host(layout: StepInput, matrix: Callable[[], Tensor], emitted: Tensor) -> HostLogprobs | None:
+def logprobs_to_host(layout: StepInput, matrix: Callable[[], Tensor], emitted: Tensor) -> LogprobRows | None:
     """Gather the logprobs of every verify row, as many as the most demanding entry asks for; None if nobody asks.
 
     `matrix` makes the mode's matrix [R, V]: nobody pays for it unless somebody asks.
@@ -58,23 +58,23 @@ def _scored_ids(layout: StepInput, device: torch.device) -> Tensor:
     return torch.from_numpy(padded).to(device)[torch.from_numpy(layout.verify_entries).to(device)]
 
 
-def results_per_entry(layout: StepInput, verdicts: Verdicts, logprobs: HostLogprobs | None) -> list[SequenceResult]:
+def results_per_entry(layout: StepInput, verdicts: Verdicts, logprobs: LogprobRows | None) -> list[SequenceResult]:
     """What was drawn, one value per drawing entry, in order."""
+    drafts, broken = layout.drafts.tolist(), verdicts.broken.tolist()
     first_row = 0
     drawn = []
-    for index, entry in enumerate(layout.drawing):
-        count, accepted = int(layout.draft_counts[index]), int(verdicts.num_accepted[index])
-        rows = range(first_row, first_row + accepted + 1)
-        broken = verdicts.broken[first_row : first_row + count + 1]
-        token_ids = (*layout.drafts[first_row : first_row + accepted].tolist(), int(verdicts.token_ids[index]))
+    decided = (layout.draft_counts.tolist(), verdicts.num_accepted.tolist(), verdicts.token_ids.tolist())
+    for entry, count, accepted, last in zip(layout.drawing, *decided, strict=True):
+        token_ids = (*drafts[first_row : first_row + accepted], last)
         params = entry.sequence.params
         entries = None
         if logprobs is not None and params.returns_logprobs:
             num_top, scored_ids = params.logprobs or 0, params.logprob_token_ids
             entries = tuple(
-                logprobs.entry(row, token, num_top, scored_ids) for row, token in zip(rows, token_ids, strict=True)
+                logprobs.entry(row, token, num_top, scored_ids) for row, token in enumerate(token_ids, start=first_row)
             )
-        fault = ROW_KINDS[broken[broken > 0].min() - 1] if broken.any() else None
+        kinds = [kind for kind in broken[first_row : first_row + count + 1] if kind]
+        fault = ROW_KINDS[min(kinds) - 1] if kinds else None
         drawn.append(SequenceResult(token_ids, count, accepted, entries, fault))
         first_row += count + 1
     return drawn

@@ -17,15 +17,12 @@ class ModelRunner:
         self.device = device
         self._decoder = decoder
 
-    def forward(self, layout: StepInput) -> Tensor:
-        """Hidden states [N, hidden] of the step's rows; their keys and values are in the cache afterwards."""
-        return self.forward_with_features(layout, ())[0]
-
     def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As forward, and the features [N, len(capture) * hidden] that enter the layers of `capture`."""
+        """Hidden states [N, hidden] of the step's rows, and the features [N, len(capture) * hidden] that enter the
+        layers of `capture`; keys and values are in the cache afterwards."""
         input_ids = torch.from_numpy(layout.input_ids).to(self.device)
         positions = torch.from_numpy(layout.positions).to(self.device)
-        attention = StepAttention(self.cache, layout.attention_rows, self.device)
+        attention = StepAttention(self.cache, layout, self.device)
         return self._decoder.run(input_ids, positions, attention, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:

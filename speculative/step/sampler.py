@@ -3,22 +3,20 @@
 A few copies to the host end it. On the way the self-checks take their terms and check every invariant of a row.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from speculative.config import EngineConfig
-from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.logprobs import mode_matrix
-from speculative.sampling.probs import LastRows, SamplingRows, highest_logits
+from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope, terms_to_host
-from speculative.state.batch import HostTerms, SequenceResult, StepInput, row_contexts
+from speculative.selfcheck.terms import Scope
+from speculative.state.batch import SequenceResult, StepInput, StepOutcome, Terms, row_contexts
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
@@ -27,15 +25,6 @@ from speculative.verification.draft_probs import DraftProbs
 from speculative.verification.mixed import verify_mixed
 from speculative.verification.rows import VerifyRows
 from speculative.vocabulary.ops import VocabularyOps
-
-
-@dataclass(frozen=True, slots=True)
-class SampleOutput:
-    """What a step sampled: one result per entry; over all of them, expected accepted drafts and self-check terms."""
-
-    drawn: list[SequenceResult]
-    expected_accepted: float
-    terms: HostTerms | None
 
 
 class Sampler:
@@ -55,14 +44,15 @@ class Sampler:
         self._mode = config.logprobs_mode
         self.eos_token_ids = eos_token_ids
         self._device = device
-        self.verify = _make_verifier(config, ops)
+        verifiers = {"token_wise": ops.verify_token_wise, "block": ops.verify_block, "coupled": verify_coupled}
+        self.verify: Verifier = verifiers[config.verifier]
         self._all_coupled = config.verifier == "coupled"
         self._rows = LastRows()
 
     def draw(
         self, layout: StepInput, logits: Tensor, draft_probs: DraftProbs, masks: list[list[Bools] | None]
-    ) -> SampleOutput:
-        """What each drawing entry emits.
+    ) -> StepOutcome:
+        """What each drawing entry emits, and the step's self-checks.
 
         Args:
             layout: the step's rows.
@@ -70,7 +60,8 @@ class Sampler:
             draft_probs: q of the step's drafts.
             masks: per drawing entry, the tokens its structure allows, row by row; None where it has none.
         """
-        rows = self._rows.of(_params_per_row(layout), logits.shape[-1], self._device)
+        params = [layout.drawing[entry].sequence.params for entry in layout.verify_entries.tolist()]
+        rows = self._rows.of(params, logits.shape[-1], self._device)
         adjusted = self._adjust(layout, logits, masks)
         processed = self.ops.process(adjusted, rows)  # [R, V]
         step = verify_rows(layout).input(self.ops.target_probs(processed, rows), draft_probs)
@@ -78,16 +69,16 @@ class Sampler:
         emitted = self.ops.emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
         outside = _outside_filters(adjusted, rows, emitted)
-        broken = self.ops.broken_rows(step, verified, emitted, highest_logits(processed), outside)
+        broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         terms = self._terms(layout, step, verified, emitted) if self.self_check.due() else None
         verdicts = copy_to_host(verified, broken)
         drawn = self.check_on_host(layout, results_per_entry(layout, verdicts, logprobs), masks)
-        return SampleOutput(drawn, verdicts.expected_accepted, terms)
+        return StepOutcome(tuple(drawn), verdicts.expected_accepted, terms)
 
     def _adjust(self, layout: StepInput, logits: Tensor, masks: list[list[Bools] | None]) -> Tensor:
         if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
             return logits
-        return adjust(logits, row_contexts(layout), _masks_per_row(layout, masks), self.eos_token_ids)
+        return adjust(logits, row_contexts(layout, masks), self.eos_token_ids)
 
     def _verify(self, layout: StepInput, step: VerifyInput) -> VerifyOutput:
         coupled = self._coupled(layout)
@@ -103,18 +94,10 @@ class Sampler:
 
     # -- self-checks --------------------------------------------------------------------------------------------
 
-    def _terms(self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> HostTerms:
+    def _terms(self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> Terms:
         counted = self.self_check.counted([entry.sequence for entry in layout.drawing])
-        coupled = self._coupled(layout)
-        scope = Scope(
-            verifier=self._verifier,
-            judged_rows=torch.from_numpy(np.flatnonzero(layout.drafts >= 0)).to(self._device),
-            counted=torch.from_numpy(counted).to(self._device),
-            coupled=torch.tensor(coupled, device=self._device),
-            any_coupled=any(coupled),
-            all_coupled=all(coupled),
-        )
-        return terms_to_host(self.ops.take_terms(step, verified, emitted, scope))
+        scope = Scope(self._verifier, torch.from_numpy(counted).to(self._device), self._coupled(layout))
+        return self.ops.take_terms(step, verified, emitted, scope).to_host()
 
     def check_on_host(
         self, layout: StepInput, drawn: list[SequenceResult], masks: list[list[Bools] | None]
@@ -134,11 +117,6 @@ class Sampler:
         return checked
 
 
-def _make_verifier(config: EngineConfig, ops: VocabularyOps) -> Verifier:
-    verifiers = {"token_wise": ops.verify_token_wise, "block": ops.verify_block, "coupled": verify_coupled}
-    return verifiers[config.verifier]
-
-
 def _outside_filters(adjusted: Tensor, rows: SamplingRows, emitted: Tensor) -> Tensor:
     """[R] bool: rows whose token lies outside the filters of its request."""
     outside = torch.zeros_like(rows.greedy)
@@ -155,16 +133,3 @@ def verify_rows(layout: StepInput) -> VerifyRows:
     lengths = [len(sequence.tokens) for sequence in sequences]
     owners = (layout.verify_entries, layout.offsets)
     return VerifyRows.build(owners, layout.draft_counts, seeds, lengths, layout.drafts)
-
-
-def _params_per_row(layout: StepInput) -> list[SamplingParams]:
-    counts = layout.draft_counts.tolist()
-    return [e.sequence.params for e, count in zip(layout.drawing, counts, strict=True) for _ in range(count + 1)]
-
-
-def _masks_per_row(layout: StepInput, masks: list[list[Bools] | None]) -> list[Bools | None]:
-    """One mask per verify row. Rows behind a forbidden draft are never reached; they repeat the last mask."""
-    rows: list[Bools | None] = []
-    for mask, count in zip(masks, layout.draft_counts.tolist(), strict=True):
-        rows += [None if mask is None else mask[min(offset, len(mask) - 1)] for offset in range(count + 1)]
-    return rows

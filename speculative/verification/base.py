@@ -10,7 +10,7 @@ from torch import Tensor
 from speculative.errors import EngineFault
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import gumbel
-from speculative.verification.draft_probs import DraftProbs, num_rows
+from speculative.verification.draft_probs import DraftProbs, PointMass, num_rows
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class VerifyInput:
     """One step's verify rows, packed. Row j of an entry judges its draft j; its last row draws the bonus token.
 
     probs: [R, V] the target's distribution p at each row.
-    draft_probs: q, the distribution of the drafts.
+    draft_probs: q, the distribution of the drafts; where nobody drafted, a point mass whatever was given.
     drafts: [R] int64, the draft judged there; -1 in each entry's last row.
     packed: [R] int64, which of the step's packed drafts that is; meaningless in last rows.
     entries: [R] int64, which drawing entry a row belongs to.
@@ -54,8 +54,10 @@ class VerifyInput:
         if rows is not None and rows < num_drafts:
             raise EngineFault(
                 f"q is missing: {num_drafts} drafts are to be verified, and {max(rows, 0)} of them came with what they "
-                "were drawn from. A deterministic drafter must say so (PointMass)."
+                "were sampled from. A deterministic drafter must say so (PointMass)."
             )
+        if rows == 0:
+            object.__setattr__(self, "draft_probs", PointMass())
 
     @property
     def judged(self) -> Tensor:

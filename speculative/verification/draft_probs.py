@@ -1,4 +1,4 @@
-"""The distribution a draft was drawn from, as the verifiers read it: q, in float32, row by row.
+"""The distribution a draft was sampled from, as the verifiers read it: q, in float32, row by row.
 
 It travels with the drafts it belongs to, and a drafter that chooses its drafts says so. A q that is missing is never
 read as a point mass: that would be lossless, and slow for no visible reason.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PointMass:
-    """Drafts that were chosen, not drawn: all mass lies on the token."""
+    """Deterministic drafts: all mass lies on the token."""
 
     def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1)."""
@@ -34,7 +34,7 @@ class PointMass:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Drafts that were drawn. probs: [D, V] float32, row d is what packed draft d was drawn from."""
+    """Sampled drafts. probs: [D, V] float32, row d is what packed draft d was sampled from."""
 
     probs: Tensor
 
@@ -43,28 +43,22 @@ class Dense:
 
     def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
-        if self.probs.shape[0] == 0:  # nobody drafted in this step
-            return torch.zeros_like(drafts, dtype=self.probs.dtype)
         return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), drafts.clamp(min=0)], 0.0)
 
     def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of any tokens [R], as many float32; 0 in bonus rows."""
-        if self.probs.shape[0] == 0:
-            return torch.zeros_like(tokens, dtype=self.probs.dtype)
         return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), tokens], 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
-        if self.probs.shape[0] == 0:
-            return self.probs.new_zeros((drafts.shape[0], vocab_size))
         return torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SubVocabulary:
-    """Drafts that were drawn from a part of the vocabulary: q is 0 everywhere else.
+    """Drafts that were sampled from a part of the vocabulary: q is 0 everywhere else.
 
-    probs: [D, W] float32, row d is what packed draft d was drawn from. ids: [W] int64, the tokens its columns stand
+    probs: [D, W] float32, row d is what packed draft d was sampled from. ids: [W] int64, the tokens its columns stand
     for. columns: [D] int64, the column of each draft.
     """
 
@@ -77,23 +71,18 @@ class SubVocabulary:
 
     def of_drafts(self, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
-        if self.probs.shape[0] == 0:
-            return torch.zeros_like(drafts, dtype=self.probs.dtype)
         own = self.probs.gather(1, self.columns[:, None])[:, 0]
         return torch.where(drafts >= 0, own[_within(packed, self.probs)], 0.0)
 
     def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
         """q of any tokens [R], as many float32; 0 in bonus rows and outside the part."""
-        if self.probs.shape[0] == 0:
-            return torch.zeros_like(tokens, dtype=self.probs.dtype)
         matches = torch.where(self.ids == tokens[:, None], self.probs[_within(packed, self.probs)], 0.0)
         return torch.where(drafts >= 0, matches.sum(dim=-1), 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
         rows = self.probs.new_zeros((drafts.shape[0], vocab_size))
-        if self.probs.shape[0]:
-            rows[:, self.ids] = torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
+        rows[:, self.ids] = torch.where(drafts[:, None] >= 0, self.probs[_within(packed, self.probs)], 0.0)
         return rows
 
 
@@ -101,8 +90,8 @@ DraftProbs = PointMass | Dense | SubVocabulary
 
 
 def num_rows(draft_probs: object) -> int | None:
-    """The drafts that a distribution holds q of; None where they were chosen, so that it holds for any; -1 of what is
-    no distribution."""
+    """The drafts that a distribution holds q of; None where they are deterministic, so that it holds for any; -1 of
+    what is no distribution."""
     if isinstance(draft_probs, PointMass):
         return None
     return draft_probs.probs.shape[0] if isinstance(draft_probs, Dense | SubVocabulary) else -1

@@ -14,17 +14,15 @@ from speculative.verification.draft_probs import DraftProbs
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
-ROW_FIELDS = ("drafts", "packed", "entries", "offsets", "seeds", "positions")
-ENTRY_FIELDS = ("first_rows", "counts")
-UNIFORM_FIELDS = ("accept_uniforms", "sample_uniforms")
+_ROW_FIELDS = ("drafts", "packed", "entries", "offsets", "seeds", "positions")
+_FIELDS = (*_ROW_FIELDS, "first_rows", "counts", "accept_uniforms", "sample_uniforms")
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyRows:
     """The fields of `VerifyInput` beside p and q, in three arrays: one copy to a device each.
 
-    rows: [6, R] int64, the `ROW_FIELDS`. entries: [2, E] int64, the `ENTRY_FIELDS`. uniforms: [2, R] float64, the
-    `UNIFORM_FIELDS`.
+    rows: [6, R] int64, drafts to positions. entries: [2, E] int64, first_rows and counts. uniforms: [2, R] float64.
     """
 
     rows: Int64s
@@ -56,7 +54,7 @@ class VerifyRows:
         key = np.empty((4, 2, num_rows), np.uint64)
         key[0], key[1], key[2], key[3, 0] = row_seeds, row_lengths, offsets, int(Purpose.COIN)
         key[3, 1] = np.where(drafts < 0, np.uint64(Purpose.BONUS), np.uint64(Purpose.RESIDUAL))
-        rows = np.empty((len(ROW_FIELDS), num_rows), np.int64)
+        rows = np.empty((len(_ROW_FIELDS), num_rows), np.int64)
         rows[0], rows[2], rows[3], rows[4] = drafts, entries, offsets, row_seeds.view(np.int64)
         np.subtract(np.arange(num_rows), entries, out=rows[1])  # each entry before has one row without a draft
         np.add(row_lengths.view(np.int64), offsets, out=rows[5])
@@ -65,17 +63,12 @@ class VerifyRows:
 
     def named(self) -> dict[str, Int64s | Float64s]:
         """Each array by the name of its field."""
-        return {
-            **dict(zip(ROW_FIELDS, self.rows, strict=True)),
-            **dict(zip(ENTRY_FIELDS, self.entries, strict=True)),
-            **dict(zip(UNIFORM_FIELDS, self.uniforms, strict=True)),
-        }
+        return dict(zip(_FIELDS, (*self.rows, *self.entries, *self.uniforms), strict=True))
 
     def on_device(self, device: torch.device) -> dict[str, Tensor]:
         """Each field as a tensor there, by three copies."""
         moved = [torch.from_numpy(array).to(device) for array in (self.rows, self.entries, self.uniforms)]
-        names = (*ROW_FIELDS, *ENTRY_FIELDS, *UNIFORM_FIELDS)
-        return dict(zip(names, (row for array in moved for row in array.unbind()), strict=True))
+        return dict(zip(_FIELDS, (row for array in moved for row in array.unbind()), strict=True))
 
     def input(self, probs: Tensor, draft_probs: DraftProbs) -> VerifyInput:
         """The input of a verifier, on the device of p [R, V]."""

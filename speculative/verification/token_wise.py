@@ -2,9 +2,9 @@
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2211.17192); Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling" (2302.01318). A draft x survives with probability
-min(1, p(x)/q(x)); after the first that does not, a token is drawn from (p - q)+. For a chosen draft (q a point mass)
-this reads: survive with probability p(x), else draw from p without x. Greedy rows need no rule of their own: their p is
-one-hot.
+min(1, p(x)/q(x)); after the first that does not, a token is drawn from (p - q)+. For a deterministic draft (q a point
+mass) this reads: survive with probability p(x), else draw from p without x. Greedy rows need no rule of their own:
+their p is one-hot.
 """
 
 import torch
@@ -29,11 +29,9 @@ def verify_token_wise(step: VerifyInput) -> VerifyOutput:
 
 
 def _overlap(step: VerifyInput, p: Tensor) -> Tensor:
-    """[R] the chance that a draft survives, before it is drawn: sum of min(p, q) over the vocabulary."""
+    """[R] the chance that a draft survives, before it is sampled: sum of min(p, q) over the vocabulary."""
     if isinstance(step.draft_probs, PointMass):
         return p
-    if step.draft_probs.probs.shape[0] == 0:
-        return torch.zeros_like(p)
     draft_probs = step.draft_probs.probs[step.packed.clamp(max=step.draft_probs.probs.shape[0] - 1)].to(p.dtype)
     probs = step.probs[:, step.draft_probs.ids] if isinstance(step.draft_probs, SubVocabulary) else step.probs
     return torch.where(step.judged, torch.minimum(probs, draft_probs).sum(dim=-1), 0.0)

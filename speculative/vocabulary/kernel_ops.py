@@ -10,14 +10,15 @@ from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import terms
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
-from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, Scope, Terms
+from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, Scope
+from speculative.state.batch import Terms
 from speculative.verification import block
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import PointMass, SubVocabulary
 from speculative.vocabulary.ops import TorchOps, VocabularyOps
 
-_CHECKS_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the kernel's order
-_CHECKS_OF_CHOSEN = ("d", "a", "r", "g")
+_CHECKS_OF_SAMPLED = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the kernel's order
+_CHECKS_OF_DETERMINISTIC = ("d", "a", "r", "g")
 
 
 class KernelOps:
@@ -70,10 +71,10 @@ class KernelOps:
         return self._kernels.broken_rows(_struct(step), *found, MASS_ROUNDING)
 
     def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: Scope) -> Terms:
-        if scope.verifier != "token_wise" or scope.any_coupled:
+        if scope.verifier != "token_wise" or any(scope.coupled):
             return terms.take_terms(step, verified, emitted, scope)
         struct = _struct(step)
-        checks = _CHECKS_OF_DRAWN if struct.q else _CHECKS_OF_CHOSEN
+        checks = _CHECKS_OF_SAMPLED if struct.q else _CHECKS_OF_DETERMINISTIC
         reported = (verified.num_accepted, emitted, scope.counted, np.array(STAKES), len(checks))
         return Terms(checks, *self._kernels.terms(struct, *reported, least=(LEAST_RESIDUAL, LEAST_SPREAD)))
 
@@ -93,9 +94,7 @@ def _struct(step: VerifyInput) -> VerifyStruct:
 
 
 def _make_struct(step: VerifyInput) -> VerifyStruct:
-    draft_probs = (
-        None if isinstance(step.draft_probs, PointMass) or not len(step.draft_probs.probs) else step.draft_probs
-    )
+    draft_probs = None if isinstance(step.draft_probs, PointMass) else step.draft_probs
     part = draft_probs if isinstance(draft_probs, SubVocabulary) else None
     tensors = {
         "p": step.probs,

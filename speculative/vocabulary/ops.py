@@ -11,7 +11,8 @@ from torch import Tensor
 from speculative.sampling import probs
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import invariants, terms
-from speculative.selfcheck.terms import Scope, Terms
+from speculative.selfcheck.terms import Scope
+from speculative.state.batch import Terms
 from speculative.verification import base, block, token_wise
 from speculative.verification.base import VerifyInput, VerifyOutput
 

@@ -34,7 +34,7 @@ FIRST = {  # the detector that is to find it, where it is not one of the terms
     "F25 one token beyond the model's length": "invariant length",
     "F25 a limit that is one too high for the whole engine": "replay refused",
     "F26 q is lost at its source": "invariant q_missing",
-    "F26 sampled drafts are said to be chosen ones": "acceptance floor",
+    "F26 sampled drafts are declared deterministic": "acceptance floor",
 }
 
 

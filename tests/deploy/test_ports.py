@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from deploy import cluster
+from deploy import cluster, ports
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
 from deploy.ports import free_port, require_port
@@ -26,11 +26,12 @@ CARD = {"id": "SmolLM2", "owned_by": "truespec"}
 
 @contextmanager
 def listening(host: str) -> Iterator[int]:
-    """Listen as Ray Serve's proxy does, which lets others onto the same port."""
+    """Listen as Ray Serve's proxy does, which lets others onto the same port. Nobody answers, and nobody waits long."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if family == socket.AF_INET6 and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    with closing(socket.socket(family)) as proxy:
+    with closing(socket.socket(family)) as proxy, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ports, "_ASK_S", 0.05)
         proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         proxy.bind((host, 0))

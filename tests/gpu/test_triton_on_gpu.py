@@ -1,13 +1,11 @@
-"""The compiled kernels against plain torch, in the types and sizes that serve."""
+"""The compiled attention kernels against plain torch, in the types and sizes that serve."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
-from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedAttention, PagedRows, TorchAttend
-from speculative.model.config import ModelConfig
-from speculative.model.layers import Attention, RMSNorm, Rotary, TorchLayerOps
+from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 128, 5
@@ -76,58 +74,3 @@ def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
         for num_queries in (1, 3, MAX_QUERIES):
             alone = attend(*scene(cuda, heads, [contexts[index]], num_queries, dtype))
             assert torch.equal(alone, whole[index, :num_queries])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 5, 320])
-@pytest.mark.parametrize(("hidden_size", "size"), [(576, 1536), (4096, 14336)])
-def test_fused_sums_norms_and_gates_are_torchs(
-    cuda: torch.device, hidden_size: int, size: int, num_rows: int, dtype: torch.dtype
-) -> None:
-    from speculative.gpu.triton_layers import TritonLayerOps
-
-    torch.manual_seed(0)
-    norm = RMSNorm(hidden_size, 1e-5, dtype=dtype, device=cuda)
-    norm.weight.copy_(torch.randn(hidden_size, device=cuda))
-    hidden, update = (torch.randn((num_rows, hidden_size), device=cuda).to(dtype) for _ in range(2))
-    gate_up = torch.randn((num_rows, 2 * size), device=cuda).to(dtype)
-    (added, normed), gated = TritonLayerOps().add_norm(hidden, update, norm), TritonLayerOps().gate(gate_up)
-    expected, expected_norm = TorchLayerOps().add_norm(hidden, update, norm)
-    assert torch.equal(added, expected)
-    limit = (8 if dtype is torch.float32 else 2) * torch.finfo(dtype).eps
-    torch.testing.assert_close(normed, expected_norm, rtol=limit, atol=0)
-    torch.testing.assert_close(gated, TorchLayerOps().gate(gate_up), rtol=2 * limit, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("heads", HEADS)
-def test_fused_rotations_are_torchs(
-    cuda: torch.device, heads: tuple[int, int, int], qk_norm: bool, dtype: torch.dtype
-) -> None:
-    from speculative.gpu.triton_layers import TritonLayerOps
-
-    torch.manual_seed(0)
-    num_heads, num_kv_heads, head_dim = heads
-    config = ModelConfig(
-        "LlamaForCausalLM", 16, 64, 64, 1, num_heads, num_kv_heads, head_dim, 1e-5, 1e4, 512, qk_norm=qk_norm
-    )
-    attention, rotary = Attention(config, dtype=dtype, device=cuda), Rotary(config, device=cuda)
-    if attention.qk_norm is not None:
-        attention.qk_norm.weight.copy_(torch.randn_like(attention.qk_norm.weight))
-    rows = torch.randn((64, num_heads + 2 * num_kv_heads, head_dim), device=cuda).to(dtype)
-    positions, slots = torch.arange(448, 512, device=cuda), torch.randperm(128, device=cuda)[:64]
-    blocks = torch.zeros((64, 8), dtype=torch.int64, device=cuda)
-    paged = PagedRows(slots, torch.ones(64, dtype=torch.int64, device=cuda), blocks)
-    found = []
-    for ops in (TritonLayerOps(), TorchLayerOps()):
-        cache = KVCache(KVShape(1, num_kv_heads, head_dim), 128, dtype=dtype, device=cuda)
-        attend = PagedAttention(cache, paged, lambda query, keys, values, rows: query)
-        query = ops.attend(rows, attention, ops.rotation(rotary, positions, rows), attend, 0)
-        found.append((query, cache.data))
-    for ours, expected in zip(*found, strict=True):
-        if qk_norm or dtype is torch.float32:
-            limit = 4 * torch.finfo(dtype).eps
-            torch.testing.assert_close(ours, expected, rtol=limit, atol=limit * float(expected.abs().max()))
-        else:
-            assert torch.equal(ours, expected)

@@ -20,7 +20,7 @@ CAUGHT_BY = {
     "F6 draft and residual share their noise": "the_joint_distribution_is_the_targets",
     "F6 the coin is used again for the residual": "the_joint_distribution_is_the_targets",
     "F6 block verification with accept uniforms keyed by position": "the_joint_distribution_holds_for_likely_runs",
-    "F7 q before the filters, drafts drawn behind them": "the_joint_distribution_is_the_targets",
+    "F7 q before the filters, drafts sampled after them": "the_joint_distribution_is_the_targets",
     "F8 argmax match at T > 0": "the_joint_distribution_is_the_targets",
     "F8 the residual is drawn from p": "the_joint_distribution_is_the_targets",
     "F9 sampling parameters skipped on drafted positions": "greedy_equals_plain",

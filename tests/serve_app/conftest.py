@@ -126,7 +126,7 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> It
         asyncio.run(backend.start())
         source = BackendSource(backend)
         app = build_ingress(
-            FrontEnd(source, tokenizer, backend.info, limits, aliases=["fake-alias"]),
+            FrontEnd(source, tokenizer, backend.info, limits),
             operations=Operations(metrics, health),
             verdicts=verdicts,
             admin=admin,

@@ -1,9 +1,7 @@
 """The service as its users meet it: on a real local Ray, over HTTP."""
 
 import concurrent.futures
-import os
 import re
-import signal
 from pathlib import Path
 
 import httpx
@@ -130,15 +128,6 @@ def test_rays_agent_exports_the_same_counters(disaggregated: Service) -> None:
         return all(f"{name}{{" in text for name in names)
 
     wait_for(exported, "Ray's agent exporting our metrics")
-
-
-def test_a_killed_prefill_replica_loses_no_request(ray_port: int, tiny_folder: Path) -> None:
-    with deployed(ray_port, "killed", app_args(tiny_folder, "disaggregated")) as service:
-        body = {"prompt": LOOPING, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
-        expected = service.completion(**body)["choices"][0]["token_ids"]
-        os.kill(_pid_of("PrefillServer", "killed"), signal.SIGKILL)
-        answers = [service.completion(**body)["choices"][0]["token_ids"] for _ in range(5)]
-        assert answers == [expected] * 5
 
 
 def test_labels_are_scored(disaggregated: Service, monolith: Service) -> None:
@@ -277,12 +266,6 @@ def test_health_and_models(disaggregated: Service) -> None:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_configs_are_also_ray_serve_configs(path: Path) -> None:
     ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
-
-
-def _pid_of(deployment: str, app: str) -> int:
-    """By the title Ray gives its worker processes; its state API would need the dashboard."""
-    title = f"ray::ServeReplica:{app}:{deployment}".encode()
-    return next(int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if title in path.read_bytes())
 
 
 def _idle(service: Service) -> bool:

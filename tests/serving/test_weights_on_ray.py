@@ -119,11 +119,13 @@ def test_a_trainer_hands_over_its_tensors(service: Service, checkpoints: list[Pa
 def test_a_replica_that_starts_later_serves_what_the_others_serve(service: Service, checkpoints: list[Path]) -> None:
     title = f"ray::ServeReplica:{service.name}:PrefillServer".encode()
     old = {path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if title in path.read_bytes()}
+    assert old
     for process in old:
         os.kill(int(process.name), signal.SIGKILL)
     before = service.metrics()["handoffs_by_result"].get("ok", 0)
 
     def handed_off() -> bool:
+        """From the first request after the kill on, none is lost."""
         assert_made_by(answer(service, 4), "step-2", checkpoints[2])
         return bool(service.metrics()["handoffs_by_result"].get("ok", 0) > before)
 

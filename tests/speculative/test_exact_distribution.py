@@ -45,7 +45,7 @@ class Distributions:
                         q = p
                     case "greedy":
                         p = np.eye(vocab_size)[random.integers(vocab_size)]
-                    case "chosen":
+                    case "deterministic":
                         q = np.eye(vocab_size)[random.integers(vocab_size)]
                 self.p[prefix] = torch.tensor(p / p.sum(), dtype=dtype)
                 self.q[prefix] = torch.tensor(q / q.sum(), dtype=dtype)
@@ -68,7 +68,7 @@ class Distributions:
         return joint
 
 
-def step_for(distributions: Distributions, paths: list[tuple[int, ...]], *, chosen: bool) -> VerifyInput:
+def step_for(distributions: Distributions, paths: list[tuple[int, ...]], *, deterministic: bool) -> VerifyInput:
     """One entry per path, all in one packed step; accept uniforms and finals are filled in later."""
     rows = distributions.num_drafts + 1
     probs = torch.stack([distributions.p[path[:i]] for path in paths for i in range(rows)])
@@ -78,7 +78,7 @@ def step_for(distributions: Distributions, paths: list[tuple[int, ...]], *, chos
     nothing = torch.full((len(paths) * rows,), 0.5, dtype=torch.float64)
     return VerifyInput(
         probs=probs,
-        draft_probs=PointMass() if chosen else Dense(q),
+        draft_probs=PointMass() if deterministic else Dense(q),
         drafts=drafts,
         packed=torch.arange(len(drafts)) - entries,
         entries=entries,
@@ -158,10 +158,10 @@ def final_distribution(verify: Verifier, step: VerifyInput, accepted: int) -> Te
     return cumulative.diff(dim=1)
 
 
-def emitted_joint(verify: Verifier, distributions: Distributions, *, chosen: bool) -> np.ndarray:
+def emitted_joint(verify: Verifier, distributions: Distributions, *, deterministic: bool) -> np.ndarray:
     """The distribution of the next K + 1 tokens when this round is verified and the target goes on by itself."""
     paths = distributions.paths()
-    step = step_for(distributions, [path for path, _ in paths], chosen=chosen)
+    step = step_for(distributions, [path for path, _ in paths], deterministic=deterministic)
     counts = accepted_distribution(verify, step)
     joint = np.zeros((distributions.vocab_size,) * (distributions.num_drafts + 1))
     for accepted in range(distributions.num_drafts + 1):
@@ -187,23 +187,23 @@ def continuation(distributions: Distributions, prefix: tuple[int, ...]) -> np.nd
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("kind", ["random", "zeros", "equal", "greedy", "chosen"])
+@pytest.mark.parametrize("kind", ["random", "zeros", "equal", "greedy", "deterministic"])
 @pytest.mark.parametrize(("vocab_size", "num_drafts"), SIZES)
 def test_emits_the_targets_distribution_in_float64(verifier: str, kind: str, vocab_size: int, num_drafts: int) -> None:
     distributions = Distributions(
         vocab_size, num_drafts, seed=vocab_size * 10 + num_drafts, dtype=torch.float64, kind=kind
     )
-    for chosen in {False, kind == "chosen"}:
-        joint = emitted_joint(VERIFIERS[verifier], distributions, chosen=chosen)
+    for deterministic in {False, kind == "deterministic"}:
+        joint = emitted_joint(VERIFIERS[verifier], distributions, deterministic=deterministic)
         assert np.abs(joint - distributions.joint()).max() <= 1e-12
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("kind", ["random", "zeros", "chosen"])
+@pytest.mark.parametrize("kind", ["random", "zeros", "deterministic"])
 @with_both_ops
 def test_emits_the_targets_distribution_in_float32(ops: VocabularyOps, verifier: str, kind: str) -> None:
     distributions = Distributions(4, 3, seed=1, dtype=torch.float32, kind=kind)
-    joint = emitted_joint(getattr(ops, f"verify_{verifier}"), distributions, chosen=kind == "chosen")
+    joint = emitted_joint(getattr(ops, f"verify_{verifier}"), distributions, deterministic=kind == "deterministic")
     assert np.abs(joint - distributions.joint()).max() <= 1e-6
 
 
@@ -212,7 +212,7 @@ def test_block_never_accepts_fewer_than_token_wise() -> None:
     for num_drafts in (1, 2, 3):
         distributions = Distributions(3, num_drafts, seed=num_drafts, dtype=torch.float64, kind="random")
         paths = distributions.paths()
-        step = step_for(distributions, [path for path, _ in paths], chosen=False)
+        step = step_for(distributions, [path for path, _ in paths], deterministic=False)
         chances = np.array([chance for _, chance in paths])
         lengths = [
             float(chances @ (accepted_distribution(verify, step) @ torch.arange(num_drafts + 1.0).double()).numpy())
@@ -228,7 +228,7 @@ def test_block_never_accepts_fewer_than_token_wise() -> None:
 def test_what_it_expects_to_accept_is_what_it_accepts(verifier: str) -> None:
     distributions = Distributions(3, 3, seed=5, dtype=torch.float64, kind="random")
     paths = distributions.paths()
-    step = step_for(distributions, [path for path, _ in paths], chosen=False)
+    step = step_for(distributions, [path for path, _ in paths], deterministic=False)
     chances = torch.tensor([chance for _, chance in paths], dtype=torch.float64)
     observed = (chances @ accepted_distribution(VERIFIERS[verifier], step)) @ torch.arange(4.0).double()
     if verifier == "block":  # the sum of rho, whatever the accept uniforms
@@ -251,7 +251,9 @@ def accept_too_often(step: VerifyInput) -> VerifyOutput:
 
 def test_the_method_sees_a_verifier_that_accepts_too_often() -> None:
     distributions = Distributions(3, 2, seed=3, dtype=torch.float64, kind="random")
-    assert np.abs(emitted_joint(accept_too_often, distributions, chosen=False) - distributions.joint()).max() > 1e-3
+    assert (
+        np.abs(emitted_joint(accept_too_often, distributions, deterministic=False) - distributions.joint()).max() > 1e-3
+    )
 
 
 def test_the_method_sees_q_of_another_row() -> None:
@@ -261,20 +263,20 @@ def test_the_method_sees_q_of_another_row() -> None:
         assert isinstance(step.draft_probs, Dense)
         return verify_token_wise(replace(step, draft_probs=Dense(step.draft_probs.probs.roll(1, 0))))
 
-    assert np.abs(emitted_joint(shifted, distributions, chosen=False) - distributions.joint()).max() > 1e-3
+    assert np.abs(emitted_joint(shifted, distributions, deterministic=False) - distributions.joint()).max() > 1e-3
 
 
 def test_the_method_sees_drawn_drafts_read_as_chosen_ones() -> None:
     # Lossless all the same (the draft is a function of something independent of the accept uniforms), but slower.
     distributions = Distributions(3, 2, seed=4, dtype=torch.float64, kind="random")
-    joint = emitted_joint(verify_token_wise, distributions, chosen=True)
+    joint = emitted_joint(verify_token_wise, distributions, deterministic=True)
     assert np.abs(joint - distributions.joint()).max() <= 1e-12
 
 
 def test_coupled_rows_draw_from_p_and_accept_what_agrees() -> None:
     distributions = Distributions(4, 1, seed=7, dtype=torch.float64, kind="zeros")
     count = 20_000
-    step = step_for(distributions, [(1,)] * count, chosen=True)
+    step = step_for(distributions, [(1,)] * count, deterministic=True)
     step = replace(step, seeds=torch.arange(count).repeat_interleave(2), positions=torch.tensor([5, 6]).repeat(count))
     output = verify_coupled(step)
     first = torch.where(output.num_accepted > 0, 1, output.token_ids)

@@ -11,9 +11,9 @@ import torch
 import xxhash
 
 from speculative.errors import EngineFault, HandoffRefused, InvalidRequest
-from speculative.handoff import ComputedTokenState, Manifest, decode_state, encode_state
+from speculative.handoff import ComputedTokenState, Manifest, decode_state
 from speculative.request import Request, SamplingParams
-from tests.support.engines import markov_engine
+from tests.support.engines import encode_state, markov_engine
 
 MANIFEST = Manifest(
     fingerprint="a1b2",

@@ -17,7 +17,7 @@ from speculative.model.config import ModelConfig
 from speculative.request import FinishReason, Request, SamplingParams, Structure
 from tests.support.engines import assert_idle
 
-NUM_ANSWERS = 200
+NUM_ANSWERS = 100
 COLOURS = ["red", "green", "dark blue", "black"]
 SCHEMA = {
     "type": "object",

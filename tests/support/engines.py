@@ -13,6 +13,7 @@ from torch.nn import functional
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
+from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, seal
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.request import FinishReason, TokenDelta, TokenKind, TokenLogprobs
@@ -38,6 +39,13 @@ def settings(**changes: Any) -> EngineConfig:
 def tiny_engine(folder: Path, **changes: Any) -> EngineCore:
     """An engine over a checkpoint written by `write_tiny_model`."""
     return EngineCore.load(folder, settings(**changes))
+
+
+def encode_state(state: ComputedTokenState, manifest: Manifest) -> Blob:
+    """A state as an engine with this manifest would export it."""
+    blob, kv = allocate_blob(state, manifest)
+    kv.copy_(state.kv)
+    return seal(blob)
 
 
 def markov_engine(next_token: Tensor | Sequence[int], *, eos: tuple[int, ...] = (), **changes: Any) -> EngineCore:

@@ -9,11 +9,11 @@ import httpx
 import openai
 
 from serve_app.backends.base import Backend
-from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.streams.merge import merge
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault
 from speculative.request import Request, TokenDelta
+from tests.support.fake_backend import FakeBackend, FakeConfig
 
 
 class Script:

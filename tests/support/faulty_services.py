@@ -41,13 +41,13 @@ def accept_every_draft(engine: EngineCore, flag: Path) -> None:
 
 def misplace_rounds_with_drafts(engine: EngineCore, flag: Path) -> None:
     """Rounds with drafts are computed some positions further on; what they leave in the KV cache is wrong too."""
-    right = engine.runner.forward
+    right = engine.runner.forward_with_features
 
-    def forward(layout: StepInput) -> Any:
+    def forward(layout: StepInput, capture: tuple[int, ...]) -> Any:
         wrong = flag.exists() and layout.draft_counts.any()
-        return right(replace(layout, positions=layout.positions + 9) if wrong else layout)
+        return right(replace(layout, positions=layout.positions + 9) if wrong else layout, capture)
 
-    engine.runner.forward = forward  # type: ignore[method-assign]
+    engine.runner.forward_with_features = forward  # type: ignore[method-assign]
 
 
 def slow_steps(engine: EngineCore, flag: Path) -> None:

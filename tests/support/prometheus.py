@@ -71,10 +71,10 @@ def running_prometheus(folder: Path, scrape: list[dict[str, Any]], rules: list[P
     for path in rules:
         file = yaml.safe_load(path.read_text(encoding="utf-8"))
         for group in file["groups"]:
-            group["interval"] = "5s"
+            group["interval"] = "2s"
         files.append(str(folder / path.name))
         Path(files[-1]).write_text(yaml.safe_dump(file), encoding="utf-8")
-    timing = {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "5s"}
+    timing = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "2s"}
     config = {"global": timing, "scrape_configs": scrape, "rule_files": files}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [

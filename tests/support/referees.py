@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.backends.base import Prefilled, Replayed
-from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments import runtime, stream_router
@@ -21,8 +20,10 @@ from serve_app.deployments.stream_router import DecodeWorker
 from serve_app.integrity.breaker import BreakerState, Mode
 from serve_app.integrity.dumps import DumpFolder
 from serve_app.integrity.heartbeat import Orders, ReplicaStatus, Report
-from serve_app.integrity.referee import Referee, RefereeSettings
+from serve_app.integrity.judgement import Judge
+from serve_app.integrity.replay_checker import Replay, ReplayChecker
 from serve_app.integrity.replays import ReplayJob, Verdict
+from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.integrity.verdicts import Checked
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import Streamed
@@ -30,6 +31,7 @@ from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import CONFIGURED, DesiredState
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
+from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NUM_TOKENS = 20
 RIGHT = ReplayedToken(0.5, 0.5, 0.7, 0.7, 0.0, 0.0)
@@ -62,27 +64,28 @@ class Replayer:
         return Replayed((-1.0 + self.drift,) * count, distribution, "p9")
 
 
+def checker(replay: Replay, metrics: Metrics, book: ReplicaBook | None = None, **settings: Any) -> ReplayChecker:
+    """Of replicas that draft at most four tokens in a round."""
+    return ReplayChecker(replay, Judge(metrics, num_draft_tokens=4), book or ReplicaBook(metrics), metrics, **settings)
+
+
 class Court:
-    """A running referee and what surrounds it."""
+    """A checker with its book, and what surrounds them."""
 
     def __init__(self, tmp_path: Path, **settings: Any) -> None:
         self.replayer = Replayer()
         self.sink = PrometheusSink()
         self.now = 1000.0
         self.folder = tmp_path / "dumps"
-        self.referee = Referee(
-            self.replayer,
-            Metrics([self.sink], model_name="tiny", pool="prefill"),
-            RefereeSettings(num_draft_tokens=4, **settings),
-            DumpFolder(self.folder, 10, 10**7),
-            clock=lambda: self.now,
-        )
+        metrics = Metrics([self.sink], model_name="tiny", pool="prefill")
+        self.book = ReplicaBook(metrics, dumps=DumpFolder(self.folder, 10, 10**7), clock=lambda: self.now)
+        self.checker = checker(self.replayer, metrics, self.book, **settings)
 
     def hear(
         self, replica: str = "r1", *, since: float = 0.0, state: BreakerState = BreakerState.CLOSED, **changes: Any
     ) -> Orders:
         status = ReplicaStatus(replica, "decode", state, Mode.AUTO, since, "")
-        return self.referee.hear(Report(status, MetricBatch(replica), **changes))
+        return self.book.hear(Report(status, MetricBatch(replica), **changes))
 
     async def dump(self, pattern: str) -> Path:
         """The one dump of that name, which a thread writes; until it is whole it has another suffix."""
@@ -133,7 +136,7 @@ class RefereeHandle:
     """A referee that is some way off: a report comes at once, and is heard and answered when `far` lets it."""
 
     def __init__(self) -> None:
-        self.referee = Referee(None, Metrics([], model_name="fake", pool="decode"), RefereeSettings())  # type: ignore[arg-type]
+        self.book = ReplicaBook(Metrics([], model_name="fake", pool="decode"))
         self.far = (asyncio.Event(), asyncio.Event())  # the way there, the way back
         for way in self.far:
             way.set()
@@ -151,7 +154,7 @@ class RefereeHandle:
         there, back = self.far
         await there.wait()
         self.reports.append(report)
-        orders = self.referee.hear(report)
+        orders = self.book.hear(report)
         await back.wait()
         return orders
 

@@ -158,8 +158,8 @@ def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> di
             for way, (one, handoffs) in ways.items()
         }
     mutant = MUTANTS[name]
-    chosen = mutant.traffic != "drawn" or mutant.fault == "F19"  # a dead drafter's drafts are not sampled
-    way = "n-gram" if chosen else "draft model"
+    deterministic = mutant.traffic != "sampled" or mutant.fault == "F19"  # a dead drafter's drafts are not sampled
+    way = "n-gram" if deterministic else "draft model"
     handoffs = mutant.traffic == "handoffs"
     config = replace(TINY, drafter=drafters[way], **_settings(mutant))
     return {way: FaultyServer(target, FOR_MODELS.get(name, mutant.install), config, guarded, handoffs)}

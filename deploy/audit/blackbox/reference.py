@@ -16,12 +16,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from deploy.audit.blackbox.dialect import AuditFailed
 from serve_app.text.tokenizer import Tokenizer
-from speculative.request import SURPRISAL_CLIP_NATS, Request, SamplingParams
+from speculative.request import SURPRISAL_CLIP_NATS, SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.probs import SamplingRows, process
 from speculative.selfcheck.eprocess import Floats
 from speculative.state.batch import RowContext
-from speculative.state.sequence import Sequence as Served
+from speculative.state.logit_constraints import rules_of
 
 _COPY_LEAST = 2  # tokens that must have occurred before for their continuation to count as a draft
 
@@ -116,9 +116,9 @@ class Reference:
         """The model's distribution for an answer, under the request's parameters."""
         tokens, start = [*prompt, *emitted], len(prompt)
         logits = self.logits(tokens, start)
-        before = Served(Request("audited", tuple(prompt), params), tokens=tuple(prompt))
-        contexts = [RowContext(before, tuple(emitted[:offset])) for offset in range(len(emitted))]
-        adjusted = adjust(logits, contexts, [None] * len(emitted), self.eos_token_ids)
+        rules = rules_of(params, prompt)
+        contexts = [RowContext(rules, (), tuple(emitted[:offset])) for offset in range(len(emitted))]
+        adjusted = adjust(logits, contexts, self.eos_token_ids)
         return Distribution(logits, adjusted, params, tokens, start)
 
     @torch.inference_mode()

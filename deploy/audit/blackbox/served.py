@@ -190,10 +190,10 @@ def _drafter_of_other_weights(engine: EngineCore) -> None:
 
 
 FOR_MODELS: dict[str, Install] = {
-    "F7 q before the filters, drafts drawn behind them": _q_before_filters,
+    "F7 q before the filters, drafts sampled after them": _q_before_filters,
     "F20 a drafter of other weights than its target was updated to": _drafter_of_other_weights,
 }
 """Draft-model versions of faults whose mutants are written for a table drafter."""
 
-WRITTEN_FOR_A_TABLE = ("F7 drafts cut short by the token that was drawn",)
+WRITTEN_FOR_A_TABLE = ("F7 drafts cut short by the token that was sampled",)
 """Faults that only a stateless drafter can have."""

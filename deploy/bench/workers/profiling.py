@@ -47,7 +47,7 @@ class Profile:
             if isinstance(engine.drafter, ModelDrafter):
                 self._wrap(engine.drafter, "begin_round", DRAFTER)
                 self._wrap(engine.graphs.loop, "run", DRAFTER)
-        for name in ("adjust", "highest_logits", "logprobs_to_host"):
+        for name in ("adjust", "logprobs_to_host"):
             self._wrap(sampler, name, VOCABULARY)
         for name in ("process", "target_probs"):
             self._wrap(engine.ops, name, VOCABULARY)

@@ -83,15 +83,15 @@ class WorkerExtension:
 
         return str(get_kv_transfer_group().layout)
 
-    def watch_sampler(self, share: float, drawn: bool) -> None:
-        """Collect the self-checks' terms in this share of the steps; `drawn`: drafts come with q."""
+    def watch_sampler(self, share: float, sampled: bool) -> None:
+        """Collect the self-checks' terms in this share of the steps; `sampled`: drafts come with q."""
         from vllm.v1.sample import rejection_sampler
 
         batch = self.model_runner.input_batch
-        self._watch = SamplerWatch(share, drawn=drawn, request_ids=lambda: batch.req_ids)
+        self._watch = SamplerWatch(share, sampled=sampled, request_ids=lambda: batch.req_ids)
         rejection_sampler.rejection_sample = self._watch.around(rejection_sampler.rejection_sample)
 
     def take_terms(self) -> tuple[list[tuple[list[str], list[list[float]], float]], int]:
-        """The terms of the steps since the last call, as `HostTerms` has them; and how many lacked their q."""
+        """The terms of the steps since the last call, as `Terms` has them; and how many lacked their q."""
         terms = [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
         return terms, self._watch.take_num_without_q()

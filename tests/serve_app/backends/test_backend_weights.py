@@ -81,9 +81,13 @@ async def test_after_a_switch_it_answers_as_a_fresh_engine_would(
     assert replay.weight_version == "v1"
 
 
-async def test_weights_that_cannot_be_had_change_nothing(backend: TorchBackend, tmp_path: Path) -> None:
+async def test_weights_that_cannot_be_had_change_nothing(
+    backend: TorchBackend, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="No model"):
         await backend.load_weights(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="ngram has no weights"):  # whatever the name, it is not looked for
+        await backend.load_weights(str(folders[1]), "nobody/has-this")
     other = write_tiny_model(tmp_path / "other", vocab_size=64, num_hidden_layers=3)
     with pytest.raises(ConfigError, match="is of another model: its num_layers is 3"):
         await backend.load_weights(str(other))

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from serve_app.backends.fake import FakeBackend, FakeConfig, fake_logprob
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenKind
 from tests.support.backend_conformance import Conformance
+from tests.support.fake_backend import FakeBackend, FakeConfig, fake_logprob
 
 CONFIG = FakeConfig(vocab_size=97, multiplier=3, run_length=4)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve_app.backends.fake import FakeBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import settings
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
@@ -21,6 +20,7 @@ from serve_app.config.files import parse_args
 from speculative.config import EngineConfig
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
 from speculative.request import Request, SamplingParams
+from tests.support.fake_backend import FakeBackend
 from tests.support.tiny_adapters import LINEAR, write_tiny_adapter
 from tests.support.tiny_models import write_tiny_model
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from serve_app.backends.fake import FakeBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import checkpoint, settings
 from serve_app.backends.vllm_parts.block_sums import block_sums
@@ -25,6 +24,7 @@ from serve_app.config.files import parse_args
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, HandoffRefused
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
+from tests.support.fake_backend import FakeBackend
 
 FIRST, ACCEPTED, RECOVERED, BONUS = TokenKind.FIRST, TokenKind.ACCEPTED, TokenKind.RECOVERED, TokenKind.BONUS
 OURS = Manifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 2)

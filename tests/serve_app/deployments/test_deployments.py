@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from serve_app.config.files import parse_args
+from serve_app.deployments import stream_router
 from serve_app.integrity.breaker import BreakerState, Mode
 from serve_app.integrity.heartbeat import Finished
-from speculative.errors import InvalidRequest
+from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta
 from speculative.stats import StepStats
 from tests.support.referees import CLIENT, RefereeHandle, Worker
@@ -34,7 +35,7 @@ async def test_a_report_whose_caller_leaves_is_sent_and_its_answer_obeyed(
     worker: Worker, referee: RefereeHandle, way: int
 ) -> None:
     await worker.host.reporter.report()
-    referee.referee.order(Mode.OFF, None)
+    referee.book.order(Mode.OFF, None)
     worker.host.guard.inspect(StepStats(alarms={"f": 1}))
     worker.host.finished.append(Finished("cmpl-1-0", 1.0, 2.0))
     worker.host.runtime.metrics.count("truespec_requests_total", 7, outcome="stop")
@@ -140,3 +141,30 @@ async def test_a_request_that_fails_by_itself_is_not_tried_again_as_a_canary(
     assert {job.request.prompt_token_ids[0] for job in referee.jobs} >= {5}
     assert [one.request_id for one in worker.host.finished] == ["cmpl-0-0", "cmpl-1-0"], "what it said may be suspect"
     assert worker.host.guard.status.state is BreakerState.CLOSED
+
+
+async def test_a_worker_without_news_gives_signs_of_life_until_its_engine_is_broken(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    async def resume(request: Request, handoff: Any) -> AsyncGenerator[TokenDelta, None]:
+        try:
+            await asyncio.Event().wait()
+            yield TokenDelta(request.request_id)
+        finally:
+            closed.append(request.request_id)
+
+    def broken() -> None:
+        raise EngineFault("it stands still")
+
+    monkeypatch.setattr(stream_router, "_SIGNS_OF_LIFE", 10_000)
+    monkeypatch.setattr(worker.host.backend, "resume", resume)
+    request = Request("cmpl-1-0", (5, 6), SamplingParams(max_tokens=8, ignore_eos=True))
+    stream = worker.stream([request], {}, None)  # type: ignore[arg-type]
+    arrived = [await anext(stream) for _ in range(4)]
+    assert [one.delta is None for one in arrived] == [False, True, True, True], "the prefill's token, then no more"
+    monkeypatch.setattr(worker.host.backend, "check_health", broken)
+    with pytest.raises(EngineFault, match="stands still"):
+        await anext(stream)
+    assert closed == ["cmpl-1-0"] and worker._streamed == set()

@@ -24,7 +24,6 @@ from schemathesis.specs.openapi.checks import (
 
 from serve_app.access.access import Access
 from serve_app.access.request_gate import Gate
-from serve_app.backends.fake import FakeBackend
 from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.http.openapi import OPERATIONS, document
 from serve_app.http.routes import Operations, build_ingress
@@ -38,6 +37,7 @@ from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
+from tests.support.fake_backend import FakeBackend
 from tests.support.fake_serving import make_backend
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
@@ -77,7 +77,7 @@ class Fuzzed:
         info = self.backend.info
         access = Access(admin_token=TOKEN)
         self.app = build_ingress(
-            FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8), aliases=["fake-alias"]),
+            FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
             scorer=Scorer(self.source, tokenizer, info, logprobs_mode="raw_logprobs"),
             operations=Operations(self.exposition, self.well),
             verdicts=self.verdict,
@@ -144,7 +144,7 @@ def described() -> dict[str, Any]:
     made = document({(one.method, one.path) for one in fuzzed}, version="1", needs_key=False)
     for name in ("CompletionRequest", "ChatCompletionRequest", "ScoreRequest"):
         fields = made["components"]["schemas"][name]["properties"]
-        fields["model"] = {"enum": ["fake", "fake-alias"]}
+        fields["model"] = {"enum": ["fake"]}
         fields["timeout"] = {"type": "number", "minimum": 20, "maximum": 1000}
     _narrow_chats(made["components"]["schemas"])
     for methods in made["paths"].values():

@@ -7,9 +7,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from serve_app.backends.fake import fake_logprob
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Structure
+from tests.support.fake_backend import fake_logprob
 from tests.support.fake_serving import Served
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
@@ -23,7 +23,7 @@ def client(server: Served) -> openai.OpenAI:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["fake", "fake-alias"]
+    assert [model.id for model in client.models.list()] == ["fake"]
     assert client.models.retrieve("fake").owned_by == "truespec"
 
 

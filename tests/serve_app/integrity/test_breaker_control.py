@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.integrity.breaker import Breaker, BreakerSettings, BreakerState, Mode
 from serve_app.integrity.breaker_control import Guard
 from serve_app.integrity.canary import Canary, CanarySettings
@@ -19,6 +18,7 @@ from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
 from speculative.stats import StepStats
+from tests.support.fake_backend import FakeBackend, FakeConfig
 
 ALARM = StepStats(alarms={"f": 1})
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serve_app.integrity.drift import Cusum, DriftSums, NoiseFloor, TokenDrift, Tolerance, request_drifted
+from serve_app.integrity.drift import Cusum, DriftSums, NoiseFloor, TokenDrift, request_drifted
 
 
 def drifts(*nats: float) -> list[TokenDrift]:
@@ -66,13 +66,13 @@ def test_no_single_token_raises_the_alarm_of_a_replica() -> None:
 
 
 def test_the_noise_floor_widens_the_tolerance_but_only_so_far() -> None:
-    tolerance, floor = Tolerance(1.05), NoiseFloor(min_tokens=10)
+    floor = NoiseFloor(min_tokens=10)
     floor.add(drifts(*[0.02] * 9))
-    assert tolerance.excess(floor) == pytest.approx(0.05), "too little is known"
+    assert floor.tolerance(1.05) == pytest.approx(0.05), "too little is known"
     floor.add(drifts(0.02))
-    assert tolerance.excess(floor) == pytest.approx(0.05 + math.expm1(0.02))
+    assert floor.tolerance(1.05) == pytest.approx(0.05 + math.expm1(0.02))
     floor.add(drifts(*[3.0] * 100))
-    assert tolerance.excess(floor) == pytest.approx(0.1), "an engine that is wrong without drafts teaches nothing"
+    assert floor.tolerance(1.05) == pytest.approx(0.1), "an engine that is wrong without drafts teaches nothing"
 
 
 @pytest.mark.parametrize(

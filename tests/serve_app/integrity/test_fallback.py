@@ -13,8 +13,8 @@ from serve_app.integrity.breaker import Breaker, BreakerSettings, BreakerState
 from serve_app.integrity.breaker_control import Guard
 from serve_app.integrity.canary import Canary, CanarySettings
 from serve_app.integrity.heartbeat import Finished, Report
-from serve_app.integrity.referee import Referee, RefereeSettings
 from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
@@ -23,6 +23,7 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from tests.support.engines import settings
 from tests.support.faulty_services import Fault, accept_every_draft, misplace_rounds_with_drafts
+from tests.support.referees import checker
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = tuple([5, 9, 17, 33] * 5)
@@ -44,7 +45,8 @@ class Service:
         self.finished: list[Finished] = []
         self.buffer = BufferSink("r1")
         metrics = Metrics([self.buffer], model_name="tiny", pool="monolith")
-        self.referee = Referee(self._replay, metrics, RefereeSettings(num_draft_tokens=4), clock=self.clock)
+        self.book = ReplicaBook(metrics, clock=self.clock)
+        self.checker = checker(self._replay, metrics, self.book)
         records = Records("r1", 512, self.clock)
         pooled = PooledTokenSource(self.backend, metrics)
         self.source = ObservedSource(
@@ -55,7 +57,7 @@ class Service:
             ended=self._ended,
             limits=SourceLimits(8, 60),
         )
-        self.canary = Canary(pooled, records, self.referee.check, CanarySettings(3, min_drafted=32))
+        self.canary = Canary(pooled, records, self.checker.check, CanarySettings(3, min_drafted=32))
         self.breaker = Breaker(BreakerSettings(cooldown_s=10, window_s=1000, suspect_s=60), self.clock)
         self.guard = Guard(("r1", "monolith"), self.backend, self.breaker, metrics, self.canary.try_out, self.clock)
         self._number = 0
@@ -70,7 +72,7 @@ class Service:
         self.canary.remember(record.request)
         self.finished.append(Finished(record.request.request_id, record.began_at, self.now))
         assert job is not None
-        self.referee.submit(job)
+        self.checker.submit(job)
 
     async def ask(self, *, temperature: float = 1.0) -> tuple[str, list[int], int]:
         """An answer: its id, tokens, and how many drafts were made for it."""
@@ -88,13 +90,13 @@ class Service:
         self.guard.inspect(self.backend.take_stats())
         trips, finished = self.guard.take_trips(), tuple(self.finished)
         self.finished.clear()
-        orders = self.referee.hear(Report(self.guard.status, self.buffer.drain(), finished, trips))
+        orders = self.book.hear(Report(self.guard.status, self.buffer.drain(), finished, trips))
         self.guard.obey(orders)
         self.guard.act()
 
     async def verdict_of(self, name: str) -> str:
         """The verdict on an answer, once it was checked."""
-        while (reported := self.referee.verdict(name)) is None or reported["verdict"] == "unverified":
+        while (reported := self.book.verdicts.reply(name)) is None or reported["verdict"] == "unverified":
             await asyncio.sleep(0.01)
         return str(reported["verdict"])
 
@@ -121,7 +123,7 @@ async def service(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) 
     made = Service(folder, request.param, tmp_path / "fault")
     await made.backend.start()
     await made.other.start()
-    work = asyncio.create_task(made.referee.run())
+    work = asyncio.create_task(made.checker.run())
     yield made
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -158,7 +160,7 @@ async def test_a_faulty_replica_falls_back_and_comes_back(service: Service, tmp_
     assert service.breaker.state is BreakerState.OPEN
     assert service.breaker.reason in reasons
     await service.second()
-    assert (service.referee.verdict(name) or {})["verdict"] == "suspect"
+    assert (service.book.verdicts.reply(name) or {})["verdict"] == "suspect"
     # Plainly, and rightly, while the fault is still there.
     for temperature in (0.0, 1.0):
         name, tokens, num_drafted = await service.ask(temperature=temperature)

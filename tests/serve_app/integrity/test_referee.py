@@ -20,7 +20,7 @@ from tests.support.referees import NUM_TOKENS, RIGHT, Court, served
 @pytest.fixture
 async def court(tmp_path: Path) -> AsyncIterator[Court]:
     made = Court(tmp_path)
-    work = asyncio.create_task(made.referee.run())
+    work = asyncio.create_task(made.checker.run())
     yield made
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -28,7 +28,7 @@ async def court(tmp_path: Path) -> AsyncIterator[Court]:
 
 
 async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court: Court) -> None:
-    checked = await court.referee.check(served())
+    checked = await court.checker.check(served())
     assert checked.verdict is Verdict.VERIFIED
     assert (checked.tme, checked.num_tokens, checked.replayed_by) == (1.0, NUM_TOKENS, "p9")
     (forced,) = court.replayer.asked
@@ -56,7 +56,7 @@ async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court:
 
 async def test_a_prompt_whose_logprobs_were_reported_is_replayed_by_itself(court: Court) -> None:
     params = SamplingParams(temperature=0.5, prompt_logprobs=1)
-    checked = await court.referee.check(served(params=params, prompt_logprobs=(-1.0, -1.0)))
+    checked = await court.checker.check(served(params=params, prompt_logprobs=(-1.0, -1.0)))
     assert checked.verdict is Verdict.VERIFIED
     assert [(request.score_from, request.params.temperature) for request in court.replayer.asked] == [
         (3, 0.5),
@@ -69,7 +69,7 @@ async def test_a_prompt_whose_logprobs_were_reported_is_replayed_by_itself(court
 
 async def test_drift_makes_an_answer_suspect_and_is_reported_to_who_made_it(court: Court) -> None:
     court.replayer.drift = -0.8
-    checked = await court.referee.check(served())
+    checked = await court.checker.check(served())
     assert (checked.verdict, checked.reason) == (Verdict.SUSPECT, "drift")
     findings = court.hear("r1").findings
     assert {finding.alarm for finding in findings} == {"drift"}
@@ -89,7 +89,7 @@ async def test_drift_makes_an_answer_suspect_and_is_reported_to_who_made_it(cour
 async def test_drift_of_first_tokens_is_the_prefill_replicas(court: Court) -> None:
     for number in range(6):
         court.replayer.drift = -2.0
-        await court.referee.check(
+        await court.checker.check(
             served(
                 number,
                 token_ids=(5,),
@@ -112,7 +112,7 @@ async def test_drift_where_nothing_is_drafted_may_be_either_replicas(
 ) -> None:
     court.hear("r1", since=10.0, state=state)
     court.replayer.drift = -0.8
-    await court.referee.check(served(num_drafted=0, began_at=began_at))
+    await court.checker.check(served(num_drafted=0, began_at=began_at))
     assert court.hear("r1", since=10.0, state=state).findings != ()
     assert (court.hear("p1").findings != ()) == both
 
@@ -120,7 +120,7 @@ async def test_drift_where_nothing_is_drafted_may_be_either_replicas(
 async def test_tokens_that_break_their_distribution_are_found_though_their_logprobs_are_right(court: Court) -> None:
     court.replayer.row = lambda _: ReplayedToken(0.02, 0.5, 5.0, 1.0, 3.0, 0.0)
     for number in range(5):
-        assert (await court.referee.check(served(number))).max_drift_nats == 0
+        assert (await court.checker.check(served(number))).max_drift_nats == 0
     alarms = {finding.alarm for finding in court.hear("r1").findings}
     assert alarms and alarms <= {"probability", "surprisal"}
 
@@ -151,13 +151,13 @@ async def test_a_verdict_says_what_was_checked(
     for number, seed in enumerate(seeds):
         job = served(number, params=params)
         asked = Request(job.request.request_id, job.request.prompt_token_ids, params, seed)
-        checked = await court.referee.check(served(number, request=asked))
+        checked = await court.checker.check(served(number, request=asked))
         assert checked.verdict is Verdict.VERIFIED
-    reply = court.referee.verdict(f"cmpl-{len(seeds) - 1}")
+    reply = court.book.verdicts.reply(f"cmpl-{len(seeds) - 1}")
     assert reply is not None
     assert (reply["checked"], reply["choices"][0]["checked"]) == (checks, checks)
     assert reply["choices"][0]["distribution"] == distribution
-    assert court.referee.overview()["latest"][0]["checked"] == checks
+    assert court.book.overview()["latest"][0]["checked"] == checks
     assert court.value("truespec_replay_distributions_total") == len(seeds)
     assert court.value("truespec_replay_distributions_total", distribution=distribution) >= 1
 
@@ -167,13 +167,13 @@ async def test_a_client_that_repeats_its_seed_repeats_its_luck_and_alarms_nobody
     for number in range(20):
         again = served(number)
         lucky = Request(again.request.request_id, again.request.prompt_token_ids, again.request.params, seed=7)
-        await court.referee.check(served(number, request=lucky))
+        await court.checker.check(served(number, request=lucky))
     assert court.hear("r1").findings == ()
 
 
 async def test_a_forbidden_token_is_found_at_once(court: Court) -> None:
     court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
-    checked = await court.referee.check(served())
+    checked = await court.checker.check(served())
     assert (checked.verdict, checked.reason) == (Verdict.SUSPECT, "distribution: support")
     assert "support" in {finding.alarm for finding in court.hear("r1").findings}
 
@@ -191,16 +191,16 @@ async def test_right_tokens_raise_no_alarm_in_many_replays(court: Court) -> None
     court.replayer.row = row
     for number in range(400):
         court.replayer.drift = draw.gauss(0, 0.01)
-        assert (await court.referee.check(served(number))).verdict is Verdict.VERIFIED
+        assert (await court.checker.check(served(number))).verdict is Verdict.VERIFIED
     assert court.hear("r1").findings == court.hear("p1").findings == ()
 
 
 async def test_what_began_before_a_replica_changed_says_nothing_about_it(court: Court) -> None:
     court.hear("r1", since=500.0)
     court.replayer.drift = -0.8
-    assert (await court.referee.check(served(began_at=499.0))).verdict is Verdict.SUSPECT
+    assert (await court.checker.check(served(began_at=499.0))).verdict is Verdict.SUSPECT
     assert court.hear("r1", since=500.0).findings == ()
-    await court.referee.check(served(began_at=501.0))
+    await court.checker.check(served(began_at=501.0))
     assert court.hear("r1", since=500.0).findings != ()
 
 
@@ -208,22 +208,22 @@ async def test_a_canary_is_judged_and_blames_nobody(court: Court) -> None:
     court.replayer.drift = -0.8
     one = served()
     canary = served(request=Request("canary-x-0", one.request.prompt_token_ids, canary=True))
-    assert (await court.referee.check(canary)).verdict is Verdict.SUSPECT
+    assert (await court.checker.check(canary)).verdict is Verdict.SUSPECT
     assert court.hear("r1").findings == ()
-    assert court.referee.verdict("canary-x") is None
+    assert court.book.verdicts.reply("canary-x") is None
 
 
 async def test_a_full_queue_skips_and_says_so(tmp_path: Path) -> None:
     court = Court(tmp_path, max_queue=3, max_running=2)
-    work = asyncio.create_task(court.referee.run())
+    work = asyncio.create_task(court.checker.run())
     court.replayer.open.clear()
     for number in range(10):
-        court.referee.submit(served(number))
+        court.checker.submit(served(number))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert court.value("truespec_replays_total", result="skipped") == 5
     assert len(court.replayer.asked) == 2
-    urgent = asyncio.create_task(court.referee.check(served(99, params=SamplingParams(temperature=0.9))))
+    urgent = asyncio.create_task(court.checker.check(served(99, params=SamplingParams(temperature=0.9))))
     await asyncio.sleep(0)
     court.replayer.open.set()
     assert (await urgent).verdict is Verdict.VERIFIED
@@ -233,19 +233,19 @@ async def test_a_full_queue_skips_and_says_so(tmp_path: Path) -> None:
 
 async def test_a_replay_that_fails_leaves_the_answer_unverified_and_the_referee_at_work(court: Court) -> None:
     court.replayer.fails = True
-    checked = await court.referee.check(served(1))
+    checked = await court.checker.check(served(1))
     assert (checked.verdict, checked.reason) == (Verdict.UNVERIFIED, "the replay failed")
     court.replayer.fails = False
-    assert (await court.referee.check(served(2))).verdict is Verdict.VERIFIED
+    assert (await court.checker.check(served(2))).verdict is Verdict.VERIFIED
     assert court.value("truespec_replays_total", result="failed") == 1
 
 
 async def assert_impossible(court: Court, job: ReplayJob, why: str) -> None:
     """The answer is suspect, and who made it hears of it."""
-    checked = await court.referee.check(job)
+    checked = await court.checker.check(job)
     assert checked.verdict is Verdict.SUSPECT
     assert checked.reason.startswith("impossible") and why in checked.reason
-    reported = court.referee.verdict("cmpl-1")
+    reported = court.book.verdicts.reply("cmpl-1")
     assert reported is not None and reported["verdict"] == "suspect"
     assert court.value("truespec_replays_total", result="refused") == 1
     assert court.value("truespec_replays_total", result="failed") == 0
@@ -259,7 +259,7 @@ async def assert_impossible(court: Court, job: ReplayJob, why: str) -> None:
 
 async def test_an_answer_one_token_longer_than_the_longest_sequence_is_a_finding(court: Court) -> None:
     """Nobody needs to be asked, and so nobody can be too obliging."""
-    assert (await court.referee.check(served(0, max_model_len=3 + NUM_TOKENS))).verdict is Verdict.VERIFIED
+    assert (await court.checker.check(served(0, max_model_len=3 + NUM_TOKENS))).verdict is Verdict.VERIFIED
     await assert_impossible(court, served(1, max_model_len=3 + NUM_TOKENS - 1), "longer than the longest sequence")
     assert len(court.replayer.asked) == 1
 
@@ -282,7 +282,7 @@ async def test_an_answer_that_no_engine_takes_is_a_finding(court: Court) -> None
 async def test_a_replayer_that_did_not_look_at_the_answer_finds_nothing(court: Court, error: Exception) -> None:
     """It is busy, gone, takes shorter sequences than the engine that answered, or cannot do what was asked for."""
     court.replayer.refuses = error
-    checked = await court.referee.check(served(1))
+    checked = await court.checker.check(served(1))
     assert (checked.verdict, checked.reason) == (Verdict.UNVERIFIED, "the replay failed")
     assert court.value("truespec_replays_total", result="failed") == 1
     assert court.value("truespec_replays_total", result="refused") == 0
@@ -291,18 +291,18 @@ async def test_a_replayer_that_did_not_look_at_the_answer_finds_nothing(court: C
 
 async def test_a_canary_that_no_engine_takes_is_judged_and_blames_nobody(court: Court) -> None:
     job = served(1, request=Request("canary-0", (1, 2, 3), canary=True), max_model_len=NUM_TOKENS)
-    assert (await court.referee.check(job)).verdict is Verdict.SUSPECT
+    assert (await court.checker.check(job)).verdict is Verdict.SUSPECT
     assert court.hear().findings == ()
-    assert court.referee.verdict("canary") is None
+    assert court.book.verdicts.reply("canary") is None
 
 
 async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> None:
-    await court.referee.check(served(1))
+    await court.checker.check(served(1))
     finished = tuple(Finished(f"cmpl-{number}-0", 10, 12 + number) for number in range(3))
     court.hear("r1", finished=finished)
-    assert (court.referee.verdict("cmpl-1") or {})["verdict"] == "verified"
+    assert (court.book.verdicts.reply("cmpl-1") or {})["verdict"] == "verified"
     court.hear("r1", since=20.0, trips=(Trip("selfcheck", 20.0, 13.0),))
-    reported = [(court.referee.verdict(f"cmpl-{number}") or {})["verdict"] for number in range(3)]
+    reported = [(court.book.verdicts.reply(f"cmpl-{number}") or {})["verdict"] for number in range(3)]
     assert reported == ["unverified", "suspect", "suspect"]
     path = await court.dump("*trip-selfcheck*")
     dump = json.loads(path.read_text())
@@ -313,12 +313,12 @@ async def test_a_trip_makes_answers_suspect_and_writes_a_dump(court: Court) -> N
 async def test_an_operators_order_reaches_one_replica_or_all_and_those_to_come(court: Court) -> None:
     court.hear("r1")
     court.hear("r2")
-    assert court.referee.order(Mode.OFF, "nobody") is None
-    assert [status["replica"] for status in court.referee.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
+    assert court.book.order(Mode.OFF, "nobody") is None
+    assert [status["replica"] for status in court.book.order(Mode.OFF, "r2") or ()] == ["r1", "r2"]
     assert court.hear("r1").mode is None
     assert court.hear("r2").mode is Mode.OFF
     assert court.hear("r2").mode is None, "it was delivered"
-    court.referee.order(Mode.ON, None)
+    court.book.order(Mode.ON, None)
     assert [court.hear(name).mode for name in ("r1", "r2", "r3")] == [Mode.ON] * 3
 
 
@@ -326,11 +326,11 @@ async def test_a_replica_that_is_gone_is_forgotten(court: Court) -> None:
     court.hear("r1")
     court.now += 61
     court.hear("r2")
-    assert [status["replica"] for status in court.referee.statuses()] == ["r2"]
+    assert [status["replica"] for status in court.book.statuses()] == ["r2"]
 
 
 async def test_what_was_not_replayed_was_not_checked(court: Court) -> None:
     court.replayer.fails = True
-    checked = await court.referee.check(served())
+    checked = await court.checker.check(served())
     assert (checked.verdict, checked.checks, checked.distribution) == (Verdict.UNVERIFIED, (), "untested")
     assert court.value("truespec_replay_distributions_total") == 0

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from serve_app.backends.base import Adapter, ModelInfo
-from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.backends.torch_backend import load_engine
 from serve_app.errors import ModelNotFound
 from serve_app.integrity.canary import Canary, CanarySettings
-from serve_app.integrity.referee import Referee, RefereeSettings
 from serve_app.integrity.replays import Records, ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked
 from serve_app.openai.frontend import FrontEnd
@@ -29,8 +27,9 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig
 from speculative.errors import InvalidRequest
 from speculative.request import Request
+from tests.support.fake_backend import FakeBackend, FakeConfig
 from tests.support.fake_serving import BackendSource
-from tests.support.referees import Replayer, served
+from tests.support.referees import Replayer, checker, served
 from tests.support.tiny_models import write_tiny_model
 
 ADAPTERS = (Adapter("sql", "/adapters/sql"), Adapter("legal", "/adapters/legal"))
@@ -60,15 +59,15 @@ def completion(**body: Any) -> CompletionRequest:
 async def test_the_model_of_a_request_chooses_its_adapter_and_the_reply_names_it(
     backend: FakeBackend, info: ModelInfo, tokenizer: Tokenizer
 ) -> None:
-    front = FrontEnd(BackendSource(backend), tokenizer, info, aliases=["other-name"])
-    for model, adapter in (("fake", ""), ("other-name", ""), ("sql", "sql"), ("legal", "legal")):
+    front = FrontEnd(BackendSource(backend), tokenizer, info)
+    for model, adapter in (("fake", ""), ("sql", "sql"), ("legal", "legal")):
         job = await front.prepare(completion(model=model, n=2))
         assert {request.adapter for request in job.requests} == {adapter}
         reply = await front.collect(job)
         assert reply["model"] == model
         for choice in reply["choices"]:
             assert choice["token_ids"] == [RULE[adapter] + position % 7 for position in range(3, 9)]
-    with pytest.raises(ModelNotFound, match="served: fake, other-name, sql, legal"):
+    with pytest.raises(ModelNotFound, match="served: fake, sql, legal"):
         await front.prepare(completion(model="alien"))
 
 
@@ -110,10 +109,10 @@ async def test_labels_are_scored_by_the_adapter_that_was_asked_for(
 
 async def test_an_answer_is_replayed_with_its_adapter_and_so_is_its_prompt() -> None:
     replayer = Replayer()
-    referee = Referee(replayer, Metrics([], model_name="m", pool="prefill"), RefereeSettings())
+    checks = checker(replayer, Metrics([], model_name="m", pool="prefill"))
     one = served(prompt_logprobs=(-1.0, -1.0))
     job = dataclasses.replace(one, request=dataclasses.replace(one.request, adapter="sql"))
-    await referee._check(job)
+    await checks._check(job)
     assert [request.adapter for request in replayer.asked] == ["sql", "sql"]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from serve_app.backends.base import ModelInfo
-from serve_app.backends.fake import fake_logprob
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, reply_for
 from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd, choice_seed
@@ -23,6 +22,7 @@ from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from tests.support.fake_backend import fake_logprob
 from tests.support.fake_serving import BackendSource, Script, make_backend
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from serve_app.backends.base import ModelInfo
-from serve_app.backends.fake import fake_logprob
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta, TokenLogprobs
+from tests.support.fake_backend import fake_logprob
 from tests.support.fake_serving import BackendSource, Script, make_backend
 
 

@@ -21,7 +21,7 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.kernels.bindings import cpu_kernels, find_kernels
-from speculative.scheduling.draft_length import StaticLength
+from speculative.scheduling.draft_length import DraftLength
 from speculative.state.sequence import Sequence
 from tests.support.engines import settings
 from tests.support.fake_serving import make_backend
@@ -31,7 +31,7 @@ BODY = {"model": "tiny", "prompt": "a b a b a b", "max_tokens": 40, "ignore_eos"
 PREFILLED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
-class ForcedLength(StaticLength):
+class ForcedLength(DraftLength):
     """An adaptive length whose every decision is the test's."""
 
     longest = 0

@@ -316,6 +316,17 @@ def test_what_comes_from_outside_is_text(served: Served, referee: Referee, brows
     assert visit.complaints == []
 
 
+def test_a_status_that_cannot_be_had_is_an_error_in_the_usual_form(served: Served, referee: Referee) -> None:
+    referee.silent = True
+    for _ in range(100):  # the last status is kept for a second
+        reply = httpx.get(served.url + "/status")
+        if reply.status_code != 200:
+            break
+        time.sleep(0.05)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["type"] == "server_error" and "no referee" not in reply.text
+
+
 @needs_chromium
 def test_trouble_is_shown_as_such(served: Served, referee: Referee, browser: Browser) -> None:
     status = made_up(time.time())
@@ -335,7 +346,9 @@ def test_a_lost_connection_is_said_and_fixed(served: Served, referee: Referee, b
     visit = Visit(browser, served.url)
     expect(visit.page.locator("#health")).to_have_text("healthy")
     referee.turns_away = True
+    visit.page.clock.install()
     visit.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # it asks for a new stream
+    visit.page.clock.fast_forward(10_000)
     expect(visit.page.locator("#connection")).to_contain_text("connection is lost")
     referee.turns_away = False
     expect(visit.page.locator("#connection")).to_be_hidden()

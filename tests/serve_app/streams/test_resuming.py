@@ -22,7 +22,7 @@ from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.requests import CompletionRequest
 from serve_app.streams.pooled import PooledTokenSource
-from serve_app.streams.resuming import ReplicaLost, ResumingSource, Streamed, with_signs_of_life
+from serve_app.streams.resuming import ReplicaLost, ResumingSource, SignsOfLife, Streamed
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer, tokenizer_files
 from speculative.errors import EngineFault, EngineOverloaded
@@ -431,7 +431,7 @@ async def test_a_router_that_stood_still_itself_blames_nobody() -> None:
 
 
 async def test_signs_of_life_stand_between_the_items_while_all_is_well() -> None:
-    more, broken = asyncio.Event(), False
+    more = asyncio.Event()
 
     async def items() -> AsyncGenerator[int, None]:
         yield 1
@@ -439,23 +439,15 @@ async def test_signs_of_life_stand_between_the_items_while_all_is_well() -> None
         yield 2
         await asyncio.Event().wait()
 
-    def check() -> None:
-        if broken:
-            raise EngineFault("it stands still")
-
     got: list[int | None] = []
-
-    async def take() -> None:
-        nonlocal broken
-        async for item in with_signs_of_life(items(), 0.01, check):
+    async with contextlib.aclosing(SignsOfLife(items(), 0.01)) as reported:
+        async for item in reported:
             got.append(item)
             if got.count(None) == 3:
                 more.set()
-            broken = 2 in got
-
-    with pytest.raises(EngineFault, match="stands still"):
-        await take()
-    assert got[:4] == [1, None, None, None] and got[-1] == 2 and set(got) == {1, 2, None}
+            if 2 in got and item is None:
+                break
+    assert got[:4] == [1, None, None, None] and got[-2:] == [2, None] and set(got) == {1, 2, None}
 
 
 async def test_signs_of_life_end_with_the_items_and_close_them() -> None:
@@ -469,8 +461,8 @@ async def test_signs_of_life_end_with_the_items_and_close_them() -> None:
         finally:
             closed.append(name)
 
-    assert [item async for item in with_signs_of_life(items("short"), 60.0, lambda: None)] == ["short"]
-    async with contextlib.aclosing(with_signs_of_life(items("endless"), 0.01, lambda: None)) as reported:
+    assert [item async for item in SignsOfLife(items("short"), 60.0)] == ["short"]
+    async with contextlib.aclosing(SignsOfLife(items("endless"), 0.01)) as reported:
         assert [await anext(reported), await anext(reported)] == ["endless", None]
     assert closed == ["short", "endless"]
 

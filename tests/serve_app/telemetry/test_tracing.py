@@ -20,14 +20,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
 
-from serve_app.backends.base import Backend, Prefilled, Replayed
-from serve_app.backends.traced import TracedBackend
+from serve_app.backends.base import Prefilled, Replayed
 from serve_app.http.routes import build_ingress
-from serve_app.integrity.referee import Referee, RefereeSettings
 from serve_app.integrity.replay_selection import Checks
 from serve_app.integrity.replays import Record, Records, ReplayJob
 from serve_app.integrity.verdicts import Checked
 from serve_app.openai.frontend import FrontEnd
+from serve_app.streams import spans
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry import tracing
@@ -38,6 +37,7 @@ from speculative.errors import ConfigError
 from speculative.request import Request
 from tests.support.fake_serving import make_backend
 from tests.support.otlp_collector import running_collector
+from tests.support.referees import checker
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -64,14 +64,13 @@ class App:
         metrics = Metrics([BufferSink("d")], model_name="fake", pool="decode")
         self.traces = {name: self._tracing(name) for name in ("decode", "prefill", "referee")}
         fakes = [make_backend(tokenizer)[0] for _ in range(2)]
-        self.decode = self._traced(fakes[0], "decode")
-        self.prefill = self._traced(fakes[1], "prefill")
+        self.decode, self.prefill = fakes
         self.handoff_spoils = False
         self.records = Records("d", 256)
-        self.referee = Referee(self._replay, metrics, RefereeSettings())
+        self.checker = checker(self._replay, metrics)
         self.checks = Checks(lambda _: False, lambda _: None, self._check, 20)
         source = ObservedSource(
-            PooledTokenSource(self.decode, metrics, self._ask, self.records.handed_off),
+            PooledTokenSource(self.decode, metrics, self._ask, self.records.handed_off, tracing=self.traces["decode"]),
             metrics,
             self.records,
             choose=self.checks.chooses,
@@ -90,13 +89,9 @@ class App:
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         return Tracing(provider)
 
-    def _traced(self, fake: Backend, name: str) -> Backend:
-        traces = self.traces[name]
-        return TracedBackend(fake, traces) if traces.enabled else fake
-
     async def _ask(self, request: Request, first_token: bool) -> Prefilled:
         async def there() -> Prefilled:
-            return await self.prefill.prefill(request, first_token=first_token)
+            return await spans.prefill(self.traces["prefill"], self.prefill, request, first_token=first_token)
 
         with self.traces["decode"].call("prefill.call", {}):
             prefilled: Prefilled = await across(there)
@@ -111,12 +106,12 @@ class App:
             self.checks.ended(job)
 
     async def _check(self, job: ReplayJob) -> Checked:
-        checked: Checked = await across(self.referee.check, job)
+        checked: Checked = await across(self.checker.check, job)
         return checked
 
     async def _replay(self, request: Request) -> Replayed:
         with self.traces["referee"].call("replay.call", {}):
-            replayed: Replayed = await across(self.prefill.replay, request)
+            replayed: Replayed = await across(spans.replay, self.traces["prefill"], self.prefill, request)
         return replayed
 
     async def post(self, headers: dict[str, str] | None = None, **changes: Any) -> httpx.Response:
@@ -135,7 +130,7 @@ class App:
 @pytest.fixture
 async def app(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> AsyncIterator[App]:
     made = App(tokenizer, share=getattr(request, "param", 1.0))
-    referee = asyncio.create_task(made.referee.run())
+    referee = asyncio.create_task(made.checker.run())
     yield made
     referee.cancel()
     await asyncio.gather(referee, return_exceptions=True)
@@ -271,16 +266,8 @@ async def test_what_fails_and_what_is_refused_show_it(app: App, monkeypatch: pyt
     assert (status.status_code, status.description) == (StatusCode.ERROR, "status 500")
 
 
-def test_it_stands_for_the_whole_of_a_backend(tokenizer: Tokenizer) -> None:
-    traced = TracedBackend(make_backend(tokenizer)[0], Tracing())
-    assert [name for name in vars(Backend) if not name.startswith("_") and not callable(getattr(traced, name, 0))] == []
-
-
 @pytest.mark.parametrize("app", [None], indirect=True)
-async def test_without_tracing_no_span_is_made_and_the_engine_stands_alone(
-    app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not isinstance(app.decode, TracedBackend)
+async def test_without_tracing_no_span_is_made(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[tuple[str, str]] = []
     prefill = app.prefill.prefill
 

@@ -109,12 +109,12 @@ def test_a_record_keeps_the_versions_of_its_tokens() -> None:
 async def test_other_weights_accuse_nobody(tmp_path: Path, versions: tuple[str, ...]) -> None:
     court = Court(tmp_path)
     court.replayer.drift = 3.0  # as other weights would give
-    checked = await court.referee._check(served(weight_versions=versions))
+    checked = await court.checker._check(served(weight_versions=versions))
     assert checked.verdict is Verdict.UNVERIFIED and checked.reason == "the weights that made it are no longer served"
     assert court.value("truespec_replays_total", result="outdated") == 1
     assert court.value("truespec_replay_tokens_total", stratum="all") == 0
     assert court.hear("r1").findings == ()
-    wrong = await court.referee._check(served(1))
+    wrong = await court.checker._check(served(1))
     assert wrong.verdict is Verdict.SUSPECT, "the same drift with the same weights is a fault"
 
 

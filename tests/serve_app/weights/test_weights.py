@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from deploy.rl import shards
 from serve_app.backends.base import ModelInfo, PauseMode
-from serve_app.backends.fake import FakeBackend, FakeConfig
 from serve_app.errors import UpdateRefused
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.weights.coordinator import WeightCoordinator
@@ -22,6 +21,7 @@ from serve_app.weights.transfer import Transfers, digest_of, fetched
 from serve_app.weights.updater import WeightsKeeper
 from speculative.errors import EngineFault
 from tests.support.clock import Clock
+from tests.support.fake_backend import FakeBackend, FakeConfig
 
 NEW = WeightsRef(0, "v1", path="/models/v1")
 

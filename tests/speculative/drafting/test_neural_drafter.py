@@ -14,13 +14,23 @@ from speculative.config import DrafterConfig
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, HandoffRefused
-from speculative.handoff import decode_state, encode_state
+from speculative.handoff import decode_state
 from speculative.model.config import ModelConfig
 from speculative.model.layers import Attend
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from speculative.verification.base import VerifyInput, VerifyOutput
-from tests.support.engines import NO_DRAFTS, Answer, assert_idle, live_sequences, run, settings, take, tiny_engine
+from tests.support.engines import (
+    NO_DRAFTS,
+    Answer,
+    assert_idle,
+    encode_state,
+    live_sequences,
+    run,
+    settings,
+    take,
+    tiny_engine,
+)
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
 

@@ -12,8 +12,11 @@ from speculative.gpu.attention_choice import make_layer_ops
 from speculative.gpu.paged_attention import PagedAttention, PagedRows, TorchAttend
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
+from speculative.model.eagle3 import load_eagle3
 from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, TorchLayerOps, use_layer_ops
 from speculative.model.loading import load_decoder
+from speculative.model.mtp import load_mtp
+from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
 
 needs_triton = pytest.mark.skipif(
@@ -144,23 +147,42 @@ def test_rotation_and_storing(
             assert (found.double() - expected.double()).abs().max() <= limit
 
 
+IDS, POSITIONS = torch.tensor([5, 6, 7, 8, 9, 0]), torch.tensor([0, 1, 2, 0, 1, 0])
+
+
+def two_sequences(config: ModelConfig) -> PagedAttention:
+    """Over an empty cache; the last row stands for nothing."""
+    slots, blocks = torch.tensor([0, 1, 2, 12, 13, 20]), torch.tensor([[0, 2], [3, 1]])
+    cache = KVCache(
+        KVShape(config.num_layers, config.num_kv_heads, config.head_dim), 24, dtype=torch.float32, device=CPU
+    )
+    return PagedAttention(cache, PagedRows(slots, torch.tensor([1, 2, 3, 1, 2, 0]), blocks), TorchAttend(4))
+
+
 @pytest.mark.parametrize("family", ["smollm", "qwen2", "qwen3", "llama3"])
 def test_a_whole_decoder(triton: LayerOps, tmp_path: Path, family: str) -> None:
-    """With features of every layer, over two sequences of which one has a row that stands for nothing."""
+    """With the features that enter every layer."""
     decoder = load_decoder(write_tiny_model(tmp_path, family), dtype=torch.float32, device="cpu")
-    config, found = decoder.config, []
-    blocks, slots = torch.tensor([[0, 2], [3, 1]]), torch.tensor([0, 1, 2, 12, 13, 20])
-    rows = PagedRows(slots, torch.tensor([1, 2, 3, 1, 2, 0]), blocks)
-    ids, positions = torch.tensor([5, 6, 7, 8, 9, 0]), torch.tensor([0, 1, 2, 0, 1, 0])
+    found = []
     for ops in (triton, TORCH):
-        shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
-        cache = KVCache(shape, 24, dtype=torch.float32, device=CPU)
         use_layer_ops(decoder, ops)
-        attention = PagedAttention(cache, rows, TorchAttend(4))
-        found.append(decoder.run(ids, positions, attention, tuple(range(config.num_layers + 1))))
+        capture = tuple(range(decoder.config.num_layers + 1))
+        found.append(decoder.run(IDS, POSITIONS, two_sequences(decoder.config), capture))
     for ours, expected in zip(*found, strict=True):
-        assert ours.shape == expected.shape
         assert torch.allclose(ours[:5], expected[:5], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_whole_head(triton: LayerOps, tmp_path: Path, kind: str) -> None:
+    folder = write_tiny_model(tmp_path / "target", "smollm", num_hidden_layers=3)
+    target = load_decoder(folder, dtype=torch.float32, device="cpu")
+    load, write = (load_eagle3, write_tiny_head) if kind == "eagle3" else (load_mtp, write_tiny_module)
+    head = load(write(tmp_path / "head", folder), target, dtype=torch.float32)
+    hidden, found = drawn(6, target.config.hidden_size, dtype=torch.float32), []
+    for ops in (triton, TORCH):
+        use_layer_ops(head, ops)
+        found.append(head(IDS, hidden, POSITIONS, two_sequences(head.config.shape))[:5])
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_gpu_the_operations_are_torchs() -> None:

@@ -84,24 +84,23 @@ def entries(draw: st.DrawFn) -> tuple[Sequence, list[list[int]], list[Bools] | N
 def test_every_row_is_as_the_naive_loop_has_it_round_after_round(batch: list[Any], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for number in range(3):
-        contexts, allowed = [], []
+        contexts, owners = [], []
         for sequence, rounds, masks in batch:
-            drafts = tuple(rounds[number])
-            contexts += [RowContext(sequence, drafts[:offset]) for offset in range(len(drafts) + 1)]
-            allowed += [None if masks is None else masks[offset] for offset in range(len(drafts) + 1)]
+            contexts += contexts_of(sequence, rounds[number], masks)
+            owners += [sequence] * (len(rounds[number]) + 1)
         logits = 5 * torch.randn((len(contexts), V), generator=generator)
         given_logits = logits.clone()
-        adjusted = adjust(logits, contexts, allowed, EOS)
+        adjusted = adjust(logits, contexts, EOS)
         assert torch.equal(logits, given_logits)
         expected = [
             naive_adjust(
                 row.tolist(),
-                context.sequence.params,
-                context.sequence.request.prompt_token_ids,
-                [*context.sequence.tokens[context.sequence.num_prompt :], *context.drafts],
-                mask,
+                sequence.params,
+                sequence.request.prompt_token_ids,
+                [*sequence.tokens[sequence.num_prompt :], *context.drafts],
+                context.allowed,
             )
-            for row, context, mask in zip(logits, contexts, allowed, strict=True)
+            for row, context, sequence in zip(logits, contexts, owners, strict=True)
         ]
         assert adjusted.dtype == torch.float32
         torch.testing.assert_close(adjusted.double(), torch.tensor(expected).double(), rtol=1e-5, atol=1e-4)
@@ -109,22 +108,29 @@ def test_every_row_is_as_the_naive_loop_has_it_round_after_round(batch: list[Any
             sequence.advance(len(sequence.tokens), rounds[number])
 
 
+def contexts_of(sequence: Sequence, drafts: Tokens[int] = (), masks: list[Bools] | None = None) -> list[RowContext]:
+    rules, output = sequence.rules, sequence.tokens[sequence.num_prompt :]
+    return [
+        RowContext(rules, output, tuple(drafts[:offset]), None if masks is None else masks[offset])
+        for offset in range(len(drafts) + 1)
+    ]
+
+
 def rows_of(params: SamplingParams, drafts: Tokens[int] = (), prompt: Tokens[int] = (1, 2)) -> list[RowContext]:
-    sequence = Sequence(Request("r", tuple(prompt), params))
-    return [RowContext(sequence, tuple(drafts[:offset])) for offset in range(len(drafts) + 1)]
+    return contexts_of(Sequence(Request("r", tuple(prompt), params)), drafts)
 
 
 def test_nobody_pays_when_nobody_asks() -> None:
     logits = torch.randn(3, V)
-    assert adjust(logits, rows_of(SamplingParams(temperature=0.3, top_p=0.5), (4, 5)), [None] * 3, EOS) is logits
+    assert adjust(logits, rows_of(SamplingParams(temperature=0.3, top_p=0.5), (4, 5)), EOS) is logits
 
 
 def test_neighbours_are_not_touched() -> None:
     logits = torch.randn(7, V)
     asking = rows_of(SamplingParams(repetition_penalty=2, presence_penalty=1, bad_words=((3,),), min_tokens=2), (4, 5))
     contexts = [*rows_of(SamplingParams(), (4,)), *asking, *rows_of(SamplingParams(), (5,))]
-    mask = np.zeros(V, bool)
-    adjusted = adjust(logits, contexts, [mask, *[None] * 6], EOS)
+    contexts[0] = dataclasses.replace(contexts[0], allowed=np.zeros(V, bool))
+    adjusted = adjust(logits, contexts, EOS)
     assert torch.equal(adjusted[[1, 5, 6]], logits[[1, 5, 6]])
     assert (adjusted[0] == -torch.inf).all()
     assert (adjusted[2:5] != logits[2:5]).any(-1).all()
@@ -132,16 +138,16 @@ def test_neighbours_are_not_touched() -> None:
 
 def test_a_bad_word_is_not_begun_in_the_prompt() -> None:
     contexts = rows_of(SamplingParams(bad_words=((2, 7), (1, 2, 3))), (1, 2), prompt=(1, 2))
-    adjusted = adjust(torch.zeros(3, V), contexts, [None] * 3, EOS)
+    adjusted = adjust(torch.zeros(3, V), contexts, EOS)
     assert (adjusted == -torch.inf).nonzero().tolist() == [[2, 3], [2, 7]]
 
 
 def test_stops_are_masked_until_min_tokens_stand_before_the_row() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(5,))
-    adjusted = adjust(torch.zeros(4, V), rows_of(params, (7, 7, 7)), [None] * 4, EOS)
+    adjusted = adjust(torch.zeros(4, V), rows_of(params, (7, 7, 7)), EOS)
     assert (adjusted == -torch.inf).nonzero().tolist() == [[row, token] for row in (0, 1) for token in (2, 5, 9)]
     ignoring = SamplingParams(min_tokens=2, stop_token_ids=(5,), ignore_eos=True)
-    adjusted = adjust(torch.zeros(1, V), rows_of(ignoring), [None], EOS)
+    adjusted = adjust(torch.zeros(1, V), rows_of(ignoring), EOS)
     assert (adjusted == -torch.inf).nonzero().tolist() == [[0, 5]]
 
 
@@ -149,7 +155,7 @@ def test_counts_grow_with_a_long_output_without_counting_twice() -> None:
     params = SamplingParams(max_tokens=500, frequency_penalty=0.01, repetition_penalty=1.5)
     sequence = Sequence(Request("r", (1, 1, 3), params))
     for length in range(0, 300, 7):
-        adjusted = adjust(torch.ones(1, V), [RowContext(sequence, ())], [None], EOS)
+        adjusted = adjust(torch.ones(1, V), contexts_of(sequence), EOS)
         said = sequence.tokens[3:]
         expected = naive_adjust([1.0] * V, params, (1, 1, 3), said, None)
         torch.testing.assert_close(adjusted[0].double(), torch.tensor(expected).double(), rtol=1e-5, atol=1e-5)
@@ -233,9 +239,9 @@ def test_greedy_text_is_the_same_with_drafts_and_without(tiny_folder: Path, para
     assert [a.token_ids for a in plain[:3]] != [a.token_ids for a in untouched[:3]], "the parameter did nothing"
 
 
-def without_drafts(layout: StepInput) -> list[RowContext]:
+def without_drafts(layout: StepInput, masks: list[list[Bools] | None]) -> list[RowContext]:
     """The fault: what a row draws after is taken without the drafts before it (vLLM #42744, #54437)."""
-    return [dataclasses.replace(context, drafts=()) for context in row_contexts(layout)]
+    return [dataclasses.replace(context, drafts=()) for context in row_contexts(layout, masks)]
 
 
 DRAFTED: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {

@@ -128,7 +128,7 @@ def test_fewer_tokens_than_asked_for_are_all_there_are() -> None:
     entry = TokenLogprobs(1, math.log(0.25), 2, ((0, math.log(0.75)), (1, math.log(0.25))))
     asked = SamplingParams(logprobs=20)
     assert violation(entry, "raw_logprobs", asked=asked, vocab_size=2) is None
-    assert violation(entry, "raw_logprobs", asked=asked) == "count"
+    assert violation(entry, "raw_logprobs", asked=asked, vocab_size=VOCAB) == "count"
 
 
 # -- whole deltas ---------------------------------------------------------------------------------------------------
@@ -249,5 +249,6 @@ def test_counts_of_violations_add_up_and_clear() -> None:
     first.merge(second)
     assert first.logprob_violations == {"rank": 3, "mass": 1}
     assert second.logprob_violations == {"rank": 2, "mass": 1}
-    first.clear()
+    taken = first.take()
+    assert taken.logprob_violations == {"rank": 3, "mass": 1}
     assert first.logprob_violations == {}

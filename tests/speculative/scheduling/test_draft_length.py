@@ -16,7 +16,7 @@ from speculative.drafting.base import Drafter, DraftOutput, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 from speculative.scheduling.acceptance_rates import AcceptanceRates
-from speculative.scheduling.draft_length import DraftLength, DynamicLength, StaticLength, make_draft_length
+from speculative.scheduling.draft_length import DraftLength, DynamicLength, make_draft_length
 from speculative.scheduling.step_cost import StepCost, Work
 from speculative.state.batch import Batch, Entry, SequenceResult
 from speculative.state.sequence import Sequence
@@ -29,7 +29,7 @@ MOST = 4
 DYNAMIC = DrafterConfig(kind="ngram", num_draft_tokens=MOST, ngram_min=1, length="dynamic")
 
 
-class Fixed(StaticLength):
+class Fixed(DraftLength):
     """Always the same length."""
 
     def __init__(self, length: int) -> None:
@@ -226,10 +226,10 @@ def test_a_limit_is_kept_and_a_request_without_speculation_left_alone() -> None:
 
 
 def test_the_settings_choose() -> None:
-    assert isinstance(make_draft_length(DrafterConfig()), StaticLength)
+    assert not isinstance(make_draft_length(DrafterConfig()), DynamicLength)
     assert isinstance(make_draft_length(DYNAMIC), DynamicLength)
     sequence = Sequence(Request("a", (1, 2)), tokens=(1, 2))
-    assert StaticLength().max_drafts(sequence, 3) == 3
+    assert DraftLength().max_drafts(sequence, 3) == 3
 
 
 # -- what is learned -----------------------------------------------------------------------------------------------
@@ -281,10 +281,10 @@ def dynamic_engine(
     policy = engine.scheduler.draft_length = DynamicLength(MOST)
     observe = policy.observe
 
-    def timed(entries: Sequences[Entry], drawn: Sequences[SequenceResult | None], step_s: float) -> None:
+    def timed(entries: Sequences[Entry], results: Sequences[SequenceResult], step_s: float) -> None:
         assert 0 < step_s < 60
-        counts = [one.num_drafted for one in drawn if one is not None]
-        observe(entries, drawn, seconds(len(entries), sum(counts), max(counts, default=0)))
+        counts = [one.num_drafted for one in results]
+        observe(entries, results, seconds(len(entries), sum(counts), max(counts, default=0)))
 
     policy.observe = timed  # type: ignore[method-assign]
     return engine, policy

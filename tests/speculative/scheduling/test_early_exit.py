@@ -13,7 +13,7 @@ from speculative.config import DrafterConfig
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
-from speculative.scheduling.draft_length import DynamicLength, StaticLength
+from speculative.scheduling.draft_length import DraftLength, DynamicLength
 from speculative.scheduling.early_exit import EDGES, Confidence, EarlyExit
 from speculative.state.batch import Batch, Entry, SequenceResult
 from speculative.state.sequence import Sequence
@@ -23,7 +23,7 @@ from tests.support.table_engine import TableDrafter, sample, table_engine, worst
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import write_tiny_model
 
-V, LENGTH, COUNT, FIRST = 16, 7, 20_000, 3
+V, LENGTH, COUNT, FIRST = 16, 7, 6_000, 3
 CLASSES = len(EDGES) + 1
 
 
@@ -179,7 +179,7 @@ def test_joint_distribution_with_drafts_that_end_early(tmp_path: Path, verifier:
     assert deviation > 5 if looks else deviation < 5
 
 
-class Ruled(StaticLength):
+class Ruled(DraftLength):
     """A policy with one rule, which keeps what it hears."""
 
     def __init__(self, rule: EarlyExit) -> None:

@@ -1,6 +1,7 @@
 """Scheduling: budgets and limits are kept whatever comes, and no block is lost on the way."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
 from speculative.scheduling.scheduler import Scheduler
-from speculative.state.batch import Batch, Entry, Scored, SequenceResult, StepOutcome
+from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
 from speculative.state.sequence import Phase, Sequence
 from speculative.stats import StepStats
 from tests.support.engines import (
@@ -43,24 +44,25 @@ def make_sequence(name: str, num_prompt: int, *, prefill_only_after: int | None 
     return Sequence(request, prefill_only_after=prefill_only_after)
 
 
-def outcome_of(batch: Batch, drawn: list[SequenceResult | None]) -> StepOutcome:
-    scores = [
-        Scored(tuple(TokenLogprobs(position, -1.0, 1) for position in range(entry.num_known)))
+def outcome_of(batch: Batch, drawn: list[SequenceResult]) -> StepOutcome:
+    results = [
+        replace(one, prompt_logprobs=tuple(TokenLogprobs(position, -1.0, 1) for position in range(entry.num_known)))
         if entry.sequence.scores_only
-        else Scored()
-        for entry in batch.entries
+        else one
+        for entry, one in zip(batch.entries, drawn, strict=True)
     ]
-    return StepOutcome(tuple(drawn), tuple(scores), 0.0)
+    return StepOutcome(tuple(results))
 
 
 def advance(scheduler: Scheduler, *, accept: bool = True) -> tuple[Batch, list[TokenDelta]]:
     """One step of a model that draws token 9, and of a drafter that always drafts what fits."""
     batch = scheduler.schedule()
     assert batch is not None
-    drawn: list[SequenceResult | None] = []
+    drawn = list[SequenceResult]()
     for entry in batch.entries:
         accepted = entry.max_drafts if accept else 0
-        drawn.append(SequenceResult((9,) * (accepted + 1), entry.max_drafts, accepted) if entry.samples else None)
+        result = SequenceResult((9,) * (accepted + 1), entry.max_drafts, accepted)
+        drawn.append(result if entry.samples else SequenceResult())
     return batch, scheduler.commit(batch, outcome_of(batch, drawn))
 
 
@@ -149,11 +151,11 @@ class Traffic:
             self.end(self.generator.choice(live))
         return bool(self.arriving or self.scheduler.has_work or self.scheduler.held)
 
-    def draw(self, entry: Entry) -> SequenceResult | None:
+    def draw(self, entry: Entry) -> SequenceResult:
         drafted = self.generator.randint(0, entry.max_drafts)
         accepted = self.generator.randint(0, drafted)
         tokens = tuple(self.generator.randrange(14) for _ in range(accepted + 1))
-        return SequenceResult(tokens, drafted, accepted) if entry.samples else None
+        return SequenceResult(tokens, drafted, accepted) if entry.samples else SequenceResult()
 
     def export(self) -> None:
         for sequence in self.scheduler.held:

@@ -62,7 +62,7 @@ class Sampler:
 def run(sampler: Callable[..., Tensor], *, sampled: bool, rounds: int = ROUNDS, **changes: object) -> SelfCheck:
     """The state of the self-checks after some rounds of drafts near the target."""
     random = torch.Generator().manual_seed(3)
-    watch = SamplerWatch(1.0, drawn=sampled, request_ids=lambda: ["a", "b", "c", "d"])
+    watch = SamplerWatch(1.0, sampled=sampled, request_ids=lambda: ["a", "b", "c", "d"])
     watched, check, stats = watch.around(sampler), SelfCheck(1.0), StepStats()
     metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(4), generators={})
     metadata.__dict__.update(changes)
@@ -112,7 +112,7 @@ def test_a_faulty_sampler_raises_alarms(fault: str, sampled: bool) -> None:
 
 
 def test_what_is_returned_is_what_vllm_drew() -> None:
-    plain, watched = Sampler(), SamplerWatch(1.0, drawn=False, request_ids=lambda: ["a"]).around(Sampler())
+    plain, watched = Sampler(), SamplerWatch(1.0, sampled=False, request_ids=lambda: ["a"]).around(Sampler())
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(1), generators={})
     given = (torch.tensor([3, 4]), [2], 2, torch.tensor([2]), None)
@@ -125,7 +125,7 @@ def test_a_step_whose_drawn_drafts_lost_their_q_is_reported_of_and_never_takes_t
     greedy: bool, steps_without_q: int
 ) -> None:
     """Greedy requests draw nothing: for them vLLM makes no q."""
-    watch = SamplerWatch(1.0, drawn=True, request_ids=lambda: ["a"])
+    watch = SamplerWatch(1.0, sampled=True, request_ids=lambda: ["a"])
     metadata = SimpleNamespace(all_greedy=greedy, temperature=None if greedy else torch.ones(1), generators={})
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     given = (torch.tensor([3, 4]), [2], 2, torch.tensor([2]), None)

@@ -12,7 +12,7 @@ from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.monitor import SelfCheck
-from speculative.selfcheck.terms import Scope, terms_to_host
+from speculative.selfcheck.terms import Scope
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
 from speculative.verification.base import VerifyInput, residual
@@ -52,7 +52,7 @@ def distributions(drafts: list[int]) -> dict[str, DraftProbs]:
     return {
         "dense": Dense(q),
         "part": SubVocabulary(part, ids, torch.tensor([draft // 2 for draft in drafts])),
-        "chosen": PointMass(),
+        "deterministic": PointMass(),
     }
 
 
@@ -62,17 +62,17 @@ def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]
     drafts = step.drafts.tolist()[:-1]
     q = step.draft_probs.at(step.drafts, step.packed, V).double().numpy()
     emitted = [*drafts[:accepted], final]
-    chosen = isinstance(step.draft_probs, PointMass)
+    deterministic = isinstance(step.draft_probs, PointMass)
     terms: dict[str, list[float]] = {name: [] for name in ("a", "a_prime", "b", "c", "d", "e", "f", "g", "r")}
     for row, x in enumerate(drafts):
         alpha, chance = np.minimum(p[row], q[row]).sum(), min(1, p[row, x] / q[row, x])
-        if not chosen:
+        if not deterministic:
             terms["a_prime"].append(chance - alpha)
             terms["e"].append(q[row, x] - (q[row] ** 2).sum())
         if row <= accepted:
             y = emitted[row]
             terms["a"].append((row < accepted) - alpha)
-            if not chosen:
+            if not deterministic:
                 terms["b"].append((row < accepted) - chance)
                 terms["c"].append(min(1, q[row, y] / p[row, y]) - alpha)
     for row, y in enumerate(emitted):
@@ -81,10 +81,10 @@ def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]
     r /= r.sum()
     terms["g"].append(2 * r[:final].sum() + r[final] - 1)
     if accepted < len(drafts):
-        name = "r" if chosen else "f"
+        name = "r" if deterministic else "f"
         other = (
             (r[final] - (r**2).sum())
-            if chosen
+            if deterministic
             else (min(1, q[accepted, final] / r[final]) - np.minimum(r, q[accepted]).sum())
         )
         terms[name].append(other)
@@ -92,7 +92,7 @@ def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]
 
 
 @with_both_ops
-@pytest.mark.parametrize("kind", ["dense", "part", "chosen"])
+@pytest.mark.parametrize("kind", ["dense", "part", "deterministic"])
 @pytest.mark.parametrize("seed", range(6))
 def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed: int) -> None:
     drafts = [40, 512, 698]
@@ -103,8 +103,7 @@ def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed:
     verified = ops.verify_token_wise(step)
     accepted, final = int(verified.num_accepted[0]), int(verified.token_ids[0])
     emitted = torch.tensor([*drafts[:accepted], *[final] * (len(drafts) + 1 - accepted)])
-    yes, no = torch.tensor([True]), torch.tensor([False])
-    scope = Scope("token_wise", torch.arange(3), counted=yes, coupled=no, any_coupled=False, all_coupled=False)
+    scope = Scope("token_wise", counted=torch.tensor([True]), coupled=[False])
     found = ops.take_terms(step, verified, emitted, scope)
     expected = naive(step, accepted, final)
     for check, row in zip(found.checks, found.sums.numpy(), strict=True):
@@ -118,12 +117,12 @@ def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed:
 
 @with_both_ops
 @pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
-@pytest.mark.parametrize("chosen", [False, True], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sampled", "deterministic"])
 def test_a_sound_engine_raises_no_alarm_and_its_terms_have_mean_0(
-    ops: VocabularyOps, verifier: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
+    ops: VocabularyOps, verifier: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("speculative.engine.choose_ops", lambda device: ops)
-    engine = table_engine(64, verifier=verifier, chosen=chosen, self_check_sample_rate=1.0)
+    engine = table_engine(64, verifier=verifier, deterministic=deterministic, self_check_sample_rate=1.0)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=30)
     for number in range(60):
         engine.add(Request(f"r{number}", (number,), params, seed=number))
@@ -145,7 +144,7 @@ CANDIDATES = {  # how likely each is, up to a factor: the least and the most
 }
 
 
-def rounds_of(candidates: str, *, chosen: bool) -> VerifyInput:
+def rounds_of(candidates: str, *, deterministic: bool) -> VerifyInput:
     """Rounds of one draft each: of the likeliest candidate, or drawn from a q that is more peaked than p."""
     noise = torch.Generator().manual_seed(3)
     least, most = torch.tensor(CANDIDATES[candidates])
@@ -158,8 +157,8 @@ def rounds_of(candidates: str, *, chosen: bool) -> VerifyInput:
     judged = rows % 2 == 0
     return VerifyInput(
         probs=probs.repeat_interleave(2, 0),
-        draft_probs=PointMass() if chosen else Dense(q),
-        drafts=torch.where(judged, (probs.argmax(-1) if chosen else drafts).repeat_interleave(2), -1),
+        draft_probs=PointMass() if deterministic else Dense(q),
+        drafts=torch.where(judged, (probs.argmax(-1) if deterministic else drafts).repeat_interleave(2), -1),
         packed=rows // 2,
         entries=rows // 2,
         offsets=rows % 2,
@@ -181,38 +180,38 @@ def take(
     """
     verified = ops.verify_token_wise(step)
     verified = verified if token_ids is None else replace(verified, token_ids=token_ids)
-    yes, no = torch.ones(ROUNDS, dtype=torch.bool), torch.zeros(ROUNDS, dtype=torch.bool)
-    judged = (step.drafts >= 0).nonzero()[:, 0]
-    scope = Scope("token_wise", judged, counted=yes, coupled=no, any_coupled=False, all_coupled=False)
-    found = terms_to_host(ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope))
+    scope = Scope("token_wise", counted=torch.ones(ROUNDS, dtype=torch.bool), coupled=[False] * ROUNDS)
+    found = ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host()
     stats = StepStats()
     SelfCheck().take(found, stats)
     return stats.checks, stats.alarms
 
 
 @with_both_ops
-@pytest.mark.parametrize("chosen", [False, True], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sampled", "deterministic"])
 @pytest.mark.parametrize("candidates", CANDIDATES)
-def test_a_residual_that_leaves_no_choice_is_no_evidence(ops: VocabularyOps, candidates: str, chosen: bool) -> None:
+def test_a_residual_that_leaves_no_choice_is_no_evidence(
+    ops: VocabularyOps, candidates: str, deterministic: bool
+) -> None:
     """Its terms are rounding, and so is their spread: whatever they are divided by makes a fault of it."""
-    sums, alarms = take(ops, rounds_of(candidates, chosen=chosen))
+    sums, alarms = take(ops, rounds_of(candidates, deterministic=deterministic))
     assert not alarms
     assert {name: round(one.z, 1) for name, one in sums.items() if abs(one.z) > 5} == {}
     assert sums["g"].num > ROUNDS / 10, "the bonus tokens are drawn in any case"
     if candidates == "three":
-        assert sums["r" if chosen else "f"].num > ROUNDS / 10
-    elif chosen:
+        assert sums["r" if deterministic else "f"].num > ROUNDS / 10
+    elif deterministic:
         assert "r" not in sums
 
 
 @with_both_ops
-@pytest.mark.parametrize("chosen", [False, True], ids=["drawn", "chosen"])
-def test_a_broken_residual_is_found_where_it_has_a_choice(ops: VocabularyOps, chosen: bool) -> None:
-    step = rounds_of("three", chosen=chosen)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sampled", "deterministic"])
+def test_a_broken_residual_is_found_where_it_has_a_choice(ops: VocabularyOps, deterministic: bool) -> None:
+    step = rounds_of("three", deterministic=deterministic)
     sound = ops.verify_token_wise(step)
     left = residual(step.probs[step.first_rows], step.q_at(step.first_rows))
     first, likeliest = (left > 0).float().argmax(-1), left.argmax(-1)
-    for always, check in ((first, "g"), (likeliest, "r" if chosen else "f")):
+    for always, check in ((first, "g"), (likeliest, "r" if deterministic else "f")):
         assert check in take(ops, step, torch.where(sound.num_accepted == 0, always, sound.token_ids))[1]
 
 

@@ -10,6 +10,7 @@ from speculative.drafting.draft_sampler import DraftSampler
 from speculative.request import Request, SamplingParams
 from speculative.state.sequence import Sequence
 from speculative.verification.draft_probs import Dense, SubVocabulary
+from speculative.verification.rows import VerifyRows
 from speculative.vocabulary.ops import TorchOps
 
 IDS = torch.tensor([2, 5, 7, 11])
@@ -65,14 +66,16 @@ def test_a_part_of_the_vocabulary_reads_like_the_whole() -> None:
 
 def test_a_step_in_which_nobody_drafted_has_no_mass() -> None:
     nothing = torch.empty((0, 4))
-    drafts, packed = torch.tensor([-1, -1]), torch.tensor([0, 0])
+    layout = np.array([0, 1]), np.array([0, 0])
+    rows = VerifyRows.build(layout, np.array([0, 0]), [1, 2], [3, 4], np.array([-1, -1]))
     for distribution in (
         SubVocabulary(nothing, IDS, torch.empty(0, dtype=torch.int64)),
         Dense(torch.empty((0, VOCABULARY))),
     ):
-        assert (distribution.of_drafts(drafts, packed) == 0).all()
-        assert distribution.at(drafts, packed, VOCABULARY).shape == (2, VOCABULARY)
-        assert not distribution.at(drafts, packed, VOCABULARY).any()
+        step = rows.input(torch.full((2, VOCABULARY), 1 / VOCABULARY), distribution)
+        assert (step.q_of_drafts() == 0).all()
+        assert step.q_at(torch.tensor([0, 1])).shape == (2, VOCABULARY)
+        assert not step.q_at(torch.tensor([0, 1])).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

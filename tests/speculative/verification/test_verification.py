@@ -69,6 +69,7 @@ def integrate(verify: Verifier, distributions: Tensor, drafts: Tensor) -> Integr
     uniform."""
     num_entries, num_drafts = drafts.shape
     rounds = [(distribution, row.tolist()) for distribution, row in zip(distributions, drafts, strict=True)]
+    step = pack(rounds, 0.5, 0.5)
 
     def outcome(num_survivors: int, coin: Tensor | float, final: Tensor | float) -> VerifyOutput:
         """Coins that let `num_survivors` drafts survive, then `coin`."""
@@ -76,8 +77,13 @@ def integrate(verify: Verifier, distributions: Tensor, drafts: Tensor) -> Integr
         if num_survivors < num_drafts:
             accept_uniforms[:, num_survivors] = torch.as_tensor(coin, dtype=torch.float64)
         sample_uniforms = torch.as_tensor(final, dtype=torch.float64).expand(num_entries)
-        packed = pack(rounds, accept_uniforms.reshape(-1), sample_uniforms.repeat_interleave(num_drafts + 1))
-        return verify(packed)
+        return verify(
+            replace(
+                step,
+                accept_uniforms=accept_uniforms.reshape(-1),
+                sample_uniforms=sample_uniforms.repeat_interleave(num_drafts + 1),
+            )
+        )
 
     survives = np.zeros((num_entries, num_drafts))
     for j in range(num_drafts):
