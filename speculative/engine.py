@@ -22,6 +22,7 @@ from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
 from speculative.drafting.weightless import make_weightless
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
+from speculative.gpu.filters import DeviceOps
 from speculative.gpu.graph_step import GraphStep
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 from speculative.model.config import ModelConfig
@@ -40,7 +41,6 @@ from speculative.step.executor import StepExecutor
 from speculative.step.runner import ModelRunner
 from speculative.step.sampler import Sampler
 from speculative.vocabulary.kernel_ops import choose_ops
-from speculative.vocabulary.ops import TorchOps
 from speculative.weights import Weights, load_weights, longest_sequence
 
 
@@ -71,7 +71,7 @@ class EngineCore:
             config, self.max_model_len, model.eos_token_ids, self.stats, contract, make_draft_length(config.drafter)
         )
         self.self_check = SelfCheck(config.self_check_sample_rate)
-        self.ops = TorchOps() if self._uses_graphs else choose_ops(self.device)  # graphs hold torch's alone
+        self.ops = DeviceOps(self.device) if self._uses_graphs else choose_ops(self.device)
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
         self.cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
         self._make_executor(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))

@@ -63,7 +63,10 @@ class CatchUpPass:
 
         `features` is [N, F], of the packed rows.
         """
-        counts = rows.stops - rows.starts
+        counts, most = rows.stops - rows.starts, self._buckets.batch_sizes[-1]
+        if len(counts) > most and counts.max() <= self._buckets.query_lengths[-1]:
+            begins = range(0, len(counts), most)
+            return torch.cat([self._run_part(rows, features, slice(begin, begin + most)) for begin in begins])
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         if bucket is None:
             return None
@@ -77,6 +80,16 @@ class CatchUpPass:
         if features.shape[1]:
             captured.features.index_copy_(0, captured.inputs.on_device["places"][: len(places)], features)
         return captured.replay()[: len(counts)]
+
+    def _run_part(self, rows: CatchUpRows, features: Tensor, part: slice) -> Tensor:
+        """The hidden states of some sequences that fit, in memory of their own."""
+        counts = rows.stops - rows.starts
+        begin, own = int(counts[: part.start].sum()), int(counts[part].sum())
+        packed = slice(begin, begin + own)
+        chosen = CatchUpRows(rows.token_ids[packed], rows.starts[part], rows.stops[part], rows.sequences[part])
+        hidden = self.run(chosen, features[packed])
+        assert hidden is not None, "it fits"
+        return hidden.clone()
 
     def _compute(self, inputs: dict[str, Tensor], features: Tensor) -> Tensor:
         attention = self._cache.attention(paged_rows(inputs, self._first))

@@ -13,10 +13,10 @@ from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
+from speculative.gpu.filters import fill_filters, filter_fields, is_filtered, sampling_rows
 from speculative.gpu.padding import PagedCache, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
-from speculative.request import SamplingParams
 from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.scheduling.early_exit import EarlyExit
@@ -33,7 +33,7 @@ class _Loop:
 
 
 class DraftLoop:
-    """Drafts with a model for requests without filters; drafts and their distributions lie in the statics.
+    """Drafts with a model; drafts and their distributions lie in the statics.
 
     It holds nothing of the drafter that calls it: memory of old graphs is free as soon as nobody uses them.
 
@@ -59,32 +59,36 @@ class DraftLoop:
         self._model, self._sampler, self._cache = model, sampler, cache
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
-        self._loops: dict[Bucket, _Loop] = {}
+        self._loops: dict[tuple[Bucket, bool], _Loop] = {}
 
-    def prepare(self, bucket: Bucket, hidden: Tensor) -> "_Loop":
-        """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new.
+    def prepare(self, bucket: Bucket, hidden: Tensor, *, filtered: bool) -> "_Loop":
+        """The captured loop of a bucket, of `num_queries` drafts each, with or without filters; captured now if it is
+        new.
 
         `hidden` is [any, hidden], as the model's `run` gives it.
         """
-        if bucket not in self._loops:
+        if (bucket, filtered) not in self._loops:
             shape = (bucket.num_seqs, bucket.num_queries)
             fields = row_fields(bucket, self._room) | {
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
                 "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
                 "greedy": Field((bucket.num_seqs,), torch.bool, 1),
             }
+            if filtered:
+                fields |= filter_fields(bucket.num_seqs, self._sampler.width)
             inputs = StagedInputs(fields, self._capturer.device)
             first = hidden.new_zeros((shape[0], hidden.shape[1]))
             replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device, first))
-            self._loops[bucket] = _Loop(inputs, first, replay)
-        return self._loops[bucket]
+            self._loops[bucket, filtered] = _Loop(inputs, first, replay)
+        return self._loops[bucket, filtered]
 
     def run(self, entries: Sequences[Entry], hidden: Tensor) -> Bucket:
         """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from."""
-        bucket = self._fit(entries)
+        bucket = self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
         assert bucket is not None, "every batch that is taken fits"
-        loop = self.prepare(bucket, hidden)
-        host, sequences = loop.inputs.next_host(), [entry.sequence for entry in entries]
+        sequences = [entry.sequence for entry in entries]
+        loop = self.prepare(bucket, hidden, filtered=any(map(is_filtered, sequences)))
+        host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
         blocks = [np.array(sequence.blocks, np.int64) for sequence in sequences]
@@ -100,6 +104,7 @@ class DraftLoop:
         )
         host["temperature"][:num_seqs] = params.temperature.numpy()
         host["greedy"][:num_seqs] = params.greedy.numpy()
+        fill_filters(host, params.filters, np.arange(num_seqs))
         loop.inputs.send()
         loop.hidden[:num_seqs].copy_(hidden)
         loop.replay()
@@ -107,12 +112,14 @@ class DraftLoop:
 
     def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
         """`MakeDrafts` for a step that is not replayed whole; no draft ends early."""
-        del rule
-        sequences = [entry.sequence for entry in entries]
-        if any(is_filtered(sequence.params) or self._sampler.is_coupled(sequence) for sequence in sequences):
+        if any(self._sampler.is_coupled(entry.sequence) for entry in entries):
             return None
-        if self._fit(entries) is None:
-            return None
+        most = self._buckets.batch_sizes[-1]
+        if len(entries) > most:
+            first, rest = self.make(entries[:most], hidden[:most], rule), self.make(entries[most:], hidden[most:], rule)
+            assert first is not None and rest is not None
+            columns, probs = torch.cat([first.columns, rest.columns]), torch.cat([first.q, rest.q])
+            return MadeDrafts([*first.tokens, *rest.tokens], columns, probs)
         bucket = self.run(entries, hidden)
         used = bucket.num_rows
         tokens = self._statics.draft_tokens[:used].view(bucket.num_queries, bucket.num_seqs).T.tolist()
@@ -123,14 +130,10 @@ class DraftLoop:
         columns = self._statics.draft_columns[:used].view(bucket.num_queries, bucket.num_seqs)
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
 
-    def _fit(self, entries: Sequences[Entry]) -> Bucket | None:
-        return self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
-
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor], hidden: Tensor) -> None:
         num_seqs, num_drafts = bucket
         buffers, model = self._statics, self._model
-        sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"])
-        drafting = DraftRound((), sampling, inputs["uniforms"], coupled=None)
+        drafting = DraftRound((), sampling_rows(inputs), inputs["uniforms"], coupled=None)
         for offset in range(num_drafts):
             drawn = self._sampler.draw(model.logits(hidden), drafting, offset)
             tokens = drawn.columns if model.ids is None else model.ids[drawn.columns]
@@ -143,8 +146,3 @@ class DraftLoop:
                 attended = PagedRows(own["slots"], own["visible"], inputs["blocks"], self._first)
                 positions = (own["positions"] - self._first).clamp(min=0)
                 hidden = model.run(tokens, hidden, positions, self._cache.attention(attended))
-
-
-def is_filtered(params: SamplingParams) -> bool:
-    """Whether a filter may change the distribution of a request."""
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)

@@ -1,12 +1,11 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: prefills, filters, rules, structures, reproducible
+What a graph cannot hold runs eagerly, with the same distribution: prefills, rules, structures, reproducible
 requests, the most likely tokens' logprobs, and verifiers other than the token-wise one. Their forward pass is replayed
 still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
 import gc
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,8 @@ from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
-from speculative.gpu.draft_graph import DraftLoop, is_filtered
+from speculative.gpu.draft_graph import DraftLoop
+from speculative.gpu.filters import is_filtered
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.target_graph import GraphRunner, TargetPass
@@ -90,7 +90,7 @@ class GraphStep:
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         self.runner = GraphRunner(decoder, cache, target, self.buckets)
         ids = None if self._draft_model is None else self._draft_model.ids
-        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, self.capturer)
+        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, sampler.ops, self.capturer)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
@@ -147,10 +147,12 @@ class GraphStep:
         places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
         self._observe(batch, layout, places.on_device)
         sequences = [entry.sequence for entry in batch.entries]
+        filtered = any(map(is_filtered, sequences))
         kind = Kind(
             drawn=drafts.rows is not None,
             checked=self_check.due(),
-            logprobs=any(sequence.params.returns_logprobs for sequence in sequences),
+            logprobs=filtered or any(sequence.params.returns_logprobs for sequence in sequences),  # fewer captures
+            filtered=filtered,
         )
         rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, self_check.counted(sequences))
         judged = self.judge.run(rows_bucket, kind, rows)
@@ -188,14 +190,16 @@ class GraphStep:
         for bucket in self.buckets:
             if bucket.num_queries in (1, longest):
                 self.runner.target.prepare(bucket)
-                for checked, logprobs in itertools.product((False, True), repeat=2):
-                    drawn = self.loop is not None and bucket.num_queries > 1
-                    self.judge.prepare(bucket, Kind(drawn, checked, logprobs))
+                drawn = self.loop is not None and bucket.num_queries > 1
+                for checked in (False, True):
+                    for logprobs, filtered in ((False, False), (True, False), (True, True)):
+                        self.judge.prepare(bucket, Kind(drawn, checked, logprobs, filtered))
             if self.loop is not None and self._catch_up is not None:
                 hidden = self._catch_up.prepare(bucket).replay()
                 if bucket.num_queries == longest:
                     drafts = Bucket(bucket.num_seqs, self._config.drafter.max_drafts)
-                    self.loop.prepare(drafts, hidden)
+                    for filtered in (False, True):
+                        self.loop.prepare(drafts, hidden, filtered=filtered)
         return self.capturer.num_captured
 
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:
@@ -217,10 +221,11 @@ def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft
     """An upper estimate of the device memory that captured steps hold, for the largest bucket.
 
     The graphs share one pool, so the largest counts: logits, processed logits, p and what verification makes of them
-    (six matrices [R, V] float32; three more for a model's drafts), the activations of a layer, attention's workspace.
+    (nine matrices [R, V] float32, three of them for filters; three more for a model's drafts), the activations of a
+    layer, attention's workspace.
     """
     model, num_rows = decoder.config, buckets.largest.num_rows
-    matrices = 6 + (3 if draft_model is not None else 0)
+    matrices = 9 + (3 if draft_model is not None else 0)
     widest = max(model.intermediate_size * 3, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 3)
     vocabulary = matrices * num_rows * model.vocab_size * 4
     activations = num_rows * (widest + 8 * model.hidden_size) * 4
@@ -231,7 +236,7 @@ def _is_plain(sequence: Sequence) -> bool:
     params = sequence.params
     reported = params.prompt_logprobs is not None or params.logprobs or params.logprob_token_ids or sequence.scores_only
     ruled = sequence.rules is not None or sequence.constraint is not None
-    return not (is_filtered(params) or reported or ruled or params.reproducible)
+    return not (reported or ruled or params.reproducible)
 
 
 def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:

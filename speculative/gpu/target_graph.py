@@ -123,7 +123,7 @@ class GraphRunner(ModelRunner):
         """As ModelRunner's."""
         counts = np.diff(layout.row_starts)
         few = counts <= self._buckets.query_lengths[-1]
-        if not few.any() or few.sum() > self._buckets.batch_sizes[-1] or capture not in ((), self.target.capture):
+        if not few.any() or capture not in ((), self.target.capture):
             return super().forward_with_features(layout, capture)
         if few.all():
             return self._replay(layout, capture)
@@ -138,7 +138,11 @@ class GraphRunner(ModelRunner):
         return torch.cat(hidden)[order], torch.cat(features)[order]
 
     def _replay(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        counts = np.diff(layout.row_starts)
+        counts, most = np.diff(layout.row_starts), self._buckets.batch_sizes[-1]
+        if len(counts) > most:  # several replays: eagerly, each sequence would be several launches a layer
+            parts = np.arange(len(counts)) // most
+            found = [self._replay(_select(layout, parts == part), capture) for part in range(parts[-1] + 1)]
+            return torch.cat([hidden for hidden, _ in found]), torch.cat([features for _, features in found])
         bucket = self._buckets.fit(len(counts), int(counts.max()))
         assert bucket is not None, "the rows were chosen to fit"
         places = self.target.run(bucket, layout, None).on_device

@@ -1,8 +1,8 @@
 """From hidden states to emitted tokens, captured: LM head, distribution, verification, invariants, self-checks,
 logprobs.
 
-Only plain requests are verified here: a temperature, no filters, no rules, token-wise verification. The arithmetic is
-the eager step's own; but rows are padded, and everything the host needs is returned in one vector.
+Only plain requests are verified here: a temperature, filters, no rules, token-wise verification. The arithmetic is the
+eager step's own; but rows are padded, and everything the host needs is returned in one vector.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,19 +17,21 @@ from speculative.config import LogprobsMode
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer, copy_once
+from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_matrix
-from speculative.sampling.probs import SamplingRows, process, target_probs
+from speculative.sampling.probs import SamplingRows, target_probs
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
 from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
-from speculative.step.sampler import verify_rows
+from speculative.step.sampler import outside_filters_of, verify_rows
 from speculative.verification.base import VerifyInput, emitted_at_rows
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.verification.token_wise import verify_token_wise
+from speculative.vocabulary.ops import VocabularyOps
 
 _NEVER = 1 << 20  # offset of a padding row: after every draft
 
@@ -38,12 +40,13 @@ class Kind(NamedTuple):
     """What a capture depends on besides its bucket.
 
     drawn: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
-    self-checks are taken. logprobs: those of the emitted tokens are returned.
+    self-checks are taken. logprobs: those of the emitted tokens are returned. filtered: some rows have filters.
     """
 
     drawn: bool
     checked: bool
     logprobs: bool
+    filtered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +86,21 @@ class VerifyGraph:
         buffers: GraphBuffers,
         draft_ids: Tensor | None,
         mode: LogprobsMode,
+        ops: VocabularyOps,
         capturer: Capturer,
     ) -> None:
         """`draft_ids` is `DraftModel.ids` of the drafter: the tokens its columns stand for."""
-        self._capturer = capturer
+        self._ops, self._capturer = ops, capturer
         self._decoder, self._statics, self._draft_ids, self._mode = decoder, buffers, draft_ids, mode
         self._captured: dict[tuple[Bucket, Kind], _Captured] = {}
 
     def prepare(self, bucket: Bucket, kind: Kind) -> _Captured:
         """The captured function of a bucket of packed rows; captured now if it is new."""
         if (bucket, kind) not in self._captured:
-            inputs = StagedInputs(_fields(bucket), self._capturer.device)
+            fields = _fields(bucket)
+            if kind.filtered:
+                fields |= filter_fields(bucket.num_rows, self._decoder.config.vocab_size)
+            inputs = StagedInputs(fields, self._capturer.device)
             _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
             inputs.send()
             replay = self._capturer.capture(lambda: self._compute(bucket, kind, inputs.on_device))
@@ -103,19 +110,20 @@ class VerifyGraph:
     def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows) -> Judged:
         """Judge, and copy the results to the host."""
         captured = self.prepare(bucket, kind)
-        _fill(captured.inputs.next_host(), rows)
+        _fill(captured.inputs.next_host(), rows, self._decoder.config.vocab_size)
         captured.inputs.send()
         vector, checks = captured.replay()
         return _unpack(vector.cpu().numpy(), bucket, kind, checks, rows.layout)
 
     def _compute(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
         logits = self._decoder.logits(self._statics.hidden[inputs["places"]])  # [R, V]
-        sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"])
-        processed = process(logits, sampling)
+        sampling = sampling_rows(inputs)
+        processed = self._ops.process(logits, sampling)
         step = self._verify_input(bucket, kind, inputs, target_probs(processed, sampling))
         verified = verify_token_wise(step)
         emitted = emitted_at_rows(verified, step)
-        broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), torch.zeros_like(inputs["greedy"]))
+        outside = outside_filters_of(sampling, logits, emitted)
+        broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         expected = verified.expected_accepted.nan_to_num().sum()
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, expected]
         checks: tuple[str, ...] = ()
@@ -172,12 +180,12 @@ def _fields(bucket: Bucket) -> dict[str, Field]:
     }
 
 
-def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
+def _fill(host: dict[str, Array], rows: JudgedRows, vocab_size: int) -> None:
     layout = rows.layout
     num_rows, num_entries = len(layout.drafts), len(layout.drawing)
     sequences = [entry.sequence for entry in layout.drawing]
     params = [sequence.params for sequence in sequences]
-    per_entry = SamplingRows.build(params, 1, torch.device("cpu"))
+    per_entry = SamplingRows.build(params, vocab_size, torch.device("cpu"))
     entries = layout.verify_entries
     host["places"][:num_rows] = rows.places
     for name, values in verify_rows(layout).named().items():
@@ -185,6 +193,7 @@ def _fill(host: dict[str, Array], rows: JudgedRows) -> None:
             host[name][: len(values)] = values
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
     host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
+    fill_filters(host, per_entry.filters, entries)
     host["counted"][:num_entries] = rows.counted
     if rows.draft_rows is not None:
         host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows

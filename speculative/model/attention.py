@@ -76,6 +76,8 @@ class StepAttention(CacheAttention):
     def _attend(self, layer: int, query: Tensor, span: _Span) -> Tensor:
         keys, values = self.cache.read(layer, span.context)  # [L, num_kv_heads, head_dim]
         num_rows, length = query.shape[0], keys.shape[0]
+        if query.is_cuda:  # cuDNN builds a plan for every new shape; FlashAttention has none, but takes no mask
+            torch.backends.cuda.enable_cudnn_sdp(span.mask is not None)
         attended = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys.transpose(0, 1)[None],

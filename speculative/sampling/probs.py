@@ -82,9 +82,9 @@ class SamplingRows:
         )
 
     @classmethod
-    def on_device(cls, temperature: Tensor, greedy: Tensor) -> "SamplingRows":
-        """Rows without filters, whose parameters only the device knows when the code is captured."""
-        return cls(temperature, greedy, any_greedy=True, all_warm=False, filters=None)
+    def on_device(cls, temperature: Tensor, greedy: Tensor, filters: Filters | None) -> "SamplingRows":
+        """Rows whose parameters only the device knows when the code is captured."""
+        return cls(temperature, greedy, any_greedy=True, all_warm=False, filters=filters)
 
 
 class LastRows:

@@ -68,7 +68,7 @@ class Sampler:
         verified = self._verify(layout, step)
         emitted = self.ops.emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
-        outside = _outside_filters(adjusted, rows, emitted)
+        outside = outside_filters_of(rows, adjusted, emitted)
         broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         terms = self._terms(layout, step, verified, emitted) if self.self_check.due() else None
         verdicts = copy_to_host(verified, broken)
@@ -117,7 +117,7 @@ class Sampler:
         return checked
 
 
-def _outside_filters(adjusted: Tensor, rows: SamplingRows, emitted: Tensor) -> Tensor:
+def outside_filters_of(rows: SamplingRows, adjusted: Tensor, emitted: Tensor) -> Tensor:
     """[R] bool: rows whose token lies outside the filters of its request."""
     outside = torch.zeros_like(rows.greedy)
     if rows.filters is not None:

@@ -76,6 +76,10 @@ PLAIN = [
     SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, logprobs=0)
     for temperature in (0, 1, 1, 0.7, 0, 1)
 ]
+FILTERED = [
+    SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0, top_p=0.9),
+    SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0, top_k=20, min_p=0.01),
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -94,8 +98,9 @@ def test_replayed_steps_give_the_bits_of_eager_ones(
 @pytest.mark.parametrize("kind", ["none", "ngram", "draft_model"])
 def test_graphs_emit_what_the_plain_path_emits(cuda: torch.device, gpu_folder: Path, kind: str) -> None:
     own = drafter(kind, gpu_folder)
-    graphed = answers(gpu_engine(gpu_folder, drafter=own), PLAIN)
-    plain = answers(gpu_engine(gpu_folder, drafter=own, cuda_graphs=False), PLAIN)
+    params = [*PLAIN, *FILTERED]
+    graphed = answers(gpu_engine(gpu_folder, drafter=own), params)
+    plain = answers(gpu_engine(gpu_folder, drafter=own, cuda_graphs=False), params)
     for name, answer in graphed.items():
         assert answer.token_ids == plain[name].token_ids
         assert answer.values == pytest.approx(plain[name].values, abs=1e-3)

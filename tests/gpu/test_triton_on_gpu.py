@@ -1,10 +1,11 @@
-"""The compiled attention kernels against plain torch, in the types and sizes that serve."""
+"""The compiled kernels against plain torch, in the types and sizes that serve."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.gpu.filters import torch_floors
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
 
 pytestmark = pytest.mark.gpu
@@ -74,3 +75,17 @@ def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
         for num_queries in (1, 3, MAX_QUERIES):
             alone = attend(*scene(cuda, heads, [contexts[index]], num_queries, dtype))
             assert torch.equal(alone, whole[index, :num_queries])
+
+
+def test_filters_find_the_floors_that_sorting_finds(cuda: torch.device) -> None:
+    from speculative.gpu.triton_filters import triton_floors
+
+    vocab_size, cases = 128_256, [(0.0, 128_256, 1.0), (0.0, 40, 1.0), (0.0, 128_256, 0.9), (0.05, 20, 0.8)]
+    logits = torch.randn((len(cases), vocab_size), generator=torch.Generator().manual_seed(0)).to(cuda) * 3
+    log_min_p, top_p = (torch.tensor([case[part] for case in cases], device=cuda) for part in (0, 2))
+    top_k = torch.tensor([case[1] for case in cases], device=cuda)
+    found, expected = (find(logits, log_min_p.log(), top_k, top_p) for find in (triton_floors, torch_floors))
+    kept = [(logits >= floors[:, None]).sum(dim=-1) for floors in (found, expected)]
+    assert kept[0][0] == vocab_size
+    assert kept[0][1] == 40
+    assert ((kept[0] - kept[1]).abs() <= kept[1] // 1000).all(), "sums in another order may move a nucleus' edge"

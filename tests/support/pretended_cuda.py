@@ -28,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculative.gpu.capture import side_stream
+from speculative.gpu.filters import torch_floors
+from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 from speculative.model.attention import CacheAttention
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
@@ -148,13 +150,15 @@ class PretendedCuda(TorchFunctionMode):
 
     waits: (what made the host wait, where) -> how often. num_uploads: from pinned memory. num_replays: of graphs.
     num_launches: outside of graphs, if `count_launches`; so are the nodes of graphs. num_streams: that were made.
-    graphs: in the order of their captures.
+    graphs: in the order of their captures; when they are first needed, and all that the product captures before the
+    first request only if `capture_beforehand`, which takes a second or two.
     """
 
     current: "PretendedCuda | None" = None
 
-    def __init__(self, *, count_launches: bool = False) -> None:
+    def __init__(self, *, count_launches: bool = False, capture_beforehand: bool = False) -> None:
         super().__init__()
+        self._captures_beforehand = capture_beforehand
         self._counts_launches = count_launches
         self.graphs: list[_Recording] = []
         self.capturing: _Recording | None = None
@@ -172,6 +176,8 @@ class PretendedCuda(TorchFunctionMode):
 
     def __enter__(self) -> "PretendedCuda":
         PretendedCuda.current = self
+        if not self._captures_beforehand:
+            self._patches.enter_context(mock.patch.object(GraphStep, "capture_all", return_value=0))
         for name, value in self._stand_ins().items():
             self._patches.enter_context(mock.patch(name, value))
         super().__enter__()
@@ -206,6 +212,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
+            "speculative.gpu.filters.make_find_floors": lambda _: torch_floors,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
             "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(self),
         }

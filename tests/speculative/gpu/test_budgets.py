@@ -28,31 +28,31 @@ class Cost(NamedTuple):
 # At most, with three plain neighbours of the odd one. The goal is 1 wait and no launch outside of graphs in every row.
 BUDGETS = {
     ("none", "plain"): Cost(1, 0, 2),
-    ("none", "top_p"): Cost(16, 286, 1),
-    ("none", "five_logprobs"): Cost(20, 249, 1),
-    ("none", "penalty"): Cost(17, 251, 1),
-    ("none", "reproducible"): Cost(40, 510, 1),
+    ("none", "filtered"): Cost(1, 0, 2),
+    ("none", "five_logprobs"): Cost(19, 249, 1),
+    ("none", "penalty"): Cost(16, 251, 1),
+    ("none", "reproducible"): Cost(39, 510, 1),
     ("ngram", "plain"): Cost(1, 0, 2),
     ("draft_model", "plain"): Cost(1, 1, 4),
-    ("draft_model", "top_p"): Cost(41, 717, 2),
+    ("draft_model", "filtered"): Cost(1, 1, 4),
     ("mtp", "plain"): Cost(1, 13, 4),
     ("eagle3", "plain"): Cost(1, 14, 4),
-    ("eagle3", "top_p"): Cost(42, 580, 2),
-    ("eagle3", "five_logprobs"): Cost(23, 368, 3),
-    ("eagle3", "penalty"): Cost(20, 370, 3),
-    ("eagle3", "reproducible"): Cost(64, 1314, 2),
+    ("eagle3", "filtered"): Cost(1, 14, 4),
+    ("eagle3", "five_logprobs"): Cost(21, 368, 3),
+    ("eagle3", "penalty"): Cost(18, 370, 3),
+    ("eagle3", "reproducible"): Cost(62, 1314, 2),
 }
 # Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
 LAYER_NODES = 10
 VERIFY_NODES = {
-    ("none", Kind(drawn=False, checked=False, logprobs=False)): 94,
-    ("none", Kind(drawn=False, checked=True, logprobs=True)): 263,
-    ("eagle3", Kind(drawn=True, checked=False, logprobs=False)): 142,
-    ("eagle3", Kind(drawn=True, checked=True, logprobs=True)): 373,
+    ("none", Kind(drawn=False, checked=False, logprobs=False, filtered=False)): 94,
+    ("none", Kind(drawn=False, checked=True, logprobs=True, filtered=False)): 263,
+    ("eagle3", Kind(drawn=True, checked=False, logprobs=False, filtered=False)): 142,
+    ("eagle3", Kind(drawn=True, checked=True, logprobs=True, filtered=False)): 373,
 }
 ODD = {
     "plain": SamplingParams(logprobs=0),
-    "top_p": SamplingParams(top_p=0.8),
+    "filtered": SamplingParams(top_p=0.8, top_k=20, min_p=0.01),
     "five_logprobs": SamplingParams(logprobs=5),
     "penalty": SamplingParams(frequency_penalty=0.5),
     "reproducible": SamplingParams(reproducible=True),
@@ -91,7 +91,7 @@ def test_a_layer_keeps_to_its_budget(tmp_path: Path) -> None:
     nodes = []
     for num_layers in (1, 2):
         folder = write_tiny_model(tmp_path / str(num_layers), vocab_size=VOCABULARY, num_hidden_layers=num_layers)
-        with PretendedCuda(count_launches=True) as device:
+        with PretendedCuda(count_launches=True, capture_beforehand=True) as device:
             tiny_engine(folder, device="cuda", max_num_seqs=1, drafter=NO_DRAFTS)
         nodes.append(device.graphs[0].num_nodes)
     assert nodes[1] - nodes[0] <= LAYER_NODES

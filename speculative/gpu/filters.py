@@ -1,0 +1,98 @@
+"""Top-k, top-p and min-p without the host: they find each row's lowest logit that stays."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.gpu.attention_choice import why_no_triton
+from speculative.gpu.staged_inputs import Array, Field
+from speculative.sampling import probs
+from speculative.sampling.probs import Filters, SamplingRows
+from speculative.state.batch import Int64s
+from speculative.state.sequence import Sequence
+from speculative.vocabulary.ops import TorchOps
+
+FindFloors = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""logits [F, V] after temperature, log_min_p, top_k and top_p [F] as in `Filters` -> [F] the lowest logit that stays.
+
+Ties with it stay, too. The likeliest token always stays; -inf where nothing is filtered out."""
+
+
+def torch_floors(logits: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`FindFloors` by sorting."""
+    best = logits.sort(dim=-1, descending=True).values
+    floor = best[:, 0] + log_min_p
+    floor = torch.where(top_k < logits.shape[-1], floor.maximum(best.gather(1, top_k[:, None] - 1)[:, 0]), floor)
+    mass = torch.softmax(best.masked_fill(best < floor[:, None], -torch.inf), dim=-1)
+    before = mass.cumsum(dim=-1) - mass  # of the likelier tokens
+    num_kept = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)  # a top_p may round to 0
+    return torch.where(top_p < 1, floor.maximum(best.gather(1, num_kept - 1)[:, 0]), floor)
+
+
+class DeviceOps(TorchOps):
+    """torch's operators, with filters that a graph can hold."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._find_floors = make_find_floors(device)
+
+    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """As `VocabularyOps`."""
+        if rows.filters is None:
+            return probs.process(logits, rows)
+        processed, filtered = logits / rows.temperature, rows.filters.rows
+        chosen = processed[filtered]
+        floors = self._find_floors(chosen, rows.filters.log_min_p, rows.filters.top_k, rows.filters.top_p)
+        processed[filtered] = chosen.masked_fill(chosen < floors[:, None], -torch.inf)
+        return processed
+
+
+def make_find_floors(device: torch.device) -> FindFloors:
+    """Triton's kernel on a CUDA device where it can be compiled, else plain torch."""
+    if device.type == "cuda" and not why_no_triton():
+        from speculative.gpu.triton_filters import triton_floors
+
+        return triton_floors
+    return torch_floors
+
+
+# -- as inputs of a captured function -------------------------------------------------------------------------------
+
+
+def filter_fields(num_rows: int, vocab_size: int) -> dict[str, Field]:
+    """Fields in which padding filters nothing out."""
+    rows = (num_rows,)
+    return {
+        "log_min_p": Field(rows, torch.float32, -np.inf),
+        "top_k": Field(rows, padding=vocab_size),
+        "top_p": Field(rows, torch.float32, 1.0),
+    }
+
+
+def fill_filters(host: Mapping[str, Array], filters: Filters | None, entries: Int64s) -> None:
+    """Give row i the filters of entry `entries[i]`."""
+    if filters is None:
+        return
+    owner = np.full(int(entries.max()) + 1, -1)
+    owner[filters.rows.numpy()] = np.arange(len(filters.rows))
+    filtered = np.flatnonzero(owner[entries] >= 0)
+    of_row = owner[entries[filtered]]
+    for name in ("log_min_p", "top_k", "top_p"):
+        host[name][filtered] = getattr(filters, name).numpy()[of_row]
+
+
+def sampling_rows(inputs: Mapping[str, Tensor]) -> SamplingRows:
+    """Temperature and, where they are among the inputs, filters of every row."""
+    filters = None
+    if "top_k" in inputs:
+        log_min_p = inputs["log_min_p"]
+        rows = torch.arange(len(log_min_p), device=log_min_p.device)
+        filters = Filters(rows, log_min_p.exp(), log_min_p, inputs["top_k"], inputs["top_p"])
+    return SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters)
+
+
+def is_filtered(sequence: Sequence) -> bool:
+    """Whether a filter may change the distribution of a request."""
+    params = sequence.params
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
