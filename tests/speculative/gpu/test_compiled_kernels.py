@@ -20,7 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from speculative.gpu import triton_attention, triton_layers
+from speculative.gpu import triton_attention, triton_filters, triton_layers
 
 def compiled(name, kernel, kinds, warps=4, **constants):
     signature = dict(zip(kernel.arg_names, kinds.split(), strict=False)) | dict.fromkeys(constants, "constexpr")
@@ -43,6 +43,7 @@ compiled(
     "its merge, heads of 128", triton_attention._merge_splits, "*fp32 *fp32 *i64 *bf16",
     HEAD_DIM=128, NUM_SPLITS=32, SPLIT=256, DIM=128,
 )
+compiled("filters", triton_filters._find_floor, "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096)
 for size in (576, 4096, 8192, 16384):
     block = triton.next_power_of_2(size)
     compiled(
