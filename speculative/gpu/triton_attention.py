@@ -15,7 +15,7 @@ from torch import Tensor
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
 
 _TILE_BYTES = 16384  # of keys, and of values: what fits beside the rows
-_MOST_TILE_TOKENS = 64
+_MOST_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into shared memory
 _MOST_SUMS = 8192  # of a program: what fits into the registers of 8 warps
 _MOST_PROGRAMS = 32  # that share a context; most would leave at once if there were one for each split of the longest
@@ -192,7 +192,7 @@ class TritonAttend:
 
 def tile_tokens(dim: int, number_bytes: int) -> int:
     """Positions that a program reads at once."""
-    return min(_MOST_TILE_TOKENS, _TILE_BYTES // (dim * number_bytes))
+    return min(_MOST_TILE_TOKENS[number_bytes], _TILE_BYTES // (dim * number_bytes))
 
 
 def rows_of_program(num_rows: int, dim: int) -> int:
