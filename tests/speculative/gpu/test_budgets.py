@@ -43,7 +43,7 @@ BUDGETS = {
     ("eagle3", "reproducible"): Cost(62, 1314, 2),
 }
 # Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
-LAYER_NODES = 17
+LAYER_NODES = 10
 VERIFY_NODES = {
     ("none", Kind(drawn=False, checked=False, logprobs=False, filtered=False)): 94,
     ("none", Kind(drawn=False, checked=True, logprobs=True, filtered=False)): 263,
