@@ -304,7 +304,10 @@ def _room_faults(
     kept = _kept_bytes(engine, uses_gpu=config.uses_gpu) * num_weights
     shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim)
     token_bytes = shape.num_values * _DTYPE_BYTES[engine.dtype]
-    cache = token_bytes * engine.kv_cache_tokens
+    num_tokens = (
+        engine if config.uses_gpu else engine.on_cpu()
+    ).kv_cache_tokens or 0  # a GPU's is as large as it can be
+    cache = token_bytes * num_tokens
     here = f"{place} has {room_bytes / _GIB:.1f} GiB"
     if replicas * plain > room_bytes:
         yield Fault(
@@ -316,7 +319,7 @@ def _room_faults(
         most = int((room_bytes / replicas - kept) / token_bytes) // engine.block_size * engine.block_size
         yield Fault(
             "engine.kv_cache_tokens",
-            f"{engine.kv_cache_tokens} tokens take {cache / _GIB:.1f} GiB beside weights of {kept / _GIB:.1f} GiB on "
+            f"{num_tokens} tokens take {cache / _GIB:.1f} GiB beside weights of {kept / _GIB:.1f} GiB on "
             f"each of {replicas} replicas, and {here}; set it well below {most}, or take fewer replicas.",
         )
 

@@ -1,13 +1,15 @@
 """The engine's settings: frozen, and complete before anything runs."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
 from speculative.options import OptionError, Options, OptionValue, SomeOptions, option, options_of
+
+CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
 VerifierName = Literal["token_wise", "block", "coupled"]
 WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"]
@@ -114,7 +116,12 @@ class EngineSettings(Options):
     max_batched_tokens: int = option(
         512, "Most tokens of a step, drafts included; longer prompts are computed in chunks.", least=1
     )
-    kv_cache_tokens: int = option(16384, "Tokens that the KV cache holds.", least=1)
+    kv_cache_tokens: int | None = option(
+        None,
+        "Tokens that the KV cache holds. Not set: as many as fit into the GPU's free memory, or 16384 on a CPU; set it "
+        "where replicas share a GPU.",
+        least=1,
+    )
     block_size: int = option(16, "Tokens of a KV block.", least=1)
     prefix_caching: bool = option(True, "Keep the KV of prompts for later requests with the same prefix.")
     logprobs_mode: LogprobsMode = option(
@@ -146,7 +153,7 @@ class EngineConfig(EngineSettings):
 
     def check(self) -> None:
         """The cache holds whole blocks, and a step every running sequence."""
-        if self.kv_cache_tokens % self.block_size:
+        if (self.kv_cache_tokens or 0) % self.block_size:
             raise OptionError("kv_cache_tokens", f"must be a multiple of block_size ({self.block_size}).")
         least = self.max_num_seqs * (1 + self.drafter.max_drafts)
         if self.max_batched_tokens < least:
@@ -158,8 +165,14 @@ class EngineConfig(EngineSettings):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the KV cache."""
+        """Blocks in the KV cache, whose size must be known."""
+        assert self.kv_cache_tokens is not None
         return self.kv_cache_tokens // self.block_size
+
+    def on_cpu(self) -> "EngineConfig":
+        """With the size of a CPU's KV cache where none is set."""
+        blocks = CPU_CACHE_TOKENS // self.block_size
+        return self if self.kv_cache_tokens else replace(self, kv_cache_tokens=blocks * self.block_size)
 
 
 def models_folder(cache_dir: Path | None = None) -> Path:

@@ -24,6 +24,7 @@ from speculative.drafting.weightless import make_weightless
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
 from speculative.gpu.filters import DeviceOps
 from speculative.gpu.graph_step import GraphStep
+from speculative.gpu.memory import tokens_that_fit
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
@@ -61,10 +62,10 @@ class EngineCore:
         draft_model: DraftModel | None = None,
     ) -> None:
         self.model = model
-        self.config = config
+        self.device = next(decoder.parameters()).device
+        self.config = config = self._with_cache_size(config, decoder, draft_model)
         self.max_model_len = longest_sequence(model, config)
         self.stats = StepStats()
-        self.device = next(decoder.parameters()).device
         self._make_constraint = make_constraint
         contract = LogprobContract(config.logprobs_mode, model.vocab_size)
         self.scheduler = Scheduler(
@@ -115,6 +116,14 @@ class EngineCore:
     def _uses_graphs(self) -> bool:
         wanted = self.config.cuda_graphs
         return self.device.type == "cuda" if wanted is None else wanted
+
+    def _with_cache_size(self, config: EngineConfig, decoder: Decoder, draft_model: DraftModel | None) -> EngineConfig:
+        if self.device.type == "cpu" or config.kv_cache_tokens is not None:
+            return config.on_cpu()
+        shapes = [KVShape(self.model.num_layers, self.model.num_kv_heads, self.model.head_dim)]
+        shapes += [] if draft_model is None else [draft_model.kv_shape]
+        token_bytes = sum(shape.num_values for shape in shapes) * getattr(torch, config.dtype).itemsize
+        return dataclasses.replace(config, kv_cache_tokens=tokens_that_fit(config, decoder, draft_model, token_bytes))
 
     def _make_cache(self, shape: KVShape) -> KVCache:
         num_blocks = self.config.num_blocks + self._uses_graphs  # the last one is for rows that stand for nothing

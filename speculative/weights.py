@@ -47,6 +47,7 @@ def load_weights(
     """
     if drafter is not None and config.drafter.model is None:
         raise ConfigError(f"drafter.kind {config.drafter.kind} has no weights, but an update names some ({drafter}).")
+    config = config.on_cpu() if device.type == "cpu" else config
     kind = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
     decoder = decoder or load_decoder(folder, dtype=getattr(torch, config.dtype), device=device, weights=kind)
     draft_model = _load_draft_model(folder, config, decoder, drafter)
@@ -59,7 +60,7 @@ def longest_sequence(model: ModelConfig, config: EngineConfig) -> int:
     Raises:
         ConfigError: max_model_len is more than the model or the KV cache has room for.
     """
-    longest = min(model.max_position_embeddings, config.kv_cache_tokens)
+    longest = min(model.max_position_embeddings, config.kv_cache_tokens or model.max_position_embeddings)
     wanted = config.max_model_len or longest
     if wanted > longest:
         raise ConfigError(

@@ -24,7 +24,14 @@ from serve_app.config.base import (
 )
 from serve_app.config.renamed import with_new_names
 from serve_app.config.scaling import AutoscalingSection
-from speculative.config import KINDS_WITH_WEIGHTS, DrafterConfig, EngineConfig, EngineSettings, drafter_kinds
+from speculative.config import (
+    CPU_CACHE_TOKENS,
+    KINDS_WITH_WEIGHTS,
+    DrafterConfig,
+    EngineConfig,
+    EngineSettings,
+    drafter_kinds,
+)
 from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
 from speculative.options import OptionError, Options, options_of
@@ -441,8 +448,9 @@ class AppConfig(Section):
 
     def _engine_errors(self) -> Iterator[FieldError]:
         max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens
-        vllm_chooses = self.engine.kind == "vllm" and "kv_cache_tokens" not in self.engine.model_fields_set
-        if max_len is not None and max_len > room and not vllm_chooses:
+        if room is None and self.engine.kind != "vllm" and not self.uses_gpu:
+            room = CPU_CACHE_TOKENS
+        if max_len is not None and room is not None and max_len > room:
             yield FieldError(
                 "engine.kv_cache_tokens",
                 f"must hold at least one sequence of engine.max_model_len ({max_len}) tokens, got {room}; "
@@ -522,7 +530,9 @@ class AppConfig(Section):
 
     def vllm_settings(self, pool: PoolName) -> VllmSettings:
         """How vLLM is set up on a replica of `pool`."""
-        given = SIZES & self.engine.model_fields_set
+        given = frozenset(
+            name for name in SIZES & self.engine.model_fields_set if getattr(self.engine, name) is not None
+        )
         if "kv_cache_tokens" in given:  # they are so many blocks
             given |= {"block_size"}
         apart: Literal["kv_producer", "kv_consumer"] | None = None

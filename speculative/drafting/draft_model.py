@@ -30,7 +30,7 @@ class DecoderDraftModel:
         config = decoder.config
         self.name = f"draft_model:{fingerprint}"
         self.kv_shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
-        self._decoder = decoder
+        self.network = decoder
 
     @classmethod
     def load(
@@ -66,11 +66,11 @@ class DecoderDraftModel:
     def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids, positions [N] -> [N, hidden]; `hidden` is not read."""
         del hidden
-        return self._decoder.run(token_ids, positions, attend)[0]
+        return self.network.run(token_ids, positions, attend)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, V] float32."""
-        return self._decoder.logits(hidden)
+        return self.network.logits(hidden)
 
 
 def _check_vocabulary(folder: Path, target_folder: Path) -> None:

@@ -28,15 +28,15 @@ class _HeadDraftModel:
         shape = head.config.shape
         self.name = f"{kind}:{fingerprint}"
         self.kv_shape = KVShape(1, shape.num_kv_heads, shape.head_dim)
-        self._layer = head
+        self.network = head
 
     def fuse(self, features: Tensor) -> Tensor:
         """[N, num_features] -> [N, hidden]."""
-        return self._layer.fuse(features)
+        return self.network.fuse(features)
 
     def run(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids, positions [N], hidden [N, hidden] -> [N, hidden]."""
-        drafted: Tensor = self._layer(token_ids, hidden, positions, attend)
+        drafted: Tensor = self.network(token_ids, hidden, positions, attend)
         return drafted
 
 

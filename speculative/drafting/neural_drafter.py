@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculative.cache.kv_cache import BlockPool, KVCache, KVShape
 from speculative.drafting.base import DraftOutput
@@ -48,6 +48,11 @@ class DraftModel(Protocol):
     capture: tuple[int, ...]
     num_features: int
     ids: Tensor | None
+
+    @property
+    def network(self) -> nn.Module:
+        """What computes `run`."""
+        ...
 
     @property
     def fused(self) -> FusedHead | None:

@@ -1,4 +1,4 @@
-"""Which paged attention there is for a device."""
+"""Which paged attention and which layer operations there are for a device."""
 
 import functools
 import importlib.util
@@ -8,6 +8,7 @@ import torch
 
 from speculative.config import c_compiler
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
+from speculative.model.layers import LayerOps, TorchLayerOps
 
 
 @functools.cache
@@ -27,3 +28,12 @@ def make_attend(sizes: AttentionSizes, device: torch.device) -> AttendPaged:
 
         return TritonAttend(sizes)
     return TorchAttend(sizes.block_size)
+
+
+def make_layer_ops(device: torch.device) -> LayerOps:
+    """As `make_attend`."""
+    if device.type == "cuda" and not why_no_triton():
+        from speculative.gpu.triton_layers import TritonLayerOps
+
+        return TritonLayerOps()
+    return TorchLayerOps()

@@ -17,7 +17,7 @@ from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError, EngineFault
-from speculative.gpu.attention_choice import make_attend
+from speculative.gpu.attention_choice import make_attend, make_layer_ops
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
@@ -29,6 +29,7 @@ from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
 from speculative.model.decoder import Decoder
+from speculative.model.layers import use_layer_ops
 from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input
 from speculative.state.sequence import Sequence
 from speculative.step.host_copy import results_per_entry
@@ -83,7 +84,8 @@ class GraphStep:
         sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
         self._check_memory(decoder, sizes)
         self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
-        attend = make_attend(sizes, decoder.device)
+        attend, layer_ops = make_attend(sizes, decoder.device), make_layer_ops(decoder.device)
+        use_layer_ops(decoder, layer_ops)
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         self.runner = GraphRunner(decoder, cache, target, self.buckets)
@@ -92,6 +94,7 @@ class GraphStep:
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
+            use_layer_ops(neural.model.network, layer_ops)
             paged = PagedCache(neural.cache, room, attend)
             lengths = Buckets.of(config.max_num_seqs, config.drafter.max_drafts - 1)
             self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, lengths, self.capturer)

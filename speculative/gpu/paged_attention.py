@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache
+from speculative.model.attention import CacheAttention
 
 SPLIT_TOKENS = 256
 """Positions that one program of the kernel reads: a constant, so that no result depends on the batch."""
@@ -62,17 +63,16 @@ AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows], Tensor]
 """query [B * Q, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
 
 
-class PagedAttention:
-    """Attention of one padded step: stores its keys and values, then attends, layer by layer."""
+class PagedAttention(CacheAttention):
+    """Attention of one padded step, B * Q rows."""
 
     def __init__(self, cache: KVCache, rows: PagedRows, attend: AttendPaged) -> None:
-        self._cache, self._rows, self._attend = cache, rows, attend
+        self.cache, self.slots = cache, rows.slots
+        self._rows, self._attend = rows, attend
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `Attend`; B * Q rows."""
-        dtype = self._cache.data.dtype
-        self._cache.write(layer, self._rows.slots, key.to(dtype), value.to(dtype))
-        keys, values = self._cache.data[layer].unbind(0)
+    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+        """As `CacheAttention`."""
+        keys, values = self.cache.data[layer].unbind(0)
         return self._attend(query, keys, values, self._rows)
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows
 
-_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number: what fits beside the rows
-_LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into registers
+_TILE_BYTES = 16384  # of keys, and of values: what fits beside the rows
+_MOST_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number
+_LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into shared memory
+_MOST_SUMS = 8192  # of a program: what fits into the registers of 8 warps
 _MOST_PROGRAMS = 32  # that share a context; most would leave at once if there were one for each split of the longest
 _LOG2_E = 1.4426950408889634
 
@@ -146,7 +148,7 @@ class TritonAttend:
         if query.stride(2) != 1:
             query = query.contiguous()
         num_splits, dim = self._sizes.num_splits, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
-        tile_rows = min(_MOST_ROWS, max(_LEAST_ROWS, triton.next_power_of_2(self._sizes.max_queries * group)))
+        tile_rows = rows_of_program(self._sizes.max_queries * group, dim)
         num_parts = triton.cdiv(rows.num_queries * group, tile_rows)
         _attend_split[(num_seqs * num_parts, num_kv_heads, min(num_splits, _MOST_PROGRAMS))](
             query,
@@ -170,9 +172,10 @@ class TritonAttend:
             BLOCK_SIZE=self._sizes.block_size,
             NUM_SPLITS=num_splits,
             SPLIT=SPLIT_TOKENS,
-            TILE=_TILE_TOKENS[keys.element_size()],
+            TILE=tile_tokens(dim, keys.element_size()),
             ROWS=tile_rows,
             DIM=dim,
+            num_warps=warps_for(tile_rows, dim),
         )
         _merge_splits[(num_rows, num_heads)](
             partial,
@@ -185,6 +188,21 @@ class TritonAttend:
             DIM=dim,
         )
         return out
+
+
+def tile_tokens(dim: int, number_bytes: int) -> int:
+    """Positions that a program reads at once."""
+    return min(_MOST_TILE_TOKENS[number_bytes], _TILE_BYTES // (dim * number_bytes))
+
+
+def rows_of_program(num_rows: int, dim: int) -> int:
+    """Rows that a program computes, of those of a sequence and a KV head."""
+    return min(_MOST_ROWS, _MOST_SUMS // dim, max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length()))
+
+
+def warps_for(tile_rows: int, dim: int) -> int:
+    """Warps that share the rows of a program: as many as keep their sums in registers."""
+    return 8 if tile_rows * dim == _MOST_SUMS else 4
 
 
 def workspace(sizes: AttentionSizes, query: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,19 +23,39 @@ class _Span:
     mask: Tensor | None  # [stop - start, L] bool, None where every row sees the whole context or it is square
 
 
-class StepAttention:
-    """Attention of one step: stores its keys and values, then attends, layer by layer.
+class CacheAttention:
+    """An `Attend` over a KV cache: stores keys and values, then attends, layer by layer.
+
+    What stores them itself calls `attend_stored` alone. cache: of the model. slots: [N] int64, where the rows go.
+    """
+
+    cache: KVCache
+    slots: Tensor
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim] -> [N, num_heads, head_dim]."""
+        dtype = self.cache.data.dtype
+        self.cache.write(layer, self.slots, key.to(dtype), value.to(dtype))
+        return self.attend_stored(layer, query)
+
+    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+        """The same, where keys and values of the rows are in the cache already."""
+        raise NotImplementedError
+
+
+class StepAttention(CacheAttention):
+    """Attention of one step.
 
     On a CPU our own kernels read the cache where it lies, if they are to be had; else each sequence's part of it is
     gathered for torch's.
     """
 
     def __init__(self, cache: KVCache, rows: AttentionRows, device: torch.device) -> None:
-        self._cache = cache
+        self.cache = cache
         self.native = NativeStep.of(cache, rows)
         if self.native is not None:
             return
-        self._slots = torch.from_numpy(rows.slots).to(device)
+        self.slots = torch.from_numpy(rows.slots).to(device)
         starts = rows.row_starts.tolist()
         self._spans = tuple(
             _span(start, stop, torch.from_numpy(slots).to(device))
@@ -43,15 +63,18 @@ class StepAttention:
         )
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [N, num_heads, head_dim], key and value [N, num_kv_heads, head_dim] -> [N, num_heads, head_dim]."""
+        """As `CacheAttention`."""
         if self.native is not None:
             return self.native.attend(layer, query, key, value)
-        self._cache.write(layer, self._slots, key, value)
+        return super().__call__(layer, query, key, value)
+
+    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+        """As `CacheAttention`."""
         outputs = [self._attend(layer, query[span.start : span.stop], span) for span in self._spans]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, layer: int, query: Tensor, span: _Span) -> Tensor:
-        keys, values = self._cache.read(layer, span.context)  # [L, num_kv_heads, head_dim]
+        keys, values = self.cache.read(layer, span.context)  # [L, num_kv_heads, head_dim]
         num_rows, length = query.shape[0], keys.shape[0]
         if query.is_cuda:  # cuDNN builds a plan for every new shape; FlashAttention has none, but takes no mask
             torch.backends.cuda.enable_cudnn_sdp(span.mask is not None)

@@ -1,6 +1,7 @@
 """A dense decoder of the Llama family, for inference."""
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,20 @@ from speculative.model.attention import StepAttention
 from speculative.model.config import ModelConfig
 from speculative.model.cpu.fused import FusedLayers
 from speculative.model.cpu.native import Kind, pack_natively
-from speculative.model.layers import Attend, Attention, DecoderLayer, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.layers import (
+    Attend,
+    Attention,
+    DecoderLayer,
+    FusibleLayer,
+    Linear,
+    RMSNorm,
+    Rotary,
+    nan_parameter,
+)
 from speculative.model.quantized import Quantized, quantize
 
 
-class Decoder(nn.Module):
+class Decoder(FusibleLayer):
     """Token ids in, hidden states out; attention over the cache is the caller's.
 
     All parameters start as NaN; fill them through `checkpoint_slots`.
@@ -54,9 +64,9 @@ class Decoder(nn.Module):
         hidden = functional.embedding(input_ids, self.embedding).to(self.dtype)
         if self.fused is not None and isinstance(attend, StepAttention) and attend.native is not None:
             hidden, features = self.fused.run(hidden, positions, attend.native, capture)
+            hidden = self.norm(hidden)
         else:
             hidden, features = self._run_layers(hidden, positions, attend, capture)
-        hidden = self.norm(hidden)
         if len(self.layers) in capture:
             features.append(hidden)
         return hidden, torch.cat(features, dim=-1) if features else hidden[:, :0]
@@ -64,14 +74,18 @@ class Decoder(nn.Module):
     def _run_layers(
         self, hidden: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states [N, hidden_size] after the last layer, and what enters the layers of `capture`."""
-        rotary = self.rotary(positions, self.dtype)
+        """The hidden states [N, hidden_size] after the final norm, and what enters the layers of `capture`."""
+        rotation = self.ops.rotation(self.rotary, positions, hidden)
         features = []
-        for index, layer in enumerate(self.layers):
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        normed = layers[0].input_norm(hidden)
+        following = (*(layer.input_norm for layer in layers[1:]), self.norm)
+        for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
             if index in capture:
                 features.append(hidden)
-            hidden = layer(hidden, rotary, attend, index)
-        return hidden, features
+            hidden, update = layer(hidden, normed, rotation, attend, index)
+            hidden, normed = self.ops.add_norm(hidden, update, norm)
+        return normed, features
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""

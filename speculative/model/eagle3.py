@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from speculative.errors import ConfigError, UnsupportedModel
@@ -22,7 +22,7 @@ from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack, pack_weights
 from speculative.model.decoder import Decoder
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
-from speculative.model.layers import MLP, Attend, Attention, Linear, RMSNorm, Rotary, nan_parameter
+from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linear, RMSNorm, Rotary, nan_parameter
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _EMBEDDING = "embed_tokens.weight"
@@ -124,7 +124,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return layers if layers[0] < layers[1] < layers[2] else (0, num_layers // 2, num_layers - 1)
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(FusibleLayer):
     """One decoder layer over (token, features), with a vocabulary of its own.
 
     All parameters start as NaN; fill them through `checkpoint_slots`. `draft_ids` [draft_vocab] int64 is the target's
@@ -185,13 +185,13 @@ class Eagle3Head(nn.Module):
         """
         if self.fused is not None and isinstance(attend, StepAttention) and attend.native is not None:
             return self.fused.run(token_ids, hidden, positions, attend.native)
-        rotary = self.rotary(positions, hidden.dtype)
+        rotation = self.ops.rotation(self.rotary, positions, hidden)
         embedded = functional.embedding(token_ids, self.embedding).to(hidden.dtype)
         normed = self.hidden_norm(hidden)
         rows = torch.cat((self.input_norm(embedded), normed), dim=-1)
         residual = normed if self.config.norm_before_residual else hidden
-        hidden = residual + self.attention(rows, rotary, attend, 0)
-        return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
+        hidden, normed = self.ops.add_norm(residual, self.attention(rows, rotation, attend, 0), self.mlp_norm)
+        return hidden + self.mlp(normed)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, draft_vocab] float32."""

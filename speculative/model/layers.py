@@ -84,7 +84,7 @@ class Rotary(nn.Module):
         self.register_buffer("table", torch.stack((angles.cos(), angles.sin()), dim=1).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `rotate` needs at these positions: two of [N, 1, head_dim]. Once a forward, not once a layer."""
+        """What `rotate` needs at these positions: two of [N, 1, head_dim]."""
         cos, sin = self.table[positions].to(dtype).unsqueeze(1).unbind(2)  # [N, 1, head_dim/2]
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -110,7 +110,82 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3RopeScaling | N
     return torch.where(wavelengths < context / high, frequencies, stretched)
 
 
-class Attention(nn.Module):
+Rotation = tuple[Tensor, Tensor]
+"""What the operations that made it need to rotate the rows of a forward pass."""
+
+
+class LayerOps(Protocol):
+    """Sums, norms, rotations and gates of N rows. Float32 inside; rounded to the rows' dtype wherever torch rounds."""
+
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """hidden + update, and the norm of it; all [N, hidden_size]."""
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """[N, 2 * size] -> silu of the first half of each row times the second, [N, size]."""
+        ...
+
+    def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
+        """What `attend` needs of positions [N] int64, for rows as `like`. Once a forward, not once a layer."""
+        ...
+
+    def attend(self, heads: Tensor, attention: "Attention", rotation: Rotation, attend: Attend, layer: int) -> Tensor:
+        """Norm query and key where there is a norm, rotate them, and attend.
+
+        Args:
+            heads: [N, num_heads + 2 * num_kv_heads, head_dim] of query, key and value.
+            attention: whose heads they are.
+            rotation: of these operations' `rotation`.
+            attend: given by the caller of the model, for layer `layer`.
+            layer: which one.
+
+        Returns:
+            [N, num_heads, head_dim].
+        """
+        ...
+
+
+class TorchLayerOps:
+    """`LayerOps` of torch's operators, for any device and with gradients."""
+
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """As `LayerOps`."""
+        hidden = hidden + update
+        return hidden, norm(hidden)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """As `LayerOps`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
+        """As `LayerOps`: what `Rotary` gives."""
+        return rotary(positions, like.dtype)  # type: ignore[no-any-return]
+
+    def attend(self, heads: Tensor, attention: "Attention", rotation: Rotation, attend: Attend, layer: int) -> Tensor:
+        """As `LayerOps`."""
+        num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+        query_key = heads[:, :-num_kv_heads]  # normalised and rotated together
+        if attention.qk_norm is not None:
+            query_key = attention.qk_norm(query_key)
+        query_key = rotate(query_key, *rotation)
+        return attend(layer, query_key[:, :num_heads], query_key[:, num_heads:], heads[:, -num_kv_heads:])
+
+
+class FusibleLayer(nn.Module):
+    """A module that leaves what lies between its matrix products to `ops`."""
+
+    ops: LayerOps = TorchLayerOps()
+
+
+def use_layer_ops(model: nn.Module, ops: LayerOps) -> None:
+    """Let a whole model compute with these operations from here on."""
+    for module in model.modules():
+        if isinstance(module, FusibleLayer):
+            module.ops = ops
+
+
+class Attention(FusibleLayer):
     """Projections around the caller's attention; query, key and value come from one matrix.
 
     Its input is as wide as its output unless `input_size` says otherwise.
@@ -129,19 +204,14 @@ class Attention(nn.Module):
         self.qk_norm = HeadNorm(config, dtype=dtype, device=device) if config.qk_norm else None
         self.o_proj = Linear(query_size, hidden_size, bias=config.o_bias, dtype=dtype, device=device)
 
-    def forward(self, rows: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+    def forward(self, rows: Tensor, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
         """[N, input_size] -> [N, hidden_size]."""
         heads = self.qkv_proj(rows).view(len(rows), -1, self.head_dim)
-        query_key = heads[:, : self.num_heads + self.num_kv_heads]  # normalised and rotated together
-        if self.qk_norm is not None:
-            query_key = self.qk_norm(query_key)
-        query_key = rotate(query_key, *rotary)
-        query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
-        attended = attend(layer, query, key, heads[:, -self.num_kv_heads :])
+        attended = self.ops.attend(heads, self, rotation, attend, layer)
         return self.o_proj(attended.reshape(len(rows), -1))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
+class MLP(FusibleLayer):
     """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)); gate and up come from one matrix."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -153,11 +223,10 @@ class MLP(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, hidden_size]."""
-        gate, up = self.gate_up_proj(rows).split(self.size, dim=-1)
-        return self.down_proj(functional.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down_proj(self.ops.gate(self.gate_up_proj(rows)))  # type: ignore[no-any-return]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(FusibleLayer):
     """One block: attention, then the MLP, each after a norm and added to what came in."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -167,7 +236,13 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.mlp = MLP(config, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
-        """[N, hidden_size] -> [N, hidden_size]."""
-        hidden = hidden + self.attention(self.input_norm(hidden), rotary, attend, layer)
-        return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
+    def forward(
+        self, hidden: Tensor, normed: Tensor, rotation: Rotation, attend: Attend, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """What comes in and its `input_norm` -> what the MLP's output is still to be added to, and that output.
+
+        All are [N, hidden_size]: the sum is left to the caller, who can make the next norm of it at once.
+        """
+        update = self.attention(normed, rotation, attend, layer)
+        hidden, normed = self.ops.add_norm(hidden, update, self.mlp_norm)
+        return hidden, self.mlp(normed)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from speculative.errors import ConfigError, UnsupportedModel
@@ -23,7 +23,7 @@ from speculative.model.config import ModelConfig, read_json
 from speculative.model.cpu.packed import can_pack, pack_weights
 from speculative.model.decoder import Decoder, layer_slots
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head
-from speculative.model.layers import Attend, DecoderLayer, Linear, RMSNorm, Rotary
+from speculative.model.layers import Attend, DecoderLayer, FusibleLayer, Linear, RMSNorm, Rotary
 
 _ARCHITECTURE = "LlamaMTPModel"
 
@@ -83,7 +83,7 @@ class MtpConfig:
         }
 
 
-class MtpHead(nn.Module):
+class MtpHead(FusibleLayer):
     """One decoder layer over (token, hidden state), with the embedding and the LM head of its target.
 
     All parameters start as NaN; fill them through `checkpoint_slots`. They ask for gradients once `requires_grad_()` is
@@ -121,7 +121,9 @@ class MtpHead(nn.Module):
         embedded = embedded.masked_fill((positions == 0)[:, None], 0)
         rows = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         rows = rows.to(hidden.dtype)  # under autocast too the residual stays float32
-        return self.layer(rows, self.rotary(positions, hidden.dtype), attend, 0)  # type: ignore[no-any-return]
+        rotation = self.ops.rotation(self.rotary, positions, hidden)
+        rows, update = self.layer(rows, self.layer.input_norm(rows), rotation, attend, 0)
+        return rows + update  # type: ignore[no-any-return]
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Where the tensors of a checkpoint go: name, and the view of a parameter to copy it into."""

@@ -5,8 +5,8 @@
 - `torch.cuda.graph` records the operations of the Python that runs under it, once. A replay executes them again on the
   same memory. Whatever another graph of the shared pool may have written over is garbage by then: a graph's temporaries
   always, its results once an earlier graph was replayed.
-- Attention over the paged cache, and the judgement of a step's rows, are one opaque operation each, as the Triton
-  kernels are: plain torch inside.
+- Attention over the paged cache, each of a layer's fused operations, and the judgement of a step's rows are one opaque
+  operation each, as the Triton kernels are: plain torch inside.
 
 It does not see numerics, 32-bit offsets, memory, races between streams, or what Triton compiles.
 """
@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +32,8 @@ from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_judge import DrawnFrom, RowFields, TorchJudge, Wanted
+from speculative.model.attention import CacheAttention
+from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.vocabulary.ops import TorchOps
 
 DEVICE = torch.device("cuda:0")
@@ -214,6 +217,7 @@ class PretendedCuda(TorchFunctionMode):
             "speculative.gpu.filters.make_find_floors": lambda _: torch_floors,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
             "speculative.gpu.verify_graph.make_judge": lambda _: _RowJudge(self),
+            "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(self),
         }
 
     @contextmanager
@@ -305,13 +309,13 @@ class PretendedCuda(TorchFunctionMode):
         _held(args[0]).copy_(_held(args[1]))
         return args[0]  # type: ignore[no-any-return]
 
-    def opaque(self, launches: int, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def opaque(self, launches: int, function: Callable[..., Any], *args: Any) -> Any:
         """A kernel that torch knows nothing of."""
         held = _held(list(args))
         with torch._C.DisableTorchFunctionSubclass():
             out = function(*held)
         self._record(function, held, {}, out, launches)
-        return DeviceTensor(out)
+        return _on_device(out)
 
     def _move(self, args: Any, kwargs: Any) -> Tensor:
         tensor = args[0]
@@ -431,6 +435,57 @@ class _RowJudge:
 def judge_launches(wanted: Wanted, *, drawn: bool) -> int:
     """How many kernels `TritonJudge` launches."""
     return 5 + (wanted.logprobs is not None or (wanted.checked and drawn)) + 2 * wanted.checked
+
+
+class _LayerOps:
+    """In the place of `TritonLayerOps`."""
+
+    def __init__(self, device: PretendedCuda) -> None:
+        self._device, self._torch = device, TorchLayerOps()
+
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """As `LayerOps`."""
+
+        def add_norm(hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            added = hidden + update
+            return added, functional.rms_norm(added, norm.shape, weight, norm.eps)
+
+        return self._kernel(add_norm, hidden, update, norm.weight)  # type: ignore[no-any-return]
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """As `LayerOps`."""
+        return self._kernel(self._torch.gate, gate_up)  # type: ignore[no-any-return]
+
+    def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
+        """As `LayerOps`."""
+        return rotary.table, positions
+
+    def attend(self, heads: Tensor, attention: Attention, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
+        """As `LayerOps`."""
+        assert isinstance(attend, CacheAttention)
+        num_heads, norm = attention.num_heads, attention.qk_norm
+        stored = attend.cache.data[layer]
+
+        def rotate_and_store(
+            heads: Tensor, table: Tensor, positions: Tensor, slots: Tensor, stored: Tensor, *weight: Tensor
+        ) -> Tensor:
+            query_key, value = heads[:, : -attention.num_kv_heads], heads[:, -attention.num_kv_heads :]
+            if norm is not None:
+                query_key = functional.rms_norm(query_key, norm.shape, None, norm.eps) * weight[0]
+            cos, sin = table[positions].to(heads.dtype).unsqueeze(1).unbind(2)
+            query_key = rotate(query_key, torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+            stored[0].index_copy_(0, slots, query_key[:, num_heads:].to(stored.dtype))
+            stored[1].index_copy_(0, slots, value.to(stored.dtype))
+            return query_key[:, :num_heads].contiguous()
+
+        weights = () if norm is None else (norm.weight,)
+        query = self._kernel(rotate_and_store, heads, *rotation, attend.slots, stored, *weights)
+        return attend.attend_stored(layer, query)
+
+    def _kernel(self, function: Callable[..., Any], *given: Tensor) -> Any:
+        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        assert all(tensor.is_contiguous() for tensor in given)
+        return self._device.opaque(1, function, *given)
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

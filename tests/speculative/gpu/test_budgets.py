@@ -42,8 +42,8 @@ BUDGETS = {
     ("eagle3", "penalty"): Cost(18, 370, 3),
     ("eagle3", "reproducible"): Cost(62, 1314, 2),
 }
-# Launches within graphs. The goal is 10 a layer.
-LAYER_NODES = 17
+# Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
+LAYER_NODES = 10
 VERIFY_NODES = {
     ("none", Kind(drawn=False, checked=False, logprobs=False, filtered=False)): 7,
     ("none", Kind(drawn=False, checked=True, logprobs=True, filtered=False)): 10,

@@ -1,10 +1,6 @@
 """Attention over padded rows: torch's and Triton's (in Triton's interpreter) against a loop over single rows."""
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -25,29 +21,6 @@ BLOCK_SIZE, MAX_BLOCKS, MAX_QUERIES = 16, 40, 5
 SIZES = AttentionSizes(BLOCK_SIZE, MAX_QUERIES, MAX_BLOCKS)
 NUM_SLOTS = (5 * MAX_BLOCKS + 1) * BLOCK_SIZE  # the last block is the trash block
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from speculative.gpu import triton_attention as ours
-
-cache, sums = "*bf16", "*fp32"
-pointers = {"query": cache, "keys": cache, "values": cache, "blocks": "*i64", "visible": "*i64"}
-pointers |= {"partial": sums, "weight": sums, "scale": "fp32"}
-pointers |= dict.fromkeys(("num_queries", "num_parts", "num_blocks"), "i32")
-strides = ("query_row_stride", "query_head_stride", "cache_slot_stride", "cache_head_stride")
-split = {"FIRST": 0, "GROUP": 3, "HEAD_DIM": 64, "BLOCK_SIZE": 16, "NUM_SPLITS": 4, "SPLIT": 256}
-split |= {"TILE": 64, "ROWS": 16, "DIM": 64}
-merge = {"HEAD_DIM": 64, "NUM_SPLITS": 4, "SPLIT": 256, "DIM": 64}
-target = GPUTarget("cuda", 90, 32)
-for kernel, kinds, constants in (
-    (ours._attend_split, pointers | dict.fromkeys(strides, "i32"), split),
-    (ours._merge_splits, {"partial": sums, "weight": sums, "visible": "*i64", "out": cache}, merge),
-):
-    signature = kinds | dict.fromkeys(constants, "constexpr")
-    compiled = triton.compile(ASTSource(kernel, signature, constants), target=target).asm
-    print(compiled["ttir"], compiled["ptx"])
-"""
 HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80)]
 CONTEXTS = [(0, 1), (15, 5), (SPLIT_TOKENS - 2, 5), (2 * SPLIT_TOKENS + 3, 2), (0, 0)]
 
@@ -171,19 +144,6 @@ def test_how_many_programs_share_a_context_does_not_change_the_bits(
     expected = triton(*arguments)
     monkeypatch.setattr("speculative.gpu.triton_attention._MOST_PROGRAMS", num_programs)
     assert torch.equal(triton(*arguments), expected)
-
-
-@needs_triton
-def test_the_kernels_compile_for_a_gpu() -> None:
-    """Down to PTX, without one; in a process of its own, where Triton compiles instead of interpreting."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    reported = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False, timeout=300
-    )
-    assert reported.returncode == 0, reported.stderr
-    assert "mma" in reported.stdout, "bfloat16 products run on tensor cores"
-    offsets = re.findall(r"tt.addptr .*ptr<f32>>?, (.*)", reported.stdout)
-    assert offsets and all("i64" in offset for offset in offsets), "the workspace may hold more than 2**31 numbers"
 
 
 @needs_triton

@@ -16,13 +16,14 @@ from torch import Tensor
 from speculative.config import DrafterConfig
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
+from speculative.errors import ConfigError
 from speculative.gpu.capture import Capturer
 from speculative.gpu.staged_inputs import StagedInputs
 from speculative.gpu.target_graph import TargetPass
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.token_constraint import Bools
 from speculative.weights import load_weights
-from tests.support.engines import Answer, run, settings, take
+from tests.support.engines import Answer, run, settings, take, tiny_engine
 from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.graph_scenes import (
     PLAIN,
@@ -313,6 +314,36 @@ def test_memory_that_the_allocator_keeps_is_not_taken(load: Load, monkeypatch: p
         monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**40 - sum(kept), 2**40))
         load(device="cuda")
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model"])
+def test_the_cache_takes_what_steps_leave_free(
+    target: Path, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caches of target and drafter together, and twice the memory of captured steps, stay below what is free."""
+    sizes = []
+    for free in (2**26, 2**27):
+        with PretendedCuda():
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2**28))
+            engine = tiny_engine(target, device="cuda", kv_cache_tokens=None, drafter=drafters[name])
+            caches = [engine.cache, *([engine.drafter.cache] if isinstance(engine.drafter, ModelDrafter) else [])]
+            sizes.append(sum(cache.data.numel() * cache.data.element_size() for cache in caches))
+        assert engine.config.kv_cache_tokens is not None
+        assert engine.config.kv_cache_tokens == engine.usage().num_blocks * engine.config.block_size
+    left = 2**28 // 20
+    assert 0.5 * (2**26 - left) < sizes[0] < 2**26 - left, "steps of a tiny model need little"
+    assert sizes[1] - sizes[0] == pytest.approx(2**26, rel=0.01), "all that is free beyond goes into the cache"
+
+
+def test_a_gpu_without_room_for_a_cache_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with PretendedCuda():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 2**30))
+        with pytest.raises(ConfigError, match=r"nothing is left for the KV cache; lower max_num_seqs"):
+            tiny_engine(target, device="cuda", kv_cache_tokens=None)
+
+
+def test_without_a_gpu_the_cache_has_its_default_size(target: Path) -> None:
+    assert tiny_engine(target, kv_cache_tokens=None, block_size=24).config.kv_cache_tokens == 16384 // 24 * 24
 
 
 def test_all_captures_share_a_stream(load: Load, target: Path) -> None:

@@ -1,0 +1,185 @@
+"""`LayerOps` as three Triton kernels; imported only where Triton is installed.
+
+What a row becomes is a function of that row alone. Results are rounded to the rows' dtype where torch's operators round
+theirs, so in bfloat16 and float16 rotations have the same bits; norms and gates, whose sums and exponentials differ in
+float32's last bits, are at most one unit in the last place apart.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from speculative.model.attention import CacheAttention
+from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation
+
+_GATE_BLOCK = 1024
+_PAIRS = 512  # that a program rotates
+
+
+@triton.jit
+def _add_norm(  # noqa: PLR0913
+    hidden,  # [N, SIZE]
+    update,  # [N, SIZE]
+    norm_weight,  # [SIZE]
+    added,  # [N, SIZE] hidden + update
+    normed,  # [N, SIZE]
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    place = tl.program_id(0).to(tl.int64) * SIZE + column
+    summed = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+    summed += tl.load(update + place, mask=inside, other=0.0).to(tl.float32)
+    rounded = summed.to(added.dtype.element_ty)
+    tl.store(added + place, rounded, mask=inside)
+    row = rounded.to(tl.float32)
+    scaled = row * tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
+    scaled *= tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + place, scaled.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # [N, 2 * SIZE] -> [N, SIZE]
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate = tl.load(gate_up + row * (2 * SIZE) + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * SIZE) + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * SIZE + column, (silu * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotate_and_store(  # noqa: PLR0913
+    heads,  # [N, HEADS + 2 * KV_HEADS, 2 * HALF] of query, key and value
+    table,  # [P, 2, HALF] float32; cosines, sines
+    positions,  # [N] int64
+    slots,  # [N] int64
+    norm_weight,  # [HEADS + KV_HEADS, 2 * HALF] of the heads' norm, if NORMED
+    query,  # [N, HEADS, 2 * HALF]
+    keys,  # [num_slots, KV_HEADS, 2 * HALF]
+    values,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head, dim = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, DIM)
+    in_half = dim[None, :] < HALF
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    exists = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half
+    place = head[:, None] * (2 * HALF) + dim[None, :]  # within a row, of the first half
+    given = heads + row * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + place
+    dtype = heads.dtype.element_ty
+    first = tl.load(given, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(given + HALF, mask=exists, other=0.0).to(tl.float32)
+    turned_first, turned_second = first, second
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + eps)[:, None]
+        weighted = exists & (head < HEADS + KV_HEADS)[:, None]
+        turned_first = (first * scale).to(dtype).to(tl.float32)
+        turned_first *= tl.load(norm_weight + place, mask=weighted, other=0.0).to(tl.float32)
+        turned_first = turned_first.to(dtype).to(tl.float32)
+        turned_second = (second * scale).to(dtype).to(tl.float32)
+        turned_second *= tl.load(norm_weight + place + HALF, mask=weighted, other=0.0).to(tl.float32)
+        turned_second = turned_second.to(dtype).to(tl.float32)
+    angle = table + tl.load(positions + row) * (2 * HALF) + dim
+    cos = tl.load(angle, mask=dim < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
+    sin = tl.load(angle + HALF, mask=dim < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
+    rotated_first = (turned_first * cos).to(dtype).to(tl.float32) - turned_second * sin
+    rotated_second = (turned_second * cos).to(dtype).to(tl.float32) + turned_first * sin
+    of_query = query + row * (HEADS * 2 * HALF) + place
+    tl.store(of_query, rotated_first.to(dtype), mask=exists & is_query[:, None])
+    tl.store(of_query + HALF, rotated_second.to(dtype), mask=exists & is_query[:, None])
+    slot = tl.load(slots + row) * (KV_HEADS * 2 * HALF)
+    stored = keys.dtype.element_ty
+    of_key = keys + slot + (place - HEADS * 2 * HALF)
+    is_key = exists & (~is_query & ~is_value)[:, None]
+    tl.store(of_key, rotated_first.to(dtype).to(stored), mask=is_key)
+    tl.store(of_key + HALF, rotated_second.to(dtype).to(stored), mask=is_key)
+    of_value = values + slot + (place - (HEADS + KV_HEADS) * 2 * HALF)
+    tl.store(of_value, first.to(stored), mask=exists & is_value[:, None])
+    tl.store(of_value + HALF, second.to(stored), mask=exists & is_value[:, None])
+
+
+class TritonLayerOps:
+    """`LayerOps` of one launch each, without gradients. Attention is over a KV cache, a `CacheAttention`."""
+
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """As `LayerOps`."""
+        hidden, update = hidden.contiguous(), update.contiguous()
+        added, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+        num_rows, size = hidden.shape
+        block = triton.next_power_of_2(size)
+        _add_norm[(num_rows,)](
+            *(hidden, update, norm.weight, added, normed, norm.eps),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=norm_warps(block),
+        )
+        return added, normed
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """As `LayerOps`."""
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((num_rows, size))
+        _gate[(num_rows, triton.cdiv(size, _GATE_BLOCK))](gate_up.contiguous(), out, SIZE=size, BLOCK=_GATE_BLOCK)
+        return out
+
+    def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
+        """As `LayerOps`: the whole table, which the kernel reads at the positions."""
+        del like
+        return rotary.table, positions
+
+    def attend(self, heads: Tensor, attention: Attention, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
+        """As `LayerOps`."""
+        assert isinstance(attend, CacheAttention), "keys and values are stored by the kernel that rotates them"
+        keys, values = attend.cache.data[layer].unbind(0)
+        query = rotate_and_store(heads, attention, rotation, attend.slots, keys, values)
+        return attend.attend_stored(layer, query)
+
+
+def rotate_and_store(
+    heads: Tensor, attention: Attention, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """The query, normed and rotated; keys, too, which go to the cache with the values.
+
+    Args:
+        heads: [N, num_heads + 2 * num_kv_heads, head_dim], as attention's projection gives them.
+        attention: whose heads they are.
+        rotation: of `TritonLayerOps`.
+        slots: [N] int64, where the keys and values go.
+        keys: [num_slots, num_kv_heads, head_dim] of the layer, contiguous.
+        values: the same.
+
+    Returns:
+        [N, num_heads, head_dim].
+    """
+    num_rows, all_heads, head_dim = heads.shape
+    query = heads.new_empty((num_rows, attention.num_heads, head_dim))
+    norm, dim = attention.qk_norm, triton.next_power_of_2(head_dim // 2)
+    tile = min(max(1, _PAIRS // dim), triton.next_power_of_2(all_heads))
+    _rotate_and_store[(num_rows, triton.cdiv(all_heads, tile))](
+        *(heads.contiguous(), *rotation, slots),
+        *(query if norm is None else norm.weight, query, keys, values),
+        0.0 if norm is None else norm.eps,
+        HEADS=attention.num_heads,
+        KV_HEADS=attention.num_kv_heads,
+        HALF=head_dim // 2,
+        NORMED=norm is not None,
+        TILE=tile,
+        DIM=dim,
+    )
+    return query
+
+
+def norm_warps(block: int) -> int:
+    """Warps that share a row of a norm: 16 numbers a thread, more only of the longest rows."""
+    return min(16, max(4, block // 512))

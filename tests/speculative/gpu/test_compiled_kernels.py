@@ -1,0 +1,130 @@
+"""The Triton kernels as they are compiled for GPUs, without one: down to machine code, in bfloat16."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
+SHARED_MEMORY = 99 << 10  # of a block, on the GPUs since Ampere that have the least
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from speculative.gpu import triton_attention, triton_filters, triton_layers
+
+def compiled(name, kernel, kinds, warps=4, **constants):
+    signature = dict(zip(kernel.arg_names, kinds.split(), strict=False)) | dict.fromkeys(constants, "constexpr")
+    multiples = [index for index, arg in enumerate(kernel.arg_names) if signature[arg][0] == "*" or "stride" in arg]
+    aligned = {(index,): [["tt.divisibility", 16]] for index in multiples}
+    target, options = GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": warps}
+    print("KERNEL", name)
+    made = triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
+    print(json.dumps({"ttir": made.asm["ttir"], "ptx": made.asm["ptx"], "shared": made.metadata.shared}))
+
+for dim, group, num_rows in ((64, 3, 3), (64, 8, 40), (128, 4, 4), (128, 4, 20), (128, 8, 40), (256, 8, 40)):
+    rows = triton_attention.rows_of_program(num_rows, dim)
+    compiled(
+        f"attention of {rows} rows, heads of {dim}", triton_attention._attend_split,
+        "*bf16 *bf16 *bf16 *i64 *i64 *fp32 *fp32 fp32" + 7 * " i32", triton_attention.warps_for(rows, dim),
+        FIRST=0, GROUP=group, HEAD_DIM=dim, BLOCK_SIZE=16, NUM_SPLITS=32, SPLIT=256,
+        TILE=triton_attention.tile_tokens(dim, 2), ROWS=rows, DIM=dim,
+    )
+compiled(
+    "its merge, heads of 128", triton_attention._merge_splits, "*fp32 *fp32 *i64 *bf16",
+    HEAD_DIM=128, NUM_SPLITS=32, SPLIT=256, DIM=128,
+)
+compiled("filters", triton_filters._find_floor, "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096)
+for size in (576, 4096, 8192, 16384):
+    block = triton.next_power_of_2(size)
+    compiled(
+        f"sum and norm of {size}", triton_layers._add_norm, 5 * "*bf16 " + "fp32",
+        triton_layers.norm_warps(block), SIZE=size, BLOCK=block,
+    )
+compiled("gate of 14336", triton_layers._gate, "*bf16 *bf16", SIZE=14336, BLOCK=1024)
+for heads, half, normed in ((9, 32, False), (32, 40, False), (32, 64, True), (16, 128, True)):
+    dim = triton.next_power_of_2(half)
+    compiled(
+        f"rotation of {heads} heads of {2 * half}" + ", normed" * normed, triton_layers._rotate_and_store,
+        "*bf16 *fp32 *i64 *i64 *bf16 *bf16 *bf16 *bf16 fp32",
+        HEADS=heads, KV_HEADS=heads // 4, HALF=half, NORMED=normed, TILE=512 // dim, DIM=dim,
+    )
+"""
+
+
+class Compiled(NamedTuple):
+    """A kernel. shared: bytes of a block. registers: of a thread. spilled: bytes that did not fit into them."""
+
+    ttir: str
+    ptx: str
+    shared: int
+    registers: int
+    spilled: int
+
+
+@pytest.fixture(scope="module", params=[80, 90, 100], ids="sm_{}".format)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+    """In a process of its own, where Triton compiles instead of interpreting."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DUMP_PTXAS_LOG": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(request.param)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[3],
+        check=False,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr
+    found = {}
+    for report in run.stdout.split("KERNEL ")[1:]:
+        name, *lines = report.splitlines()
+        registers, spilled = re.search(r"Used (\d+) registers", report), re.search(r"(\d+) bytes spill stores", report)
+        assert registers and spilled, report[:2000]
+        found[name] = Compiled(**json.loads(lines[-1]), registers=int(registers[1]), spilled=int(spilled[1]))
+    return found
+
+
+def test_sums_stay_in_registers_and_tiles_fit(kernels: dict[str, Compiled]) -> None:
+    assert {name: kernel.spilled for name, kernel in kernels.items() if kernel.spilled} == {}
+    assert max(kernel.shared for kernel in kernels.values()) <= SHARED_MEMORY
+
+
+def test_products_run_on_tensor_cores(kernels: dict[str, Compiled]) -> None:
+    for name, kernel in kernels.items():
+        assert ("mma" in kernel.ptx) == name.startswith("attention"), name
+
+
+def test_offsets_that_grow_with_the_rows_have_64_bits(kernels: dict[str, Compiled]) -> None:
+    for name, kernel in kernels.items():
+        assert narrow_pointers(kernel.ttir) <= {"blocks", "norm_weight"}, name
+
+
+def narrow_pointers(ttir: str) -> set[str]:
+    """The arguments that are only ever moved by offsets of 32 bits."""
+    root_of: dict[str, str] = {}
+    widths: dict[str, set[str]] = {}
+    for made, operation, source, types in re.findall(r"(%\w+) = tt\.(\w+) (%\w+)(.*)", ttir):
+        root_of[made] = root = root_of.get(source, source)
+        if operation == "addptr":
+            widths.setdefault(root, set()).add(re.findall(r"i(?:32|64)", types)[-1])
+    return {root.removeprefix("%") for root, own in widths.items() if own == {"i32"}}
+
+
+def test_a_rotation_rounds_where_torch_does(kernels: dict[str, Compiled]) -> None:
+    """A thread has four pairs of numbers: their products with cosines, the sums, and a norm's results and products with
+    weights are rounded, and at least one cosine and sine. A compiler that dropped one would change results."""
+    for name, kernel in kernels.items():
+        if name.startswith("rotation"):
+            single, double = (len(re.findall(rf"(?:\.rn|mul)\.bf16{one}[.\s]", kernel.ptx)) for one in ("", "x2"))
+            assert single + 2 * double >= 2 + 8 * (4 if "normed" in name else 2), name

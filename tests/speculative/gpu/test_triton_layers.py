@@ -1,0 +1,189 @@
+"""Fused layer operations, in Triton's interpreter, against torch's operators."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.gpu.attention_choice import make_layer_ops
+from speculative.gpu.paged_attention import PagedAttention, PagedRows, TorchAttend
+from speculative.model.attention import CacheAttention
+from speculative.model.config import ModelConfig
+from speculative.model.eagle3 import load_eagle3
+from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, TorchLayerOps, use_layer_ops
+from speculative.model.loading import load_decoder
+from speculative.model.mtp import load_mtp
+from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_models import write_tiny_model
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
+pytestmark = needs_triton
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Units in the last place. The interpreter cuts bfloat16 off where a GPU rounds.
+NORM_UNITS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
+GATE_UNITS = {torch.float32: 8, torch.float16: 2, torch.bfloat16: 4}
+ROWS, SIZES = [1, 3, 64], [64, 576, 1536]
+NUM_SLOTS, TRASH = 96, 95
+TORCH = TorchLayerOps()
+
+
+@pytest.fixture
+def triton() -> LayerOps:
+    from speculative.gpu.triton_layers import TritonLayerOps
+
+    return TritonLayerOps()
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def units(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, in units in the last place."""
+    assert found.dtype == expected.dtype
+    _, exponents = torch.frexp(expected.double())
+    unit = torch.finfo(expected.dtype).eps * torch.exp2(exponents.double() - 1)
+    return float(((found.double() - expected.double()).abs() / unit).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", SIZES)
+def test_sum_and_norm(triton: LayerOps, size: int, num_rows: int, dtype: torch.dtype) -> None:
+    hidden, update = drawn(num_rows, size, dtype=dtype), drawn(num_rows, size, dtype=dtype, seed=1)
+    norm = RMSNorm(size, 1e-5, dtype=dtype, device=CPU)
+    norm.weight.copy_(drawn(size, dtype=dtype, seed=2))
+    added, normed = triton.add_norm(hidden, update, norm)
+    expected, expected_norm = TORCH.add_norm(hidden, update, norm)
+    if dtype is torch.bfloat16:
+        assert units(added, expected) <= 1
+        expected_norm = norm(added)
+    else:
+        assert torch.equal(added, expected)
+    assert units(normed, expected_norm) <= NORM_UNITS[dtype]
+    alone = triton.add_norm(hidden[:1], update[:1], norm)
+    assert torch.equal(alone[0], added[:1]) and torch.equal(alone[1], normed[:1]), "a row is a function of itself"
+
+
+def test_a_row_of_zeros_is_normed_to_zeros(triton: LayerOps) -> None:
+    norm = RMSNorm(576, 1e-5, dtype=torch.float32, device=CPU)
+    norm.weight.fill_(1.0)
+    zeros = torch.zeros(2, 576)
+    assert not triton.add_norm(zeros, zeros, norm)[1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", SIZES)
+def test_gate(triton: LayerOps, size: int, num_rows: int, dtype: torch.dtype) -> None:
+    gate_up = drawn(num_rows, 2 * size, dtype=dtype)
+    assert units(triton.gate(gate_up), TORCH.gate(gate_up)) <= GATE_UNITS[dtype]
+
+
+@pytest.mark.parametrize("gate", [-60.0, -0.0, 0.0, 60.0, torch.inf])
+def test_gates_at_the_ends(triton: LayerOps, gate: float) -> None:
+    gate_up = torch.tensor([[gate] * 3 + [1.0, -1.0, 0.5]])
+    assert torch.allclose(triton.gate(gate_up), TORCH.gate(gate_up), rtol=1e-6, atol=0)
+
+
+class QueriesAlone(CacheAttention):
+    """Gives the query back."""
+
+    def __init__(self, cache: KVCache, slots: Tensor) -> None:
+        self.cache, self.slots = cache, slots
+
+    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+        assert layer == 1
+        return query.contiguous()
+
+
+def config_of(heads: tuple[int, int, int], *, qk_norm: bool) -> ModelConfig:
+    num_heads, num_kv_heads, head_dim = heads
+    return ModelConfig(
+        "LlamaForCausalLM", 16, 64, 64, 2, num_heads, num_kv_heads, head_dim, 1e-5, 10000.0, 512, qk_norm=qk_norm
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "num_rows"),
+    [((9, 3, 64), 64), ((15, 5, 80), 3), ((7, 1, 96), 1), ((7, 1, 96), 64), ((4, 4, 128), 3), ((6, 2, 256), 3)],
+)
+def test_rotation_and_storing(
+    triton: LayerOps, heads: tuple[int, int, int], qk_norm: bool, num_rows: int, dtype: torch.dtype
+) -> None:
+    """Every third row stands for nothing: all of them go to one slot, and what is there means nothing."""
+    config = config_of(heads, qk_norm=qk_norm)
+    attention, rotary = Attention(config, dtype=dtype, device=CPU), Rotary(config, device=CPU)
+    if attention.qk_norm is not None:
+        attention.qk_norm.weight.copy_(drawn(*attention.qk_norm.weight.shape, dtype=dtype, seed=3))
+    random = torch.Generator().manual_seed(4)
+    slots, positions = (torch.randperm(size, generator=random)[:num_rows] for size in (TRASH, 512))
+    slots[2::3], positions[2::3] = TRASH, 0
+    rows = drawn(num_rows, heads[0] + 2 * heads[1], heads[2], dtype=dtype)
+    queries, caches = [], []
+    for ops in (triton, TORCH):
+        cache = KVCache(KVShape(2, heads[1], heads[2]), NUM_SLOTS, dtype=dtype, device=CPU)
+        cache.data.fill_(torch.nan)
+        rotation = ops.rotation(rotary, positions, rows)
+        queries.append(ops.attend(rows, attention, rotation, QueriesAlone(cache, slots), 1))
+        caches.append(cache.data[:, :, :TRASH])
+    written = caches[0].isfinite()
+    assert torch.equal(written, caches[1].isfinite()), "the slots of the rows, and no others"
+    assert torch.equal(caches[0][1, 1][written[1, 1]], caches[1][1, 1][written[1, 1]]), "values are only copied"
+    for found, expected in ((queries[0], queries[1]), (caches[0][written], caches[1][written])):
+        if dtype is torch.float16 and not qk_norm:
+            assert torch.equal(found, expected)
+        else:  # relative to the numbers that were rotated: differences of like ones are small
+            roundings = 4 if dtype is torch.bfloat16 else 2
+            limit = roundings * (1 + qk_norm) * torch.finfo(dtype).eps * float(expected.abs().max())
+            assert (found.double() - expected.double()).abs().max() <= limit
+
+
+IDS, POSITIONS = torch.tensor([5, 6, 7, 8, 9, 0]), torch.tensor([0, 1, 2, 0, 1, 0])
+
+
+def two_sequences(config: ModelConfig) -> PagedAttention:
+    """Over an empty cache; the last row stands for nothing."""
+    slots, blocks = torch.tensor([0, 1, 2, 12, 13, 20]), torch.tensor([[0, 2], [3, 1]])
+    cache = KVCache(
+        KVShape(config.num_layers, config.num_kv_heads, config.head_dim), 24, dtype=torch.float32, device=CPU
+    )
+    return PagedAttention(cache, PagedRows(slots, torch.tensor([1, 2, 3, 1, 2, 0]), blocks), TorchAttend(4))
+
+
+@pytest.mark.parametrize("family", ["smollm", "qwen2", "qwen3", "llama3"])
+def test_a_whole_decoder(triton: LayerOps, tmp_path: Path, family: str) -> None:
+    """With the features that enter every layer."""
+    decoder = load_decoder(write_tiny_model(tmp_path, family), dtype=torch.float32, device="cpu")
+    found = []
+    for ops in (triton, TORCH):
+        use_layer_ops(decoder, ops)
+        capture = tuple(range(decoder.config.num_layers + 1))
+        found.append(decoder.run(IDS, POSITIONS, two_sequences(decoder.config), capture))
+    for ours, expected in zip(*found, strict=True):
+        assert torch.allclose(ours[:5], expected[:5], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_whole_head(triton: LayerOps, tmp_path: Path, kind: str) -> None:
+    folder = write_tiny_model(tmp_path / "target", "smollm", num_hidden_layers=3)
+    target = load_decoder(folder, dtype=torch.float32, device="cpu")
+    load, write = (load_eagle3, write_tiny_head) if kind == "eagle3" else (load_mtp, write_tiny_module)
+    head = load(write(tmp_path / "head", folder), target, dtype=torch.float32)
+    hidden, found = drawn(6, target.config.hidden_size, dtype=torch.float32), []
+    for ops in (triton, TORCH):
+        use_layer_ops(head, ops)
+        found.append(head(IDS, hidden, POSITIONS, two_sequences(head.config.shape))[:5])
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_gpu_the_operations_are_torchs() -> None:
+    assert isinstance(make_layer_ops(CPU), TorchLayerOps)
