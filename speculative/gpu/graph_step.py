@@ -149,7 +149,7 @@ class GraphStep:
         sequences = [entry.sequence for entry in batch.entries]
         filtered = any(map(is_filtered, sequences))
         kind = Kind(
-            drawn=drafts.rows is not None,
+            sampled=drafts.rows is not None,
             checked=self_check.due(),
             logprobs=filtered or any(sequence.params.returns_logprobs for sequence in sequences),  # fewer captures
             filtered=filtered,
@@ -190,10 +190,10 @@ class GraphStep:
         for bucket in self.buckets:
             if bucket.num_queries in (1, longest):
                 self.runner.target.prepare(bucket)
-                drawn = self.loop is not None and bucket.num_queries > 1
+                sampled = self.loop is not None and bucket.num_queries > 1
                 for checked in (False, True):
                     for logprobs, filtered in ((False, False), (True, False), (True, True)):
-                        self.judge.prepare(bucket, Kind(drawn, checked, logprobs, filtered))
+                        self.judge.prepare(bucket, Kind(sampled, checked, logprobs, filtered))
             if self.loop is not None and self._catch_up is not None:
                 hidden = self._catch_up.prepare(bucket).replay()
                 if bucket.num_queries == longest:

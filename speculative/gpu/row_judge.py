@@ -38,12 +38,12 @@ class RowFields(NamedTuple):
     counted: Tensor
 
 
-class DrawnFrom(NamedTuple):
-    """What drafts were drawn from, where it lies.
+class SampledFrom(NamedTuple):
+    """What drafts were sampled from, where it lies.
 
     probs: [N, W] float32. places: [D] int64, its row for each packed draft. columns: [V] int32, its column for each
     token, -1 = none; None where W = V. ids: [W] int64, the token of each column. own_columns: [N] int64, that of the
-    draft that was drawn from each row.
+    draft that was sampled from each row.
     """
 
     probs: Tensor
@@ -65,9 +65,9 @@ class RowJudge(Protocol):
     """Token-wise verification of R rows of E entries over V tokens."""
 
     def __call__(
-        self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
+        self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
     ) -> tuple[Tensor, tuple[str, ...]]:
-        """Judge logits [R, V]; `drawn` is None where the drafts were chosen, or there are none.
+        """Judge logits [R, V]; `sampled` is None where the drafts are deterministic, or there are none.
 
         Returns:
             One float64 vector: accepted drafts [E], last tokens [E], drafts [R], broken invariants [R], expected
@@ -86,7 +86,7 @@ class TorchJudge:
         self,
         logits: Tensor,
         rows: RowFields,
-        drawn: DrawnFrom | None,
+        sampled: SampledFrom | None,
         wanted: Wanted,
         filters: Filters | None = None,
     ) -> tuple[Tensor, tuple[str, ...]]:
@@ -94,7 +94,7 @@ class TorchJudge:
         logits = logits.float()
         sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters)
         processed = self._ops.process(logits, sampling)
-        step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(drawn))
+        step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled))
         verified = verify_token_wise(step)
         emitted = emitted_at_rows(verified, step)
         outside = outside_filters_of(sampling, logits, emitted)
@@ -126,8 +126,10 @@ def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs) -> Ve
     return VerifyInput(probs=probs, draft_probs=draft_probs, seeds=unused, positions=unused, **named)
 
 
-def _draft_probs(drawn: DrawnFrom | None) -> DraftProbs:
-    if drawn is None:
+def _draft_probs(sampled: SampledFrom | None) -> DraftProbs:
+    if sampled is None:
         return PointMass()
-    probs = drawn.probs[drawn.places]
-    return Dense(probs) if drawn.ids is None else SubVocabulary(probs, drawn.ids, drawn.own_columns[drawn.places])
+    probs = sampled.probs[sampled.places]
+    return (
+        Dense(probs) if sampled.ids is None else SubVocabulary(probs, sampled.ids, sampled.own_columns[sampled.places])
+    )

@@ -8,14 +8,18 @@ from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu import triton_vocabulary as kernels
-from speculative.gpu.row_judge import DrawnFrom, RowFields, Wanted
+from speculative.gpu.row_judge import RowFields, SampledFrom, Wanted
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
-from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, stakes_on
+from speculative.selfcheck.terms import (
+    CHECKS_OF_DETERMINISTIC,
+    CHECKS_OF_SAMPLED,
+    LEAST_RESIDUAL,
+    LEAST_SPREAD,
+    stakes_on,
+)
 
 BLOCK = 2048  # tokens of a program: what fits into registers, and a constant, so that no result depends on the batch
-_CHECKS_OF_DRAWN = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the order of `_take_terms`
-_CHECKS_OF_CHOSEN = ("d", "a", "r", "g")
 _LANES = 128  # rows whose terms are added up together
 
 
@@ -23,17 +27,17 @@ class TritonJudge:
     """Launches the kernels: nothing waits for the host, and every grid follows from the shapes."""
 
     def __call__(
-        self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
+        self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
     ) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
         num_rows, num_entries = len(rows.drafts), len(rows.first_rows)
-        checks = () if not wanted.checked else _CHECKS_OF_CHOSEN if drawn is None else _CHECKS_OF_DRAWN
+        checks = () if not wanted.checked else CHECKS_OF_DETERMINISTIC if sampled is None else CHECKS_OF_SAMPLED
         out = _Outputs(num_rows, num_entries, len(checks), wanted, logits.device)
         sizes = {"NUM_BLOCKS": triton.cdiv(logits.shape[1], BLOCK)}
         padded = {"PADDED": triton.next_power_of_2(sizes["NUM_BLOCKS"])}
         blocked = sizes | {"VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
         room = _Workspace(num_rows, num_entries, sizes["NUM_BLOCKS"], logits.device)
-        q, kind = _q(drawn, rows, logits)
+        q, kind = _q(sampled, rows, logits)
         strides = (logits.stride(0), q[0].stride(0), num_rows)
         ranked = {"RANKED": wanted.logprobs is not None}
         given = (logits, rows.temperature, rows.greedy, room.facts, *q, rows.drafts)  # p, q and the drafts
@@ -59,7 +63,7 @@ class TritonJudge:
             **padded,
             **kind,
         )
-        overlapped = wanted.checked and drawn is not None
+        overlapped = wanted.checked and sampled is not None
         if overlapped or ranked["RANKED"]:
             kernels._compare_blocks[(num_entries, sizes["NUM_BLOCKS"])](
                 *given,
@@ -158,13 +162,13 @@ class _Outputs:
         self.row_terms = torch.empty((num_checks + 1, num_rows), dtype=torch.float64, device=device)
 
 
-def _q(drawn: DrawnFrom | None, rows: RowFields, logits: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def _q(sampled: SampledFrom | None, rows: RowFields, logits: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """q, its columns, and where its rows are; anything stands in the place of what no kernel reads."""
-    if drawn is None:
-        return (logits, rows.drafts, rows.packed, rows.packed), {"Q": kernels.CHOSEN.value}
-    kind = kernels.DENSE if drawn.columns is None else kernels.PART
-    columns = drawn.places if drawn.columns is None else drawn.columns
-    return (drawn.probs, columns, rows.packed, drawn.places), {"Q": kind.value}
+    if sampled is None:
+        return (logits, rows.drafts, rows.packed, rows.packed), {"Q": kernels.POINT_MASS.value}
+    kind = kernels.DENSE if sampled.columns is None else kernels.PART
+    columns = sampled.places if sampled.columns is None else sampled.columns
+    return (sampled.probs, columns, rows.packed, sampled.places), {"Q": kind.value}
 
 
 def _reported(mode: LogprobsMode | None) -> dict[str, bool]:

@@ -50,7 +50,7 @@ NUM_DRAWN = 4
 LAST_ABOVE = tl.constexpr(0)  # compared [2, E, NUM_BLOCKS] float64
 LAST_OVERLAP = tl.constexpr(1)
 
-CHOSEN = tl.constexpr(0)  # what q is: a point mass,
+POINT_MASS = tl.constexpr(0)  # what q is: a point mass,
 DENSE = tl.constexpr(1)  # of all tokens,
 PART = tl.constexpr(2)  # or of the tokens that have a column
 
@@ -86,8 +86,8 @@ def _target(x, token, row, there, facts, temperature, greedy, num_rows):  # noqa
 
 @triton.jit
 def _place(packed, places, row, judged, Q: tl.constexpr):
-    """The row of q that a row's draft was drawn from."""
-    if Q == CHOSEN:
+    """The row of q that a row's draft was sampled from."""
+    if Q == POINT_MASS:
         return row * 0
     draft = tl.load(packed + row, mask=judged, other=0)
     return tl.load(places + draft, mask=judged, other=0)
@@ -97,7 +97,7 @@ def _place(packed, places, row, judged, Q: tl.constexpr):
 def _draft_prob(q, columns, q_stride, place, draft, token, inside, Q: tl.constexpr):  # noqa: PLR0913
     """q of tokens; 0 where nothing is judged."""
     judged = inside & (draft >= 0)
-    if Q == CHOSEN:
+    if Q == POINT_MASS:
         return tl.where(judged & (token == draft), 1.0, 0.0)
     column = token
     if Q == PART:
@@ -216,7 +216,7 @@ def _sum_blocks(  # noqa: PLR0913
     tl.store(sums + P_MASS * size + place, tl.sum(p.to(tl.float64), axis=0))
     tl.store(sums + LEFT * size + place, tl.sum(left.to(tl.float64), axis=0))
     tl.store(sums + OVERLAP * size + place, tl.sum(_minimum(p, q_row), axis=0).to(tl.float64))
-    if Q != CHOSEN:
+    if Q != POINT_MASS:
         tl.store(sums + Q_MASS * size + place, tl.sum(q_row, axis=0).to(tl.float64))
         is_damaged = tl.max((q_row != q_row).to(tl.int32), axis=0) > 0
         least = tl.where(is_damaged, float("nan"), tl.min(q_row, axis=0))
@@ -408,7 +408,7 @@ def _report_rows(  # noqa: PLR0913
     q_draft = _draft_prob(q, columns, q_stride, place, draft, draft, judged, Q)
     highest = tl.load(facts + HIGHEST * num_rows + row)
     code = tl.where(reached & ~(p_emitted > 0), P_ZERO, 0)  # NaN is not above 0 either
-    if Q != CHOSEN:
+    if Q != POINT_MASS:
         mass = tl.sum(_of_row(sums, Q_MASS, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
         each = _of_row(sums, LEAST_Q, row, num_rows, NUM_BLOCKS, PADDED)
         is_sane = (tl.abs(mass - 1) < mass_rounding) & (tl.max((~(each >= 0)).to(tl.int32), axis=0) == 0)
@@ -490,7 +490,7 @@ def _take_terms(  # noqa: PLR0913
     came, here = counts & reached & judged, counts & judged
     survived = accepted.to(tl.float64)
     _keep(terms, 0, row, num_rows, p_emitted - square_p, counts & reached)
-    if Q == CHOSEN:
+    if Q == POINT_MASS:
         enough = (1 - p_draft > least_residual) & (drawn_token != draft)
         varies = cube - square * square > least_spread * cube
         _keep(terms, 1, row, num_rows, survived - overlap, came)

@@ -19,7 +19,7 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
 from speculative.gpu.judge_choice import make_judge
-from speculative.gpu.row_judge import DrawnFrom, RowFields, TorchJudge, Wanted, columns_of
+from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted, columns_of
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.sampling.logprobs import LogprobRows
@@ -36,11 +36,11 @@ _NEVER = 1 << 20  # offset of a padding row: after every draft
 class Kind(NamedTuple):
     """What a capture depends on besides its bucket.
 
-    drawn: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
+    sampled: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
     self-checks are taken. logprobs: those of the emitted tokens are returned. filtered: some rows have filters.
     """
 
-    drawn: bool
+    sampled: bool
     checked: bool
     logprobs: bool
     filtered: bool
@@ -117,20 +117,20 @@ class VerifyGraph:
     def _compute(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
         logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
         drafts = inputs["drafts"]
-        if kind.drawn and bucket.num_queries > 1:
+        if kind.sampled and bucket.num_queries > 1:
             own = self._statics.draft_tokens[inputs["draft_rows"]]  # [D]
             drafts = torch.where(drafts >= 0, own[inputs["packed"].clamp(max=len(own) - 1)], -1)
         rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
-        drawn = None
-        if kind.drawn:
+        sampled = None
+        if kind.sampled:
             statics = self._statics
-            drawn = DrawnFrom(
+            sampled = SampledFrom(
                 statics.draft_probs, inputs["draft_rows"], self._columns, self._draft_ids, statics.draft_columns
             )
         wanted = Wanted(kind.checked, self._mode if kind.logprobs else None)
         if kind.filtered:
-            return TorchJudge(self._ops)(logits, rows, drawn, wanted, sampling_rows(inputs).filters)
-        return self._judge(logits, rows, drawn, wanted)
+            return TorchJudge(self._ops)(logits, rows, sampled, wanted, sampling_rows(inputs).filters)
+        return self._judge(logits, rows, sampled, wanted)
 
 
 def _fields(bucket: Bucket) -> dict[str, Field]:

@@ -10,15 +10,12 @@ from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import terms
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
-from speculative.selfcheck.terms import LEAST_RESIDUAL, LEAST_SPREAD, Scope
+from speculative.selfcheck.terms import CHECKS_OF_DETERMINISTIC, CHECKS_OF_SAMPLED, LEAST_RESIDUAL, LEAST_SPREAD, Scope
 from speculative.state.batch import Terms
 from speculative.verification import block
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import PointMass, SubVocabulary
 from speculative.vocabulary.ops import TorchOps, VocabularyOps
-
-_CHECKS_OF_SAMPLED = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # in the kernel's order
-_CHECKS_OF_DETERMINISTIC = ("d", "a", "r", "g")
 
 
 class KernelOps:
@@ -74,7 +71,7 @@ class KernelOps:
         if scope.verifier != "token_wise" or any(scope.coupled):
             return terms.take_terms(step, verified, emitted, scope)
         struct = _struct(step)
-        checks = _CHECKS_OF_SAMPLED if struct.q else _CHECKS_OF_DETERMINISTIC
+        checks = CHECKS_OF_SAMPLED if struct.q else CHECKS_OF_DETERMINISTIC
         reported = (verified.num_accepted, emitted, scope.counted, np.array(STAKES), len(checks))
         return Terms(checks, *self._kernels.terms(struct, *reported, least=(LEAST_RESIDUAL, LEAST_SPREAD)))
 

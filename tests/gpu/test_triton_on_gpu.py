@@ -87,7 +87,7 @@ def test_rows_are_judged_as_torch_judges_them(cuda: torch.device, kind: str, siz
     from speculative.gpu.triton_judge import TritonJudge
 
     given = padded(rows_to_judge(kind, (4, 0, 4, 1, 19, 4), size)).to(cuda)
-    given = Scene(given.logits.to(dtype), given.rows, given.drawn)
+    given = Scene(given.logits.to(dtype), given.rows, given.sampled)
     for wanted in (Wanted(False, None), Wanted(True, "raw_logprobs"), Wanted(True, "processed_logits")):
         assert_equal(TritonJudge(), given, wanted)
 

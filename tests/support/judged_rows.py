@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculative.gpu.row_judge import DrawnFrom, RowFields, RowJudge, TorchJudge, Wanted, columns_of
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge, Wanted, columns_of
 from speculative.vocabulary.ops import TorchOps
 
 VOCABULARY, WIDTH = 203, 75
@@ -20,24 +20,24 @@ NEVER = 1 << 20
 class Scene:
     logits: Tensor
     rows: RowFields
-    drawn: DrawnFrom | None
+    sampled: SampledFrom | None
 
     def to(self, device: torch.device) -> "Scene":
         """The same there."""
         rows = RowFields(*(tensor.to(device) for tensor in self.rows))
-        drawn = self.drawn and DrawnFrom(*(part if part is None else part.to(device) for part in self.drawn))
-        return Scene(self.logits.to(device), rows, drawn)
+        sampled = self.sampled and SampledFrom(*(part if part is None else part.to(device) for part in self.sampled))
+        return Scene(self.logits.to(device), rows, sampled)
 
     def q_at(self, row: int) -> Tensor:
-        """[V] what the draft of a row was drawn from."""
-        if self.drawn is None:
+        """[V] what the draft of a row was sampled from."""
+        if self.sampled is None:
             q = torch.zeros(self.logits.shape[1])
             q[self.rows.drafts[row]] = 1.0
             return q
-        own = self.drawn.probs[self.drawn.places[self.rows.packed[row]]]
-        if self.drawn.ids is None:
+        own = self.sampled.probs[self.sampled.places[self.rows.packed[row]]]
+        if self.sampled.ids is None:
             return own
-        return torch.zeros(self.logits.shape[1]).index_copy(0, self.drawn.ids, own)
+        return torch.zeros(self.logits.shape[1]).index_copy(0, self.sampled.ids, own)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -87,7 +87,7 @@ def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, s
         counted=torch.arange(len(counts)) % 4 != 3,
     )
     part = (columns_of(ids, size), ids) if kind == "sub-vocabulary" else (None, None)
-    return Scene(logits, rows, None if kind == "point mass" else DrawnFrom(stored, places, *part, own_columns))
+    return Scene(logits, rows, None if kind == "point mass" else SampledFrom(stored, places, *part, own_columns))
 
 
 def padded(given: Scene) -> Scene:
@@ -112,13 +112,13 @@ def padded(given: Scene) -> Scene:
         "sample_uniforms": behind(rows.sample_uniforms, *[0.5] * extra),
         "counted": behind(rows.counted, *[False] * NOBODIES),
     }
-    drawn = given.drawn and given.drawn._replace(places=behind(given.drawn.places, *[0] * PADDING))
-    return Scene(torch.cat([given.logits, torch.zeros(extra, given.logits.shape[1])]), RowFields(**fields), drawn)
+    sampled = given.sampled and given.sampled._replace(places=behind(given.sampled.places, *[0] * PADDING))
+    return Scene(torch.cat([given.logits, torch.zeros(extra, given.logits.shape[1])]), RowFields(**fields), sampled)
 
 
 def parts(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
     """The vector's parts, by name."""
-    vector, checks = judge(given.logits, given.rows, given.drawn, wanted)
+    vector, checks = judge(given.logits, given.rows, given.sampled, wanted)
     num_rows, num_entries = len(given.rows.drafts), len(given.rows.counts)
     sizes = {"accepted": num_entries, "tokens": num_entries, "drafts": num_rows, "broken": num_rows}
     sizes |= {"expected": num_entries}

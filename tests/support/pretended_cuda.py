@@ -31,7 +31,7 @@ from speculative.gpu.capture import side_stream
 from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
-from speculative.gpu.row_judge import DrawnFrom, RowFields, TorchJudge, Wanted
+from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted
 from speculative.model.attention import CacheAttention
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.vocabulary.ops import TorchOps
@@ -406,35 +406,35 @@ class _RowJudge:
         self._device = device
 
     def __call__(
-        self, logits: Tensor, rows: RowFields, drawn: DrawnFrom | None, wanted: Wanted
+        self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
     ) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
-        given = [tensor for tensor in (logits, *rows, *(drawn or ())) if tensor is not None]
+        given = [tensor for tensor in (logits, *rows, *(sampled or ())) if tensor is not None]
         assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
         assert all(tensor.is_contiguous() for tensor in given)
         dtypes = {"temperature": torch.float32, "greedy": torch.bool, "counted": torch.bool}
         dtypes |= dict.fromkeys(("accept_uniforms", "sample_uniforms"), torch.float64)
         for name, tensor in rows._asdict().items():
             assert tensor.dtype == dtypes.get(name, torch.int64), name
-        if drawn is not None:
-            assert drawn.probs.dtype == torch.float32 and drawn.places.dtype == torch.int64
-            assert (drawn.columns is None) == (drawn.ids is None)
-            assert drawn.columns is None or drawn.columns.dtype == torch.int32
+        if sampled is not None:
+            assert sampled.probs.dtype == torch.float32 and sampled.places.dtype == torch.int64
+            assert (sampled.columns is None) == (sampled.ids is None)
+            assert sampled.columns is None or sampled.columns.dtype == torch.int32
         checks: tuple[str, ...] = ()
 
-        def judge(logits: Tensor, rows: list[Tensor], drawn: list[Tensor] | None) -> Tensor:
+        def judge(logits: Tensor, rows: list[Tensor], sampled: list[Tensor] | None) -> Tensor:
             nonlocal checks
-            vector, checks = TorchJudge(TorchOps())(logits, RowFields(*rows), drawn and DrawnFrom(*drawn), wanted)
+            vector, checks = TorchJudge(TorchOps())(logits, RowFields(*rows), sampled and SampledFrom(*sampled), wanted)
             return vector
 
-        launches = judge_launches(wanted, drawn=drawn is not None)
-        out = self._device.opaque(launches, judge, logits, list(rows), None if drawn is None else list(drawn))
+        launches = judge_launches(wanted, sampled=sampled is not None)
+        out = self._device.opaque(launches, judge, logits, list(rows), None if sampled is None else list(sampled))
         return out, checks
 
 
-def judge_launches(wanted: Wanted, *, drawn: bool) -> int:
+def judge_launches(wanted: Wanted, *, sampled: bool) -> int:
     """How many kernels `TritonJudge` launches."""
-    return 5 + (wanted.logprobs is not None or (wanted.checked and drawn)) + 2 * wanted.checked
+    return 5 + (wanted.logprobs is not None or (wanted.checked and sampled)) + 2 * wanted.checked
 
 
 class _LayerOps:

@@ -45,10 +45,10 @@ BUDGETS = {
 # Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
 LAYER_NODES = 10
 VERIFY_NODES = {
-    ("none", Kind(drawn=False, checked=False, logprobs=False, filtered=False)): 7,
-    ("none", Kind(drawn=False, checked=True, logprobs=True, filtered=False)): 10,
-    ("eagle3", Kind(drawn=True, checked=False, logprobs=False, filtered=False)): 13,
-    ("eagle3", Kind(drawn=True, checked=True, logprobs=True, filtered=False)): 16,
+    ("none", Kind(sampled=False, checked=False, logprobs=False, filtered=False)): 7,
+    ("none", Kind(sampled=False, checked=True, logprobs=True, filtered=False)): 10,
+    ("eagle3", Kind(sampled=True, checked=False, logprobs=False, filtered=False)): 13,
+    ("eagle3", Kind(sampled=True, checked=True, logprobs=True, filtered=False)): 16,
 }
 ODD = {
     "plain": SamplingParams(logprobs=0),
@@ -119,7 +119,7 @@ def test_beside_the_kernels_only_the_lm_head_writes_a_vocabulary(
         assert graphs is not None
         graphs.judge._captured.clear()
         bucket = graphs.buckets.largest
-        graphs.judge.prepare(bucket, Kind(drawn=name != "none", checked=True, logprobs=True, filtered=False))
+        graphs.judge.prepare(bucket, Kind(sampled=name != "none", checked=True, logprobs=True, filtered=False))
         width, hidden = graphs.buffers.draft_probs.shape[1], graphs.buffers.hidden.shape[1]
     matrices = [
         (func.__name__, tuple(tensor.shape))

@@ -143,17 +143,17 @@ def test_rows_that_are_no_distribution_are_reported_and_harm_no_other(
 @pytest.mark.parametrize("damage", ["no number", "negative", "too much", "no mass on the draft"])
 def test_a_q_that_is_no_distribution_is_reported(judge: RowJudge, kind: str, damage: str) -> None:
     given = scene(kind, (2, 0, 2))
-    assert given.drawn is not None
-    place = given.drawn.places[1]
-    own = given.drawn.probs[place]
+    assert given.sampled is not None
+    place = given.sampled.places[1]
+    own = given.sampled.probs[place]
     if damage == "no number":
-        own[0 if given.drawn.own_columns[place] else 1] = torch.nan
+        own[0 if given.sampled.own_columns[place] else 1] = torch.nan
     elif damage == "negative":
-        own[(given.drawn.own_columns[place] + 1) % len(own)] = -1e-6
+        own[(given.sampled.own_columns[place] + 1) % len(own)] = -1e-6
     elif damage == "too much":
         own *= 1.1
     else:
-        own[given.drawn.own_columns[place]] = 0.0
+        own[given.sampled.own_columns[place]] = 0.0
         own /= own.sum()
     found, theirs = (parts(one, given, Wanted(checked=True, logprobs=None)) for one in (judge, TorchJudge(TorchOps())))
     assert found["broken"].tolist() == theirs["broken"].tolist()
@@ -216,8 +216,8 @@ def test_what_is_emitted_follows_p_exactly(judge: RowJudge, monkeypatch: pytest.
             accept_uniforms=coins[chosen].repeat_interleave(2),
             sample_uniforms=grid.repeat(len(drafts))[chosen].repeat_interleave(2),
         )
-        drawn = one.drawn and one.drawn._replace(places=one.drawn.places.repeat(num_entries))
-        found = parts(judge, Scene(one.logits.repeat(num_entries, 1), rows, drawn), Wanted(False, None))
+        sampled = one.sampled and one.sampled._replace(places=one.sampled.places.repeat(num_entries))
+        found = parts(judge, Scene(one.logits.repeat(num_entries, 1), rows, sampled), Wanted(False, None))
         assert found["accepted"].tolist() == [accepted] * num_entries
         first = drafts[chosen] if accepted else found["tokens"].long()
         shares = (q[drafts] * weights)[chosen] / (1 if accepted else num_draws)
@@ -276,7 +276,7 @@ def test_the_vocabulary_is_read_a_few_times(
         traffic.launches = traffic.numbers = 0
         wanted = Wanted(checked, mode)
         parts(judge, given, wanted)
-        assert traffic.launches == judge_launches(wanted, drawn=given.drawn is not None)
+        assert traffic.launches == judge_launches(wanted, sampled=given.sampled is not None)
         assert 1 + traffic.numbers / given.logits.numel() < most
 
 
