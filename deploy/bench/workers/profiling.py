@@ -53,7 +53,7 @@ class Profile:
             self._wrap(engine.ops, name, VOCABULARY)
         self._wrap(engine.sampler, "_verify", VOCABULARY)
         for owner, names in (
-            (sampler, ("_outside_filters",)),
+            (sampler, ("outside_filters_of",)),
             (engine.ops, ("broken_rows",)),
             (engine.sampler, ("_terms", "check_on_host")),
             (engine.self_check, ("admit", "take")),
