@@ -42,7 +42,10 @@ def test_a_good_configuration_passes_and_is_what_the_service_gets(name: str, tmp
 
 BAD: list[tuple[dict[str, Any], str]] = [
     (config(engine={"max_num_seqs": 128}), "engine.max_batched_tokens: must be at least max_num_seqs x"),
-    (config(engine={"block_size": 24}), "engine.kv_cache_tokens: must be a multiple of block_size (24)"),
+    (
+        config(engine={"block_size": 24, "kv_cache_tokens": 16384}),
+        "engine.kv_cache_tokens: must be a multiple of block_size (24)",
+    ),
     (config(drafter={"ngram_min": 9}), "drafter.ngram_min: must be at most ngram_max (4), got 9"),
     (config(drafter={"kind": "eagle3"}), "drafter.model: is missing: kind eagle3 needs a folder"),
     (config(engine={"device": "cpu"}), "pools.prefill.num_gpus: is above 0, but engine.device is cpu; set it to 0"),
@@ -66,7 +69,13 @@ def test_a_bad_configuration_fails_with_field_and_fix(values: dict[str, Any], me
 
 
 def test_every_fault_is_reported_at_once(tmp_path: Path) -> None:
-    engine = {"device": "cpu", "logprobs_mode": "raw_logits", "max_model_len": 32768, "block_size": 24}
+    engine = {
+        "device": "cpu",
+        "logprobs_mode": "raw_logits",
+        "max_model_len": 32768,
+        "block_size": 24,
+        "kv_cache_tokens": 16384,
+    }
     status, output = check(config(engine=engine), tmp_path)
     fields = [line.removeprefix("Error: ").split(": ")[1] for line in output.splitlines()]
     assert status == 1

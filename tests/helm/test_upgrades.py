@@ -132,7 +132,7 @@ def test_a_bad_configuration_fails_before_anything_of_the_service_changes(cluste
         return ran[-1].returncode == 0
 
     cluster.api.run_job = run
-    bad = merged(BRIEF, {"config": {"engine": {"block_size": 24}}, "worker": {"replicas": 3}})
+    bad = merged(BRIEF, {"config": {"engine": {"block_size": 24, "kv_cache_tokens": 16384}}, "worker": {"replicas": 3}})
     with pytest.raises(ChartError, match=r"failed pre-install: [^$]*job demo-truespec-config-check failed"):
         cluster.upgrade(bad)
     names = [path.rsplit("/", 1)[-1] for path in cluster.api.objects if "/secrets/" not in path]
