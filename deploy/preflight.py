@@ -24,7 +24,6 @@ from serve_app.access.keys import read_keys
 from serve_app.config.app_config import AppConfig, PoolSection
 from serve_app.config.base import PoolName
 from serve_app.text.tokenizer import Tokenizer
-from speculative.cache.kv_cache import KVShape
 from speculative.config import EngineConfig
 from speculative.errors import ConfigError, TruespecError
 from speculative.model.config import ModelConfig
@@ -302,8 +301,7 @@ def _room_faults(
     room_bytes, place = room
     plain = _DTYPE_BYTES[engine.dtype] * num_weights  # a checkpoint is read before it is packed
     kept = _kept_bytes(engine, uses_gpu=config.uses_gpu) * num_weights
-    shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim)
-    token_bytes = shape.num_values * _DTYPE_BYTES[engine.dtype]
+    token_bytes = model.kv_shape.num_values * _DTYPE_BYTES[engine.dtype]
     num_tokens = (
         engine if config.uses_gpu else engine.on_cpu()
     ).kv_cache_tokens or 0  # a GPU's is as large as it can be

@@ -74,7 +74,7 @@ class EngineCore:
         self.self_check = SelfCheck(config.self_check_sample_rate)
         self.ops = DeviceOps(self.device) if self._uses_graphs else choose_ops(self.device)
         self.sampler = Sampler(config, self.device, model.eos_token_ids, self.self_check, self.ops)
-        self.cache = self._make_cache(KVShape(model.num_layers, model.num_kv_heads, model.head_dim))
+        self.cache = self._make_cache(model.kv_shape)
         self._make_executor(decoder, draft_model, NoDrafter() if draft_model else make_weightless(config.drafter))
         self.manifest = Manifest(
             fingerprint=fingerprint,
@@ -120,10 +120,7 @@ class EngineCore:
     def _with_cache_size(self, config: EngineConfig, decoder: Decoder, draft_model: DraftModel | None) -> EngineConfig:
         if self.device.type == "cpu" or config.kv_cache_tokens is not None:
             return config.on_cpu()
-        shapes = [KVShape(self.model.num_layers, self.model.num_kv_heads, self.model.head_dim)]
-        shapes += [] if draft_model is None else [draft_model.kv_shape]
-        token_bytes = sum(shape.num_values for shape in shapes) * getattr(torch, config.dtype).itemsize
-        return dataclasses.replace(config, kv_cache_tokens=tokens_that_fit(config, decoder, draft_model, token_bytes))
+        return dataclasses.replace(config, kv_cache_tokens=tokens_that_fit(config, decoder, draft_model))
 
     def _make_cache(self, shape: KVShape) -> KVCache:
         num_blocks = self.config.num_blocks + self._uses_graphs  # the last one is for rows that stand for nothing

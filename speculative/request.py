@@ -160,6 +160,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p may change the distribution."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def returns_logprobs(self) -> bool:
         """Whether every emitted token comes with a logprobs entry."""
         return self.logprobs is not None or bool(self.logprob_token_ids)

@@ -78,8 +78,7 @@ class ReplayJob:
         """
         yield from (("prompt",) for _ in self.prompt_logprobs)
         params = self.request.params
-        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        distribution = "greedy" if params.greedy else "filtered" if filtered else "sampled"
+        distribution = "greedy" if params.greedy else "filtered" if params.filtered else "sampled"
         common = (
             "all",
             "speculative" if self.num_drafted else "plain",

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculative.cache.kv_cache import KVShape
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
@@ -29,7 +28,7 @@ class DecoderDraftModel:
     def __init__(self, decoder: Decoder, fingerprint: str) -> None:
         config = decoder.config
         self.name = f"draft_model:{fingerprint}"
-        self.kv_shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
+        self.kv_shape = config.kv_shape
         self.network = decoder
 
     @classmethod

@@ -13,7 +13,7 @@ from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields, is_filtered, sampling_rows
+from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
 from speculative.gpu.padding import PagedCache, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
@@ -87,7 +87,7 @@ class DraftLoop:
         bucket = self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
         assert bucket is not None, "every batch that is taken fits"
         sequences = [entry.sequence for entry in entries]
-        loop = self.prepare(bucket, hidden, filtered=any(map(is_filtered, sequences)))
+        loop = self.prepare(bucket, hidden, filtered=any(sequence.params.filtered for sequence in sequences))
         host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from speculative.gpu.attention_choice import why_no_triton
 from speculative.gpu.staged_inputs import Array, Field
-from speculative.sampling import probs
 from speculative.sampling.probs import Filters, SamplingRows
 from speculative.state.batch import Int64s
-from speculative.state.sequence import Sequence
 from speculative.vocabulary.ops import TorchOps
 
 FindFloors = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -37,15 +35,10 @@ class DeviceOps(TorchOps):
     def __init__(self, device: torch.device) -> None:
         self._find_floors = make_find_floors(device)
 
-    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """As `VocabularyOps`."""
-        if rows.filters is None:
-            return probs.process(logits, rows)
-        processed, filtered = logits / rows.temperature, rows.filters.rows
-        chosen = processed[filtered]
-        floors = self._find_floors(chosen, rows.filters.log_min_p, rows.filters.top_k, rows.filters.top_p)
-        processed[filtered] = chosen.masked_fill(chosen < floors[:, None], -torch.inf)
-        return processed
+    def keep(self, filters: Filters, logits: Tensor) -> Tensor:
+        """As `Filters.keep`."""
+        floors = self._find_floors(logits, filters.log_min_p, filters.top_k, filters.top_p)
+        return logits.masked_fill(logits < floors[:, None], -torch.inf)
 
 
 def make_find_floors(device: torch.device) -> FindFloors:
@@ -90,9 +83,3 @@ def sampling_rows(inputs: Mapping[str, Tensor]) -> SamplingRows:
         rows = torch.arange(len(log_min_p), device=log_min_p.device)
         filters = Filters(rows, log_min_p.exp(), log_min_p, inputs["top_k"], inputs["top_p"])
     return SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters)
-
-
-def is_filtered(sequence: Sequence) -> bool:
-    """Whether a filter may change the distribution of a request."""
-    params = sequence.params
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)

@@ -5,7 +5,6 @@ requests, the most likely tokens' logprobs, and verifiers other than the token-w
 still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
-import gc
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
-from speculative.gpu.filters import is_filtered
+from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.target_graph import GraphRunner, TargetPass
@@ -147,7 +146,7 @@ class GraphStep:
         places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
         self._observe(batch, layout, places.on_device)
         sequences = [entry.sequence for entry in batch.entries]
-        filtered = any(map(is_filtered, sequences))
+        filtered = any(sequence.params.filtered for sequence in sequences)
         kind = Kind(
             sampled=drafts.rows is not None,
             checked=self_check.due(),
@@ -205,9 +204,7 @@ class GraphStep:
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:
         if self.capturer.device.type != "cuda":
             return
-        gc.collect()  # graphs of old weights, if anything still holds them
-        torch.cuda.empty_cache()  # graphs have a pool of their own: what the allocator keeps would count as taken
-        free, _ = torch.cuda.mem_get_info(self.capturer.device)
+        free, _ = free_bytes(self.capturer.device)
         needed = graph_bytes(decoder, self.buckets, sizes, self._draft_model)
         if needed > free:
             raise ConfigError(
@@ -215,21 +212,6 @@ class GraphStep:
                 f"{self.buckets.largest.num_seqs}, and {free / 2**30:.1f} are free; lower max_num_seqs or "
                 "kv_cache_tokens, or set cuda_graphs to false."
             )
-
-
-def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: object) -> int:
-    """An upper estimate of the device memory that captured steps hold, for the largest bucket.
-
-    The graphs share one pool, so the largest counts: logits, processed logits, p and what verification makes of them
-    (nine matrices [R, V] float32, three of them for filters; three more for a model's drafts), the activations of a
-    layer, attention's workspace.
-    """
-    model, num_rows = decoder.config, buckets.largest.num_rows
-    matrices = 9 + (3 if draft_model is not None else 0)
-    widest = max(model.intermediate_size * 3, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 3)
-    vocabulary = matrices * num_rows * model.vocab_size * 4
-    activations = num_rows * (widest + 8 * model.hidden_size) * 4
-    return vocabulary + activations + sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
 
 
 def _is_plain(sequence: Sequence) -> bool:

@@ -1,4 +1,6 @@
-"""How many tokens the KV cache of a GPU may hold: what weights and steps leave free."""
+"""Device memory: what captured steps may take, and how many tokens the KV cache may hold beside them."""
+
+import gc
 
 import torch
 
@@ -6,40 +8,68 @@ from speculative.config import EngineConfig
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.errors import ConfigError
 from speculative.gpu.buckets import Buckets
-from speculative.gpu.graph_step import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
+from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 
 _KEPT_FREE = 0.05  # of the device's memory, for what is not counted here
 
 
-def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftModel | None, token_bytes: int) -> int:
+def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: object) -> int:
+    """An upper estimate of the device memory that captured steps hold, for the largest bucket.
+
+    The graphs share one pool, so the largest counts: logits, processed logits, p and what verification makes of them
+    (nine matrices [R, V] float32, three of them for filters; three more for a model's drafts), the activations of a
+    layer, attention's workspace.
+    """
+    model, num_rows = decoder.config, buckets.largest.num_rows
+    matrices = 9 + (3 if draft_model is not None else 0)
+    vocabulary = matrices * num_rows * model.vocab_size * 4
+    workspace = sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
+    return vocabulary + _activation_bytes(model, num_rows) + workspace
+
+
+def free_bytes(device: torch.device) -> tuple[int, int]:
+    """What is free of a CUDA device's memory, and all of it. What the allocator keeps does not count as taken: graphs
+    have a pool of their own."""
+    gc.collect()  # graphs of old weights, if anything still holds them
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
+def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftModel | None) -> int:
     """Tokens of a KV cache that fills the memory which is free once the weights are loaded, in whole blocks.
 
     Args:
         config: of the engine.
         decoder: the target, on the GPU.
         draft_model: of the drafter, on the GPU; None where it has none.
-        token_bytes: of a token in the caches of target and drafter.
 
     Raises:
         ConfigError: not even one block fits.
     """
     model = decoder.config
+    shapes = [model.kv_shape] + ([] if draft_model is None else [draft_model.kv_shape])
+    token_bytes: int = sum(shape.num_values for shape in shapes) * getattr(torch, config.dtype).itemsize
     longest = config.max_model_len or model.max_position_embeddings
     buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts)
     sizes = AttentionSizes(config.block_size, buckets.largest.num_queries, -(-longest // config.block_size))
     # Steps that cannot be replayed take as much as the captured ones beside the graphs' pool.
     steps = 2 * graph_bytes(decoder, buckets, sizes, draft_model)
-    prompts = config.max_batched_tokens * (3 * model.intermediate_size + 12 * model.hidden_size) * 4
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(decoder.device)
-    room = int(free - _KEPT_FREE * total) - steps - prompts
+    steps += _activation_bytes(model, config.max_batched_tokens)  # of prompts
+    free, total = free_bytes(decoder.device)
+    room = int(free - _KEPT_FREE * total) - steps
     num_blocks = room // (token_bytes * config.block_size) - 1  # less the block of padding rows
     if num_blocks < 1:
         raise ConfigError(
             f"the GPU has {free / 2**30:.1f} GiB free beside the weights, and steps of {config.max_num_seqs} sequences "
-            f"may take {(steps + prompts) / 2**30:.1f} GiB: nothing is left for the KV cache; lower max_num_seqs or "
+            f"may take {steps / 2**30:.1f} GiB: nothing is left for the KV cache; lower max_num_seqs or "
             "max_batched_tokens, take a smaller model, or a GPU that nothing else uses."
         )
     return num_blocks * config.block_size
+
+
+def _activation_bytes(model: ModelConfig, num_rows: int) -> int:
+    """Of one layer, in float32."""
+    widest = max(model.intermediate_size * 3, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 3)
+    return num_rows * (widest + 8 * model.hidden_size) * 4

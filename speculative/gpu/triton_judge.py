@@ -30,99 +30,126 @@ class TritonJudge:
         self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
     ) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
-        num_rows, num_entries = len(rows.drafts), len(rows.first_rows)
-        checks = () if not wanted.checked else CHECKS_OF_DETERMINISTIC if sampled is None else CHECKS_OF_SAMPLED
-        out = _Outputs(num_rows, num_entries, len(checks), wanted, logits.device)
-        sizes = {"NUM_BLOCKS": triton.cdiv(logits.shape[1], BLOCK)}
-        padded = {"PADDED": triton.next_power_of_2(sizes["NUM_BLOCKS"])}
-        blocked = sizes | {"VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
-        room = _Workspace(num_rows, num_entries, sizes["NUM_BLOCKS"], logits.device)
-        q, kind = _q(sampled, rows, logits)
-        strides = (logits.stride(0), q[0].stride(0), num_rows)
-        ranked = {"RANKED": wanted.logprobs is not None}
-        given = (logits, rows.temperature, rows.greedy, room.facts, *q, rows.drafts)  # p, q and the drafts
-        by_row = sizes | padded | kind
-        per_block = (num_rows, sizes["NUM_BLOCKS"])
+        launches = _Launches(logits, rows, sampled, wanted)
+        launches.settle()
+        launches.report()
+        if wanted.checked:
+            launches.take_terms()
+        return launches.out.vector, launches.checks
 
-        kernels._reduce_blocks[per_block](logits, rows.temperature, room.maxima, strides[0], num_rows, **blocked)
-        kernels._find_facts[(num_rows,)](room.maxima, rows.temperature, room.facts, num_rows, **sizes, **padded)
-        kernels._sum_blocks[per_block](*given, room.sums, *strides, **blocked, **kind, **ranked, CHECKED=wanted.checked)
-        settled = (out.num_accepted, out.token_ids)
-        kernels._settle_entries[(num_entries,)](
-            *given,
+
+class _Launches:
+    """Those of one step."""
+
+    def __init__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted) -> None:
+        self.checks = () if not wanted.checked else CHECKS_OF_DETERMINISTIC if sampled is None else CHECKS_OF_SAMPLED
+        self._logits, self._rows, self._wanted = logits, rows, wanted
+        self._num_rows, self._num_entries = len(rows.drafts), len(rows.first_rows)
+        self._num_blocks = num_blocks = triton.cdiv(logits.shape[1], BLOCK)
+        self.out = _Outputs(self._num_rows, self._num_entries, len(self.checks), wanted, logits.device)
+        self._room = _Workspace(self._num_rows, self._num_entries, num_blocks, logits.device)
+        q, self._kind = _q(sampled, rows, logits)
+        self._given = (logits, rows.temperature, rows.greedy, self._room.facts, *q, rows.drafts)  # p, q and the drafts
+        self._strides = (logits.stride(0), q[0].stride(0), self._num_rows)
+        self._settled = (self.out.num_accepted, self.out.token_ids)
+        self._blocked = {"NUM_BLOCKS": num_blocks, "VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
+        self._by_row = {"NUM_BLOCKS": num_blocks, "PADDED": triton.next_power_of_2(num_blocks)}
+        self._ranked = {"RANKED": wanted.logprobs is not None}
+        self._overlapped = wanted.checked and sampled is not None
+
+    def settle(self) -> None:
+        """Which drafts survive, and the token after them."""
+        rows, room, num_rows = self._rows, self._room, self._num_rows
+        per_block = (num_rows, self._num_blocks)
+        checked = {"CHECKED": self._wanted.checked}
+        kernels._reduce_blocks[per_block](
+            self._logits, rows.temperature, room.maxima, self._logits.stride(0), num_rows, **self._blocked
+        )
+        kernels._find_facts[(num_rows,)](room.maxima, rows.temperature, room.facts, num_rows, **self._by_row)
+        kernels._sum_blocks[per_block](
+            *self._given, room.sums, *self._strides, **self._blocked, **self._kind, **self._ranked, **checked
+        )
+        kernels._settle_entries[(self._num_entries,)](
+            *self._given,
             room.sums,
             rows.first_rows,
             rows.counts,
             rows.accept_uniforms,
             rows.sample_uniforms,
-            *settled,
-            out.expected,
+            *self._settled,
+            self.out.expected,
             room.drawn,
-            *strides,
-            **blocked,
-            **padded,
-            **kind,
+            *self._strides,
+            **(self._blocked | self._by_row),
+            **self._kind,
         )
-        overlapped = wanted.checked and sampled is not None
-        if overlapped or ranked["RANKED"]:
-            kernels._compare_blocks[(num_entries, sizes["NUM_BLOCKS"])](
-                *given,
+
+    def report(self) -> None:
+        """Invariants and logprobs of every row."""
+        rows, room, out = self._rows, self._room, self.out
+        if self._overlapped or self._ranked["RANKED"]:
+            kernels._compare_blocks[(self._num_entries, self._num_blocks)](
+                *self._given,
                 rows.first_rows,
-                *settled,
+                *self._settled,
                 room.drawn,
                 room.compared,
-                *strides,
-                **blocked,
-                **kind,
-                **ranked,
-                OVERLAPPED=overlapped,
+                *self._strides,
+                **self._blocked,
+                **self._kind,
+                **self._ranked,
+                OVERLAPPED=self._overlapped,
             )
-        kernels._report_rows[(num_rows,)](
-            *given,
+        kernels._report_rows[(self._num_rows,)](
+            *self._given,
             room.sums,
             room.compared,
             rows.entries,
             rows.offsets,
-            *settled,
+            *self._settled,
             out.drafts,
             out.broken,
             out.values,
             out.ranks,
-            *strides,
-            num_entries,
+            *self._strides,
+            self._num_entries,
             MASS_ROUNDING,
-            **by_row,
-            **ranked,
-            **_reported(wanted.logprobs),
+            **self._by_row,
+            **self._kind,
+            **self._ranked,
+            **_reported(self._wanted.logprobs),
         )
-        if wanted.checked:
-            kernels._take_terms[(num_rows,)](
-                *given,
-                room.sums,
-                room.compared,
-                room.drawn,
-                rows.entries,
-                rows.offsets,
-                *settled,
-                rows.counted,
-                out.row_terms,
-                *strides,
-                num_entries,
-                LEAST_RESIDUAL,
-                LEAST_SPREAD,
-                **by_row,
-            )
-            kernels._sum_terms[(len(checks) + 1,)](
-                out.row_terms,
-                stakes_on(logits.device),
-                out.achievable,
-                out.sums,
-                num_rows,
-                NUM_STAKES=len(STAKES),
-                PADDED_STAKES=triton.next_power_of_2(len(STAKES)),
-                LANES=_LANES,
-            )
-        return out.vector, checks
+
+    def take_terms(self) -> None:
+        """Those of the self-checks, summed up over the rows."""
+        rows, room, out = self._rows, self._room, self.out
+        kernels._take_terms[(self._num_rows,)](
+            *self._given,
+            room.sums,
+            room.compared,
+            room.drawn,
+            rows.entries,
+            rows.offsets,
+            *self._settled,
+            rows.counted,
+            out.row_terms,
+            *self._strides,
+            self._num_entries,
+            LEAST_RESIDUAL,
+            LEAST_SPREAD,
+            **self._by_row,
+            **self._kind,
+        )
+        kernels._sum_terms[(len(self.checks) + 1,)](
+            out.row_terms,
+            stakes_on(self._logits.device),
+            out.achievable,
+            out.sums,
+            self._num_rows,
+            NUM_STAKES=len(STAKES),
+            PADDED_STAKES=triton.next_power_of_2(len(STAKES)),
+            LANES=_LANES,
+        )
 
 
 class _Workspace:

@@ -117,6 +117,15 @@ def _minimum(p, q):
 
 
 @triton.jit
+def _load_block(logits, row, stride, block, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of a row's logits in float32, -inf behind the vocabulary; its tokens, and which of them there are."""
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < VOCABULARY
+    x = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
+    return x, token, inside
+
+
+@triton.jit
 def _of_row(sums, which, row, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     """[PADDED] what the blocks of a row came to."""
     block = tl.arange(0, PADDED)
@@ -136,8 +145,7 @@ def _reduce_blocks(  # noqa: PLR0913
     BLOCK: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * stride + token, mask=token < VOCABULARY, other=-float("inf")).to(tl.float32)
+    x, _, _ = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     is_damaged = tl.max((x != x).to(tl.int32), axis=0) > 0
     sound = tl.where(x != x, -float("inf"), x)
     highest = tl.max(sound, axis=0)
@@ -203,9 +211,7 @@ def _sum_blocks(  # noqa: PLR0913
     RANKED: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < VOCABULARY
-    x = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
+    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     draft = tl.load(drafts + row)
     judged = draft >= 0
     p = tl.where(inside, _target(x, token, row, True, facts, temperature, greedy, num_rows), 0.0)
@@ -289,9 +295,7 @@ def _settle_entries(  # noqa: PLR0913
     threshold = tl.load(sample_uniforms + row) * total
     block = _first_above(tl.cumsum(masses, axis=0), masses, blocks, threshold)
     before = tl.sum(tl.where(blocks < block, masses, 0.0), axis=0)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < VOCABULARY
-    x = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
+    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     p = tl.where(inside, _target(x, token, row, True, facts, temperature, greedy, num_rows), 0.0)
     draft = tl.load(drafts + row)
     q_row = _draft_prob(q, columns, q_stride, _place(packed, places, row, draft >= 0, Q), draft, token, inside, Q)
@@ -344,9 +348,7 @@ def _compare_blocks(  # noqa: PLR0913
 ):
     entry, block, num_entries = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(first_rows + entry) + tl.load(num_accepted + entry).to(tl.int64)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < VOCABULARY
-    x = tl.load(logits + row * stride + token, mask=inside, other=-float("inf")).to(tl.float32)
+    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     place = entry * NUM_BLOCKS + block
     if RANKED:
         chosen = tl.load(token_ids + entry).to(tl.int64)
@@ -361,6 +363,14 @@ def _compare_blocks(  # noqa: PLR0913
         total = tl.load(drawn + LEFT_TOTAL * num_entries + entry).to(tl.float32)
         overlap = tl.sum(_minimum(_left(p, q_row) / total, q_row), axis=0).to(tl.float64)
         tl.store(compared + LAST_OVERLAP * num_entries * NUM_BLOCKS + place, overlap)
+
+
+@triton.jit
+def _verdict_at(drafts, num_accepted, token_ids, row, entry, offset):
+    """A row's draft; whether there is one, it was accepted, the row was reached; and the token emitted there."""
+    last_offset, last = tl.load(num_accepted + entry).to(tl.int64), tl.load(token_ids + entry).to(tl.int64)
+    draft, accepted = tl.load(drafts + row), offset < last_offset
+    return draft, draft >= 0, accepted, offset <= last_offset, tl.where(accepted, draft, last)
 
 
 @_kernel
@@ -398,10 +408,7 @@ def _report_rows(  # noqa: PLR0913
 ):
     row = tl.program_id(0).to(tl.int64)
     entry, offset = tl.load(entries + row), tl.load(offsets + row)
-    last_offset = tl.load(num_accepted + entry).to(tl.int64)
-    draft, drawn_token = tl.load(drafts + row), tl.load(token_ids + entry).to(tl.int64)
-    judged, accepted, reached = draft >= 0, offset < last_offset, offset <= last_offset
-    emitted = tl.where(accepted, draft, drawn_token)
+    draft, judged, accepted, reached, emitted = _verdict_at(drafts, num_accepted, token_ids, row, entry, offset)
     place = _place(packed, places, row, judged, Q)
     x = tl.load(logits + row * stride + emitted).to(tl.float32)
     p_emitted = _target(x, emitted, row, True, facts, temperature, greedy, num_rows)
@@ -469,10 +476,8 @@ def _take_terms(  # noqa: PLR0913
 ):
     row = tl.program_id(0).to(tl.int64)
     entry, offset = tl.load(entries + row), tl.load(offsets + row)
-    last_offset = tl.load(num_accepted + entry).to(tl.int64)
-    draft, drawn_token = tl.load(drafts + row), tl.load(token_ids + entry).to(tl.int64)
-    judged, accepted, reached = draft >= 0, offset < last_offset, offset <= last_offset
-    emitted = tl.where(accepted, draft, drawn_token)
+    draft, judged, accepted, reached, emitted = _verdict_at(drafts, num_accepted, token_ids, row, entry, offset)
+    drawn_token = tl.load(token_ids + entry).to(tl.int64)
     x = tl.load(logits + row * stride + emitted).to(tl.float32)
     p_emitted = _target(x, emitted, row, True, facts, temperature, greedy, num_rows)
     x = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)

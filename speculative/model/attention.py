@@ -1,5 +1,6 @@
 """Causal attention over the paged KV cache, for packed rows of several sequences."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -23,7 +24,7 @@ class _Span:
     mask: Tensor | None  # [stop - start, L] bool, None where every row sees the whole context or it is square
 
 
-class CacheAttention:
+class CacheAttention(ABC):
     """An `Attend` over a KV cache: stores keys and values, then attends, layer by layer.
 
     What stores them itself calls `attend_stored` alone. cache: of the model. slots: [N] int64, where the rows go.
@@ -38,9 +39,9 @@ class CacheAttention:
         self.cache.write(layer, self.slots, key.to(dtype), value.to(dtype))
         return self.attend_stored(layer, query)
 
+    @abstractmethod
     def attend_stored(self, layer: int, query: Tensor) -> Tensor:
         """The same, where keys and values of the rows are in the cache already."""
-        raise NotImplementedError
 
 
 class StepAttention(CacheAttention):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from speculative.cache.kv_cache import KVShape
 from speculative.errors import ConfigError, UnsupportedModel
 
 _FIX = "serve this model with `engine: vllm`"
@@ -51,6 +52,11 @@ class ModelConfig:
     qk_norm: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """Of its cache."""
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":

@@ -4,7 +4,7 @@ Nothing here writes to the logits it is given. The distribution is a function of
 parameters alone; neighbours do not enter it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ class Filters:
     @classmethod
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Filters | None":
         """`params` holds one entry per verify row; None when no row has a filter."""
-        rows = [row for row, p in enumerate(params) if not p.greedy and (p.min_p > 0 or p.top_k > 0 or p.top_p < 1)]
+        rows = [row for row, p in enumerate(params) if p.filtered]
         if not rows:
             return None
         min_p = torch.tensor([params[row].min_p for row in rows], dtype=torch.float32, device=device)
@@ -100,7 +100,11 @@ class LastRows:
         return self._last[1]
 
 
-def process(logits: Tensor, rows: SamplingRows) -> Tensor:
+Keep = Callable[[Filters, Tensor], Tensor]
+"""As `Filters.keep`."""
+
+
+def process(logits: Tensor, rows: SamplingRows, keep: Keep = Filters.keep) -> Tensor:
     """Logits after temperature and filters: [R, V] float32, -inf where a token is filtered out.
 
     Where neither changes anything they are given back as they are.
@@ -110,7 +114,7 @@ def process(logits: Tensor, rows: SamplingRows) -> Tensor:
     processed = logits / rows.temperature
     if rows.filters is not None:
         filtered = rows.filters.rows
-        processed[filtered] = rows.filters.keep(processed[filtered])
+        processed[filtered] = keep(rows.filters, processed[filtered])
     return processed
 
 

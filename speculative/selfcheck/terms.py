@@ -47,9 +47,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 _RUN = 256  # tokens; far fewer than a vocabulary, far more than nothing
 CHECKS_OF_SAMPLED = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # of token-wise verification, in the kernels' order
 CHECKS_OF_DETERMINISTIC = ("d", "a", "r", "g")  # the same where drafts are deterministic
-LEAST_RESIDUAL = (
-    0.05  # where p leaves less beside a deterministic draft, rounding in sum(p^2) would bias the residual's
-)
+LEAST_RESIDUAL = 0.05  # that p leaves beside a deterministic draft; with less, rounding in sum(p^2) is a bias
 LEAST_SPREAD = 0.01  # of what an entirely open distribution has; rounding is 1e-6 of a term
 
 

@@ -161,7 +161,7 @@ class Sequence:
 
     def slots(self, length: int, block_size: int) -> Int64s:
         """Slots of the first `length` positions, which must have blocks; not to be written to."""
-        blocks, slots = self._slots
+        blocks, slots = self._slots  # a list of blocks grows, or is replaced; it is never changed
         if blocks is not self.blocks or len(slots) < length:
             blocks = self.blocks
             slots = (np.array(blocks, np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from speculative.sampling import probs
-from speculative.sampling.probs import SamplingRows
+from speculative.sampling.probs import Filters, SamplingRows
 from speculative.selfcheck import invariants, terms
 from speculative.selfcheck.terms import Scope
 from speculative.state.batch import Terms
@@ -53,7 +53,6 @@ class VocabularyOps(Protocol):
 class TorchOps:
     """By torch's operators, on any device."""
 
-    process = staticmethod(probs.process)
     target_probs = staticmethod(probs.target_probs)
     draw = staticmethod(probs.draw)
     draw_last = staticmethod(base.draw_last)
@@ -62,3 +61,11 @@ class TorchOps:
     emitted_at_rows = staticmethod(base.emitted_at_rows)
     broken_rows = staticmethod(invariants.broken_rows)
     take_terms = staticmethod(terms.take_terms)
+
+    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """As `VocabularyOps`."""
+        return probs.process(logits, rows, self.keep)
+
+    def keep(self, filters: Filters, logits: Tensor) -> Tensor:
+        """As `Filters.keep`."""
+        return filters.keep(logits)

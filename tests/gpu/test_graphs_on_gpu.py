@@ -10,7 +10,7 @@ import torch
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.gpu.capture import Capturer, Outputs
-from speculative.gpu.graph_step import graph_bytes
+from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.request import Request, SamplingParams

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.cache.kv_cache import KVCache
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.neural_drafter import CatchUpRows, ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.gpu.attention_choice import make_attend
 from speculative.gpu.capture import Capturer
-from speculative.gpu.graph_step import GraphStep, graph_bytes
+from speculative.gpu.graph_step import GraphStep
+from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
 from speculative.gpu.verify_graph import Kind
 from speculative.model.decoder import Decoder
@@ -63,7 +64,7 @@ def layout_of(lengths: list[int], counts: list[int], block_size: int, seed: int)
 
 def twin_caches(decoder: Decoder, num_blocks: int, block_size: int) -> tuple[KVCache, KVCache]:
     """Two caches with the same random contents; the second has a trash block, of NaN."""
-    shape = KVShape(decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim)
+    shape = decoder.config.kv_shape
     plain, padded = (
         KVCache(shape, blocks * block_size, dtype=torch.float32, device=torch.device("cpu"))
         for blocks in (num_blocks, num_blocks + 1)

@@ -153,9 +153,7 @@ IDS, POSITIONS = torch.tensor([5, 6, 7, 8, 9, 0]), torch.tensor([0, 1, 2, 0, 1, 
 def two_sequences(config: ModelConfig) -> PagedAttention:
     """Over an empty cache; the last row stands for nothing."""
     slots, blocks = torch.tensor([0, 1, 2, 12, 13, 20]), torch.tensor([[0, 2], [3, 1]])
-    cache = KVCache(
-        KVShape(config.num_layers, config.num_kv_heads, config.head_dim), 24, dtype=torch.float32, device=CPU
-    )
+    cache = KVCache(config.kv_shape, 24, dtype=torch.float32, device=CPU)
     return PagedAttention(cache, PagedRows(slots, torch.tensor([1, 2, 3, 1, 2, 0]), blocks), TorchAttend(4))
 
 

@@ -199,7 +199,7 @@ def test_a_query_sees_nothing_behind_itself() -> None:
 def hidden_states(decoder: Decoder, ids: Tensor, chunks: list[int], capture: tuple[int, ...] = ()) -> list[Tensor]:
     """Hidden states and features of one sequence, computed in chunks; and its cache."""
     config = decoder.config
-    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim)
+    shape = config.kv_shape
     cache = KVCache(shape, 64, dtype=torch.float32, device=CPU)
     parts, begin = [], 0
     for chunk in chunks:
