@@ -63,6 +63,8 @@ class EngineCore:
     ) -> None:
         self.model = model
         self.device = next(decoder.parameters()).device
+        if self.device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new shape, of prompts above all
         self.config = config = self._with_cache_size(config, decoder, draft_model)
         self.max_model_len = longest_sequence(model, config)
         self.stats = StepStats()

@@ -22,7 +22,7 @@ from speculative.cache.kv_cache import BlockPool, KVCache, KVShape
 from speculative.drafting.base import DraftOutput
 from speculative.drafting.draft_sampler import DraftSampler
 from speculative.errors import HandoffRefused
-from speculative.model.attention import StepAttention
+from speculative.model.attention import PreparePass, prepare_pass
 from speculative.model.cpu.fused import FusedHead
 from speculative.model.layers import Attend
 from speculative.scheduling.draft_length import DraftLength
@@ -149,6 +149,7 @@ class ModelDrafter:
         self._device = cache.data.device
         self.catch_up: CatchUp | None = None  # computes a few rows of many sequences, if set
         self.draft_loop: MakeDrafts | None = None  # makes all drafts of a round at once, if set
+        self.prepare: PreparePass = prepare_pass
         self._first_row = 1 if model.capture else 0
         self._states: dict[str, _State] = {}
         self._edges: dict[int, Tensor] = {}  # features of the last position of a marked block, by block
@@ -303,11 +304,7 @@ class ModelDrafter:
         spans = list(zip(rows.starts.tolist(), rows.stops.tolist(), strict=True))
         slots = [own.slots(stop, self._block_size) for own, (_, stop) in zip(rows.sequences, spans, strict=True)]
         inputs = self.model.fuse(features) if self.capture else features
-        hidden = self._run(torch.from_numpy(rows.token_ids).to(self._device), inputs, spans, slots)
-        if len(spans) == 1:
-            return hidden[-1:]
-        lasts = np.cumsum(rows.stops - rows.starts) - 1
-        return hidden[torch.from_numpy(lasts).to(self._device)]
+        return self._run(rows.token_ids, inputs, spans, slots)
 
     def _keep_what_was_right(self, state: _State, sequence: Sequence) -> None:
         """Keep the rows of accepted drafts, except the last, for a drafter that reads no features.
@@ -408,18 +405,25 @@ class ModelDrafter:
         return MadeDrafts(drafts, torch.stack(columns), torch.stack(probs), reported if rule is not None else None)
 
     def _run(
-        self, tokens: Tensor, hidden: Tensor, spans: Sequences[tuple[int, int]], slots: Sequences[Int64s]
+        self, tokens: Tensor | Int64s, hidden: Tensor, spans: Sequences[tuple[int, int]], slots: Sequences[Int64s]
     ) -> Tensor:
-        """Run positions start..stop of some sequences, packed; `slots` are those of each one's first `stop`."""
+        """Run positions start..stop of B sequences, packed; `slots` are those of each one's first `stop`.
+
+        Returns:
+            The hidden states [B, hidden] of each one's last position.
+        """
         first = self._first_row
         rows = AttentionRows(
             slots=np.concatenate([own[start:] for own, (start, _) in zip(slots, spans, strict=True)]),
             row_starts=np.array([0, *accumulate(stop - start for start, stop in spans)], np.int64),
             context_slots=tuple(own[first:] for own in slots),
         )
-        positions = [position for start, stop in spans for position in range(start - first, stop - first)]
-        attend = StepAttention(self.cache, rows, self._device)
-        return self.model.run(tokens, hidden, torch.tensor(positions, device=self._device), attend)
+        positions = np.concatenate([np.arange(start - first, stop - first) for start, stop in spans])
+        on_host = [positions, rows.row_starts[1:] - 1] + ([] if isinstance(tokens, Tensor) else [tokens])
+        attend, (sent, lasts, *sent_tokens) = self.prepare(self.cache, rows, *on_host)
+        token_ids = tokens if isinstance(tokens, Tensor) else sent_tokens[0]
+        hidden = self.model.run(token_ids, hidden, sent, attend)
+        return hidden if len(hidden) == len(spans) else hidden[lasts]
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
         return torch.from_numpy(sequence.slots(stop, self._block_size)[start:]).to(self._device)

@@ -7,7 +7,9 @@ import shutil
 import torch
 
 from speculative.config import c_compiler
+from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import AttendPaged, AttentionSizes, TorchAttend
+from speculative.model.attention import PreparePass, prepare_pass
 from speculative.model.layers import LayerOps, TorchLayerOps
 
 
@@ -28,6 +30,15 @@ def make_attend(sizes: AttentionSizes, device: torch.device) -> AttendPaged:
 
         return TritonAttend(sizes)
     return TorchAttend(sizes.block_size)
+
+
+def make_prepare(block_size: int, first: int, device: torch.device) -> PreparePass:
+    """As `make_attend`, for passes that run eagerly. first: the position of a context's first slot."""
+    if device.type == "cuda" and not why_no_triton():
+        from speculative.gpu.triton_prompts import TritonAttendPacked
+
+        return SendPacked(block_size, first, TritonAttendPacked())
+    return prepare_pass
 
 
 def make_layer_ops(device: torch.device) -> LayerOps:

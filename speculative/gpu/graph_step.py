@@ -16,7 +16,7 @@ from speculative.config import EngineConfig
 from speculative.drafting.base import Drafter
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError, EngineFault
-from speculative.gpu.attention_choice import make_attend, make_layer_ops
+from speculative.gpu.attention_choice import make_attend, make_layer_ops, make_prepare
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
@@ -87,7 +87,8 @@ class GraphStep:
         use_layer_ops(decoder, layer_ops)
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
-        self.runner = GraphRunner(decoder, cache, target, self.buckets)
+        prepare = make_prepare(config.block_size, 0, decoder.device)
+        self.runner = GraphRunner(decoder, cache, target, self.buckets, prepare)
         ids = None if self._draft_model is None else self._draft_model.ids
         self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, sampler.ops, self.capturer)
         self.loop: DraftLoop | None = None
@@ -99,6 +100,7 @@ class GraphStep:
             self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, lengths, self.capturer)
             self._catch_up = CatchUpPass(neural.model, paged, self.buckets, decoder.dtype, self.capturer)
             neural.catch_up, neural.draft_loop = self._catch_up.run, self.loop.make
+            neural.prepare = make_prepare(config.block_size, 1 if neural.capture else 0, decoder.device)
 
     # -- which steps --------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """A step's inputs: filled on the host, sent to static device buffers in one copy."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -79,3 +80,17 @@ class StagedInputs:
         event = self._sent[self._turn]
         if event is not None:
             event.record(torch.cuda.current_stream(self._bytes.device))
+
+
+def send_once(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """Bring arrays of any sizes to a device in one copy, which the host does not wait for."""
+    ends = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
+    # torch keeps pinned memory, and gives it out again when its copies are done.
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    places = [slice(begin, begin + array.nbytes) for begin, array in zip(ends, arrays, strict=False)]
+    for place, array in zip(places, arrays, strict=True):
+        host.numpy()[place].view(array.dtype)[:] = array.reshape(-1)
+    sent, types = host.to(device, non_blocking=True), [torch.from_numpy(array).dtype for array in arrays]
+    return [
+        sent[place].view(dtype).view(array.shape) for place, dtype, array in zip(places, types, arrays, strict=True)
+    ]

@@ -14,7 +14,8 @@ from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.padding import PagedCache, fill_rows, padded_places, paged_rows, row_fields
-from speculative.gpu.staged_inputs import Field, StagedInputs
+from speculative.gpu.staged_inputs import Field, StagedInputs, send_once
+from speculative.model.attention import PreparePass
 from speculative.model.decoder import Decoder
 from speculative.state.batch import Int64s, StepInput
 from speculative.state.token_constraint import Bools
@@ -114,8 +115,10 @@ class TargetPass:
 class GraphRunner(ModelRunner):
     """As ModelRunner; the rows of sequences that have a few each are replayed, those of prompts run eagerly."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, target: TargetPass, buckets: Buckets) -> None:
-        super().__init__(decoder, cache, decoder.device)
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, target: TargetPass, buckets: Buckets, prepare: PreparePass
+    ) -> None:
+        super().__init__(decoder, cache, decoder.device, prepare)
         self.target = target
         self._buckets = buckets
 
@@ -134,7 +137,7 @@ class GraphRunner(ModelRunner):
             hidden.append(found[0])
             features.append(found[1])
         is_few = np.repeat(few, counts)
-        order = torch.from_numpy(np.argsort(np.argsort(~is_few, kind="stable"))).to(self.device)
+        (order,) = send_once([np.argsort(np.argsort(~is_few, kind="stable"))], self.device)
         return torch.cat(hidden)[order], torch.cat(features)[order]
 
     def _replay(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,44 @@ _MOST_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into shared memory
 _MOST_SUMS = 8192  # of a program: what fits into the registers of 8 warps
 _MOST_PROGRAMS = 32  # that share a context; most would leave at once if there were one for each split of the longest
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def attend_tile(  # noqa: PLR0913
+    q,  # [ROWS, DIM]
+    keys,  # [num_slots, KV, D] from the KV head's first number on
+    values,
+    table,  # the blocks of the sequence
+    position,  # [TILE]
+    there,  # [TILE] which of the positions are read
+    seen,  # [ROWS] a row sees those of them that are below this
+    highest,  # [ROWS] the running softmax: the highest score, the sum of exponentials, and of weighted values
+    total,
+    summed,  # [ROWS, DIM]
+    scale,  # of the scores, in units of log2
+    cache_slot_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    dim = tl.arange(0, DIM)
+    inside = there[:, None] & (dim < HEAD_DIM)[None, :]
+    block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+    place = slot[:, None] * cache_slot_stride + dim[None, :]
+    k = tl.load(keys + place, mask=inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    sees = there[None, :] & (position[None, :] < seen[:, None])
+    scores = tl.where(sees, scores, -float("inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    base = tl.where(new_highest == -float("inf"), 0.0, new_highest)  # -inf - -inf is NaN
+    exponentials = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    v = tl.load(values + place, mask=inside, other=0.0)
+    total = total * shrink + tl.sum(exponentials, axis=1)
+    summed = summed * shrink[:, None] + tl.dot(exponentials.to(v.dtype), v, input_precision="ieee")
+    return new_highest, total, summed
 
 
 @triton.jit
@@ -63,6 +100,9 @@ def _attend_split(  # noqa: PLR0913
         mask=exists[:, None] & in_head[None, :],
         other=0.0,
     )
+    keys += kv_head * cache_head_stride
+    values += kv_head * cache_head_stride
+    table = blocks + sequence * num_blocks
     for split in range(tl.program_id(2), tl.cdiv(longest, SPLIT), tl.num_programs(2)):
         begin = split * SPLIT
         highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -71,22 +111,12 @@ def _attend_split(  # noqa: PLR0913
         for offset in range(0, SPLIT, TILE):
             position = begin + offset + tl.arange(0, TILE)
             there = (position >= FIRST) & (position < longest)
-            block = tl.load(blocks + sequence * num_blocks + position // BLOCK_SIZE, mask=there, other=0)
-            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-            place = slot[:, None] * cache_slot_stride + kv_head * cache_head_stride + dim[None, :]
-            inside = there[:, None] & in_head[None, :]
-            k = tl.load(keys + place, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            sees = there[None, :] & (position[None, :] < seen[:, None])
-            scores = tl.where(sees, scores, -float("inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-            base = tl.where(new_highest == -float("inf"), 0.0, new_highest)  # -inf - -inf is NaN
-            exponentials = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(highest - base)
-            v = tl.load(values + place, mask=inside, other=0.0)
-            total = total * shrink + tl.sum(exponentials, axis=1)
-            summed = summed * shrink[:, None] + tl.dot(exponentials.to(v.dtype), v, input_precision="ieee")
-            highest = new_highest
+            highest, total, summed = attend_tile(
+                *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
+                HEAD_DIM=HEAD_DIM,
+                BLOCK_SIZE=BLOCK_SIZE,
+                DIM=DIM,
+            )
         some = total > 0
         safe = tl.where(some, total, 1.0)
         cell = (token * (tl.num_programs(1) * GROUP) + head) * NUM_SPLITS + split
@@ -158,7 +188,7 @@ class TritonAttend:
             rows.visible,
             partial,
             weight,
-            head_dim**-0.5 * _LOG2_E,
+            head_dim**-0.5 * LOG2_E,
             rows.num_queries,
             num_parts,
             rows.blocks.shape[1],

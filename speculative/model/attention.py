@@ -1,6 +1,7 @@
 """Causal attention over the paged KV cache, for packed rows of several sequences."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,6 +45,17 @@ class CacheAttention(ABC):
         """The same, where keys and values of the rows are in the cache already."""
 
 
+PreparePass = Callable[..., tuple[CacheAttention, list[Tensor]]]
+"""Brings the rows of an eager pass to the device of the cache: (cache, `AttentionRows`, *int64 arrays) -> attention of
+those rows, and the arrays."""
+
+
+def prepare_pass(cache: KVCache, rows: AttentionRows, *arrays: Int64s) -> tuple[CacheAttention, list[Tensor]]:
+    """A `PreparePass` for any device."""
+    device = cache.data.device
+    return StepAttention(cache, rows, device), [torch.from_numpy(array).to(device) for array in arrays]
+
+
 class StepAttention(CacheAttention):
     """Attention of one step.
 
@@ -77,8 +89,8 @@ class StepAttention(CacheAttention):
     def _attend(self, layer: int, query: Tensor, span: _Span) -> Tensor:
         keys, values = self.cache.read(layer, span.context)  # [L, num_kv_heads, head_dim]
         num_rows, length = query.shape[0], keys.shape[0]
-        if query.is_cuda:  # cuDNN builds a plan for every new shape; FlashAttention has none, but takes no mask
-            torch.backends.cuda.enable_cudnn_sdp(span.mask is not None)
+        if query.is_cuda and span.mask is not None:  # the kernel that takes masks and builds no plans takes no groups
+            keys, values = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (keys, values))
         attended = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys.transpose(0, 1)[None],

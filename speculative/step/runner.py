@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache
-from speculative.model.attention import StepAttention
+from speculative.model.attention import PreparePass, prepare_pass
 from speculative.model.decoder import Decoder
 from speculative.state.batch import StepInput
 
@@ -12,17 +12,17 @@ from speculative.state.batch import StepInput
 class ModelRunner:
     """The target model and its KV cache, eagerly."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, device: torch.device, prepare: PreparePass = prepare_pass
+    ) -> None:
         self.cache = cache
         self.device = device
-        self._decoder = decoder
+        self._decoder, self._prepare = decoder, prepare
 
     def forward_with_features(self, layout: StepInput, capture: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of the step's rows, and the features [N, len(capture) * hidden] that enter the
         layers of `capture`; keys and values are in the cache afterwards."""
-        input_ids = torch.from_numpy(layout.input_ids).to(self.device)
-        positions = torch.from_numpy(layout.positions).to(self.device)
-        attention = StepAttention(self.cache, layout, self.device)
+        attention, (input_ids, positions) = self._prepare(self.cache, layout, layout.input_ids, layout.positions)
         return self._decoder.run(input_ids, positions, attention, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:

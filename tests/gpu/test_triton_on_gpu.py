@@ -1,13 +1,17 @@
 """The compiled kernels against plain torch, in the types and sizes that serve."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.filters import torch_floors
+from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_judge import Wanted
+from speculative.model.attention import StepAttention
+from speculative.state.batch import AttentionRows
 from tests.support.judged_rows import KINDS, Scene, assert_equal, padded, parts
 from tests.support.judged_rows import scene as rows_to_judge
 
@@ -78,6 +82,40 @@ def test_a_rows_bits_depend_on_neither_neighbours_nor_padding(
         for num_queries in (1, 3, MAX_QUERIES):
             alone = attend(*scene(cuda, heads, [contexts[index]], num_queries, dtype))
             assert torch.equal(alone, whole[index, :num_queries])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [*HEADS, (7, 1, 96), (16, 2, 256)])
+def test_prompts_and_chunks_are_attended_as_torch_does(
+    cuda: torch.device, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Against `StepAttention`; and in one piece or in two, the bits of a prompt are the same."""
+    from speculative.gpu.triton_prompts import TritonAttendPacked
+
+    num_heads, num_kv_heads, head_dim = heads
+    send = SendPacked(BLOCK_SIZE, 0, TritonAttendPacked())
+    cache = KVCache(KVShape(1, num_kv_heads, head_dim), 400 * BLOCK_SIZE, dtype=dtype, device=cuda)
+    random = torch.Generator(cuda).manual_seed(0)
+    cache.data.copy_(torch.randn(cache.data.shape, generator=random, device=cuda))
+    query = torch.randn((3000, num_heads, head_dim), generator=random, device=cuda).to(dtype)
+    own = np.random.default_rng(0).permutation(400)
+
+    def attended(chunks: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Of (first block, positions before, rows), by both; the query of a row is that of its position."""
+        contexts = [
+            (own[block:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[: before + count]
+            for block, before, count in chunks
+        ]
+        slots = [slots[before:] for slots, (_, before, _) in zip(contexts, chunks, strict=True)]
+        starts = np.cumsum([0, *(count for *_, count in chunks)])
+        rows = AttentionRows(np.concatenate(slots), starts, tuple(contexts))
+        given = torch.cat([query[before : before + count] for _, before, count in chunks])
+        return [attend.attend_stored(0, given) for attend in (send(cache, rows)[0], StepAttention(cache, rows, cuda))]
+
+    found, expected = attended([(0, 0, 2000), (130, 1000, 515), (230, 0, 1), (231, 40, 60)])
+    assert (found.float() - expected.float()).abs().max() < TOLERANCE[dtype]
+    parts = [attended([(5, 3, 70), (0, begin, end - begin)])[0][70:] for begin, end in ((0, 777), (777, 2000))]
+    assert torch.equal(torch.cat(parts), found[:2000])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,11 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculative.gpu.capture import side_stream
 from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
+from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted
 from speculative.model.attention import CacheAttention
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.vocabulary.ops import TorchOps
+from tests.support.packed_rows import attend_packed
 
 DEVICE = torch.device("cuda:0")
 GARBAGE_ID = 2**40 + 7
@@ -216,9 +218,24 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph": self._capture,
             "speculative.gpu.filters.make_find_floors": lambda _: torch_floors,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
+            "speculative.gpu.graph_step.make_prepare": lambda size, first, _: SendPacked(
+                size, first, self._attend_packed
+            ),
             "speculative.gpu.verify_graph.make_judge": lambda _: _RowJudge(self),
             "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(self),
         }
+
+    def _attend_packed(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+        """In the place of `TritonAttendPacked`."""
+        given = (query, keys, values, rows.spans, rows.blocks)
+        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        assert rows.blocks.dtype == rows.spans.dtype == torch.int32
+        assert rows.spans.is_contiguous() and keys.stride() == values.stride()
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, blocks: Tensor) -> Tensor:
+            return attend_packed(query, keys, values, rows._replace(spans=spans, blocks=blocks))
+
+        return self.opaque(1, attend, *given)  # type: ignore[no-any-return]
 
     @contextmanager
     def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:

@@ -190,18 +190,17 @@ def test_more_sequences_than_are_captured_take_several_replays(
     assert_same(*on_both(scene, load))
 
 
-def test_whole_prompts_do_not_wait_for_a_plan_of_cudnn(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, seen = torch.nn.functional.scaled_dot_product_attention, set[tuple[bool, bool]]()
-
-    def watched(*arguments: Any, **named: Any) -> Tensor:
-        seen.add((named["attn_mask"] is not None, torch.backends.cuda.cudnn_sdp_enabled()))
-        return attend(*arguments, **named)
-
-    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
-    with PretendedCuda():
-        answers(load(device="cuda", max_batched_tokens=20), SHORT)  # some prompts in pieces
-    assert seen == {(False, False), (True, True)}
-    torch.backends.cuda.enable_cudnn_sdp(True)
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_a_chunk_of_a_prompt_goes_to_the_device_in_copies_that_nobody_waits_for(
+    load: Load, drafters: dict[str, DrafterConfig], name: str
+) -> None:
+    with PretendedCuda() as device:
+        engine = load(device="cuda", drafter=drafters[name], max_batched_tokens=40)
+        engine.add(Request("long", tuple(range(3, 60)) * 3, SamplingParams(max_tokens=2), seed=1))
+        for _ in range(4):
+            device.clear()
+            engine.step()
+            assert not device.waits
 
 
 # -- what it finds --------------------------------------------------------------------------------------------------

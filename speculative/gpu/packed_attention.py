@@ -1,0 +1,75 @@
+"""Causal attention of packed rows, any number a sequence, over the paged KV cache: prompts, and chunks of them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache
+from speculative.gpu.staged_inputs import Array, send_once
+from speculative.model.attention import CacheAttention
+from speculative.state.batch import AttentionRows, Int64s
+
+
+class PackedRows(NamedTuple):
+    """What the rows of B sequences see, on the cache's device.
+
+    spans: [B, 4] int32: a sequence's first row, how many it has, the position of the first, and where its blocks begin
+        in `blocks`. A row sees the positions of its sequence up to its own.
+    blocks: [any] int32, sequence after sequence.
+    most_rows: of a sequence. first: positions below it do not exist. block_size: tokens a block.
+    """
+
+    spans: Tensor
+    blocks: Tensor
+    most_rows: int
+    first: int
+    block_size: int
+
+
+AttendPacked = Callable[[Tensor, Tensor, Tensor, PackedRows], Tensor]
+"""query [N, num_heads, head_dim], a layer's keys and values [num_slots, num_kv_heads, head_dim] -> as query."""
+
+
+class PackedAttention(CacheAttention):
+    """Attention of one step. slots: [N] int64."""
+
+    def __init__(self, cache: KVCache, slots: Tensor, rows: PackedRows, attend: AttendPacked) -> None:
+        self.cache, self.slots = cache, slots
+        self._rows, self._attend = rows, attend
+
+    def attend_stored(self, layer: int, query: Tensor) -> Tensor:
+        """As `CacheAttention`."""
+        keys, values = self.cache.data[layer].unbind(0)
+        return self._attend(query, keys, values, self._rows)
+
+
+class SendPacked:
+    """A `PreparePass` that sends everything in one copy.
+
+    first: the position of a context's first slot.
+    """
+
+    def __init__(self, block_size: int, first: int, attend: AttendPacked) -> None:
+        self._block_size, self._first, self._attend = block_size, first, attend
+
+    def __call__(self, cache: KVCache, rows: AttentionRows, *arrays: Int64s) -> tuple[CacheAttention, list[Tensor]]:
+        """As `PreparePass`."""
+        spans, blocks = tables_of(rows, self._block_size, self._first)
+        sent = send_once((rows.slots, spans, blocks, *arrays), cache.data.device)
+        most_rows = int(spans[:, 1].max())
+        packed = PackedRows(sent[1], sent[2], most_rows, self._first, self._block_size)
+        return PackedAttention(cache, sent[0], packed, self._attend), sent[3:]
+
+
+def tables_of(rows: AttentionRows, block_size: int, first: int) -> tuple[Array, Array]:
+    """`spans` and `blocks` of `PackedRows`."""
+    counts = np.diff(rows.row_starts)
+    lengths = np.array([len(context) for context in rows.context_slots], np.int64)
+    begins = [context[:1] for context in rows.context_slots]
+    others = [context[block_size - first :: block_size] for context in rows.context_slots]
+    tables = [np.concatenate(parts) // block_size for parts in zip(begins, others, strict=True)]
+    sizes = np.array([len(table) for table in tables], np.int64)
+    spans = (rows.row_starts[:-1], counts, first + lengths - counts, np.cumsum(sizes) - sizes)
+    return np.stack(spans, axis=1).astype(np.int32), np.concatenate(tables).astype(np.int32)

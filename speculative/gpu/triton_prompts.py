@@ -1,0 +1,110 @@
+"""Attention of prompts and chunks as one Triton kernel; imported only where Triton is installed.
+
+A program computes a tile of the rows of one sequence and one KV head, all of its query heads together, over the keys
+from position 0 to the last that one of the rows sees, in tiles of a constant size (Dao, "FlashAttention-2", 2023). So a
+row's result is a function of its own inputs: its neighbours, and where a prompt was cut into chunks, change nothing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from speculative.gpu.packed_attention import PackedRows
+from speculative.gpu.triton_attention import LOG2_E, attend_tile, tile_tokens
+
+_MOST_ROWS = {2: 128, 4: 32}  # of a program, by bytes of a number
+_MOST_SUMS = 16384  # of a program: what fits into the registers of its warps
+WARPS = 8
+
+
+@triton.jit
+def _attend_packed(  # noqa: PLR0913
+    query,  # [N, KV * GROUP, D]
+    keys,  # [num_slots, KV, D]
+    values,
+    blocks,  # [any] int32
+    spans,  # [B, 4] int32
+    out,  # [N, KV * GROUP, D], contiguous
+    scale,  # of the scores, in units of log2
+    query_row_stride,
+    query_head_stride,
+    cache_slot_stride,
+    cache_head_stride,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    span, kv_head = spans + tl.program_id(0) * 4, tl.program_id(1)
+    begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # those that see most start first
+    num_rows = tl.load(span + 1) * GROUP
+    if begin >= num_rows:
+        return
+    row = begin + tl.arange(0, ROWS)
+    exists = row < num_rows
+    token = (tl.load(span) + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    seen = tl.where(exists, tl.load(span + 2) + row // GROUP + 1, 0)  # [ROWS]
+    table = blocks + tl.load(span + 3)
+    dim = tl.arange(0, DIM)
+    given = exists[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(
+        query + token[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
+        mask=given,
+        other=0.0,
+    )
+    keys += kv_head * cache_head_stride
+    values += kv_head * cache_head_stride
+    longest = tl.max(seen, axis=0)
+    highest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, DIM], tl.float32)
+    for start in range(FIRST, longest, TILE):
+        position = start + tl.arange(0, TILE)
+        there = position < longest
+        highest, total, summed = attend_tile(
+            *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_SIZE=BLOCK_SIZE,
+            DIM=DIM,
+        )
+    place = (token * (tl.num_programs(1) * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
+    attended = summed / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + place, attended.to(out.dtype.element_ty), mask=given)
+
+
+class TritonAttendPacked:
+    """Launches it."""
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+        """As `AttendPacked`."""
+        num_rows, num_heads, head_dim = query.shape
+        num_kv_heads = keys.shape[1]
+        group, dim = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+        out = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+        query = query.to(keys.dtype)
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        tile_rows = rows_of_program(dim, keys.element_size())
+        _attend_packed[(len(rows.spans), num_kv_heads, triton.cdiv(rows.most_rows * group, tile_rows))](
+            *(query, keys, values, rows.blocks, rows.spans, out, head_dim**-0.5 * LOG2_E),
+            *(query.stride(0), query.stride(1), keys.stride(0), keys.stride(1)),
+            FIRST=rows.first,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=rows.block_size,
+            TILE=tile_tokens(dim, keys.element_size()),
+            ROWS=tile_rows,
+            DIM=dim,
+            num_warps=WARPS,
+        )
+        return out
+
+
+def rows_of_program(dim: int, number_bytes: int) -> int:
+    """Rows that a program computes, of those of a sequence and a KV head: the same for all prompts."""
+    return min(_MOST_ROWS[number_bytes], _MOST_SUMS // dim)

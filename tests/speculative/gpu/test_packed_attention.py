@@ -1,0 +1,167 @@
+"""Attention of prompts and chunks: Triton's (in Triton's interpreter) against a loop over rows; the tables it reads."""
+
+import importlib.util
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.gpu.packed_attention import AttendPacked, PackedRows, SendPacked, tables_of
+from speculative.gpu.staged_inputs import send_once
+from speculative.model.attention import CacheAttention, StepAttention
+from speculative.state.batch import AttentionRows
+from tests.support.packed_rows import attend_packed
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS = 16, 96
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
+HEADS = [(4, 4, 16), (6, 2, 64), (3, 1, 80), (7, 1, 96), (5, 1, 128), (2, 1, 256)]
+# (positions before, rows): edges of tiles of 16 to 64 positions and of 32 to 128 rows, of blocks, and of nothing
+CHUNKS = [(0, 1), (0, 16), (1, 33), (63, 2), (15, 66), (128, 1), (300, 43)]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
+
+
+@pytest.fixture
+def triton() -> AttendPacked:
+    from speculative.gpu.triton_prompts import TritonAttendPacked
+
+    return TritonAttendPacked()
+
+
+class Scene:
+    """Sequences with keys and values, of which chunks attend; all that nobody may see is NaN.
+
+    What a sequence holds depends on its name alone, so scenes can be compared.
+    """
+
+    def __init__(self, heads: tuple[int, int, int], dtype: torch.dtype, first: int = 0) -> None:
+        self.heads, self.dtype, self.first = heads, dtype, first
+
+    def attend(self, chunks: dict[int, tuple[int, int]], attend: AttendPacked, spare: int = 0) -> Tensor:
+        """Of each named sequence (positions before, rows), with `spare` rows and blocks of nobody in front."""
+        num_heads, num_kv_heads, head_dim = self.heads
+        cache = KVCache(KVShape(1, num_kv_heads, head_dim), NUM_BLOCKS * BLOCK_SIZE, dtype=self.dtype, device=CPU)
+        cache.data.fill_(torch.nan)
+        free = list(range(NUM_BLOCKS))[spare:][::-1]
+        queries, contexts = list[Tensor](), list[np.ndarray]()
+        for name, (before, count) in chunks.items():
+            length = before + count
+            own = np.array([free.pop() for _ in range(-(-length // BLOCK_SIZE))])
+            slots = (own[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[self.first : length]
+            random = torch.Generator().manual_seed(name)
+            drawn = torch.randn((512, num_heads + 2 * num_kv_heads, head_dim), generator=random).to(self.dtype)
+            cache.data[0][:, slots] = drawn[self.first : length, num_heads:].unflatten(1, (2, -1)).transpose(0, 1)
+            queries.append(drawn[before:length, :num_heads])
+            contexts.append(slots)
+        starts = np.cumsum([0, *(count for _, count in chunks.values())])
+        last = [slots[len(slots) - count :] for slots, (_, count) in zip(contexts, chunks.values(), strict=True)]
+        rows = AttentionRows(np.concatenate(last), starts, tuple(contexts))
+        made, sent = SendPacked(BLOCK_SIZE, self.first, attend)(cache, rows, starts)
+        assert torch.equal(sent[0], torch.from_numpy(starts))
+        assert torch.equal(made.slots, torch.from_numpy(rows.slots))
+        return made.attend_stored(0, torch.cat(queries))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_row_sees_its_own_past_and_nothing_else(
+    triton: AttendPacked, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    scene, chunks = Scene(heads, dtype), dict(enumerate(CHUNKS))
+    found, expected = scene.attend(chunks, triton), scene.attend(chunks, attend_packed)
+    assert found.dtype == dtype and not expected.isnan().any()
+    assert (found.double() - expected.double()).abs().max() < TOLERANCE[dtype]
+
+
+@needs_triton
+def test_positions_below_the_first_do_not_exist(triton: AttendPacked) -> None:
+    scene, chunks = Scene((6, 2, 64), torch.float32, first=1), {0: (1, 1), 1: (1, 70), 2: (65, 20)}
+    found, expected = scene.attend(chunks, triton), scene.attend(chunks, attend_packed)
+    assert not expected.isnan().any()
+    assert (found - expected).abs().max() < TOLERANCE[torch.float32]
+
+
+def matmul_by_rows(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """As tensor cores multiply: a row's sums are in the same order wherever it stands. The interpreter's are not."""
+    return np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_neither_neighbours_nor_chunks_nor_places_change_a_bit(
+    triton: AttendPacked, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(np, "matmul", matmul_by_rows)
+    scene = Scene((6, 2, 64), dtype)
+    whole = scene.attend({7: (0, 200)}, triton)
+    for cuts in ((0, 1, 64, 200), (0, 37, 100, 101, 200)):
+        parts = []
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            others = {1: (number * 50, 90), 2: (3, 1)}
+            found = scene.attend(others | {7: (begin, end - begin)}, triton, spare=number)
+            parts.append(found[91:])
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@needs_triton
+def test_a_query_of_another_type_or_layout_is_read_as_it_is_meant(triton: AttendPacked) -> None:
+    scene, seen = Scene((4, 2, 32), torch.float16), list[Tensor]()
+
+    def strided(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
+        wide = torch.full((*query.shape[:2], 2 * query.shape[2]), torch.nan)
+        wide[:, :, ::2] = query
+        seen.append(triton(wide[:, :, ::2], keys, values, rows))
+        return triton(query, keys, values, rows)
+
+    expected = scene.attend({0: (9, 30)}, strided)
+    assert seen[0].dtype == torch.float32
+    assert torch.equal(seen[0].half(), expected)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_tables_name_the_block_of_every_position(block_size: int, first: int) -> None:
+    random = np.random.default_rng(block_size)
+    lengths, counts = [1 + first, 2 * block_size, 2 * block_size + 1, 37], [1, 2 * block_size - first, 1, 5]
+    contexts = []
+    for length in lengths:
+        own = random.permutation(64)[: -(-length // block_size)]
+        contexts.append((own[:, None] * block_size + np.arange(block_size)).reshape(-1)[first:length])
+    starts = np.cumsum([0, *counts])
+    spans, blocks = tables_of(AttentionRows(np.empty(0, np.int64), starts, tuple(contexts)), block_size, first)
+    assert spans.dtype == blocks.dtype == np.int32
+    for (row, count, begin, table), start, length, own in zip(
+        spans.tolist(), starts.tolist(), lengths, contexts, strict=False
+    ):
+        assert (row, begin) == (start, length - count)
+        positions = np.arange(first, length)
+        assert (blocks[table + positions // block_size] * block_size + positions % block_size == own).all()
+
+
+def test_the_loop_over_rows_is_torchs_attention() -> None:
+    """What the kernel is compared with, here and on the pretended device."""
+    cache = KVCache(KVShape(1, 2, 24), 20 * BLOCK_SIZE, dtype=torch.float32, device=CPU)  # no kernel of ours takes 24
+    cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(0)))
+    query = torch.randn((31, 6, 24), generator=torch.Generator().manual_seed(1))
+    contexts = tuple(np.arange(begin, begin + length) for begin, length in ((0, 20), (32, 50), (96, 7)))
+    rows = AttentionRows(np.empty(0, np.int64), np.array([0, 20, 24, 31]), contexts)
+    attend: list[CacheAttention] = [
+        SendPacked(BLOCK_SIZE, 0, attend_packed)(cache, rows)[0],
+        StepAttention(cache, rows, CPU),
+    ]
+    found, expected = (one.attend_stored(0, query) for one in attend)
+    assert (found - expected).abs().max() < 1e-5
+
+
+def test_arrays_of_any_type_arrive_as_they_were() -> None:
+    arrays = [np.arange(3), np.arange(5, dtype=np.int32), np.empty((0, 4), np.int64), np.array([[1.5], [2.5]])]
+    for sent, array in zip(send_once(arrays, CPU), arrays, strict=True):
+        assert sent.shape == array.shape
+        assert torch.equal(sent, torch.from_numpy(array))
