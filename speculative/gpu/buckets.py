@@ -10,6 +10,9 @@ MAX_CAPTURED_SEQS = 256
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, MAX_CAPTURED_SEQS + 1, 32))
 _EXACT_QUERIES = 6
+_CHEAP_ROWS = 128
+"""So many rows take hardly longer than one: a GPU waits for the weights up to about 150 rows on an A100, 200 on an H200
+and 300 on an H100, and a matrix product computes tiles of 128 rows anyway."""
 
 
 class Bucket(NamedTuple):
@@ -26,26 +29,38 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """All shapes of one engine: batch sizes and query lengths, each ascending."""
+    """All shapes of one engine: batch sizes and query lengths, each ascending.
+
+    cheap_rows: batch sizes whose longest rows are no more than this have the shortest and the longest length only.
+    """
 
     batch_sizes: tuple[int, ...]
     query_lengths: tuple[int, ...]
+    cheap_rows: int
 
     @classmethod
     def of(cls, max_seqs: int, max_drafts: int) -> "Buckets":
         """Small ones exactly, larger ones in steps, the largest exactly: `max_drafts + 1` rows a sequence."""
         most = min(max_seqs, MAX_CAPTURED_SEQS)
         sizes = {*_BATCH_SIZES, most}
-        longest = max_drafts + 1
-        lengths = {*range(1, min(longest, _EXACT_QUERIES)), *_powers_of_two(longest), longest}
-        return cls(tuple(sorted(size for size in sizes if size <= most)), tuple(sorted(lengths)))
+        return cls(tuple(sorted(size for size in sizes if size <= most)), _lengths_to(max_drafts + 1), _CHEAP_ROWS)
+
+    def of_drafts(self, *, varying: bool) -> "Buckets":
+        """The same batch sizes by drafts a sequence: a draft after the other takes its time however few the rows.
+
+        varying: whether fewer than the most are planned; else they are few only where an answer ends.
+        """
+        most = self.query_lengths[-1] - 1
+        return Buckets(self.batch_sizes, _lengths_to(most) if varying else (most,), cheap_rows=0)
 
     def fit(self, num_seqs: int, num_queries: int) -> Bucket | None:
         """The smallest shape that holds so much; None when none does."""
-        seqs, queries = bisect_left(self.batch_sizes, num_seqs), bisect_left(self.query_lengths, num_queries)
-        if seqs == len(self.batch_sizes) or queries == len(self.query_lengths):
+        seqs = bisect_left(self.batch_sizes, num_seqs)
+        if seqs == len(self.batch_sizes) or num_queries > self.query_lengths[-1]:
             return None
-        return Bucket(self.batch_sizes[seqs], self.query_lengths[queries])
+        size = self.batch_sizes[seqs]
+        lengths = self._lengths(size)
+        return Bucket(size, lengths[bisect_left(lengths, num_queries)])
 
     def fit_rows(self, num_seqs: int, num_rows: int) -> Bucket | None:
         """The smallest shape for packed rows: a sequence that is padding has one row of its own."""
@@ -62,7 +77,17 @@ class Buckets:
 
     def __iter__(self) -> Iterator[Bucket]:
         """Largest first, so that smaller captures reuse the memory of larger ones."""
-        return (Bucket(s, q) for s in reversed(self.batch_sizes) for q in reversed(self.query_lengths))
+        return (Bucket(size, q) for size in reversed(self.batch_sizes) for q in reversed(self._lengths(size)))
+
+    def _lengths(self, num_seqs: int) -> tuple[int, ...]:
+        lengths = self.query_lengths
+        is_cheap = num_seqs * lengths[-1] <= self.cheap_rows
+        return (lengths[0], lengths[-1]) if is_cheap and len(lengths) > 1 else lengths
+
+
+def _lengths_to(longest: int) -> tuple[int, ...]:
+    exact = range(1, min(longest, _EXACT_QUERIES))
+    return tuple(sorted({*exact, *_powers_of_two(longest), longest}))
 
 
 def _powers_of_two(below: int) -> Iterator[int]:

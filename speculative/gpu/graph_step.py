@@ -17,7 +17,7 @@ from speculative.drafting.base import Drafter
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError, EngineFault
 from speculative.gpu.attention_choice import make_attend, make_layer_ops, make_prepare
-from speculative.gpu.buckets import Bucket, Buckets
+from speculative.gpu.buckets import Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
@@ -96,8 +96,8 @@ class GraphStep:
         if neural is not None:
             use_layer_ops(neural.model.network, layer_ops)
             paged = PagedCache(neural.cache, room, attend)
-            lengths = Buckets.of(config.max_num_seqs, config.drafter.max_drafts - 1)
-            self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, lengths, self.capturer)
+            self._lengths = self.buckets.of_drafts(varying=config.drafter.length == "dynamic")
+            self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer)
             self._catch_up = CatchUpPass(neural.model, paged, self.buckets, decoder.dtype, self.capturer)
             neural.catch_up, neural.draft_loop = self._catch_up.run, self.loop.make
             neural.prepare = make_prepare(config.block_size, 1 if neural.capture else 0, decoder.device)
@@ -182,25 +182,19 @@ class GraphStep:
 
     @torch.inference_mode()
     def capture_all(self) -> int:
-        """Capture what plain decoding will ask for, so that no request waits for it; how many graphs there are.
-
-        Query lengths are 1 and the longest; others, which a drafter of varying length asks for, are captured when they
-        first come. A drafting model catches up on any number of rows.
-        """
-        longest = self.buckets.query_lengths[-1]
+        """Capture all that decoding will ask for, so that no request waits for it; how many graphs there are."""
         for bucket in self.buckets:
-            if bucket.num_queries in (1, longest):
-                self.runner.target.prepare(bucket)
-                sampled = self.loop is not None and bucket.num_queries > 1
-                for checked in (False, True):
-                    for logprobs, filtered in ((False, False), (True, False), (True, True)):
-                        self.judge.prepare(bucket, Kind(sampled, checked, logprobs, filtered))
-            if self.loop is not None and self._catch_up is not None:
+            self.runner.target.prepare(bucket)
+            sampled = self.loop is not None and bucket.num_queries > 1
+            for checked in (False, True):
+                for logprobs, filtered in ((False, False), (True, False), (True, True)):
+                    self.judge.prepare(bucket, Kind(sampled, checked, logprobs, filtered))
+        if self.loop is not None and self._catch_up is not None:
+            for bucket in self.buckets:
                 hidden = self._catch_up.prepare(bucket).replay()
-                if bucket.num_queries == longest:
-                    drafts = Bucket(bucket.num_seqs, self._config.drafter.max_drafts)
-                    for filtered in (False, True):
-                        self.loop.prepare(drafts, hidden, filtered=filtered)
+            for bucket in self._lengths:
+                for filtered in (False, True):
+                    self.loop.prepare(bucket, hidden, filtered=filtered)
         return self.capturer.num_captured
 
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:

@@ -10,9 +10,24 @@ SIZES = st.tuples(st.integers(1, 600), st.integers(0, 64))
 
 
 def test_small_shapes_are_exact_and_large_ones_come_in_steps() -> None:
-    assert Buckets.of(20, 7) == Buckets((1, 2, 4, 8, 16, 20), (1, 2, 3, 4, 5, 8))
-    assert Buckets.of(1, 0) == Buckets((1,), (1,))
-    assert Buckets.of(3, 4) == Buckets((1, 2, 3), (1, 2, 3, 4, 5))
+    assert Buckets.of(20, 7) == Buckets((1, 2, 4, 8, 16, 20), (1, 2, 3, 4, 5, 8), 128)
+    assert Buckets.of(1, 0) == Buckets((1,), (1,), 128)
+    assert list(Buckets.of(3, 1)) == [(3, 2), (3, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
+
+
+def test_a_few_rows_are_padded_to_the_longest_and_many_are_not() -> None:
+    buckets = Buckets.of(32, 4)
+    assert [bucket.num_queries for bucket in buckets if bucket.num_seqs == 24] == [5, 1]
+    assert [bucket.num_queries for bucket in buckets if bucket.num_seqs == 32] == [5, 4, 3, 2, 1]
+    assert buckets.fit(20, 2) == (24, 5)
+    assert buckets.fit(30, 2) == (32, 2)
+
+
+def test_rounds_of_a_model_have_as_many_drafts_as_are_planned() -> None:
+    buckets = Buckets.of(3, 4)
+    assert list(buckets.of_drafts(varying=False)) == [(3, 4), (2, 4), (1, 4)]
+    assert [bucket.num_queries for bucket in buckets.of_drafts(varying=True)] == [4, 3, 2, 1] * 3
+    assert buckets.of_drafts(varying=True).fit(2, 2) == (2, 2)
 
 
 @given(SIZES)
@@ -46,6 +61,6 @@ def test_packed_rows_leave_a_row_for_every_sequence_that_is_padding(
     assert buckets.fit_rows(buckets.largest.num_seqs + 1, 1000) is None
 
 
-@pytest.mark.parametrize(("num_seqs", "num_queries", "expected"), [(3, 6, (4, 8)), (9, 1, (16, 1)), (17, 8, (20, 8))])
+@pytest.mark.parametrize(("num_seqs", "num_queries", "expected"), [(3, 6, (4, 8)), (9, 1, (16, 1)), (17, 2, (20, 2))])
 def test_the_smallest_shape_that_holds_a_step_is_taken(num_seqs: int, num_queries: int, expected: Bucket) -> None:
     assert Buckets.of(20, 7).fit(num_seqs, num_queries) == expected

@@ -203,6 +203,25 @@ def test_a_chunk_of_a_prompt_goes_to_the_device_in_copies_that_nobody_waits_for(
             assert not device.waits
 
 
+@pytest.mark.parametrize(("name", "cheap_rows"), [*((name, 128) for name in ALL), ("ngram", 0), ("dynamic", 0)])
+def test_nothing_is_captured_while_requests_are_served(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, cheap_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts short and long, answers of all lengths, requests that come and go, and that no graph can hold."""
+    drafter = dataclasses.replace(drafters["eagle3"], length="dynamic") if name == "dynamic" else drafters[name]
+    monkeypatch.setattr("speculative.gpu.buckets._CHEAP_ROWS", cheap_rows)
+    with PretendedCuda(capture_beforehand=True) as device:
+        engine = load(device="cuda", drafter=drafter, max_num_seqs=3)
+        captured = len(device.graphs)
+        params = [dataclasses.replace(own, max_tokens=2 + 3 * index) for index, own in enumerate([*SHORT, *MIXED[::2]])]
+        add_all(engine, params[::2])
+        for _ in range(7):
+            engine.step()
+        add_all(engine, params[1::2], prefix="late")
+        run(engine)
+        assert len(device.graphs) == captured
+
+
 # -- what it finds --------------------------------------------------------------------------------------------------
 
 
