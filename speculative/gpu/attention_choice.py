@@ -23,9 +23,14 @@ def why_no_triton() -> str:
     return ""
 
 
+def uses_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device."""
+    return device.type == "cuda" and not why_no_triton()
+
+
 def make_attend(sizes: AttentionSizes, device: torch.device) -> AttendPaged:
     """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
-    if device.type == "cuda" and not why_no_triton():
+    if uses_triton(device):
         from speculative.gpu.triton_attention import TritonAttend
 
         return TritonAttend(sizes)
@@ -34,7 +39,7 @@ def make_attend(sizes: AttentionSizes, device: torch.device) -> AttendPaged:
 
 def make_prepare(block_size: int, first: int, device: torch.device) -> PreparePass:
     """As `make_attend`, for passes that run eagerly. first: the position of a context's first slot."""
-    if device.type == "cuda" and not why_no_triton():
+    if uses_triton(device):
         from speculative.gpu.triton_prompts import TritonAttendPacked
 
         return SendPacked(block_size, first, TritonAttendPacked())
@@ -43,7 +48,7 @@ def make_prepare(block_size: int, first: int, device: torch.device) -> PreparePa
 
 def make_layer_ops(device: torch.device) -> LayerOps:
     """As `make_attend`."""
-    if device.type == "cuda" and not why_no_triton():
+    if uses_triton(device):
         from speculative.gpu.triton_layers import TritonLayerOps
 
         return TritonLayerOps()

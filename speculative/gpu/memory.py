@@ -7,26 +7,33 @@ import torch
 from speculative.config import EngineConfig
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.errors import ConfigError
+from speculative.gpu.attention_choice import uses_triton
 from speculative.gpu.buckets import Buckets
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 
 _KEPT_FREE = 0.05  # of the device's memory, for what is not counted here
+_DRAFT_MATRICES = 8  # [B, W] float32 that a draft is sampled with
 
 
-def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: object) -> int:
-    """An upper estimate of the device memory that captured steps hold, for the largest bucket.
+def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft_model: DraftModel | None) -> int:
+    """An upper estimate of the device memory that captured steps hold.
 
-    The graphs share one pool, so the largest counts: logits, processed logits, p and what verification makes of them
-    (nine matrices [R, V] float32, three of them for filters; three more for a model's drafts), the activations of a
-    layer, attention's workspace.
+    The graphs share one pool, so the largest counts: verification, the activations of a layer, attention's workspace.
+    Each graph has block tables of its own. A drafting model's q [K x B, W] outlives its graph.
     """
-    model, num_rows = decoder.config, buckets.largest.num_rows
-    matrices = 9 + (3 if draft_model is not None else 0)
-    vocabulary = matrices * num_rows * model.vocab_size * 4
-    workspace = sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
-    return vocabulary + _activation_bytes(model, num_rows) + workspace
+    model, (num_seqs, num_queries) = decoder.config, buckets.largest
+    num_rows = num_seqs * num_queries
+    by_triton = uses_triton(decoder.device)
+    needed = _verification_bytes(decoder, num_rows, by_triton=by_triton, drafted=draft_model is not None)
+    needed += _activation_bytes(model, num_rows) + sizes.workspace_bytes(num_rows, model.num_heads, model.head_dim)
+    num_tables = sum(bucket.num_seqs for bucket in buckets)
+    if draft_model is not None:
+        width = model.vocab_size if draft_model.ids is None else len(draft_model.ids)
+        needed += (num_rows - num_seqs + _DRAFT_MATRICES * num_seqs) * width * 4
+        num_tables = 2 * num_tables + sum(bucket.num_seqs for bucket in buckets.of_drafts(varying=True))
+    return needed + num_tables * sizes.max_blocks * 8
 
 
 def free_bytes(device: torch.device) -> tuple[int, int]:
@@ -54,9 +61,10 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
     longest = config.max_model_len or model.max_position_embeddings
     buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts)
     sizes = AttentionSizes(config.block_size, buckets.largest.num_queries, -(-longest // config.block_size))
-    # Steps that cannot be replayed take as much as the captured ones beside the graphs' pool.
-    steps = 2 * graph_bytes(decoder, buckets, sizes, draft_model)
-    steps += _activation_bytes(model, config.max_batched_tokens)  # of prompts
+    steps = graph_bytes(decoder, buckets, sizes, draft_model) + _activation_bytes(model, config.max_batched_tokens)
+    # Steps that cannot be replayed, beside the graphs' pool.
+    num_rows = config.max_num_seqs * (1 + config.drafter.max_drafts)
+    steps += _verification_bytes(decoder, num_rows, by_triton=False, drafted=draft_model is not None)
     free, total = free_bytes(decoder.device)
     room = int(free - _KEPT_FREE * total) - steps
     num_blocks = room // (token_bytes * config.block_size) - 1  # less the block of padding rows
@@ -67,6 +75,17 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
             "max_batched_tokens, take a smaller model, or a GPU that nothing else uses."
         )
     return num_blocks * config.block_size
+
+
+def _verification_bytes(decoder: Decoder, num_rows: int, *, by_triton: bool, drafted: bool) -> int:
+    """Of matrices [R, V].
+
+    Triton's kernels: the LM head's output, logits in float32 where some are edited, partial sums of blocks. torch's
+    operators: nine matrices in float32, three of them for filters; three more for a model's drafts.
+    """
+    number = decoder.dtype.itemsize + 4 if by_triton else 4 * (12 if drafted else 9)
+    sums = decoder.config.vocab_size // 4 + 1024  # a row
+    return num_rows * (number * decoder.config.vocab_size + sums)
 
 
 def _activation_bytes(model: ModelConfig, num_rows: int) -> int:

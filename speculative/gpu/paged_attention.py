@@ -14,7 +14,10 @@ from speculative.cache.kv_cache import KVCache
 from speculative.model.attention import CacheAttention
 
 SPLIT_TOKENS = 256
-"""Positions that one program of the kernel reads: a constant, so that no result depends on the batch."""
+"""Positions that a program of the kernel reads before it goes on to its next ones: a constant, as is how many share a
+context, so that no result depends on the batch."""
+
+_MOST_PROGRAMS = 32  # more would leave at once where the context is not the longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,13 @@ class AttentionSizes:
     max_blocks: int
 
     @property
-    def num_splits(self) -> int:
-        """Programs that share the longest sequence."""
-        return -(-self.max_blocks * self.block_size // SPLIT_TOKENS)
+    def num_programs(self) -> int:
+        """Programs that share a context: program i reads split i, i + `num_programs`, and so on."""
+        return min(_MOST_PROGRAMS, -(-self.max_blocks * self.block_size // SPLIT_TOKENS))
 
     def workspace_bytes(self, num_rows: int, num_heads: int, head_dim: int) -> int:
         """Bytes of the partial results of `num_rows` rows, float32."""
-        return num_rows * num_heads * self.num_splits * (head_dim + 1) * 4
+        return num_rows * num_heads * self.num_programs * (head_dim + 1) * 4
 
 
 AttendPaged = Callable[[Tensor, Tensor, Tensor, PagedRows], Tensor]

@@ -1,10 +1,10 @@
 """`PagedAttention` as two Triton kernels; imported only where Triton is installed.
 
 The context of a sequence is cut into splits of SPLIT_TOKENS positions; a program computes every n-th of them for the
-rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023), each with a running softmax
-(Milakov and Gimelshein, 2018) in float32. A second kernel merges the splits that a row sees, first to last. Splits and
-tiles have the same sizes for every batch and every Q, and what a row does not see leaves its sums as they are, so its
-result is a function of its own inputs.
+rows of one KV head (Dao et al., "Flash-Decoding for long-context inference", 2023), with a running softmax
+(Milakov and Gimelshein, 2018) in float32. A second kernel merges what the programs found, first to last. n and the
+sizes of splits and tiles are the same for every batch and every Q, and what a row does not see leaves its sums as they
+are, so its result is a function of its own inputs.
 """
 
 import torch
@@ -18,7 +18,6 @@ _TILE_BYTES = 16384  # of keys, and of values: what fits beside the rows
 _MOST_TILE_TOKENS = {2: 64, 4: 32}  # by bytes of a number
 _LEAST_ROWS, _MOST_ROWS = 16, 64  # of a matrix product: what tensor cores take, and what fits into shared memory
 _MOST_SUMS = 8192  # of a program: what fits into the registers of 8 warps
-_MOST_PROGRAMS = 32  # that share a context; most would leave at once if there were one for each split of the longest
 LOG2_E = 1.4426950408889634
 
 
@@ -60,14 +59,14 @@ def attend_tile(  # noqa: PLR0913
 
 
 @triton.jit
-def _attend_split(  # noqa: PLR0913
+def _attend_splits(  # noqa: PLR0913
     query,  # [B * Q, KV * GROUP, D]
     keys,  # [num_slots, KV, D]
     values,
     blocks,  # [B, num_blocks] int64
     visible,  # [B * Q] int64
-    partial,  # [B * Q, KV * GROUP, NUM_SPLITS, D] float32: softmax-weighted values of one split
-    weight,  # [B * Q, KV * GROUP, NUM_SPLITS] float32: log2 of the sum of the split's exponentials
+    partial,  # [B * Q, KV * GROUP, P, D] float32: softmax-weighted values of what one of P programs reads
+    weight,  # [B * Q, KV * GROUP, P] float32: log2 of the sum of its exponentials
     scale,  # of the scores, in units of log2
     num_queries,  # Q
     num_parts,  # programs that share the rows of a sequence and a KV head
@@ -80,7 +79,6 @@ def _attend_split(  # noqa: PLR0913
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -103,23 +101,25 @@ def _attend_split(  # noqa: PLR0913
     keys += kv_head * cache_head_stride
     values += kv_head * cache_head_stride
     table = blocks + sequence * num_blocks
-    for split in range(tl.program_id(2), tl.cdiv(longest, SPLIT), tl.num_programs(2)):
-        begin = split * SPLIT
-        highest = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        summed = tl.zeros([ROWS, DIM], tl.float32)
-        for offset in range(0, SPLIT, TILE):
-            position = begin + offset + tl.arange(0, TILE)
-            there = (position >= FIRST) & (position < longest)
-            highest, total, summed = attend_tile(
-                *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
-                HEAD_DIM=HEAD_DIM,
-                BLOCK_SIZE=BLOCK_SIZE,
-                DIM=DIM,
-            )
+    program, num_programs = tl.program_id(2), tl.num_programs(2)
+    num_splits = tl.cdiv(tl.maximum(tl.cdiv(longest, SPLIT) - program, 0), num_programs)
+    highest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, DIM], tl.float32)
+    for index in range(0, num_splits * (SPLIT // TILE)):
+        split = program + index // (SPLIT // TILE) * num_programs
+        position = split * SPLIT + index % (SPLIT // TILE) * TILE + tl.arange(0, TILE)
+        there = (position >= FIRST) & (position < longest)
+        highest, total, summed = attend_tile(
+            *(q, keys, values, table, position, there, seen, highest, total, summed, scale, cache_slot_stride),
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_SIZE=BLOCK_SIZE,
+            DIM=DIM,
+        )
+    if num_splits > 0:
         some = total > 0
         safe = tl.where(some, total, 1.0)
-        cell = (token * (tl.num_programs(1) * GROUP) + head) * NUM_SPLITS + split
+        cell = (token * (tl.num_programs(1) * GROUP) + head) * num_programs + program
         tl.store(
             partial + (cell[:, None] * HEAD_DIM + dim[None, :]),
             summed / safe[:, None],
@@ -129,13 +129,13 @@ def _attend_split(  # noqa: PLR0913
 
 
 @triton.jit
-def _merge_splits(  # noqa: PLR0913
+def _merge_parts(  # noqa: PLR0913
     partial,
     weight,
     visible,
     out,  # [B * Q, num_heads, D], contiguous
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr,
     DIM: tl.constexpr,
 ):
@@ -147,8 +147,8 @@ def _merge_splits(  # noqa: PLR0913
     highest = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     summed = tl.zeros([DIM], tl.float32)
-    for split in range(0, tl.cdiv(seen, SPLIT)):  # what lies behind was written by nobody
-        cell = place * NUM_SPLITS + split + tl.zeros([1], tl.int64)
+    for program in range(0, tl.minimum(tl.cdiv(seen, SPLIT), NUM_PROGRAMS)):  # the others may have written nothing
+        cell = place * NUM_PROGRAMS + program + tl.zeros([1], tl.int64)
         lse = tl.load(weight + cell)
         part = tl.load(partial + (cell * HEAD_DIM + dim), mask=in_head, other=0.0)
         new_highest = tl.maximum(highest, lse)
@@ -177,10 +177,10 @@ class TritonAttend:
         query = query.to(keys.dtype)
         if query.stride(2) != 1:
             query = query.contiguous()
-        num_splits, dim = self._sizes.num_splits, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
+        num_programs, dim = self._sizes.num_programs, max(_LEAST_ROWS, triton.next_power_of_2(head_dim))
         tile_rows = rows_of_program(self._sizes.max_queries * group, dim)
         num_parts = triton.cdiv(rows.num_queries * group, tile_rows)
-        _attend_split[(num_seqs * num_parts, num_kv_heads, min(num_splits, _MOST_PROGRAMS))](
+        _attend_splits[(num_seqs * num_parts, num_kv_heads, num_programs)](
             query,
             keys,
             values,
@@ -200,20 +200,19 @@ class TritonAttend:
             GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_SIZE=self._sizes.block_size,
-            NUM_SPLITS=num_splits,
             SPLIT=SPLIT_TOKENS,
             TILE=tile_tokens(dim, keys.element_size()),
             ROWS=tile_rows,
             DIM=dim,
             num_warps=warps_for(tile_rows, dim),
         )
-        _merge_splits[(num_rows, num_heads)](
+        _merge_parts[(num_rows, num_heads)](
             partial,
             weight,
             rows.visible,
             out,
             HEAD_DIM=head_dim,
-            NUM_SPLITS=num_splits,
+            NUM_PROGRAMS=num_programs,
             SPLIT=SPLIT_TOKENS,
             DIM=dim,
         )
@@ -236,7 +235,7 @@ def warps_for(tile_rows: int, dim: int) -> int:
 
 
 def workspace(sizes: AttentionSizes, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the partial results of the splits: values, and their weights. Within a graph all layers share it."""
-    cells = (*query.shape[:2], sizes.num_splits)
+    """Room for the partial results of the programs: values, and their weights. Within a graph all layers share it."""
+    cells = (*query.shape[:2], sizes.num_programs)
     partial = torch.empty((*cells, query.shape[2]), dtype=torch.float32, device=query.device)
     return partial, torch.empty(cells, dtype=torch.float32, device=query.device)

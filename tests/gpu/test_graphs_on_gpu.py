@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from speculative.config import DrafterConfig
+from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.gpu.capture import Capturer, Outputs
 from speculative.gpu.memory import graph_bytes
@@ -125,8 +126,8 @@ def test_all_rounds_find_their_graphs_captured_and_the_memory_estimate_holds(
     engine = gpu_engine(gpu_folder, drafter=drafter("draft_model", gpu_folder))
     torch.cuda.empty_cache()
     sizes = AttentionSizes(16, 4, -(-engine.max_model_len // 16))
-    assert engine.graphs is not None
-    estimate = graph_bytes(decoder_of(engine), engine.graphs.buckets, sizes, object())
+    assert engine.graphs is not None and isinstance(engine.drafter, ModelDrafter)
+    estimate = graph_bytes(decoder_of(engine), engine.graphs.buckets, sizes, engine.drafter.model)
     # Libraries keep workspaces of their own, and the allocator's segments are not full.
     assert torch.cuda.memory_reserved() - reserved < estimate + (256 << 20)
     assert engine.graphs is not None

@@ -136,14 +136,17 @@ def test_the_kernels_bits_depend_on_neither_neighbours_nor_padding(monkeypatch: 
 
 @needs_triton
 @pytest.mark.parametrize("num_programs", [1, 2])
-def test_how_many_programs_share_a_context_does_not_change_the_bits(
+def test_a_program_reads_several_parts_of_a_context_that_is_long(
     monkeypatch: pytest.MonkeyPatch, num_programs: int
 ) -> None:
-    triton = poisoned_triton(monkeypatch)
-    arguments = scene((3, 1, 64), CONTEXTS, 5, torch.float32)
-    expected = triton(*arguments)
-    monkeypatch.setattr("speculative.gpu.triton_attention._MOST_PROGRAMS", num_programs)
-    assert torch.equal(triton(*arguments), expected)
+    monkeypatch.setattr("speculative.gpu.paged_attention._MOST_PROGRAMS", num_programs)
+    triton, heads = poisoned_triton(monkeypatch), (3, 1, 64)
+    arguments = scene(heads, CONTEXTS, 5, torch.float32)
+    whole, live = triton(*arguments), arguments[3].visible > 0
+    assert (whole.double() - row_by_row(*arguments))[live].abs().max() < TOLERANCE[torch.float32]
+    before, count = CONTEXTS[3]
+    alone = triton(*scene(heads, [(0, 0)] * 3 + [(before, count)], count, torch.float32))
+    assert torch.equal(alone[-count:], whole.unflatten(0, (-1, 5))[3, :count])
 
 
 @needs_triton
@@ -171,7 +174,8 @@ def test_keys_and_values_are_stored_before_they_are_seen(attend: AttendPaged) ->
 
 @needs_triton
 def test_the_workspace_is_accounted_for() -> None:
-    assert (SIZES.num_splits - 1) * SPLIT_TOKENS < MAX_BLOCKS * BLOCK_SIZE <= SIZES.num_splits * SPLIT_TOKENS
+    assert (SIZES.num_programs - 1) * SPLIT_TOKENS < MAX_BLOCKS * BLOCK_SIZE <= SIZES.num_programs * SPLIT_TOKENS
+    assert AttentionSizes(16, 5, 8192).workspace_bytes(1, 1, 64) == 32 * 65 * 4, "whatever the longest sequence"
     from speculative.gpu.triton_attention import workspace
 
     held = sum(part.nbytes for part in workspace(SIZES, torch.empty(7, 4, 16)))
