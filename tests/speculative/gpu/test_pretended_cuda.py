@@ -190,6 +190,26 @@ def test_more_sequences_than_are_captured_take_several_replays(
     assert_same(*on_both(scene, load))
 
 
+def test_without_graphs_attention_is_torchs_and_waits_for_no_plan_of_cudnn(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, masked = torch.nn.functional.scaled_dot_product_attention, set[bool]()
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
+        masked.add(named["attn_mask"] is not None)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert named["attn_mask"] is None or query.shape[1] == key.shape[1], "what takes a mask takes no groups"
+        return attend(query, key, value, **named)
+
+    expected = answers(load(max_batched_tokens=20), SHORT)  # some prompts in pieces
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
+    with PretendedCuda():
+        found = answers(load(device="cuda", cuda_graphs=False, max_batched_tokens=20), SHORT)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert_same(found, expected)
+    assert masked == {False, True}
+
+
 @pytest.mark.parametrize("name", ["none", "eagle3"])
 def test_a_chunk_of_a_prompt_goes_to_the_device_in_copies_that_nobody_waits_for(
     load: Load, drafters: dict[str, DrafterConfig], name: str
