@@ -170,7 +170,7 @@ class TritonLayerOps:
         """As `LayerOps`."""
         hidden, update = hidden.contiguous(), update.contiguous()
         added, (num_rows, size) = torch.empty_like(hidden), hidden.shape
-        quantized = _no_rows(hidden, size) if norm.feeds_fp8 else None
+        quantized = _empty_fp8(hidden, size) if norm.feeds_fp8 else None
         normed, scales = quantized or (torch.empty_like(hidden), None)
         block = triton.next_power_of_2(size)
         _add_norm[(num_rows,)](
@@ -244,15 +244,15 @@ def rotate_and_store(
 
 def _quantized(rows: Tensor, *, gated: bool) -> Fp8Rows:
     size = rows.shape[1] // 2 if gated else rows.shape[1]
-    out, block = _no_rows(rows, size), quantized_at_once(size)
+    out, block = _empty_fp8(rows, size), quantized_at_once(size)
     _quantize[(len(rows),)](
         rows.contiguous(), *out, SIZE=size, BLOCK=block, GATED=gated, num_warps=norm_warps(2 * block)
     )
     return out
 
 
-def _no_rows(like: Tensor, size: int) -> Fp8Rows:
-    """As many as `like` has, to be written."""
+def _empty_fp8(like: Tensor, size: int) -> Fp8Rows:
+    """As many rows as `like` has, to be written."""
     num_rows = len(like)
     return Fp8Rows(like.new_empty((num_rows, size), dtype=E4M3), like.new_empty((num_rows, 1), dtype=torch.float32))
 

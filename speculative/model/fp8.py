@@ -49,7 +49,7 @@ def why_no_fp8(device: torch.device, dtype: str) -> str:
     Where there is no GPU, one to come counts as able.
     """
     if device.type != "cuda":
-        return "FP8 products need a GPU; on a CPU take quantization: w8a8 or w4a8, and a checkpoint that is not in FP8"
+        return "FP8 products need a GPU; on a CPU take quantization: w8a8 or w4a8, and a checkpoint not in FP8"
     if dtype != "bfloat16":
         return f"FP8 products give bfloat16, and dtype is {dtype}; take dtype: bfloat16"
     if not torch.cuda.is_available():
@@ -57,7 +57,7 @@ def why_no_fp8(device: torch.device, dtype: str) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         name = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"
-        return f"FP8 products need compute capability 8.9 (Ada, Hopper and later), and {name}; take quantization: auto"
+        return f"FP8 products need 8.9 or higher, and {name}; take quantization: auto, and a checkpoint not in FP8"
     version = torch.__version__.split("+")[0]
     if capability == (8, 9) and tuple(map(int, version.split(".")[:2])) < (2, 12):  # pytorch/pytorch#177651
         return f"on this GPU, torch {version} launches FP8 products outside of CUDA graphs; install torch 2.12 or later"
