@@ -65,7 +65,7 @@ def stages(folder: Path) -> tuple[Stage, ...]:
     page = ("--markdown", str(folder / "bench.md"), "--section")
     everything_equal = ("equality",)
     return (
-        Stage("kernels", 180, (*test, "tests/gpu/test_triton_on_gpu.py", "tests/gpu/test_layers_on_gpu.py")),
+        Stage("kernels", 180, (*test, *(f"tests/gpu/test_{name}_on_gpu.py" for name in ("triton", "layers", "fp8")))),
         Stage(
             "graphs", 300, (*test, "tests/gpu/test_graphs_on_gpu.py", "-k", "replay_reads or share_a_pool or memory")
         ),

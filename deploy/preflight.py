@@ -26,7 +26,7 @@ from serve_app.config.base import PoolName
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig
 from speculative.errors import ConfigError, TruespecError
-from speculative.model.config import ModelConfig
+from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.loading import checkpoint_files, choose_weights
 from speculative.model.mtp import MtpConfig
@@ -36,8 +36,8 @@ _Found = TypeVar("_Found")
 
 _PLACE = "applications[0].args"
 _GIB = 2**30
-# Bytes of a weight in each form that a CPU may keep; the four- and eight-bit ones share a scale among 32.
-_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "w16a16": 2.0, "int8": 34 / 32, "w8a8": 34 / 32}
+# Bytes of a weight in each form; the CPU's four- and eight-bit ones share a scale among 32.
+_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "w16a16": 2.0, "fp8": 1.0, "int8": 34 / 32, "w8a8": 34 / 32}
 _WEIGHT_BYTES |= {"int4": 20 / 32, "w4a8": 20 / 32}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; below, it is slow, with a warning
@@ -246,8 +246,9 @@ def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, P
         yield from _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
     faults, longest = _look("engine.max_model_len", partial(longest_sequence, model, engine))
     yield from faults
-    if engine.quantization not in ("auto", engine.dtype) and not config.uses_gpu:
-        choose = partial(choose_weights, engine.quantization, folder, dtype=engine.dtype, device=torch.device("cpu"))
+    if engine.quantization not in ("auto", engine.dtype) or holds_fp8(folder):
+        device = torch.device("cuda" if config.uses_gpu else "cpu")
+        choose = partial(choose_weights, engine.quantization, folder, dtype=engine.dtype, device=device)
         yield from _look("engine.quantization", choose)[0]
     if longest is not None and "drafter.model" in sources:
         yield from _drafter_faults(config.drafter.kind, sources["drafter.model"], model, longest)
@@ -284,23 +285,24 @@ def _memory_faults(
     config: AppConfig, model: ModelConfig, machine: Machine, sources: Mapping[str, Path]
 ) -> Iterator[Fault]:
     """Weights and KV caches that no memory holds. Activations and libraries, which come on top, are not counted."""
-    numbers = sum(_num_weights(folder) for folder in sources.values())
     if config.uses_gpu:
         if machine.gpu_bytes:
             # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
-            yield from _room_faults(config, model, numbers, 1, (max(machine.gpu_bytes), "one GPU"))
+            yield from _room_faults(config, model, sources, 1, (max(machine.gpu_bytes), "one GPU"))
     else:
         replicas = sum(config.pool(name).least_replicas for name in config.pool_names)
-        yield from _room_faults(config, model, numbers, replicas, (machine.memory_bytes, "this machine"))
+        yield from _room_faults(config, model, sources, replicas, (machine.memory_bytes, "this machine"))
 
 
 def _room_faults(
-    config: AppConfig, model: ModelConfig, num_weights: int, replicas: int, room: tuple[float, str]
+    config: AppConfig, model: ModelConfig, sources: Mapping[str, Path], replicas: int, room: tuple[float, str]
 ) -> Iterator[Fault]:
     engine = config.engine_config(config.pool_names[0])
     room_bytes, place = room
-    plain = _DTYPE_BYTES[engine.dtype] * num_weights  # a checkpoint is read before it is packed
-    kept = _kept_bytes(engine, uses_gpu=config.uses_gpu) * num_weights
+    num_weights = sum(_num_weights(folder) for folder in sources.values())
+    form = _smallest_form(engine, sources["model.source"], uses_gpu=config.uses_gpu)
+    read = form if form == "fp8" else engine.dtype  # a checkpoint is read before a CPU packs it
+    plain, kept = _WEIGHT_BYTES[read] * num_weights, _WEIGHT_BYTES[form] * num_weights
     token_bytes = model.kv_shape.num_values * _DTYPE_BYTES[engine.dtype]
     num_tokens = (
         engine if config.uses_gpu else engine.on_cpu()
@@ -310,7 +312,7 @@ def _room_faults(
     if replicas * plain > room_bytes:
         yield Fault(
             "model.source",
-            f"the weights take {plain / _GIB:.1f} GiB in {engine.dtype} on each of {replicas} replicas, and {here}; "
+            f"the weights take {plain / _GIB:.1f} GiB in {read} on each of {replicas} replicas, and {here}; "
             "take a smaller model, fewer replicas, or a cluster (--address).",
         )
     elif replicas * (kept + cache) > room_bytes:
@@ -322,11 +324,14 @@ def _room_faults(
         )
 
 
-def _kept_bytes(engine: EngineConfig, *, uses_gpu: bool) -> float:
-    """Minimum bytes of a weight once loaded: four bits on a CPU unless configured otherwise."""
+def _smallest_form(engine: EngineConfig, folder: Path, *, uses_gpu: bool) -> str:
+    """What takes the fewest bytes among the forms that weights may have once loaded: four bits on a CPU unless
+    configured otherwise."""
+    if engine.quantization == "fp8" or holds_fp8(folder):
+        return "fp8"
     if uses_gpu or engine.quantization == engine.dtype or engine.dtype == "float32":
-        return _WEIGHT_BYTES[engine.dtype]
-    return _WEIGHT_BYTES["int4" if engine.quantization == "auto" else engine.quantization]
+        return engine.dtype
+    return "int4" if engine.quantization == "auto" else engine.quantization
 
 
 def _num_weights(folder: Path) -> int:

@@ -12,7 +12,7 @@ from speculative.options import OptionError, Options, OptionValue, SomeOptions, 
 CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
 
 VerifierName = Literal["token_wise", "block", "coupled"]
-WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8"]
+WeightsName = Literal["auto", "bfloat16", "w16a16", "float32", "int8", "int4", "w8a8", "w4a8", "fp8"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
@@ -100,7 +100,8 @@ class EngineSettings(Options):
     )
     quantization: WeightsName = option(
         "auto",
-        "How a CPU keeps them: as their source did, else as `dtype`. int8, int4 round; w8a8, w4a8, w16a16 activations.",
+        "How they are kept: as their source did, else as `dtype`. On a CPU, int8 and int4 round; w8a8, w4a8 and w16a16 "
+        "round activations. On a GPU, fp8 rounds both.",
     )
     device: str = option(
         "auto", "`auto` takes the GPU that Ray gave the replica, else the CPU.", pattern=r"^(auto|cpu|cuda(:\d+)?)$"

@@ -40,7 +40,7 @@ _logger = logging.getLogger("truespec.engine")
 _IDLE_S = 0.02  # wait for a command when there is work but nothing can run (all blocks are held)
 _LOOK_EVERY_S = 1.0  # checks whether an awaited engine is alive
 _STALLED_AFTER_S = 120.0  # a step that takes longer counts as hung
-_ROUNDED = ("int8", "int4", "w8a8", "w4a8")  # values of `engine.quantization` that round the weights
+_ROUNDED = ("int8", "int4", "w8a8", "w4a8", "fp8")  # values of `engine.quantization` that round the weights
 _WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
 
 Command = Callable[[EngineCore], None]

@@ -36,7 +36,7 @@ from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
 from speculative.options import OptionError, Options, options_of
 
-_EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
+_EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "fp8": 2.0}
 
 
 class ModelSection(Section):
@@ -256,15 +256,16 @@ class ReplaySection(Section):
     distribution_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.01
     """How far rounding may move the means of the calibration test."""
     edge_nats: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Nats by which rounding may move a filter's edge, or the likeliest token; by dtype when not set."""
+    """Nats by which rounding may move a filter's edge, or the likeliest token; by dtype, or fp8, when not set."""
     verify_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long an answer with `verify` waits for its replay; then it says `unverified`."""
     keep_verdicts: AtLeastOne = 10000
     """Replies whose verdicts `GET /v1/verdicts/{id}` remembers."""
 
-    def edge_of(self, dtype: str) -> float:
-        """`edge_nats`, or the default for this dtype."""
-        return self.edge_nats if self.edge_nats is not None else _EDGE_NATS[dtype]
+    def edge_of(self, engine: EngineSection) -> float:
+        """`edge_nats`, or the default for what this engine computes in."""
+        rounding = "fp8" if engine.quantization == "fp8" else engine.dtype
+        return self.edge_nats if self.edge_nats is not None else _EDGE_NATS[rounding]
 
 
 class BreakerSection(Section):

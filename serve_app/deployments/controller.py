@@ -56,7 +56,7 @@ class Controller:
 
         self._sums = PrometheusSink(source=context.replica_tag)
         metrics = Metrics([RaySink(), self._sums], model_name=config.model.served_name, pool=pool)
-        rounding = Rounding(config.replay.distribution_tolerance, config.replay.edge_of(config.engine.dtype))
+        rounding = Rounding(config.replay.distribution_tolerance, config.replay.edge_of(config.engine))
         num_draft_tokens = 0 if config.drafter.kind == "none" else config.drafter.num_draft_tokens
         self._book = ReplicaBook(metrics, rounding, _dump_folder(config), config.replay.keep_verdicts)
         self._checker = ReplayChecker(

@@ -1,4 +1,4 @@
-"""`LayerOps` as three Triton kernels; imported only where Triton is installed.
+"""`LayerOps` as four Triton kernels; imported only where Triton is installed.
 
 What a row becomes is a function of that row alone. Results are rounded to the rows' dtype where torch's operators round
 theirs, so in bfloat16 and float16 rotations have the same bits; norms and gates, whose sums and exponentials differ in
@@ -11,10 +11,20 @@ import triton.language as tl
 from torch import Tensor
 
 from speculative.model.attention import CacheAttention
+from speculative.model.fp8 import E4M3, LARGEST, LEAST_AMAX, Fp8Rows, Rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation
 
 _GATE_BLOCK = 1024
+_QUANTIZED_AT_ONCE = 4096  # numbers of a row
+_LEAST_AMAX, _SCALE = tl.constexpr(LEAST_AMAX), tl.constexpr(1 / LARGEST)
 _PAIRS = 512  # that a program rotates
+
+
+@triton.jit
+def _scale_of(amax):
+    """Of a row, as `quantize_rows`, and its inverse. A NaN that `max` passed over stays one in the numbers."""
+    scale = tl.maximum(amax, _LEAST_AMAX) * _SCALE
+    return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
@@ -23,14 +33,17 @@ def _add_norm(  # noqa: PLR0913
     update,  # [N, SIZE]
     norm_weight,  # [SIZE]
     added,  # [N, SIZE] hidden + update
-    normed,  # [N, SIZE]
+    normed,  # [N, SIZE], e4m3 if QUANTIZED
+    scales,  # [N] float32, if QUANTIZED
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    place = tl.program_id(0).to(tl.int64) * SIZE + column
+    num_row = tl.program_id(0).to(tl.int64)
+    place = num_row * SIZE + column
     summed = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
     summed += tl.load(update + place, mask=inside, other=0.0).to(tl.float32)
     rounded = summed.to(added.dtype.element_ty)
@@ -38,18 +51,59 @@ def _add_norm(  # noqa: PLR0913
     row = rounded.to(tl.float32)
     scaled = row * tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
     scaled *= tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    scaled = scaled.to(added.dtype.element_ty)
+    if QUANTIZED:
+        scaled = scaled.to(tl.float32)
+        scale, inverse = _scale_of(tl.max(tl.abs(scaled), axis=0))
+        tl.store(scales + num_row, scale)
+        scaled *= inverse
     tl.store(normed + place, scaled.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(gate_up, row, column, SIZE: tl.constexpr):
+    """Of [N, 2 * SIZE]; 0 beyond a row."""
+    inside = column < SIZE
+    gate = tl.load(gate_up + row * (2 * SIZE) + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * SIZE) + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = gate_up.dtype.element_ty
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (silu * up).to(dtype)
 
 
 @triton.jit
 def _gate(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # [N, 2 * SIZE] -> [N, SIZE]
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < SIZE
-    gate = tl.load(gate_up + row * (2 * SIZE) + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * SIZE) + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * SIZE + column, (silu * up).to(dtype), mask=inside)
+    tl.store(out + row * SIZE + column, _gated(gate_up, row, column, SIZE), mask=column < SIZE)
+
+
+@triton.jit
+def _to_quantize(rows, row, column, SIZE: tl.constexpr, GATED: tl.constexpr):
+    if GATED:
+        return _gated(rows, row, column, SIZE).to(tl.float32)
+    else:
+        return tl.load(rows + row * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _quantize(
+    rows,  # [N, SIZE], or [N, 2 * SIZE] if GATED
+    numbers,  # [N, SIZE] e4m3
+    scales,  # [N] float32
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        largest = tl.maximum(largest, tl.abs(_to_quantize(rows, row, start + tl.arange(0, BLOCK), SIZE, GATED)))
+    scale, inverse = _scale_of(tl.max(largest, axis=0))
+    tl.store(scales + row, scale)
+    for start in range(0, SIZE, BLOCK):  # read again, from the cache: the longest rows do not fit into registers
+        column = start + tl.arange(0, BLOCK)
+        scaled = _to_quantize(rows, row, column, SIZE, GATED) * inverse
+        tl.store(numbers + row * SIZE + column, scaled.to(numbers.dtype.element_ty), mask=column < SIZE)
 
 
 @triton.jit
@@ -112,26 +166,34 @@ def _rotate_and_store(  # noqa: PLR0913
 class TritonLayerOps:
     """`LayerOps` of one launch each, without gradients. Attention is over a KV cache, a `CacheAttention`."""
 
-    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
         """As `LayerOps`."""
         hidden, update = hidden.contiguous(), update.contiguous()
-        added, normed = torch.empty_like(hidden), torch.empty_like(hidden)
-        num_rows, size = hidden.shape
+        added, (num_rows, size) = torch.empty_like(hidden), hidden.shape
+        quantized = _empty_fp8(hidden, size) if norm.feeds_fp8 else None
+        normed, scales = quantized or (torch.empty_like(hidden), None)
         block = triton.next_power_of_2(size)
         _add_norm[(num_rows,)](
-            *(hidden, update, norm.weight, added, normed, norm.eps),
+            *(hidden, update, norm.weight, added, normed, scales, norm.eps),
             SIZE=size,
             BLOCK=block,
+            QUANTIZED=norm.feeds_fp8,
             num_warps=norm_warps(block),
         )
-        return added, normed
+        return added, quantized or normed
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Rows:
         """As `LayerOps`."""
+        if feeds_fp8:
+            return _quantized(gate_up, gated=True)
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((num_rows, size))
         _gate[(num_rows, triton.cdiv(size, _GATE_BLOCK))](gate_up.contiguous(), out, SIZE=size, BLOCK=_GATE_BLOCK)
         return out
+
+    def quantize(self, rows: Tensor) -> Fp8Rows:
+        """As `LayerOps`."""
+        return _quantized(rows, gated=False)
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
         """As `LayerOps`: the whole table, which the kernel reads at the positions."""
@@ -178,6 +240,27 @@ def rotate_and_store(
         DIM=dim,
     )
     return query
+
+
+def _quantized(rows: Tensor, *, gated: bool) -> Fp8Rows:
+    size = rows.shape[1] // 2 if gated else rows.shape[1]
+    out, block = _empty_fp8(rows, size), quantized_at_once(size)
+    _quantize[(len(rows),)](
+        rows.contiguous(), *out, SIZE=size, BLOCK=block, GATED=gated, num_warps=norm_warps(2 * block)
+    )
+    return out
+
+
+def _empty_fp8(like: Tensor, size: int) -> Fp8Rows:
+    """As many rows as `like` has, to be written."""
+    num_rows = len(like)
+    return Fp8Rows(like.new_empty((num_rows, size), dtype=E4M3), like.new_empty((num_rows, 1), dtype=torch.float32))
+
+
+def quantized_at_once(size: int) -> int:
+    """Numbers of a row that a program holds at once."""
+    block: int = triton.next_power_of_2(size)
+    return min(block, _QUANTIZED_AT_ONCE)
 
 
 def norm_warps(block: int) -> int:

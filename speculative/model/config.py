@@ -104,7 +104,6 @@ _FAMILIES = MappingProxyType(
 # Fields that change what is computed, and the values that leave it as it is here. A missing field is neutral.
 _NEUTRAL_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("hidden_act", ("silu", "swish")),
-    ("quantization_config", (None,)),
     ("compression_config", (None,)),
     ("partial_rotary_factor", (None, 1)),
     ("num_experts", (None, 0)),
@@ -172,6 +171,34 @@ def _refuse_unknown(config: Json) -> None:
     for name, neutral in _NEUTRAL_VALUES:
         if name in config and config[name] not in neutral:
             raise UnsupportedModel(f"config.json: `{name}` is {_brief(config[name])}, unknown here; {_FIX}.")
+    quantization = config.get("quantization_config")
+    if quantization is not None and not _is_fp8_dynamic(quantization):
+        raise UnsupportedModel(
+            f"config.json: `quantization_config` is {_brief(quantization)}, and only compressed-tensors' FP8_DYNAMIC "
+            f"is known here; take the checkpoint that it was made of, or {_FIX}."
+        )
+
+
+def holds_fp8(folder: Path) -> bool:
+    """Whether a checkpoint that `ModelConfig` takes has FP8 weights."""
+    path = folder / "config.json"
+    return path.is_file() and read_json(path).get("quantization_config") is not None
+
+
+def _is_fp8_dynamic(quantization: Json) -> bool:
+    """FP8 weights with a scale for each output, activations scaled by row as they come, all but the LM head."""
+    groups = list((quantization.get("config_groups") or {}).values())
+    if len(groups) != 1:
+        return False
+    weights, activations = (groups[0].get(part) or {} for part in ("weights", "input_activations"))
+    wanted = (
+        (quantization, {"quant_method": "compressed-tensors", "format": "float-quantized", "kv_cache_scheme": None}),
+        (groups[0], {"targets": ["Linear"], "output_activations": None}),
+        (weights, {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}),
+        (activations, {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}),
+    )
+    fits = all(part.get(name) == value for part, values in wanted for name, value in values.items())
+    return fits and set(quantization.get("ignore") or ()) <= {"lm_head", "re:.*lm_head"}
 
 
 def _refuse_sliding_window(config: Json, family: _Family) -> None:

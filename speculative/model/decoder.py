@@ -15,6 +15,7 @@ from speculative.model.layers import (
     Attend,
     Attention,
     DecoderLayer,
+    Fp8Linear,
     FusibleLayer,
     Linear,
     RMSNorm,
@@ -27,14 +28,14 @@ from speculative.model.quantized import Quantized, quantize
 class Decoder(FusibleLayer):
     """Token ids in, hidden states out; attention over the cache is the caller's.
 
-    All parameters start as NaN; fill them through `checkpoint_slots`.
+    All parameters start as NaN; fill them through `checkpoint_slots`. `fp8`: the layers' matrices have FP8 weights.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, *, fp8: bool = False, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, device
         self.embedding = nan_parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        layers = [DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        layers = [DecoderLayer(config, fp8=fp8, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
@@ -85,6 +86,7 @@ class Decoder(FusibleLayer):
                 features.append(hidden)
             hidden, update = layer(hidden, normed, rotation, attend, index)
             hidden, normed = self.ops.add_norm(hidden, update, norm)
+        assert isinstance(normed, Tensor), "the LM head has no FP8 weights"
         return normed, features
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -156,13 +158,14 @@ def layer_slots(layer: DecoderLayer) -> dict[str, Tensor]:
     }
 
 
-def _linear_slots(linear: Linear, num_rows: dict[str, int]) -> dict[str, Tensor]:
+def _linear_slots(linear: Linear | Fp8Linear, num_rows: dict[str, int]) -> dict[str, Tensor]:
     """The projections that share one weight, row block after row block."""
     names, sizes = list(num_rows), list(num_rows.values())
-    slots = {f"{name}.weight": rows for name, rows in zip(names, linear.weight.split(sizes), strict=True)}
-    if linear.bias is not None:
-        slots |= {f"{name}.bias": rows for name, rows in zip(names, linear.bias.split(sizes), strict=True)}
-    return slots
+    return {
+        f"{name}.{part}": rows
+        for part, parameter in linear.named_parameters()
+        for name, rows in zip(names, parameter.split(sizes), strict=True)
+    }
 
 
 def _head_norm_slots(attention: Attention) -> dict[str, Tensor]:

@@ -25,8 +25,8 @@ def model_fingerprint(
     """XXH3-128 (32 hex digits) of the configuration that matters and of every byte of the safetensors files.
 
     Kept beside the model, where its folder can be written, for as long as no file changes size or time. `config` is
-    that of a draft head; a model's own is read from the folder. `weights` of int8 or int4 are other weights, and count,
-    as do w8a8, w4a8 and w16a16, which round more; which kernels multiply them does not.
+    that of a draft head; a model's own is read from the folder. `weights` of int8, int4 or fp8 are other weights, and
+    count, as do w8a8, w4a8 and w16a16, which round more; which kernels multiply them does not.
 
     Raises:
         ConfigError: the folder holds no readable checkpoint.
@@ -34,7 +34,7 @@ def model_fingerprint(
     """
     canonical = _canonical(config or ModelConfig.from_folder(folder))
     files = checkpoint_files(folder)
-    if weights in ("w16a16", "int8", "int4", "w8a8", "w4a8"):
+    if weights in ("w16a16", "int8", "int4", "w8a8", "w4a8", "fp8"):
         canonical += f"\0{weights}"
         files += [file for file in (folder / QUANTIZED_FILE,) if weights in ("int4", "w4a8") and file.is_file()]
     key = {"config": canonical, "files": {file.name: _size_and_time(file) for file in files}}

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.model.config import Llama3RopeScaling, ModelConfig
+from speculative.model.fp8 import E4M3, Fp8Rows, Rows, quantize_rows
 
 
 class Attend(Protocol):
@@ -45,12 +46,17 @@ class PackedLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich, 2019), computed in float32 whatever the weights' type."""
+    """Root-mean-square norm (Zhang and Sennrich, 2019), computed in float32 whatever the weights' type.
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    `feeds_fp8`: only matrices with FP8 weights read what is normed, so operations may quantize it at once.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, feeds_fp8: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nan_parameter(size, dtype=dtype, device=device)
-        self.shape, self.eps = (size,), eps
+        self.shape, self.eps, self.feeds_fp8 = (size,), eps, feeds_fp8
 
     def forward(self, rows: Tensor) -> Tensor:
         """[N, size] -> [N, size]. torch's rms_norm sums and scales bfloat16 in float32."""
@@ -117,12 +123,18 @@ Rotation = tuple[Tensor, Tensor]
 class LayerOps(Protocol):
     """Sums, norms, rotations and gates of N rows. Float32 inside; rounded to the rows' dtype wherever torch rounds."""
 
-    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """hidden + update, and the norm of it; all [N, hidden_size]."""
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
+        """hidden + update, and the norm of it, quantized or not if it feeds FP8; all [N, hidden_size]."""
         ...
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """[N, 2 * size] -> silu of the first half of each row times the second, [N, size]."""
+    def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Rows:
+        """[N, 2 * size] -> silu of the first half of each row times the second, [N, size], quantized or not if it
+        feeds FP8.
+        """
+        ...
+
+    def quantize(self, rows: Tensor) -> Fp8Rows:
+        """As `quantize_rows`."""
         ...
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
@@ -153,10 +165,15 @@ class TorchLayerOps:
         hidden = hidden + update
         return hidden, norm(hidden)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """As `LayerOps`."""
+    def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Tensor:
+        """As `LayerOps`, not quantized."""
+        del feeds_fp8
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+    def quantize(self, rows: Tensor) -> Fp8Rows:
+        """As `LayerOps`."""
+        return quantize_rows(rows)
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
         """As `LayerOps`: what `Rotary` gives."""
@@ -185,14 +202,43 @@ def use_layer_ops(model: nn.Module, ops: LayerOps) -> None:
             module.ops = ops
 
 
-class Attention(FusibleLayer):
-    """Projections around the caller's attention; query, key and value come from one matrix.
+class Fp8Linear(PackedLinear, FusibleLayer):
+    """A Linear with FP8 weights, a scale for each output, times rows that are quantized here if they are not yet.
 
-    Its input is as wide as its output unless `input_size` says otherwise.
+    weight: [num_outputs, num_inputs] e4m3. weight_scale: [num_outputs, 1] float32.
     """
 
     def __init__(
-        self, config: ModelConfig, *, input_size: int | None = None, dtype: torch.dtype, device: torch.device
+        self, num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = nan_parameter(num_outputs, num_inputs, dtype=E4M3, device=device)
+        self.weight_scale = nan_parameter(num_outputs, 1, dtype=torch.float32, device=device)
+        self.bias = nan_parameter(num_outputs, dtype=dtype, device=device) if bias else None
+        self.dtype = dtype
+
+    def forward(self, rows: Rows) -> Tensor:
+        """[N, num_inputs] -> [N, num_outputs]."""
+        numbers, scales = rows if isinstance(rows, Fp8Rows) else self.ops.quantize(rows)
+        return torch._scaled_mm(  # with `use_fast_accum`, a Hopper GPU would add up in 14 bits
+            numbers, self.weight.t(), scales, self.weight_scale.t(), bias=self.bias, out_dtype=self.dtype
+        )
+
+
+class Attention(FusibleLayer):
+    """Projections around the caller's attention; query, key and value come from one matrix.
+
+    Its input is as wide as its output unless `input_size` says otherwise. `fp8`: its matrices have FP8 weights.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        input_size: int | None = None,
+        fp8: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -200,44 +246,54 @@ class Attention(FusibleLayer):
         self.sizes = (query_size, kv_size, kv_size)
         hidden_size = config.hidden_size
         num_inputs = input_size or hidden_size
-        self.qkv_proj = Linear(num_inputs, sum(self.sizes), bias=config.qkv_bias, dtype=dtype, device=device)
+        linear = Fp8Linear if fp8 else Linear
+        self.qkv_proj = linear(num_inputs, sum(self.sizes), bias=config.qkv_bias, dtype=dtype, device=device)
         self.qk_norm = HeadNorm(config, dtype=dtype, device=device) if config.qk_norm else None
-        self.o_proj = Linear(query_size, hidden_size, bias=config.o_bias, dtype=dtype, device=device)
+        self.o_proj = linear(query_size, hidden_size, bias=config.o_bias, dtype=dtype, device=device)
 
-    def forward(self, rows: Tensor, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
+    def forward(self, rows: Rows, rotation: Rotation, attend: Attend, layer: int) -> Tensor:
         """[N, input_size] -> [N, hidden_size]."""
-        heads = self.qkv_proj(rows).view(len(rows), -1, self.head_dim)
+        heads = self.qkv_proj(rows).unflatten(1, (-1, self.head_dim))
         attended = self.ops.attend(heads, self, rotation, attend, layer)
-        return self.o_proj(attended.reshape(len(rows), -1))  # type: ignore[no-any-return]
+        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
 
 
 class MLP(FusibleLayer):
-    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)); gate and up come from one matrix."""
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)); gate and up come from one matrix.
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    `fp8`: its matrices have FP8 weights.
+    """
+
+    def __init__(self, config: ModelConfig, *, fp8: bool = False, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         hidden_size, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.size = size
-        self.gate_up_proj = Linear(hidden_size, 2 * size, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self.size, self.fp8 = size, fp8
+        linear = Fp8Linear if fp8 else Linear
+        self.gate_up_proj = linear(hidden_size, 2 * size, bias=bias, dtype=dtype, device=device)
+        self.down_proj = linear(size, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Rows) -> Tensor:
         """[N, hidden_size] -> [N, hidden_size]."""
-        return self.down_proj(self.ops.gate(self.gate_up_proj(rows)))  # type: ignore[no-any-return]
+        gated = self.ops.gate(self.gate_up_proj(rows), feeds_fp8=self.fp8)
+        return self.down_proj(gated)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(FusibleLayer):
-    """One block: attention, then the MLP, each after a norm and added to what came in."""
+    """One block: attention, then the MLP, each after a norm and added to what came in.
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    `fp8`: its matrices have FP8 weights.
+    """
+
+    def __init__(self, config: ModelConfig, *, fp8: bool = False, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.attention = Attention(config, dtype=dtype, device=device)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(size, eps, dtype=dtype, device=device, feeds_fp8=fp8)
+        self.attention = Attention(config, fp8=fp8, dtype=dtype, device=device)
+        self.mlp_norm = RMSNorm(size, eps, dtype=dtype, device=device, feeds_fp8=fp8)
+        self.mlp = MLP(config, fp8=fp8, dtype=dtype, device=device)
 
     def forward(
-        self, hidden: Tensor, normed: Tensor, rotation: Rotation, attend: Attend, layer: int
+        self, hidden: Tensor, normed: Rows, rotation: Rotation, attend: Attend, layer: int
     ) -> tuple[Tensor, Tensor]:
         """What comes in and its `input_norm` -> what the MLP's output is still to be added to, and that output.
 

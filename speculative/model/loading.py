@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -13,10 +14,11 @@ from torch import Tensor
 from speculative.config import WeightsName, models_folder
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.bindings import cpu_kernels
-from speculative.model.config import ModelConfig
+from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn, prefers_onednn
 from speculative.model.decoder import Decoder
+from speculative.model.fp8 import E4M3, check_fp8_sizes, has_nan, quantize_rows, why_no_fp8
 from speculative.model.quantized import QUANTIZED_FILE, load_quantized
 
 _WEIGHTS_FILE = "model.safetensors"
@@ -53,7 +55,7 @@ def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
 
 
 def load_decoder(
-    folder: Path, *, dtype: torch.dtype, device: torch.device | str, weights: Kind | None = None
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str, weights: Kind | Literal["fp8"] | None = None
 ) -> Decoder:
     """A decoder with the folder's weights, converted to `dtype`.
 
@@ -61,7 +63,8 @@ def load_decoder(
         folder: a checkpoint.
         dtype: of weights and activations.
         device: where to.
-        weights: what `choose_weights` said: packed for our CPU kernels in this form; None = left to torch, or oneDNN.
+        weights: what `choose_weights` said: packed for our CPU kernels in this form, or FP8; None = left to torch, or
+            oneDNN.
 
     Raises:
         ConfigError: files or tensors are missing, unexpected, damaged or of another shape, or a weight is NaN.
@@ -69,7 +72,9 @@ def load_decoder(
     """
     config = ModelConfig.from_folder(folder)
     files = checkpoint_files(folder)
-    decoder = Decoder(config, dtype=dtype, device=torch.device(device))
+    if weights == "fp8":
+        check_fp8_sizes(config)
+    decoder = Decoder(config, fp8=weights == "fp8", dtype=dtype, device=torch.device(device))
     slots = decoder.checkpoint_slots()
     loaded: set[str] = set()
     for name, tensor in _read_tensors(files):
@@ -79,10 +84,13 @@ def load_decoder(
             raise ConfigError(
                 f"{folder}: unexpected tensor {name}; config.json and the weights do not belong together."
             )
-        _fill(slots[name], name, tensor)
-        loaded.add(name)
+        for part, numbers in _parts(name, tensor, slots[name]).items():
+            _fill(slots[part], part, numbers)
+            loaded.add(part)
     _require_all(folder, decoder, loaded)
     del slots  # views that would keep the plain weights alive
+    if weights == "fp8":
+        return decoder.eval()
     if weights is not None:
         decoder.pack(weights, load_quantized(folder) if weights in ("int4", "w4a8") else {})
     elif can_pack_for_onednn(dtype, decoder.device):
@@ -90,18 +98,30 @@ def load_decoder(
     return decoder.eval()
 
 
-def choose_weights(wanted: WeightsName, folder: Path, *, dtype: str, device: torch.device) -> Kind | None:
+def choose_weights(
+    wanted: WeightsName, folder: Path, *, dtype: str, device: torch.device
+) -> Kind | Literal["fp8"] | None:
     """The form of a model's weights on this machine, as `load_decoder` takes it; None = torch's own, of `dtype`.
 
     Raises:
         ConfigError: it is not to be had here.
     """
+    came_in_fp8 = holds_fp8(folder)
+    if came_in_fp8 and wanted not in ("auto", "fp8"):
+        raise ConfigError(
+            f"{folder} holds FP8 weights, and quantization is {wanted}; take quantization: auto, or the checkpoint "
+            "that it was made of."
+        )
+    if came_in_fp8 or wanted == "fp8":
+        if why := why_no_fp8(device, dtype):
+            raise ConfigError(f"quantization: fp8 is not to be had here: {why}.")
+        return "fp8"
     if device.type != "cpu" or cpu_kernels() is None:
         if wanted in ("auto", dtype):
             return None
         raise ConfigError(
             f"quantization: {wanted} with dtype {dtype} needs a CPU with AVX-512 and a C++ compiler; "
-            "take quantization: auto."
+            f"take quantization: auto{' or fp8' if device.type == 'cuda' else ''}."
         )
     if wanted != "auto":
         return wanted
@@ -154,6 +174,14 @@ def _read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
             raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
 
 
+def _parts(name: str, tensor: Tensor, slot: Tensor) -> dict[str, Tensor]:
+    """A checkpoint's tensor as the model keeps it: quantized, with its scales, where the slot is FP8."""
+    if slot.dtype != E4M3 or tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return {name: tensor}
+    rows = quantize_rows(tensor.to(slot.device))
+    return {name: rows.numbers, f"{name}_scale": rows.scales}
+
+
 def _fill(slot: Tensor, name: str, tensor: Tensor) -> None:
     expected = slot.shape[-1:] if name.endswith("norm.weight") else slot.shape  # one norm row serves all heads
     if tensor.shape != expected:
@@ -161,8 +189,12 @@ def _fill(slot: Tensor, name: str, tensor: Tensor) -> None:
             f"Tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(expected)}; "
             "config.json and the weights do not belong together."
         )
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise UnsupportedModel(f"Tensor {name} is {tensor.dtype}: quantized weights are not read; use `engine: vllm`.")
+    is_plain = tensor.is_floating_point() and tensor.element_size() > 1
+    if not is_plain and tensor.dtype != slot.dtype:
+        raise UnsupportedModel(
+            f"Tensor {name} is {tensor.dtype}: of quantized weights, only FP8 ones are read, on a GPU; take the "
+            "checkpoint that this one was made of, or `engine: vllm`."
+        )
     slot.copy_(tensor)
 
 
@@ -171,7 +203,7 @@ def _require_all(folder: Path, decoder: Decoder, loaded: set[str]) -> None:
     if missing:
         raise ConfigError(f"{folder} lacks the tensors {_listed(missing)}; download the checkpoint again.")
     for name, parameter in decoder.named_parameters():
-        if parameter.isnan().any():
+        if has_nan(parameter):
             raise ConfigError(f"Parameter {name} holds NaN after loading {folder}; download the checkpoint again.")
 
 

@@ -149,6 +149,20 @@ def test_weights_that_no_memory_holds_are_refused(models: Mapping[str, str]) -> 
     assert "args.model.source: the weights take 0.0 GiB in float32 on each of 1 replicas" in found
 
 
+def test_fp8_weights_take_a_byte_each_and_a_gpu(models: Mapping[str, str]) -> None:
+    engine = {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_tokens": 1024}
+    reported = only(faults(config(models, engine=engine)))
+    assert "args.engine.quantization: fp8 is not to be had here: FP8 products need a GPU; on a CPU take" in reported
+    pools, room = {"monolith": {"num_gpus": 1}}, 300_000  # between one and two bytes for each of the model's numbers
+    plain = config(models, engine=engine | {"quantization": "auto", "kv_cache_tokens": 16}, pools=pools)
+    assert "the weights take" in only(faults(plain, Machine(2, GIB, (room,))))
+    small = config(models, engine=engine | {"kv_cache_tokens": 16}, pools=pools)
+    assert faults(small, Machine(2, GIB, (room,))) == []
+    assert "GiB in fp8 on each" in only(faults(small, Machine(2, GIB, (2**16,))))
+    integers = config(models, engine=engine | {"quantization": "w8a8"}, pools=pools)
+    assert "take quantization: auto or fp8" in only(faults(integers, Machine(2, GIB, (GIB,))))
+
+
 def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapping[str, str], tmp_path: Path) -> None:
     for missing, reported in (
         ("tokenizer.json", "holds no tokenizer.json"),

@@ -34,6 +34,7 @@ from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted
 from speculative.model.attention import CacheAttention
+from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.vocabulary.ops import TorchOps
 from tests.support.packed_rows import attend_packed
@@ -212,6 +213,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda _: None, device=device),
             "torch.cuda.stream": nullcontext,
             "torch.cuda.current_device": lambda: 0,
+            "torch.cuda.get_device_capability": lambda *_: (9, 0),
             "torch.cuda.device": nullcontext,
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
@@ -460,18 +462,26 @@ class _LayerOps:
     def __init__(self, device: PretendedCuda) -> None:
         self._device, self._torch = device, TorchLayerOps()
 
-    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def add_norm(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> tuple[Tensor, Rows]:
         """As `LayerOps`."""
 
-        def add_norm(hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        def add_norm(hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             added = hidden + update
-            return added, functional.rms_norm(added, norm.shape, weight, norm.eps)
+            normed = functional.rms_norm(added, norm.shape, weight, norm.eps)
+            return (added, *quantize_rows(normed)) if norm.feeds_fp8 else (added, normed)
 
-        return self._kernel(add_norm, hidden, update, norm.weight)  # type: ignore[no-any-return]
+        added, *normed = self._kernel(add_norm, hidden, update, norm.weight)
+        return added, Fp8Rows(*normed) if norm.feeds_fp8 else normed[0]
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def gate(self, gate_up: Tensor, *, feeds_fp8: bool = False) -> Rows:
         """As `LayerOps`."""
+        if feeds_fp8:
+            return Fp8Rows(*self._kernel(lambda gate_up: tuple(quantize_rows(self._torch.gate(gate_up))), gate_up))
         return self._kernel(self._torch.gate, gate_up)  # type: ignore[no-any-return]
+
+    def quantize(self, rows: Tensor) -> Fp8Rows:
+        """As `LayerOps`."""
+        return Fp8Rows(*self._kernel(lambda rows: tuple(quantize_rows(rows)), rows))
 
     def rotation(self, rotary: Rotary, positions: Tensor, like: Tensor) -> Rotation:
         """As `LayerOps`."""

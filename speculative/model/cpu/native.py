@@ -10,6 +10,7 @@ from torch.nn import functional
 from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct, cpu_kernels
 from speculative.kernels.huge_pages import HugePages
 from speculative.model.attention import StepAttention
+from speculative.model.fp8 import Rows
 from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinear, RMSNorm
 from speculative.model.quantized import GROUP, Quantized
 
@@ -130,8 +131,9 @@ class NativeAttention(Attention):
             output=self.o_proj.struct,
         )
 
-    def forward(self, rows: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+    def forward(self, rows: Rows, rotary: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
         """[N, input_size] -> [N, hidden_size] float32."""
+        assert isinstance(rows, Tensor), "a CPU has no FP8 weights"
         step = attend.native if isinstance(attend, StepAttention) else None
         if step is None:
             return super().forward(rows, rotary, attend, layer)

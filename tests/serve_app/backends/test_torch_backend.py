@@ -13,6 +13,7 @@ from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import DrafterConfig, EngineConfig, WeightsName
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, EngineFault
+from speculative.model import loading
 from speculative.model.quantized import save_quantized
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
 from tests.support.backend_conformance import (
@@ -69,6 +70,18 @@ async def test_rounded_weights_are_reported_in_whatever_form_they_are_kept(
     await backend.load_weights(str(folder))
     assert (await backend.switch_weights("other")).quantization is None
     await backend.stop()
+
+
+async def test_fp8_weights_are_reported_and_updated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "why_no_fp8", lambda *_: "")  # as on a GPU
+    backend, plain = (TorchBackend(str(folder), "tiny", replace(CONFIG, quantization=one)) for one in ("fp8", "auto"))
+    served, unrounded = await backend.start(), await plain.start()
+    assert (served.quantization, unrounded.quantization) == ("fp8", None)
+    assert served.fingerprint != unrounded.fingerprint, "their logprobs and computed tokens do not agree"
+    await backend.load_weights(str(folder))
+    assert (await backend.switch_weights("other")) == served
+    await backend.stop()
+    await plain.stop()
 
 
 async def test_a_head_that_comes_with_the_package_is_found_by_its_name(

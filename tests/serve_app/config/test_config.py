@@ -140,9 +140,13 @@ def test_our_defaults_are_the_engines() -> None:
 
 
 def test_what_rounding_does_depends_on_the_type_unless_it_is_set() -> None:
-    replay = parse_args({"model": {"source": "m"}}).replay
-    assert replay.edge_of("float32") < replay.edge_of("bfloat16")
-    assert parse_args({"model": {"source": "m"}, "replay": {"edge_nats": 0.5}}).replay.edge_of("float32") == 0.5
+    def edge(**engine: str) -> float:
+        config = parse_args({"model": {"source": "m"}, "engine": engine})
+        return config.replay.edge_of(config.engine)
+
+    assert edge(dtype="float32") < edge(dtype="bfloat16") < edge(quantization="fp8")
+    config = parse_args({"model": {"source": "m"}, "replay": {"edge_nats": 0.5}})
+    assert config.replay.edge_of(config.engine) == 0.5
 
 
 def test_settings_are_frozen() -> None:

@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from speculative.gpu import triton_attention, triton_filters, triton_layers, triton_prompts
 
+FP8 = int(sys.argv[1]) >= 89
+
 def compiled(name, kernel, kinds, warps=4, **constants):
     signature = dict(zip(kernel.arg_names, kinds.split(), strict=False)) | dict.fromkeys(constants, "constexpr")
     multiples = [index for index, arg in enumerate(kernel.arg_names) if signature[arg][0] == "*" or "stride" in arg]
@@ -55,10 +57,21 @@ compiled("filters", triton_filters._find_floor, "*fp32 *fp32 *i64 *fp32 *fp32 i3
 for size in (576, 4096, 8192, 16384):
     block = triton.next_power_of_2(size)
     compiled(
-        f"sum and norm of {size}", triton_layers._add_norm, 5 * "*bf16 " + "fp32",
-        triton_layers.norm_warps(block), SIZE=size, BLOCK=block,
+        f"sum and norm of {size}", triton_layers._add_norm, 5 * "*bf16 " + "*fp32 fp32",
+        triton_layers.norm_warps(block), SIZE=size, BLOCK=block, QUANTIZED=False,
     )
+    if FP8:
+        compiled(
+            f"sum, norm and FP8 of {size}", triton_layers._add_norm, 4 * "*bf16 " + "*fp8e4nv *fp32 fp32",
+            triton_layers.norm_warps(block), SIZE=size, BLOCK=block, QUANTIZED=True,
+        )
 compiled("gate of 14336", triton_layers._gate, "*bf16 *bf16", SIZE=14336, BLOCK=1024)
+for gated, size in ((True, 1536), (True, 14336), (False, 576), (False, 8192)) * FP8:
+    block = triton_layers.quantized_at_once(size)
+    compiled(
+        f"gate and FP8 of {size}" if gated else f"FP8 of {size}", triton_layers._quantize, "*bf16 *fp8e4nv *fp32",
+        triton_layers.norm_warps(2 * block), SIZE=size, BLOCK=block, GATED=gated,
+    )
 for heads, half, normed in ((9, 32, False), (32, 40, False), (32, 64, True), (16, 128, True)):
     dim = triton.next_power_of_2(half)
     compiled(
@@ -128,6 +141,11 @@ def narrow_pointers(ttir: str) -> set[str]:
         if operation == "addptr":
             widths.setdefault(root, set()).add(re.findall(r"i(?:32|64)", types)[-1])
     return {root.removeprefix("%") for root, own in widths.items() if own == {"i32"}}
+
+
+def test_fp8_is_rounded_to_the_nearest_and_stays_below_its_largest(kernels: dict[str, Compiled]) -> None:
+    for name, kernel in kernels.items():
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx) == ("FP8" in name), name
 
 
 def test_a_rotation_rounds_where_torch_does(kernels: dict[str, Compiled]) -> None:

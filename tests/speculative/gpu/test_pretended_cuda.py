@@ -20,10 +20,12 @@ from speculative.errors import ConfigError
 from speculative.gpu.capture import Capturer
 from speculative.gpu.staged_inputs import StagedInputs
 from speculative.gpu.target_graph import TargetPass
+from speculative.model import attention, loading
+from speculative.model.layers import Fp8Linear
 from speculative.request import Request, SamplingParams, Structure
 from speculative.state.token_constraint import Bools
 from speculative.weights import load_weights
-from tests.support.engines import Answer, run, settings, take, tiny_engine
+from tests.support.engines import Answer, decoder_of, run, settings, take, tiny_engine
 from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.graph_scenes import (
     PLAIN,
@@ -88,6 +90,27 @@ def test_every_drafter_with_plain_requests_and_with_all_others(
         engine = load(drafter=drafters[name], self_check_sample_rate=1.0)
         found = answers(engine, SHORT)
         add_all(engine, [*MIXED, structured], prefix="mixed")
+        return found | run(engine)
+
+    assert_same(*on_both(scene, load, capture_beforehand=True))
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model", "eagle3", "mtp"])
+def test_fp8_weights(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same weights in steps that the CPU runs on the same buffers; with a switch to the same weights."""
+    monkeypatch.setattr(loading, "why_no_fp8", lambda *_: "")
+    for module in (attention, loading):  # what rounds the last bit otherwise can round FP8 to the next number
+        monkeypatch.setattr(module, "cpu_kernels", lambda: None)
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafters[name], quantization="fp8", self_check_sample_rate=1.0, cuda_graphs=True)
+        linears = [one for one in decoder_of(engine).modules() if isinstance(one, Fp8Linear)]
+        assert len(linears) == 4 * engine.model.num_layers
+        found = answers(engine, SHORT)
+        engine.switch(load_weights(target, engine.config, engine.device), "2")
+        add_all(engine, MIXED, prefix="mixed")
         return found | run(engine)
 
     assert_same(*on_both(scene, load, capture_beforehand=True))

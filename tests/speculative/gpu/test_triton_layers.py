@@ -1,8 +1,11 @@
 """Fused layer operations, in Triton's interpreter, against torch's operators."""
 
 import importlib.util
+import warnings
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from speculative.gpu.paged_attention import PagedAttention, PagedRows, TorchAtte
 from speculative.model.attention import CacheAttention
 from speculative.model.config import ModelConfig
 from speculative.model.eagle3 import load_eagle3
+from speculative.model.fp8 import E4M3, Fp8Rows, quantize_rows
 from speculative.model.layers import Attention, LayerOps, RMSNorm, Rotary, TorchLayerOps, use_layer_ops
 from speculative.model.loading import load_decoder
 from speculative.model.mtp import load_mtp
@@ -86,6 +90,72 @@ def test_gate(triton: LayerOps, size: int, num_rows: int, dtype: torch.dtype) ->
     assert units(triton.gate(gate_up), TORCH.gate(gate_up)) <= GATE_UNITS[dtype]
 
 
+@pytest.fixture
+def rounded_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter loses the carry of a mantissa that is rounded up: here torch rounds, as a GPU does."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(data: Any, source: Any, to: Any, mode: Any) -> Any:
+        if to != tl.float8e4nv:
+            return convert(data, source, to, mode)
+        return torch.from_numpy(data).to(E4M3).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def assert_same_rows(found: Fp8Rows, expected: Fp8Rows) -> None:
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.numbers.float(), expected.numbers.float())
+
+
+@pytest.mark.usefixtures("rounded_fp8")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", [*SIZES, 80, 5000])
+def test_rows_are_quantized_alike(triton: LayerOps, size: int, num_rows: int, dtype: torch.dtype) -> None:
+    rows = drawn(num_rows, size, dtype=dtype)
+    rows[num_rows // 2] = 0
+    rows[-1, -1] = 1e4
+    assert_same_rows(triton.quantize(rows), quantize_rows(rows))
+
+
+@pytest.mark.usefixtures("rounded_fp8")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [80, 576, 5000])
+def test_what_a_norm_or_a_gate_quantizes_at_once_is_what_it_gives_rounded(
+    triton: LayerOps, size: int, dtype: torch.dtype
+) -> None:
+    hidden, update = drawn(3, size, dtype=dtype), drawn(3, size, dtype=dtype, seed=1)
+    hidden[1] = update[1] = 0
+    found = []
+    for feeds_fp8 in (True, False):
+        norm = RMSNorm(size, 1e-5, dtype=dtype, device=CPU, feeds_fp8=feeds_fp8)
+        norm.weight.copy_(drawn(size, dtype=dtype, seed=2))
+        found.append(triton.add_norm(hidden, update, norm))
+    (added, quantized), (expected, normed) = found
+    assert isinstance(quantized, Fp8Rows) and isinstance(normed, Tensor)
+    assert torch.equal(added, expected)
+    assert_same_rows(quantized, quantize_rows(normed))
+    gate_up = drawn(3, 2 * size, dtype=dtype)
+    gate_up[1, size:] = 0
+    quantized, gated = triton.gate(gate_up, feeds_fp8=True), triton.gate(gate_up)
+    assert isinstance(quantized, Fp8Rows) and isinstance(gated, Tensor)
+    assert_same_rows(quantized, quantize_rows(gated))
+
+
+@pytest.mark.usefixtures("rounded_fp8")
+def test_rows_that_are_no_numbers_stay_so(triton: LayerOps) -> None:
+    rows = torch.ones(4, 80)
+    rows[0, 3], rows[1, 7], rows[2], rows[3, 5] = torch.nan, torch.inf, torch.nan, 1e-45
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # the interpreter computes with numpy
+        numbers = triton.quantize(rows).numbers
+    has_nan = numbers.float().isnan().any(1)
+    assert has_nan.tolist() == [True, True, True, False]
+
+
 @pytest.mark.parametrize("gate", [-60.0, -0.0, 0.0, 60.0, torch.inf])
 def test_gates_at_the_ends(triton: LayerOps, gate: float) -> None:
     gate_up = torch.tensor([[gate] * 3 + [1.0, -1.0, 0.5]])
@@ -157,17 +227,23 @@ def two_sequences(config: ModelConfig) -> PagedAttention:
     return PagedAttention(cache, PagedRows(slots, torch.tensor([1, 2, 3, 1, 2, 0]), blocks), TorchAttend(4))
 
 
-@pytest.mark.parametrize("family", ["smollm", "qwen2", "qwen3", "llama3"])
-def test_a_whole_decoder(triton: LayerOps, tmp_path: Path, family: str) -> None:
-    """With the features that enter every layer."""
-    decoder = load_decoder(write_tiny_model(tmp_path, family), dtype=torch.float32, device="cpu")
+@pytest.mark.usefixtures("rounded_fp8")
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [("smollm", None), ("qwen2", None), ("qwen3", None), ("llama3", None), ("smollm", "fp8"), ("llama_biased", "fp8")],
+)
+def test_a_whole_decoder(triton: LayerOps, tmp_path: Path, family: str, weights: Literal["fp8"] | None) -> None:
+    """With the features that enter every layer. With FP8 weights, a difference in the last bit may round otherwise."""
+    folder = write_tiny_model(tmp_path, family)
+    decoder = load_decoder(folder, dtype=torch.float32, device="cpu", weights=weights)
+    limit = 1e-4 if weights is None else 0.05
     found = []
     for ops in (triton, TORCH):
         use_layer_ops(decoder, ops)
         capture = tuple(range(decoder.config.num_layers + 1))
         found.append(decoder.run(IDS, POSITIONS, two_sequences(decoder.config), capture))
     for ours, expected in zip(*found, strict=True):
-        assert torch.allclose(ours[:5], expected[:5], rtol=1e-4, atol=1e-4)
+        assert torch.allclose(ours[:5], expected[:5], rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
