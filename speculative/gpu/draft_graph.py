@@ -25,10 +25,9 @@ from speculative.state.batch import Entry
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """A captured loop and its inputs. hidden: [B, hidden] what the first drafts are drawn from."""
+    """A captured loop and its inputs."""
 
     inputs: StagedInputs
-    hidden: Tensor
     replay: Callable[[], object]
 
 
@@ -61,14 +60,10 @@ class DraftLoop:
         self._first = 1 if model.capture else 0
         self._loops: dict[tuple[Bucket, bool], _Loop] = {}
 
-    def prepare(self, bucket: Bucket, hidden: Tensor, *, filtered: bool) -> "_Loop":
+    def prepare(self, bucket: Bucket, *, filtered: bool) -> "_Loop":
         """The captured loop of a bucket, of `num_queries` drafts each, with or without filters; captured now if it is
-        new.
-
-        `hidden` is [any, hidden], as the model's `run` gives it.
-        """
+        new."""
         if (bucket, filtered) not in self._loops:
-            shape = (bucket.num_seqs, bucket.num_queries)
             fields = row_fields(bucket, self._room) | {
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
                 "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
@@ -77,17 +72,17 @@ class DraftLoop:
             if filtered:
                 fields |= filter_fields(bucket.num_seqs, self._sampler.width)
             inputs = StagedInputs(fields, self._capturer.device)
-            first = hidden.new_zeros((shape[0], hidden.shape[1]))
-            replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device, first))
-            self._loops[bucket, filtered] = _Loop(inputs, first, replay)
+            replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device))
+            self._loops[bucket, filtered] = _Loop(inputs, replay)
         return self._loops[bucket, filtered]
 
     def run(self, entries: Sequences[Entry], hidden: Tensor) -> Bucket:
-        """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from."""
+        """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from, copied unless it is
+        the first rows of `GraphBuffers.draft_hidden`."""
         bucket = self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
         assert bucket is not None, "every batch that is taken fits"
         sequences = [entry.sequence for entry in entries]
-        loop = self.prepare(bucket, hidden, filtered=any(sequence.params.filtered for sequence in sequences))
+        loop = self.prepare(bucket, filtered=any(sequence.params.filtered for sequence in sequences))
         host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
@@ -106,7 +101,8 @@ class DraftLoop:
         host["greedy"][:num_seqs] = params.greedy.numpy()
         fill_filters(host, params.filters, np.arange(num_seqs))
         loop.inputs.send()
-        loop.hidden[:num_seqs].copy_(hidden)
+        if hidden.data_ptr() != self._statics.draft_hidden.data_ptr():
+            self._statics.draft_hidden[:num_seqs].copy_(hidden)
         loop.replay()
         return bucket
 
@@ -130,9 +126,10 @@ class DraftLoop:
         columns = self._statics.draft_columns[:used].view(bucket.num_queries, bucket.num_seqs)
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
 
-    def _compute(self, bucket: Bucket, inputs: dict[str, Tensor], hidden: Tensor) -> None:
+    def _compute(self, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
         num_seqs, num_drafts = bucket
         buffers, model = self._statics, self._model
+        hidden = buffers.draft_hidden[:num_seqs]
         drafting = DraftRound((), sampling_rows(inputs), inputs["uniforms"], coupled=None)
         for offset in range(num_drafts):
             drawn = self._sampler.draw(model.logits(hidden), drafting, offset)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache
 from speculative.config import EngineConfig
@@ -97,8 +96,8 @@ class GraphStep:
             paged = PagedCache(neural.cache, room, attend)
             lengths = Buckets.of(config.max_num_seqs, config.drafter.max_drafts - 1)
             self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, lengths, self.capturer)
-            self._catch_up = CatchUpPass(neural.model, paged, self.buckets, decoder.dtype, self.capturer)
-            neural.catch_up, neural.draft_loop = self._catch_up.run, self.loop.make
+            self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
+            neural.catch_up, neural.draft_loop = self._catch_up, self.loop.make
 
     # -- which steps --------------------------------------------------------------------------------------------
 
@@ -144,7 +143,8 @@ class GraphStep:
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
         places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
-        self._observe(batch, layout, places.on_device)
+        if self._neural is not None:
+            self._neural.observe_in_buffer(batch, layout, places.on_host)
         sequences = [entry.sequence for entry in batch.entries]
         filtered = any(sequence.params.filtered for sequence in sequences)
         kind = Kind(
@@ -163,11 +163,6 @@ class GraphStep:
             expected_accepted=judged.verdicts.expected_accepted,
             terms=judged.terms,
         )
-
-    def _observe(self, batch: Batch, layout: StepInput, places: Tensor) -> None:
-        if self._drafter.capture:
-            # A copy: the drafter keeps features for longer than the static ones stand.
-            self._drafter.observe(batch, layout, self.buffers.features[places])
 
     def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
         if self._neural is not None:
@@ -194,11 +189,11 @@ class GraphStep:
                     for logprobs, filtered in ((False, False), (True, False), (True, True)):
                         self.judge.prepare(bucket, Kind(sampled, checked, logprobs, filtered))
             if self.loop is not None and self._catch_up is not None:
-                hidden = self._catch_up.prepare(bucket).replay()
+                self._catch_up.prepare(bucket)
                 if bucket.num_queries == longest:
                     drafts = Bucket(bucket.num_seqs, self._config.drafter.max_drafts)
                     for filtered in (False, True):
-                        self.loop.prepare(drafts, hidden, filtered=filtered)
+                        self.loop.prepare(drafts, filtered=filtered)
         return self.capturer.num_captured
 
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:

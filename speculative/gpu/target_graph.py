@@ -96,6 +96,7 @@ class TargetPass:
             host["sources"].reshape(-1)[places] = sources
         host["places"][: len(places)] = places
         captured.inputs.send()
+        self.buffers.features.version += 1
         captured.replay()
         return Places(places, captured.inputs.on_device["places"][: len(places)])
 
@@ -108,7 +109,7 @@ class TargetPass:
         num_rows = len(input_ids)
         self.buffers.hidden[:num_rows].copy_(hidden)
         if self.capture:
-            self.buffers.features[:num_rows].copy_(features)
+            self.buffers.features.rows[:num_rows].copy_(features)
 
 
 class GraphRunner(ModelRunner):
@@ -148,7 +149,7 @@ class GraphRunner(ModelRunner):
         places = self.target.run(bucket, layout, None).on_device
         buffers = self.target.buffers
         hidden = buffers.hidden[places]  # a copy: the next step overwrites what it was gathered from
-        return hidden, buffers.features[places] if capture else hidden[:, :0]
+        return hidden, buffers.features.rows[places] if capture else hidden[:, :0]
 
 
 def _select(layout: StepInput, chosen: Bools) -> StepInput:
