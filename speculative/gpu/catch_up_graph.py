@@ -71,13 +71,15 @@ class CatchUpPass:
         assert bucket is not None, "no sequence has more than most_rows"
         captured = self.prepare(bucket)
         host, places = captured.inputs.next_host(), padded_places(counts, bucket.num_queries)
-        fill_rows(host, [_blocks(sequence.blocks) for sequence in rows.sequences], rows.starts, counts, self._room)
+        size, stops = self._room.block_size, rows.stops.tolist()
+        contexts = [sequence.slots(stop, size) for sequence, stop in zip(rows.sequences, stops, strict=True)]
+        num_blocks = fill_rows(host, contexts, rows.starts, counts, self._room)
         host["token_ids"].reshape(-1)[places] = rows.token_ids
         host["lasts"][: len(counts)] = np.arange(len(counts)) * bucket.num_queries + counts - 1
         if self._model.capture:
             host["features"][places] = self._places(rows.features)
             host["edges"][places] = np.where(rows.edges >= 0, rows.edges, self._room.trash_block)
-        captured.inputs.send()
+        captured.inputs.send(num_blocks)
         captured.replay()
         return self._buffers.draft_hidden[: len(counts)]
 
@@ -116,7 +118,3 @@ class CatchUpPass:
         hidden = self._model.run(token_ids, given, positions, attention)
         lasts = inputs["lasts"]
         torch.index_select(hidden, 0, lasts, out=self._buffers.draft_hidden[: len(lasts)])
-
-
-def _blocks(blocks: list[int]) -> Int64s:
-    return np.array(blocks, np.int64)

@@ -14,7 +14,7 @@ from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
-from speculative.gpu.padding import PagedCache, fill_rows, row_fields
+from speculative.gpu.padding import PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
 from speculative.sampling.probs import SamplingRows
@@ -86,8 +86,9 @@ class DraftLoop:
         host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
-        blocks = [np.array(sequence.blocks, np.int64) for sequence in sequences]
-        fill_rows(host, blocks, lengths, drafts - 1, self._room)  # the last draft is not run
+        size, stops = self._room.block_size, (lengths + drafts - 1).tolist()  # the last draft is not run
+        contexts = [sequence.slots(stop, size) for sequence, stop in zip(sequences, stops, strict=True)]
+        num_blocks = fill_rows(host, contexts, lengths, drafts - 1, self._room)
         num_seqs, num_drafts = len(entries), bucket.num_queries
         seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
         offsets = np.repeat(np.arange(num_drafts, dtype=np.uint64), num_seqs)
@@ -100,7 +101,7 @@ class DraftLoop:
         host["temperature"][:num_seqs] = params.temperature.numpy()
         host["greedy"][:num_seqs] = params.greedy.numpy()
         fill_filters(host, params.filters, np.arange(num_seqs))
-        loop.inputs.send()
+        loop.inputs.send(num_blocks)
         if hidden.data_ptr() != self._statics.draft_hidden.data_ptr():
             self._statics.draft_hidden[:num_seqs].copy_(hidden)
         loop.replay()
@@ -128,7 +129,7 @@ class DraftLoop:
 
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
         num_seqs, num_drafts = bucket
-        buffers, model = self._statics, self._model
+        buffers, model, tables = self._statics, self._model, block_tables(inputs)
         hidden = buffers.draft_hidden[:num_seqs]
         drafting = DraftRound((), sampling_rows(inputs), inputs["uniforms"], coupled=None)
         for offset in range(num_drafts):
@@ -140,6 +141,6 @@ class DraftLoop:
             buffers.draft_probs[rows].copy_(drawn.probs)
             if offset + 1 < num_drafts:
                 own = {name: inputs[name][:, offset].contiguous() for name in ("slots", "visible", "positions")}
-                attended = PagedRows(own["slots"], own["visible"], inputs["blocks"], self._first)
+                attended = PagedRows(own["slots"], own["visible"], tables, self._first)
                 positions = (own["positions"] - self._first).clamp(min=0)
                 hidden = model.run(tokens, hidden, positions, self._cache.attention(attended))
