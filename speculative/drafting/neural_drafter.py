@@ -225,7 +225,7 @@ class ModelDrafter:
 
     def end_round(self, entries: Sequences[Entry], drafts: Sequences[list[int]]) -> None:
         """Record what was drafted for entries that are not committed yet."""
-        if self.capture:
+        if self.capture:  # it recomputes every row: the features of its own drafts were guesses
             return
         for entry, draft in zip(entries, drafts, strict=True):
             state = self._state(entry.sequence)

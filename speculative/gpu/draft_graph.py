@@ -17,7 +17,7 @@ from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
 from speculative.gpu.padding import PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
-from speculative.sampling.probs import SamplingRows
+from speculative.sampling.probs import LastRows
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
@@ -58,6 +58,7 @@ class DraftLoop:
         self._model, self._sampler, self._cache = model, sampler, cache
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
+        self._rows = LastRows()
         self._loops: dict[tuple[Bucket, bool], _Loop] = {}
 
     def prepare(self, bucket: Bucket, *, filtered: bool) -> "_Loop":
@@ -95,9 +96,7 @@ class DraftLoop:
         key = (np.tile(seeds, num_drafts), np.tile(lengths.astype(np.uint64), num_drafts), offsets)
         drawn = uniforms(*key, np.full_like(offsets, Purpose.DRAFT))
         host["uniforms"][:, :num_seqs] = drawn.reshape(num_drafts, num_seqs)
-        params = SamplingRows.build(
-            [sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu")
-        )
+        params = self._rows.of([sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu"))
         host["temperature"][:num_seqs] = params.temperature.numpy()
         host["greedy"][:num_seqs] = params.greedy.numpy()
         fill_filters(host, params.filters, np.arange(num_seqs))

@@ -6,6 +6,7 @@ still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -165,11 +166,10 @@ class GraphStep:
         )
 
     def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
-        if self._neural is not None:
-            ends = np.cumsum(layout.draft_counts)[:-1]
-            drafts = [own.tolist() for own in np.split(layout.drafts[layout.drafts >= 0], ends)]
-            drafting = [index for index, own in enumerate(drafts) if own]
-            self._neural.end_round([batch.entries[index] for index in drafting], [drafts[index] for index in drafting])
+        if self._neural is not None and not self._neural.capture:
+            made = iter(layout.drafts[layout.drafts >= 0].tolist())
+            drafts = [list(islice(made, count)) for count in layout.draft_counts.tolist()]
+            self._neural.end_round(batch.entries, drafts)
 
     # -- before the first step ----------------------------------------------------------------------------------
 

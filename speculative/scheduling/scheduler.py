@@ -210,6 +210,8 @@ class Scheduler:
         if not self._may_draft(sequence):
             return 0
         wanted = self.draft_length.max_drafts(sequence, self._config.drafter.max_drafts)
+        if wanted == 0:
+            return 0
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
         while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1
@@ -267,8 +269,9 @@ class Scheduler:
         self.draft_length.observe(batch.entries, outcome.results, outcome.step_s)
         deltas = []
         for entry, result in zip(batch.entries, outcome.results, strict=True):
-            entry.sequence.prompt_logprobs += result.prompt_logprobs
-            entry.sequence.replayed += result.replayed
+            if result.prompt_logprobs or result.replayed:
+                entry.sequence.prompt_logprobs += result.prompt_logprobs
+                entry.sequence.replayed += result.replayed
             delta = self._advance(entry, result)
             if delta is not None:
                 delta = self._checked(delta, entry.sequence.request)
@@ -307,8 +310,9 @@ class Scheduler:
 
     def _breach(self, sequence: Sequence, delta: TokenDelta, length: int) -> str | None:
         """The invariant violated by a sequence that had `length` tokens before this delta; None if none is."""
-        if any(self._ends(sequence, token) for token in delta.token_ids[:-1]):
-            return "stop"
+        for token in delta.token_ids[:-1]:
+            if self._ends(sequence, token):
+                return "stop"
         if len(sequence.tokens) > self._max_model_len:
             return "length"
         adds_up = (

@@ -7,7 +7,7 @@ draws a token are its verify rows; row j of them holds the target's distribution
 from collections.abc import Sequence as Entries
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from speculative.state.token_constraint import Bools
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One sequence's share of a step.
 
     num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
@@ -149,8 +148,7 @@ def row_contexts(layout: StepInput, masks: Entries[list[Bools] | None]) -> list[
     return contexts
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
+class SequenceResult(NamedTuple):
     """What a step decided for one sequence, on the host.
 
     token_ids: the accepted drafts and the token drawn after them; none while a prefill goes on.

@@ -3,7 +3,6 @@
 A few copies to the host end it. On the way the self-checks take their terms and check every invariant of a row.
 """
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -113,7 +112,7 @@ class Sampler:
                 fault = "positions"
             if fault is None and forbidden_by_rules(entry, one.token_ids, masks[index], self.eos_token_ids):
                 fault = "support"
-            checked.append(one if fault is one.fault else replace(one, fault=fault))
+            checked.append(one if fault is one.fault else one._replace(fault=fault))
         return checked
 
 
