@@ -102,7 +102,7 @@ class Sampler:
         self, layout: StepInput, drawn: list[SequenceResult], masks: list[list[Bools] | None]
     ) -> list[SequenceResult]:
         """What each entry drew, with the fault of those that break a rule which the host can see."""
-        wrong = misplaced(layout)
+        wrong = misplaced(layout).tolist()
         checked = []
         for index, (entry, one) in enumerate(zip(layout.drawing, drawn, strict=True)):
             fault = one.fault
