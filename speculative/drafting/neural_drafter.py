@@ -340,7 +340,8 @@ class ModelDrafter:
         jobs = []
         for sequence, stop in wanted:
             state = self._state(sequence)
-            self._keep_what_was_right(state, sequence)
+            if not self.capture:
+                self._keep_what_was_right(state, sequence)
             if stop > state.num_computed:
                 jobs.append(_Job(sequence, state, state.num_computed, stop))
         if not jobs:
@@ -453,11 +454,11 @@ class ModelDrafter:
         return hidden[torch.from_numpy(lasts).to(self._device)]
 
     def _keep_what_was_right(self, state: _State, sequence: Sequence) -> None:
-        """Keep the rows of accepted drafts, except the last, for a drafter that reads no features.
+        """Keep the rows of accepted drafts, except the last: for a drafter that reads no features.
 
         The last token of a round is never among them, whatever it is: its row must be recomputed.
         """
-        if self.capture or state.num_computed != state.drafted_after:
+        if state.num_computed != state.drafted_after:
             return
         accepted = sequence.tokens[state.drafted_after : -1]
         for token, draft in zip(accepted, state.drafted[:-1], strict=False):
