@@ -225,9 +225,11 @@ class ModelDrafter:
 
     def end_round(self, entries: Sequences[Entry], drafts: Sequences[list[int]]) -> None:
         """Record what was drafted for entries that are not committed yet."""
-        if self.capture:  # it recomputes every row: the features of its own drafts were guesses
+        if self.capture:  # it computes every row again: those of its own drafts had no true features
             return
         for entry, draft in zip(entries, drafts, strict=True):
+            if not draft:
+                continue
             state = self._state(entry.sequence)
             state.drafted_after, state.drafted = len(entry.sequence.tokens), draft
 
