@@ -1,11 +1,10 @@
 """What crosses every boundary: requests in, token deltas out. Frozen, picklable, free of torch."""
 
-import dataclasses
 import enum
 import math
 import secrets
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from speculative.errors import InvalidRequest
 
@@ -240,8 +239,7 @@ class ReplayedToken:
     outside: float  # nats by which y lies outside the filters; 0 = inside, inf = forbidden by a rule or the structure
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """What one step added to one request: the accepted run and the token after it.
 
     `token_ids`, `kinds` and (when asked for) `logprobs` have one entry per emitted token. The last delta
@@ -271,9 +269,9 @@ class TokenDelta:
         """Whether this is the request's last delta."""
         return self.finish_reason is not None
 
-    def replace(self, **changes: object) -> "TokenDelta":
+    def replace(self, **changes: Any) -> "TokenDelta":
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return self._replace(**changes)
 
 
 def _require(holds: bool, field_name: str, rule: str, got: object) -> None:

@@ -142,17 +142,17 @@ class StepStats:
         """Accepted draft tokens over all positions."""
         return sum(self.accepted_per_position)
 
-    def count_round(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one sequence's round, position by position."""
+    def count_round(self, num_drafted: int, num_accepted: int, times: int = 1) -> None:
+        """Count one sequence's round, or `times` such rounds, position by position."""
         if num_drafted == 0:
             return
-        self.num_drafts += 1
+        self.num_drafts += times
         _grow(self.drafted_per_position, num_drafted)
         _grow(self.accepted_per_position, num_drafted)
         for position in range(num_drafted):
-            self.drafted_per_position[position] += 1
+            self.drafted_per_position[position] += times
         for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
+            self.accepted_per_position[position] += times
 
     def count_violation(self, kind: str) -> None:
         """Count a broken invariant."""

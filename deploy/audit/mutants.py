@@ -392,8 +392,8 @@ def _flattering_metric(engine: EngineCore) -> None:
 class _Flattering(StepStats):
     """Counts that are always 100 %."""
 
-    def count_round(self, num_drafted: int, num_accepted: int) -> None:
-        super().count_round(num_drafted, num_drafted)
+    def count_round(self, num_drafted: int, num_accepted: int, times: int = 1) -> None:
+        super().count_round(num_drafted, num_drafted, times)
 
 
 @mutant("F19 a dead drafter")

@@ -29,6 +29,7 @@ class DecoderDraftModel:
         config = decoder.config
         self.name = f"draft_model:{fingerprint}"
         self.kv_shape = config.kv_shape
+        self.hidden_size = config.hidden_size
         self.network = decoder
 
     @classmethod

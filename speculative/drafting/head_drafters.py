@@ -28,6 +28,7 @@ class _HeadDraftModel:
         shape = head.config.shape
         self.name = f"{kind}:{fingerprint}"
         self.kv_shape = KVShape(1, shape.num_kv_heads, shape.head_dim)
+        self.hidden_size = shape.hidden_size
         self.network = head
 
     def fuse(self, features: Tensor) -> Tensor:

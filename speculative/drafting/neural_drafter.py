@@ -40,6 +40,7 @@ class DraftModel(Protocol):
     name: what its state in a handoff must have been made with.
     capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
         reads none. num_features: numbers a position.
+    hidden_size: of what `run` returns.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
     """
 
@@ -47,6 +48,7 @@ class DraftModel(Protocol):
     kv_shape: KVShape
     capture: tuple[int, ...]
     num_features: int
+    hidden_size: int
     ids: Tensor | None
 
     @property
@@ -72,18 +74,40 @@ class DraftModel(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class FeatureBuffer:
+    """Features [N, F] of the last replayed step's rows. version: how often they were overwritten."""
+
+    rows: Tensor
+    version: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class CatchUpRows:
-    """Rows of verified tokens, positions starts..stops of B sequences. token_ids: packed."""
+    """Rows of verified tokens, positions starts..stops of B sequences.
+
+    token_ids: [N] packed. features: [N, F] those that the rows read, or [N] where they lie in the `FeatureBuffer`.
+    edges: [N] the block that ends with the token before the row, where its features are to be kept; -1 = nowhere.
+    """
 
     token_ids: Int64s
     starts: Int64s
     stops: Int64s
     sequences: tuple[Sequence, ...]
+    features: Tensor | Int64s
+    edges: Int64s
 
 
-CatchUp = Callable[[CatchUpRows, Tensor], Tensor | None]
-"""Computes such rows, given their features [N, F]: the hidden states [B, hidden] of the last ones, or None if not."""
+class CatchUp(Protocol):
+    """Computes such rows where no sequence has more than `most_rows`."""
+
+    most_rows: int
+    buffer: FeatureBuffer
+
+    def run(self, rows: CatchUpRows) -> Tensor:
+        """The hidden states [B, hidden] of each sequence's last row, until the next call; the buffer may be overwritten
+        unless the features lie there."""
+        ...
 
 
 class MadeDrafts(NamedTuple):
@@ -105,6 +129,15 @@ Drafts whose probabilities are unknown are all made, whatever the rule says.
 """
 
 
+class _Span(NamedTuple):
+    """Features of `num_rows` positions from `first` on, in the rows from `row` on of one version of the buffer."""
+
+    first: int
+    row: int
+    num_rows: int
+    version: int
+
+
 @dataclass(slots=True)
 class _State:
     """A drafter's state of one sequence; valid for one stay in the cache (`admission`)."""
@@ -112,9 +145,19 @@ class _State:
     admission: int
     num_computed: int  # rows below it are computed, with true inputs
     features: list[tuple[int, Tensor]] = field(default_factory=list)  # (position, [n, F]); later ones take precedence
+    in_buffer: _Span | None = None  # takes precedence over all of them
     num_marked: int = 0  # leading blocks known to be marked
     drafted_after: int = 0  # tokens at the start of the last round, and what was drafted in it
     drafted: list[int] = field(default_factory=list)
+
+
+class _Job(NamedTuple):
+    """Rows start..stop of a sequence that are to be computed."""
+
+    sequence: Sequence
+    state: _State
+    start: int
+    stop: int
 
 
 class ModelDrafter:
@@ -152,7 +195,9 @@ class ModelDrafter:
         self.prepare: PreparePass = prepare_pass
         self._first_row = 1 if model.capture else 0
         self._states: dict[str, _State] = {}
-        self._edges: dict[int, Tensor] = {}  # features of the last position of a marked block, by block
+        self._in_buffer: list[_State] = []  # all whose features may lie in the buffer
+        num_blocks = cache.data.shape[2] // block_size
+        self.edges = cache.data.new_zeros((num_blocks, model.num_features))  # of the last position of marked blocks
 
     # -- the drafter's contract ---------------------------------------------------------------------------------
 
@@ -173,13 +218,19 @@ class ModelDrafter:
 
     def begin_round(self, batch: Batch) -> tuple[list[Entry], Tensor]:
         """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from."""
-        self._flush([entry.sequence for entry in batch.entries])
+        self._flush([entry.sequence for entry in batch.entries if entry.max_drafts == 0])
         drafting = [entry for entry in batch.entries if entry.max_drafts > 0]
-        return drafting, self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
+        hidden = self._catch_up([(entry.sequence, len(entry.sequence.tokens)) for entry in drafting])
+        self._empty_buffer()  # before the target's next rows are stored there
+        return drafting, hidden
 
     def end_round(self, entries: Sequences[Entry], drafts: Sequences[list[int]]) -> None:
         """Record what was drafted for entries that are not committed yet."""
+        if self.capture:  # it computes every row again: those of its own drafts had no true features
+            return
         for entry, draft in zip(entries, drafts, strict=True):
+            if not draft:
+                continue
             state = self._state(entry.sequence)
             state.drafted_after, state.drafted = len(entry.sequence.tokens), draft
 
@@ -192,9 +243,23 @@ class ModelDrafter:
                 state = self._state(entry.sequence)
                 state.features.append((entry.sequence.num_computed, features[begin:end]))
 
+    def observe_in_buffer(self, batch: Batch, layout: StepInput, rows: Int64s) -> None:
+        """As `observe`, of features that lie in the buffer: those of the step's packed rows in `rows` [N]."""
+        if self.catch_up is None or not self.capture:
+            return
+        starts, version = layout.row_starts, self.catch_up.buffer.version
+        counts = np.diff(starts).tolist()
+        for entry, row, count in zip(batch.entries, rows[starts[:-1]].tolist(), counts, strict=True):
+            if _drafts_for(entry.sequence):
+                state = self._state(entry.sequence)
+                state.in_buffer = _Span(entry.sequence.num_computed, row, count, version)
+                self._in_buffer.append(state)
+
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            state.in_buffer = None
 
     # -- handoff ------------------------------------------------------------------------------------------------
 
@@ -203,6 +268,7 @@ class ModelDrafter:
         if not _drafts_for(sequence):
             return {}
         num_computed = sequence.num_computed
+        self._empty_buffer()
         self._catch_up([(sequence, num_computed)])
         slots = self._slots(sequence, 0, num_computed)
         shape = self.cache.shape
@@ -257,7 +323,8 @@ class ModelDrafter:
         marked = next((i for i, block in enumerate(shared) if not self._pool.is_marked(block)), len(shared))
         state = _State(sequence.admission, max(self._first_row, marked * self._block_size))
         if self.capture and marked:
-            state.features.append((marked * self._block_size - 1, self._edges[shared[marked - 1]]))
+            block = shared[marked - 1]
+            state.features.append((marked * self._block_size - 1, self.edges[block : block + 1].clone()))
         return state
 
     def _flush(self, sequences: Sequences[Sequence]) -> None:
@@ -268,6 +335,7 @@ class ModelDrafter:
             if _drafts_for(seq) and seq.num_computed - self._state(seq).num_computed >= _MAX_BUFFERED
         ]
         if long:
+            self._empty_buffer()
             self._catch_up([(seq, seq.num_computed) for seq in long])
 
     def _catch_up(self, wanted: Sequences[tuple[Sequence, int]]) -> Tensor:
@@ -275,43 +343,121 @@ class ModelDrafter:
         jobs = []
         for sequence, stop in wanted:
             state = self._state(sequence)
-            self._keep_what_was_right(state, sequence)
+            if not self.capture:
+                self._keep_what_was_right(state, sequence)
             if stop > state.num_computed:
-                jobs.append((sequence, state, state.num_computed, stop))
+                jobs.append(_Job(sequence, state, state.num_computed, stop))
         if not jobs:
             return self.cache.data.new_empty((0, 0))
-        rows = CatchUpRows(
-            token_ids=np.array([token for seq, _, start, stop in jobs for token in seq.tokens[start:stop]], np.int64),
-            starts=np.array([start for _, _, start, _ in jobs], np.int64),
-            stops=np.array([stop for _, _, _, stop in jobs], np.int64),
-            sequences=tuple(sequence for sequence, _, _, _ in jobs),
-        )
-        if self.capture:
-            parts = [self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs]
-            features = parts[0] if len(parts) == 1 else torch.cat(parts)
-        else:
-            features = self.cache.data.new_empty((len(rows.token_ids), 0))
-        replayed = None if self.catch_up is None else self.catch_up(rows, features)
-        hidden = self._compute(rows, features) if replayed is None else replayed
-        for sequence, state, _, upto in jobs:
-            state.num_computed = upto
-            self._mark(sequence, state)
-            self._trim(state)
+        most_rows = 0 if self.catch_up is None else self.catch_up.most_rows
+        is_long = [job.stop - job.start > most_rows for job in jobs]
+        if not any(is_long):
+            return self._replay(jobs)
+        if all(is_long):
+            return self._run_eagerly(jobs)
+        parts = [[job for job, own in zip(jobs, is_long, strict=True) if own is which] for which in (False, True)]
+        hidden = [iter(run(part).split(1)) for run, part in zip((self._replay, self._run_eagerly), parts, strict=True)]
+        return torch.cat([next(hidden[own]) for own in is_long])
+
+    def _replay(self, jobs: Sequences[_Job]) -> Tensor:
+        """As `_catch_up`, where every job has few rows. Features are read where they lie in the buffer, if all do."""
+        assert self.catch_up is not None
+        places = self._places_in_buffer(jobs)
+        if places is None:
+            hidden = self.catch_up.run(self._rows(jobs, self._features_of(jobs)))
+            self._finish(jobs)
+            return hidden
+        rows = self._rows(jobs, places)
+        packed, blocks = 0, list[int]()
+        for sequence, state, start, stop in jobs:
+            for row in range(-(-start // self._block_size) * self._block_size, stop, self._block_size):
+                block = sequence.blocks[row // self._block_size - 1]
+                if not self._pool.is_marked(block):
+                    rows.edges[packed + row - start] = block
+                    blocks.append(block)
+            packed += stop - start
+            state.num_computed, state.in_buffer = stop, None
+            state.features.clear()
+        hidden = self.catch_up.run(rows)
+        for block in blocks:
+            self._pool.mark(block)
         return hidden
 
-    def _compute(self, rows: CatchUpRows, features: Tensor) -> Tensor:
-        """As `CatchUp`, eagerly."""
+    def _places_in_buffer(self, jobs: Sequences[_Job]) -> Int64s | None:
+        """[N] where the features that the jobs' rows read lie in the buffer; None unless all do."""
+        if not self.capture or self.catch_up is None:
+            return None
+        places, version = list[int](), self.catch_up.buffer.version
+        for _, state, start, stop in jobs:
+            span = state.in_buffer
+            if span is None or start <= span.first or stop - 1 > span.first + span.num_rows:
+                return None
+            _check_version(span, version)
+            begin = span.row + start - 1 - span.first
+            places += range(begin, begin + stop - start)
+        return np.array(places, np.int64)
+
+    def _run_eagerly(self, jobs: Sequences[_Job]) -> Tensor:
+        """As `_catch_up`."""
+        hidden = self._compute(self._rows(jobs, self._features_of(jobs)))
+        self._finish(jobs)
+        return hidden
+
+    def _rows(self, jobs: Sequences[_Job], features: Tensor | Int64s) -> CatchUpRows:
+        token_ids = np.array([token for seq, _, start, stop in jobs for token in seq.tokens[start:stop]], np.int64)
+        return CatchUpRows(
+            token_ids=token_ids,
+            starts=np.array([job.start for job in jobs], np.int64),
+            stops=np.array([job.stop for job in jobs], np.int64),
+            sequences=tuple(job.sequence for job in jobs),
+            features=features,
+            edges=np.full(len(token_ids), -1, np.int64),
+        )
+
+    def _features_of(self, jobs: Sequences[_Job]) -> Tensor:
+        """[N, F] what the jobs' rows read."""
+        self._empty_buffer()
+        if not self.capture:
+            return self.cache.data.new_empty((sum(job.stop - job.start for job in jobs), 0))
+        parts = [self._features(state, start - 1, stop - 1) for _, state, start, stop in jobs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _finish(self, jobs: Sequences[_Job]) -> None:
+        """Note that the jobs are done, and keep only the features that later rows need."""
+        for sequence, state, _, stop in jobs:
+            state.num_computed = stop
+            self._mark(sequence, state)
+            self._trim(state, sequence.num_computed)
+
+    def _empty_buffer(self) -> None:
+        """Copy the features that are still needed out of the buffer: it is about to be overwritten."""
+        left = [(state, state.in_buffer) for state in self._in_buffer if state.in_buffer is not None]
+        self._in_buffer = []
+        if not left or self.catch_up is None:
+            return
+        buffer = self.catch_up.buffer
+        for _, span in left:
+            _check_version(span, buffer.version)
+        copied = torch.cat([buffer.rows[span.row : span.row + span.num_rows] for _, span in left])
+        for (state, span), features in zip(left, copied.split([span.num_rows for _, span in left]), strict=True):
+            state.features.append((span.first, features))
+            state.in_buffer = None
+
+    def _compute(self, rows: CatchUpRows) -> Tensor:
+        """As `CatchUp.run`, eagerly."""
+        assert isinstance(rows.features, Tensor)
+        features = rows.features
         spans = list(zip(rows.starts.tolist(), rows.stops.tolist(), strict=True))
         slots = [own.slots(stop, self._block_size) for own, (_, stop) in zip(rows.sequences, spans, strict=True)]
         inputs = self.model.fuse(features) if self.capture else features
         return self._run(rows.token_ids, inputs, spans, slots)
 
     def _keep_what_was_right(self, state: _State, sequence: Sequence) -> None:
-        """Keep the rows of accepted drafts, except the last, for a drafter that reads no features.
+        """Keep the rows of accepted drafts, except the last: for a drafter that reads no features.
 
         The last token of a round is never among them, whatever it is: its row must be recomputed.
         """
-        if self.capture or state.num_computed != state.drafted_after:
+        if state.num_computed != state.drafted_after:
             return
         accepted = sequence.tokens[state.drafted_after : -1]
         for token, draft in zip(accepted, state.drafted[:-1], strict=False):
@@ -330,17 +476,20 @@ class ModelDrafter:
                 position = low
         if position > begin or end < stop:
             raise RuntimeError(f"Features of positions {begin} to {stop} are missing: {position} to {end} are there.")
-        merged = torch.cat(rows) if rows else self.cache.data.new_empty((0, self.model.num_features))
+        if len(rows) == 1:
+            merged = rows[0]
+        else:
+            merged = torch.cat(rows) if rows else self.cache.data.new_empty((0, self.model.num_features))
         state.features = [(begin, merged)] if len(merged) else []
         return merged[: stop - begin]
 
-    def _trim(self, state: _State) -> None:
-        """Drop features that no later row needs."""
+    def _trim(self, state: _State, end: int) -> None:
+        """Drop features that no later row needs, and those from position `end` on, which will be computed again."""
         begin = max(state.num_computed - 1, 0)
         state.features = [
-            (max(first, begin), features[max(begin - first, 0) :].clone())
+            (max(first, begin), features[max(begin - first, 0) : end - first].clone())
             for first, features in state.features
-            if first + len(features) > begin
+            if min(first + len(features), end) > max(first, begin)
         ]
 
     def _mark(self, sequence: Sequence, state: _State) -> None:
@@ -356,7 +505,7 @@ class ModelDrafter:
                 if not held:
                     continue
                 first, features = held[-1]
-                self._edges[block] = features[edge - first : edge - first + 1].clone()
+                self.edges[block].copy_(features[edge - first])
             self._pool.mark(block)
 
     # -- drafting -----------------------------------------------------------------------------------------------
@@ -427,6 +576,14 @@ class ModelDrafter:
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
         return torch.from_numpy(sequence.slots(stop, self._block_size)[start:]).to(self._device)
+
+
+def _check_version(span: _Span, version: int) -> None:
+    if span.version != version:
+        raise RuntimeError(
+            f"Features of {span.num_rows} positions from {span.first} on were overwritten before they were read: "
+            f"the buffer has version {version}, they had {span.version}."
+        )
 
 
 def _drafts_for(sequence: Sequence) -> bool:

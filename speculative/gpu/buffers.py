@@ -1,11 +1,11 @@
 """What captured functions hand to one another: tensors that never move."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from speculative.drafting.neural_drafter import DraftModel
+from speculative.drafting.neural_drafter import DraftModel, FeatureBuffer
 from speculative.gpu.buckets import Buckets
 from speculative.model.decoder import Decoder
 
@@ -15,12 +15,14 @@ class GraphBuffers:
     """Results that a later graph of the same step reads; each step overwrites them.
 
     hidden: [N, hidden] of the target's padded rows. features: [N, F] what a hidden-state drafter reads of them.
+    draft_hidden: [B, hidden] of the drafter's last verified rows: what first drafts are drawn from.
     draft_tokens, draft_columns: [D] int64. draft_probs: [D, W] float32: the step's drafts, the column of the drafter's
     vocabulary that each is, and the distribution it was drawn from; draft j of the i-th drafting sequence of a batch
     padded to B lies in row j * B + i. Without a drafting model they have one row."""
 
     hidden: Tensor
-    features: Tensor
+    features: FeatureBuffer
+    draft_hidden: Tensor
     draft_tokens: Tensor
     draft_columns: Tensor
     draft_probs: Tensor
@@ -30,21 +32,17 @@ class GraphBuffers:
         """Room for the largest bucket."""
         device, num_rows = decoder.device, buckets.largest.num_rows
         num_drafts = buckets.largest.num_seqs * (buckets.largest.num_queries - 1) if draft_model is not None else 1
-        num_features, width = 0, 1
+        num_features, hidden_size, width = 0, 0, 1
         if draft_model is not None:
-            num_features = draft_model.num_features
+            num_features, hidden_size = draft_model.num_features, draft_model.hidden_size
             width = decoder.config.vocab_size if draft_model.ids is None else len(draft_model.ids)
         hidden = torch.zeros((num_rows, decoder.config.hidden_size), dtype=decoder.dtype, device=device)
         tokens = torch.zeros(num_drafts, dtype=torch.int64, device=device)
         return cls(
             hidden=hidden,
-            features=hidden.new_zeros((num_rows, num_features)),
+            features=FeatureBuffer(hidden.new_zeros((num_rows, num_features))),
+            draft_hidden=hidden.new_zeros((buckets.largest.num_seqs, hidden_size)),
             draft_tokens=tokens,
             draft_columns=tokens.clone(),
             draft_probs=torch.zeros((num_drafts, width), dtype=torch.float32, device=device),
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Of device memory."""
-        return sum(getattr(self, field.name).nbytes for field in fields(self))

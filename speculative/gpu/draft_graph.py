@@ -14,10 +14,10 @@ from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
-from speculative.gpu.padding import PagedCache, fill_rows, row_fields
+from speculative.gpu.padding import PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
-from speculative.sampling.probs import SamplingRows
+from speculative.sampling.probs import LastRows
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
@@ -25,10 +25,9 @@ from speculative.state.batch import Entry
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """A captured loop and its inputs. hidden: [B, hidden] what the first drafts are drawn from."""
+    """A captured loop and its inputs."""
 
     inputs: StagedInputs
-    hidden: Tensor
     replay: Callable[[], object]
 
 
@@ -59,16 +58,13 @@ class DraftLoop:
         self._model, self._sampler, self._cache = model, sampler, cache
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
+        self._rows = LastRows()
         self._loops: dict[tuple[Bucket, bool], _Loop] = {}
 
-    def prepare(self, bucket: Bucket, hidden: Tensor, *, filtered: bool) -> "_Loop":
+    def prepare(self, bucket: Bucket, *, filtered: bool) -> "_Loop":
         """The captured loop of a bucket, of `num_queries` drafts each, with or without filters; captured now if it is
-        new.
-
-        `hidden` is [any, hidden], as the model's `run` gives it.
-        """
+        new."""
         if (bucket, filtered) not in self._loops:
-            shape = (bucket.num_seqs, bucket.num_queries)
             fields = row_fields(bucket, self._room) | {
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
                 "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
@@ -77,36 +73,36 @@ class DraftLoop:
             if filtered:
                 fields |= filter_fields(bucket.num_seqs, self._sampler.width)
             inputs = StagedInputs(fields, self._capturer.device)
-            first = hidden.new_zeros((shape[0], hidden.shape[1]))
-            replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device, first))
-            self._loops[bucket, filtered] = _Loop(inputs, first, replay)
+            replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device))
+            self._loops[bucket, filtered] = _Loop(inputs, replay)
         return self._loops[bucket, filtered]
 
     def run(self, entries: Sequences[Entry], hidden: Tensor) -> Bucket:
-        """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from."""
+        """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from, copied unless it is
+        the first rows of `GraphBuffers.draft_hidden`."""
         bucket = self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
         assert bucket is not None, "every batch that is taken fits"
         sequences = [entry.sequence for entry in entries]
-        loop = self.prepare(bucket, hidden, filtered=any(sequence.params.filtered for sequence in sequences))
+        loop = self.prepare(bucket, filtered=any(sequence.params.filtered for sequence in sequences))
         host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
-        blocks = [np.array(sequence.blocks, np.int64) for sequence in sequences]
-        fill_rows(host, blocks, lengths, drafts - 1, self._room)  # the last draft is not run
+        size, stops = self._room.block_size, (lengths + drafts - 1).tolist()  # the last draft is not run
+        contexts = [sequence.slots(stop, size) for sequence, stop in zip(sequences, stops, strict=True)]
+        num_blocks = fill_rows(host, contexts, lengths, drafts - 1, self._room)
         num_seqs, num_drafts = len(entries), bucket.num_queries
         seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
         offsets = np.repeat(np.arange(num_drafts, dtype=np.uint64), num_seqs)
         key = (np.tile(seeds, num_drafts), np.tile(lengths.astype(np.uint64), num_drafts), offsets)
         drawn = uniforms(*key, np.full_like(offsets, Purpose.DRAFT))
         host["uniforms"][:, :num_seqs] = drawn.reshape(num_drafts, num_seqs)
-        params = SamplingRows.build(
-            [sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu")
-        )
+        params = self._rows.of([sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu"))
         host["temperature"][:num_seqs] = params.temperature.numpy()
         host["greedy"][:num_seqs] = params.greedy.numpy()
         fill_filters(host, params.filters, np.arange(num_seqs))
-        loop.inputs.send()
-        loop.hidden[:num_seqs].copy_(hidden)
+        loop.inputs.send(num_blocks)
+        if hidden.data_ptr() != self._statics.draft_hidden.data_ptr():
+            self._statics.draft_hidden[:num_seqs].copy_(hidden)
         loop.replay()
         return bucket
 
@@ -130,9 +126,10 @@ class DraftLoop:
         columns = self._statics.draft_columns[:used].view(bucket.num_queries, bucket.num_seqs)
         return MadeDrafts(drafts, columns[offsets, rows], distributions[offsets, rows])
 
-    def _compute(self, bucket: Bucket, inputs: dict[str, Tensor], hidden: Tensor) -> None:
+    def _compute(self, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
         num_seqs, num_drafts = bucket
-        buffers, model = self._statics, self._model
+        buffers, model, tables = self._statics, self._model, block_tables(inputs)
+        hidden = buffers.draft_hidden[:num_seqs]
         drafting = DraftRound((), sampling_rows(inputs), inputs["uniforms"], coupled=None)
         for offset in range(num_drafts):
             drawn = self._sampler.draw(model.logits(hidden), drafting, offset)
@@ -143,6 +140,6 @@ class DraftLoop:
             buffers.draft_probs[rows].copy_(drawn.probs)
             if offset + 1 < num_drafts:
                 own = {name: inputs[name][:, offset].contiguous() for name in ("slots", "visible", "positions")}
-                attended = PagedRows(own["slots"], own["visible"], inputs["blocks"], self._first)
+                attended = PagedRows(own["slots"], own["visible"], tables, self._first)
                 positions = (own["positions"] - self._first).clamp(min=0)
                 hidden = model.run(tokens, hidden, positions, self._cache.attention(attended))

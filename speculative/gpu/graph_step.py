@@ -6,10 +6,10 @@ still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache
 from speculative.config import EngineConfig
@@ -98,8 +98,8 @@ class GraphStep:
             paged = PagedCache(neural.cache, room, attend)
             self._lengths = self.buckets.of_drafts(varying=config.drafter.length == "dynamic")
             self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer)
-            self._catch_up = CatchUpPass(neural.model, paged, self.buckets, decoder.dtype, self.capturer)
-            neural.catch_up, neural.draft_loop = self._catch_up.run, self.loop.make
+            self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
+            neural.catch_up, neural.draft_loop = self._catch_up, self.loop.make
             neural.prepare = make_prepare(config.block_size, 1 if neural.capture else 0, decoder.device)
 
     # -- which steps --------------------------------------------------------------------------------------------
@@ -146,7 +146,8 @@ class GraphStep:
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
         places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
-        self._observe(batch, layout, places.on_device)
+        if self._neural is not None:
+            self._neural.observe_in_buffer(batch, layout, places.on_host)
         sequences = [entry.sequence for entry in batch.entries]
         filtered = any(sequence.params.filtered for sequence in sequences)
         kind = Kind(
@@ -166,17 +167,11 @@ class GraphStep:
             terms=judged.terms,
         )
 
-    def _observe(self, batch: Batch, layout: StepInput, places: Tensor) -> None:
-        if self._drafter.capture:
-            # A copy: the drafter keeps features for longer than the static ones stand.
-            self._drafter.observe(batch, layout, self.buffers.features[places])
-
     def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
-        if self._neural is not None:
-            ends = np.cumsum(layout.draft_counts)[:-1]
-            drafts = [own.tolist() for own in np.split(layout.drafts[layout.drafts >= 0], ends)]
-            drafting = [index for index, own in enumerate(drafts) if own]
-            self._neural.end_round([batch.entries[index] for index in drafting], [drafts[index] for index in drafting])
+        if self._neural is not None and not self._neural.capture:
+            made = iter(layout.drafts[layout.drafts >= 0].tolist())
+            drafts = [list(islice(made, count)) for count in layout.draft_counts.tolist()]
+            self._neural.end_round(batch.entries, drafts)
 
     # -- before the first step ----------------------------------------------------------------------------------
 
@@ -191,10 +186,10 @@ class GraphStep:
                     self.judge.prepare(bucket, Kind(sampled, checked, logprobs, filtered))
         if self.loop is not None and self._catch_up is not None:
             for bucket in self.buckets:
-                hidden = self._catch_up.prepare(bucket).replay()
+                self._catch_up.prepare(bucket)
             for bucket in self._lengths:
                 for filtered in (False, True):
-                    self.loop.prepare(bucket, hidden, filtered=filtered)
+                    self.loop.prepare(bucket, filtered=filtered)
         return self.capturer.num_captured
 
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:

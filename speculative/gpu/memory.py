@@ -57,7 +57,9 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
     """
     model = decoder.config
     shapes = [model.kv_shape] + ([] if draft_model is None else [draft_model.kv_shape])
-    token_bytes: int = sum(shape.num_values for shape in shapes) * getattr(torch, config.dtype).itemsize
+    num_features = 0 if draft_model is None else draft_model.num_features  # kept for the last position of a block
+    num_values = sum(shape.num_values for shape in shapes) * config.block_size + num_features
+    block_bytes: int = num_values * getattr(torch, config.dtype).itemsize
     longest = config.max_model_len or model.max_position_embeddings
     buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts)
     sizes = AttentionSizes(config.block_size, buckets.largest.num_queries, -(-longest // config.block_size))
@@ -67,7 +69,7 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
     steps += _verification_bytes(decoder, num_rows, by_triton=False, drafted=draft_model is not None)
     free, total = free_bytes(decoder.device)
     room = int(free - _KEPT_FREE * total) - steps
-    num_blocks = room // (token_bytes * config.block_size) - 1  # less the block of padding rows
+    num_blocks = room // block_bytes - 1  # less the block of padding rows
     if num_blocks < 1:
         raise ConfigError(
             f"the GPU has {free / 2**30:.1f} GiB free beside the weights, and steps of {config.max_num_seqs} sequences "

@@ -14,16 +14,26 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGNMENT = 16  # bytes
 _NUM_HOST_BUFFERS = 2
-_NUMPY = {torch.int64: np.int64, torch.float64: np.float64, torch.float32: np.float32, torch.bool: np.bool_}
+_NUMPY = {
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.bool: np.bool_,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One input of a captured function, and what stands in it where there is nothing."""
+    """One input of a captured function, and what stands in it where there is nothing.
+
+    in_part: only its first rows are sent, as many as `send` is given; behind them lies what was sent before, or zeros.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.int64
     padding: float = 0
+    in_part: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -40,43 +50,51 @@ class StagedInputs:
     """
 
     def __init__(self, fields: Mapping[str, Field], device: torch.device) -> None:
-        self._fields = dict(fields)
-        self._places: dict[str, slice] = {}
-        end = 0
-        for name, field in self._fields.items():
+        places: dict[str, slice] = {}
+        end = self._num_padded = self._begin_in_part = self._row_bytes = 0
+        for name, field in sorted(fields.items(), key=lambda item: item[1].in_part):
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = begin + field.num_bytes
-            self._places[name] = slice(begin, end)
+            places[name] = slice(begin, end)
+            if field.in_part:
+                assert self._row_bytes == 0, "one field is sent in part"
+                self._begin_in_part, self._row_bytes = begin, field.num_bytes // field.shape[0]
+            else:
+                self._num_padded = end
         on_cuda = device.type == "cuda"
         self._bytes = torch.zeros(end, dtype=torch.uint8, device=device)
         self._hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(_NUM_HOST_BUFFERS)]
         self._sent = [torch.cuda.Event() if on_cuda else None for _ in self._hosts]
         self._turn = 0
         self.on_device: dict[str, Tensor] = {
-            name: self._bytes[place].view(self._fields[name].dtype).view(self._fields[name].shape)
-            for name, place in self._places.items()
+            name: self._bytes[place].view(fields[name].dtype).view(fields[name].shape) for name, place in places.items()
         }
-        self.num_bytes = end
+        self._arrays: list[dict[str, Array]] = [
+            {
+                name: host.numpy()[place].view(_NUMPY[fields[name].dtype]).reshape(fields[name].shape)
+                for name, place in places.items()
+            }
+            for host in self._hosts
+        ]
+        for name, field in fields.items():
+            self._arrays[0][name].fill(0 if field.in_part else field.padding)
+        self._padding = self._hosts[0].numpy()[: self._num_padded].copy()
         self.next_host()
         self.send()
 
     def next_host(self) -> dict[str, Array]:
-        """The host arrays of the next step, full of padding."""
+        """The host arrays of the next step, full of padding, but for the field that is sent in part."""
         self._turn = (self._turn + 1) % len(self._hosts)
         event = self._sent[self._turn]
         if event is not None:
             event.synchronize()  # the copy of two steps ago: long done
-        raw = self._hosts[self._turn].numpy()
-        arrays: dict[str, Array] = {}
-        for name, field in self._fields.items():
-            array: Array = raw[self._places[name]].view(_NUMPY[field.dtype]).reshape(field.shape)
-            array.fill(field.padding)
-            arrays[name] = array
-        return arrays
+        self._hosts[self._turn].numpy()[: self._num_padded] = self._padding
+        return self._arrays[self._turn]
 
-    def send(self) -> None:
-        """Copy what was filled last to the device, in the order of the stream."""
-        self._bytes.copy_(self._hosts[self._turn], non_blocking=True)
+    def send(self, num_rows: int = 0) -> None:
+        """Copy what was filled last to the device, in the order of the stream; `num_rows` of the field sent in part."""
+        end = self._num_padded if not self._row_bytes else self._begin_in_part + num_rows * self._row_bytes
+        self._bytes[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
         event = self._sent[self._turn]
         if event is not None:
             event.record(torch.cuda.current_stream(self._bytes.device))

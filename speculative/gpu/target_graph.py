@@ -89,14 +89,14 @@ class TargetPass:
         counts = np.diff(layout.row_starts)
         places = padded_places(counts, bucket.num_queries)
         host = captured.inputs.next_host()
-        size = self._room.block_size
-        blocks = [slots[::size] // size for slots in layout.context_slots]
-        fill_rows(host, blocks, layout.positions[layout.row_starts[:-1]], counts, self._room)
+        starts = layout.positions[layout.row_starts[:-1]]
+        num_blocks = fill_rows(host, layout.context_slots, starts, counts, self._room)
         host["input_ids"].reshape(-1)[places] = layout.input_ids
         if sources is not None:
             host["sources"].reshape(-1)[places] = sources
         host["places"][: len(places)] = places
-        captured.inputs.send()
+        captured.inputs.send(num_blocks)
+        self.buffers.features.version += 1
         captured.replay()
         return Places(places, captured.inputs.on_device["places"][: len(places)])
 
@@ -109,7 +109,7 @@ class TargetPass:
         num_rows = len(input_ids)
         self.buffers.hidden[:num_rows].copy_(hidden)
         if self.capture:
-            self.buffers.features[:num_rows].copy_(features)
+            self.buffers.features.rows[:num_rows].copy_(features)
 
 
 class GraphRunner(ModelRunner):
@@ -151,7 +151,7 @@ class GraphRunner(ModelRunner):
         places = self.target.run(bucket, layout, None).on_device
         buffers = self.target.buffers
         hidden = buffers.hidden[places]  # a copy: the next step overwrites what it was gathered from
-        return hidden, buffers.features[places] if capture else hidden[:, :0]
+        return hidden, buffers.features.rows[places] if capture else hidden[:, :0]
 
 
 def _select(layout: StepInput, chosen: Bools) -> StepInput:

@@ -23,7 +23,7 @@ from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.sampling.logprobs import LogprobRows
-from speculative.sampling.probs import SamplingRows
+from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
@@ -91,6 +91,7 @@ class VerifyGraph:
         self._judge = make_judge(capturer.device)
         self._decoder, self._statics, self._draft_ids, self._mode = decoder, buffers, draft_ids, mode
         self._columns = None if draft_ids is None else columns_of(draft_ids, decoder.config.vocab_size)
+        self._rows = LastRows()
         self._captured: dict[tuple[Bucket, Kind], _Captured] = {}
 
     def prepare(self, bucket: Bucket, kind: Kind) -> _Captured:
@@ -109,7 +110,9 @@ class VerifyGraph:
     def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows) -> Judged:
         """Judge, and copy the results to the host."""
         captured = self.prepare(bucket, kind)
-        _fill(captured.inputs.next_host(), rows, self._decoder.config.vocab_size)
+        params = [entry.sequence.params for entry in rows.layout.drawing]
+        per_entry = self._rows.of(params, self._decoder.config.vocab_size, torch.device("cpu"))
+        _fill(captured.inputs.next_host(), rows, per_entry)
         captured.inputs.send()
         vector, checks = captured.replay()
         return _unpack(vector.cpu().numpy(), bucket, kind, checks, rows.layout)
@@ -157,12 +160,9 @@ def _fields(bucket: Bucket) -> dict[str, Field]:
     }
 
 
-def _fill(host: dict[str, Array], rows: JudgedRows, vocab_size: int) -> None:
+def _fill(host: dict[str, Array], rows: JudgedRows, per_entry: SamplingRows) -> None:
     layout = rows.layout
     num_rows, num_entries = len(layout.drafts), len(layout.drawing)
-    sequences = [entry.sequence for entry in layout.drawing]
-    params = [sequence.params for sequence in sequences]
-    per_entry = SamplingRows.build(params, vocab_size, torch.device("cpu"))
     entries = layout.verify_entries
     host["places"][:num_rows] = rows.places
     for name, values in verify_rows(layout).named().items():

@@ -21,6 +21,8 @@ from speculative.state.batch import Batch, Entry, SequenceResult, StepOutcome
 from speculative.state.sequence import Phase, Sequence
 from speculative.stats import CLIENTS_FAULT, INVARIANTS, LOGPROB_RULES, EngineUsage, StepStats
 
+_NO_TOKENS = frozenset[int]()
+
 
 class Scheduler:
     """Owns the queue, the running sequences and their blocks.
@@ -200,7 +202,9 @@ class Scheduler:
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` more positions; False, with nothing allocated, if there are too few."""
         needed = -(-(sequence.num_computed + num_tokens) // self._config.block_size) - len(sequence.blocks)
-        blocks = self.pool.take(needed) if needed > 0 else []
+        if needed <= 0:
+            return True
+        blocks = self.pool.take(needed)
         sequence.blocks.extend(blocks or ())
         return blocks is not None
 
@@ -210,6 +214,8 @@ class Scheduler:
         if not self._may_draft(sequence):
             return 0
         wanted = self.draft_length.max_drafts(sequence, self._config.drafter.max_drafts)
+        if wanted == 0:
+            return 0
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
         while fits > 0 and not self._grow(sequence, 1 + fits):
             fits -= 1
@@ -267,8 +273,9 @@ class Scheduler:
         self.draft_length.observe(batch.entries, outcome.results, outcome.step_s)
         deltas = []
         for entry, result in zip(batch.entries, outcome.results, strict=True):
-            entry.sequence.prompt_logprobs += result.prompt_logprobs
-            entry.sequence.replayed += result.replayed
+            if result.prompt_logprobs or result.replayed:
+                entry.sequence.prompt_logprobs += result.prompt_logprobs
+                entry.sequence.replayed += result.replayed
             delta = self._advance(entry, result)
             if delta is not None:
                 delta = self._checked(delta, entry.sequence.request)
@@ -307,15 +314,16 @@ class Scheduler:
 
     def _breach(self, sequence: Sequence, delta: TokenDelta, length: int) -> str | None:
         """The invariant violated by a sequence that had `length` tokens before this delta; None if none is."""
-        if any(self._ends(sequence, token) for token in delta.token_ids[:-1]):
+        if not self._ends(sequence).isdisjoint(delta.token_ids[:-1]):
             return "stop"
-        if len(sequence.tokens) > self._max_model_len:
+        num_tokens = len(sequence.tokens)
+        if num_tokens > self._max_model_len:
             return "length"
         adds_up = (
-            len(sequence.tokens) == length + len(delta.token_ids)
-            and sequence.num_computed == len(sequence.tokens) - 1
+            num_tokens == length + len(delta.token_ids)
+            and sequence.num_computed == num_tokens - 1
             and sequence.num_computed <= len(sequence.blocks) * self._config.block_size
-            and sequence.num_output <= sequence.params.max_tokens
+            and num_tokens - sequence.num_prompt <= sequence.params.max_tokens
         )
         return None if adds_up else "conservation"
 
@@ -333,14 +341,15 @@ class Scheduler:
         A limit inside an accepted run is no error: the tokens after it were never emitted.
         """
         room = min(sequence.params.max_tokens - sequence.num_output, self._max_model_len - len(sequence.tokens))
-        for count, token in enumerate(token_ids[:room], start=1):
-            if self._ends(sequence, token):
-                return count, FinishReason.STOP
+        ends = self._ends(sequence)
+        if not ends.isdisjoint(token_ids[:room]):
+            return next(count for count, token in enumerate(token_ids, 1) if token in ends), FinishReason.STOP
         return (len(token_ids), None) if len(token_ids) < room else (room, FinishReason.LENGTH)
 
-    def _ends(self, sequence: Sequence, token: int) -> bool:
-        """Whether a token ends the answer."""
-        return token in sequence.params.stop_token_ids or (token in self._eos and not sequence.params.ignore_eos)
+    def _ends(self, sequence: Sequence) -> frozenset[int]:
+        """The tokens that end the answer."""
+        ends = _NO_TOKENS if sequence.params.ignore_eos else self._eos
+        return ends.union(sequence.params.stop_token_ids) if sequence.params.stop_token_ids else ends
 
     def _finish_scoring(self, sequence: Sequence) -> TokenDelta | None:
         if sequence.num_to_compute > 0:

@@ -60,8 +60,8 @@ class FreshStarts:
         """
         self._products += log_products
         self._counts += count
-        wealth = log_wealth(self._products)
-        alarm = bool((wealth >= self._thresholds).any())
+        near = (self._products.max(axis=1) >= self._thresholds).any()  # the wealth is a mean of the products
+        alarm = bool(near and (log_wealth(self._products) >= self._thresholds).any())
         due = self._counts >= self._periods
         if alarm:
             self.restart()

@@ -7,7 +7,7 @@ draws a token are its verify rows; row j of them holds the target's distribution
 from collections.abc import Sequence as Entries
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from speculative.state.token_constraint import Bools
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One sequence's share of a step.
 
     num_known: known tokens computed in this step: the pending one, or a chunk of a prefill.
@@ -80,41 +79,40 @@ class StepInput(AttentionRows):
 
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
     """Lay out a step: `counts[i]` drafts follow the known tokens of entry i; `draft_ids` holds them packed."""
-    drafts = draft_ids.tolist()  # a step has few rows: lists are faster here than many small arrays
-    input_ids, row_starts, contexts = list[int](), [0], list[Int64s]()
-    verify_rows, verify_entries, offsets, judged = list[int](), list[int](), list[int](), list[int]()
-    positions, slots, drawing, draft_counts = list[range](), list[Int64s](), list[Entry](), list[int]()
-    num_drafts = 0
-    for entry, count in zip(entries, counts.tolist(), strict=True):
-        sequence, begin, own = entry.sequence, entry.sequence.num_computed, drafts[num_drafts : num_drafts + count]
-        num_drafts += count
-        end = begin + entry.num_known + count
-        context = sequence.slots(end, block_size)
-        contexts.append(context)
-        slots.append(context[begin:])
-        positions.append(range(begin, end))
-        input_ids += sequence.tokens[begin : begin + entry.num_known]
-        if entry.samples:
-            verify_rows += range(len(input_ids) - 1, len(input_ids) + count)
-            verify_entries += [len(drawing)] * (count + 1)
-            offsets += range(count + 1)
-            judged += [*own, -1]
-            drawing.append(entry)
-            draft_counts.append(count)
-        input_ids += own
-        row_starts.append(len(input_ids))
+    sequences = [entry.sequence for entry in entries]
+    begins = np.array([sequence.num_computed for sequence in sequences], np.int64)
+    known = np.array([entry.num_known for entry in entries], np.int64)
+    samples = np.array([entry.samples for entry in entries])
+    lengths = known + counts
+    row_starts = np.zeros(len(entries) + 1, np.int64)
+    np.cumsum(lengths, out=row_starts[1:])
+    owners = np.repeat(np.arange(len(entries)), lengths)  # [N]
+    rows = np.arange(len(owners))
+    offsets = rows - (row_starts[:-1] + known - 1)[owners]  # [N] from the last known token on
+    input_ids = np.empty(len(rows), np.int64)
+    is_draft = offsets > 0
+    input_ids[is_draft] = draft_ids
+    known_ids = (entry.sequence.tokens[(n := entry.sequence.num_computed) : n + entry.num_known] for entry in entries)
+    input_ids[~is_draft] = list(chain.from_iterable(known_ids))
+    verify_rows = np.flatnonzero((offsets >= 0) & samples[owners])
+    verify_entries, draft_counts = (samples.cumsum() - 1)[owners[verify_rows]], counts[samples]
+    verify_offsets = offsets[verify_rows]
+    judged = np.full(len(verify_rows), -1, np.int64)
+    judged[verify_offsets < draft_counts[verify_entries]] = draft_ids
+    ends = (begins + lengths).tolist()
+    contexts = tuple(own.slots(end, block_size) for own, end in zip(sequences, ends, strict=True))
     return StepInput(
-        input_ids=np.array(input_ids, np.int64),
-        positions=np.fromiter(chain.from_iterable(positions), np.int64, len(input_ids)),
-        slots=np.concatenate(slots),
-        row_starts=np.array(row_starts, np.int64),
-        context_slots=tuple(contexts),
-        verify_rows=np.array(verify_rows, np.int64),
-        verify_entries=np.array(verify_entries, np.int64),
-        offsets=np.array(offsets, np.int64),
-        drafts=np.array(judged, np.int64),
-        drawing=tuple(drawing),
-        draft_counts=np.array(draft_counts, np.int64),
+        input_ids=input_ids,
+        positions=rows + (begins - row_starts[:-1])[owners],
+        slots=np.concatenate([own[begin:] for own, begin in zip(contexts, begins.tolist(), strict=True)]),
+        row_starts=row_starts,
+        context_slots=contexts,
+        verify_rows=verify_rows,
+        verify_entries=verify_entries,
+        offsets=verify_offsets,
+        drafts=judged,
+        drawing=tuple(entry for entry in entries if entry.samples),
+        draft_counts=draft_counts,
     )
 
 
@@ -149,8 +147,7 @@ def row_contexts(layout: StepInput, masks: Entries[list[Bools] | None]) -> list[
     return contexts
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
+class SequenceResult(NamedTuple):
     """What a step decided for one sequence, on the host.
 
     token_ids: the accepted drafts and the token drawn after them; none while a prefill goes on.

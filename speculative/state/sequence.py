@@ -137,21 +137,21 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether only the pending token is left to compute."""
-        return len(self.tokens) == self.num_computed + 1 and not self.scores_only
+        return len(self.tokens) == self.num_computed + 1 and self.request.score_from is None
 
     def num_drafts_that_fit(self, wanted: int, max_model_len: int) -> int:
         """How many drafts the length limits leave room for: one more token must fit after all of them.
 
         0 before the first token, wherever it is drawn: prefill and decode replicas then draw the same one.
         """
-        if self.num_output == 0:
+        num_tokens = len(self.tokens)
+        num_output = num_tokens - self.num_prompt
+        if num_output == 0:
             return 0
-        last = (
-            self.params.max_tokens
-            if self.prefill_only_after is None
-            else min(self.prefill_only_after, self.params.max_tokens)
-        )
-        room = min(max_model_len - len(self.tokens), last - self.num_output)
+        last = self.params.max_tokens
+        if self.prefill_only_after is not None:
+            last = min(self.prefill_only_after, last)
+        room = min(max_model_len - num_tokens, last - num_output)
         return max(0, min(wanted, room - 1))
 
     def advance(self, num_computed: int, emitted: Tokens[int] = ()) -> None:

@@ -89,7 +89,7 @@ class EagerStep:
         for index, entry in enumerate(batch.entries):
             if entry.sequence.scored_positions:
                 logprobs, replayed = self._score(entry, int(layout.row_starts[index]), hidden)
-                results[index] = replace(results[index], prompt_logprobs=logprobs, replayed=replayed)
+                results[index] = results[index]._replace(prompt_logprobs=logprobs, replayed=replayed)
         return replace(outcome, results=tuple(results))
 
     def _forward(self, batch: Batch, layout: StepInput) -> Tensor:

@@ -3,7 +3,6 @@
 A few copies to the host end it. On the way the self-checks take their terms and check every invariant of a row.
 """
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -103,7 +102,7 @@ class Sampler:
         self, layout: StepInput, drawn: list[SequenceResult], masks: list[list[Bools] | None]
     ) -> list[SequenceResult]:
         """What each entry drew, with the fault of those that break a rule which the host can see."""
-        wrong = misplaced(layout)
+        wrong = misplaced(layout).tolist()
         checked = []
         for index, (entry, one) in enumerate(zip(layout.drawing, drawn, strict=True)):
             fault = one.fault
@@ -113,7 +112,7 @@ class Sampler:
                 fault = "positions"
             if fault is None and forbidden_by_rules(entry, one.token_ids, masks[index], self.eos_token_ids):
                 fault = "support"
-            checked.append(one if fault is one.fault else replace(one, fault=fault))
+            checked.append(one if fault is one.fault else one._replace(fault=fault))
         return checked
 
 

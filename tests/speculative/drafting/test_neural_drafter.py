@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculative.cache.kv_cache import KVShape
 from speculative.config import DrafterConfig
@@ -86,10 +86,11 @@ class EchoModel:
     kv_shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1)
     ids: Tensor | None = None
     fused = None
+    network = nn.Module()  # without layers
 
     def __init__(self, embedding: Tensor, ids: Tensor | None = None) -> None:
         self.embedding = embedding
-        self.num_features = embedding.shape[1]
+        self.num_features = self.hidden_size = embedding.shape[1]
         self.ids = ids
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -197,10 +198,11 @@ def test_it_stays_right_through_handoff_preemption_and_prefix_hits(target: Path,
     assert stats.num_accepted == stats.num_drafted > 100
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("chunk", [64, 24])
-def test_rows_get_the_features_of_the_token_before(target: Path, block_size: int, chunk: int) -> None:
-    small = {"max_num_seqs": 6, "kv_cache_tokens": 240, "max_model_len": 128}
+def test_rows_get_the_features_of_the_token_before(target: Path, block_size: int, chunk: int, graphs: bool) -> None:
+    small = {"max_num_seqs": 6, "kv_cache_tokens": 240, "max_model_len": 128, "cuda_graphs": graphs}
     engine = echo_engine(target, block_size=block_size, max_batched_tokens=chunk, **small)
     for _ in range(2):
         texts(engine, requests(SAMPLED), assert_rows_are_true)
@@ -210,9 +212,44 @@ def test_rows_get_the_features_of_the_token_before(target: Path, block_size: int
     assert 0 < stats.num_accepted < stats.num_drafted
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_stay_true_where_a_prompt_goes_on_after_a_cached_answer(target: Path, graphs: bool) -> None:
+    engine = echo_engine(target, cuda_graphs=graphs)
+    first = texts(engine, requests(SAMPLED))
+    engine.take_stats()
+    longer = [
+        dataclasses.replace(request, prompt_token_ids=(*request.prompt_token_ids, *first[request.request_id].token_ids))
+        for request in requests(SAMPLED)
+    ]
+    texts(engine, longer, assert_rows_are_true)
+    uncached = sum(len(request.prompt_token_ids) for request in longer) - engine.take_stats().prefix_cache_hits
+    assert uncached <= len(longer) * 2 * engine.config.block_size
+
+
+def test_features_outlive_the_steps_of_others(target: Path) -> None:
+    """Canaries take turns with the rest: the features of those who wait must not be lost to a replay."""
+    engine = echo_engine(target, cuda_graphs=True)
+    wanted = [dataclasses.replace(request, canary=index % 2 == 1) for index, request in enumerate(requests(SAMPLED))]
+    texts(engine, wanted, assert_rows_are_true)
+    assert engine.take_stats().num_accepted > 0
+
+
+def test_features_that_were_overwritten_are_never_read(target: Path) -> None:
+    engine = echo_engine(target, cuda_graphs=True)
+    engine.add(requests(SAMPLED)[3])
+    for _ in range(4):
+        engine.step()
+    assert engine.graphs is not None
+    engine.graphs.buffers.features.version += 1
+    with pytest.raises(RuntimeError, match="overwritten"):
+        engine.step()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("prefill_only_after", [0, 1, 5])
-def test_rows_stay_true_through_a_handoff(target: Path, prefill_only_after: int) -> None:
-    prefill, decode = echo_engine(target, max_batched_tokens=32), echo_engine(target, block_size=8)
+def test_rows_stay_true_through_a_handoff(target: Path, prefill_only_after: int, graphs: bool) -> None:
+    prefill = echo_engine(target, max_batched_tokens=32, cuda_graphs=graphs)
+    decode = echo_engine(target, block_size=8, cuda_graphs=graphs)
     for request in requests(SAMPLED):
         prefill.add(request, prefill_only_after=prefill_only_after)
     run(prefill)

@@ -307,7 +307,7 @@ def test_inputs_that_were_not_sent_are_found(load: Load, monkeypatch: pytest.Mon
 
     def forgetful(self: TargetPass, *arguments: Any) -> Any:
         self.prepare(arguments[0])
-        monkeypatch.setattr(StagedInputs, "send", lambda _: None)
+        monkeypatch.setattr(StagedInputs, "send", lambda *_: None)
         places = run_target(self, *arguments)
         monkeypatch.setattr(StagedInputs, "send", send)
         return places

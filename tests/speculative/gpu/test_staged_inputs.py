@@ -41,6 +41,17 @@ def test_what_is_sent_arrives_where_the_captured_function_looks_and_nothing_else
     assert {name: tensor.data_ptr() for name, tensor in inputs.on_device.items()} == before
 
 
+def test_of_a_field_sent_in_part_the_rest_stays() -> None:
+    inputs = StagedInputs({"table": Field((3, 2), torch.int32, in_part=True), **FIELDS}, CPU)
+    for value, num_rows in ((1, 3), (2, 1), (3, 0)):
+        host = inputs.next_host()
+        host["table"][:num_rows], host["ids"][:] = value, value
+        inputs.send(num_rows)
+    assert inputs.on_device["table"].tolist() == [[2, 2], [1, 1], [1, 1]]
+    assert (inputs.on_device["ids"] == 3).all()
+    assert (inputs.on_device["accept_uniforms"] == 0.5).all()
+
+
 def test_the_two_host_buffers_take_turns_and_forget_what_they_held() -> None:
     inputs = StagedInputs(FIELDS, CPU)
     first = inputs.next_host()

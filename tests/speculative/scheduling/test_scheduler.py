@@ -1,7 +1,6 @@
 """Scheduling: budgets and limits are kept whatever comes, and no block is lost on the way."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def make_sequence(name: str, num_prompt: int, *, prefill_only_after: int | None 
 
 def outcome_of(batch: Batch, drawn: list[SequenceResult]) -> StepOutcome:
     results = [
-        replace(one, prompt_logprobs=tuple(TokenLogprobs(position, -1.0, 1) for position in range(entry.num_known)))
+        one._replace(prompt_logprobs=tuple(TokenLogprobs(position, -1.0, 1) for position in range(entry.num_known)))
         if entry.sequence.scores_only
         else one
         for entry, one in zip(batch.entries, drawn, strict=True)

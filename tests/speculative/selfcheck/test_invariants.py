@@ -107,11 +107,11 @@ def change_drawn(monkeypatch: pytest.MonkeyPatch, change: Callable[[SequenceResu
 
 
 def a_token_too_few(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_drawn(monkeypatch, lambda one: replace(one, num_accepted=one.num_accepted + 1))
+    change_drawn(monkeypatch, lambda one: one._replace(num_accepted=one.num_accepted + 1))
 
 
 def a_bad_word(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_drawn(monkeypatch, lambda one: replace(one, token_ids=(*one.token_ids[:-1], 5)))
+    change_drawn(monkeypatch, lambda one: one._replace(token_ids=(*one.token_ids[:-1], 5)))
 
 
 def rows_out_of_place(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
