@@ -22,6 +22,7 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
+from speculative.gpu.logprob_report import Reported
 from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
@@ -29,7 +30,7 @@ from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
-from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input
+from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
 from speculative.state.sequence import Sequence
 from speculative.step.host_copy import results_per_entry
 from speculative.step.sampler import Sampler
@@ -104,18 +105,21 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Whether the whole step can be replayed."""
-        if self._config.verifier != "token_wise" or len(batch.entries) > self.buckets.batch_sizes[-1]:
+        if self._config.verifier != "token_wise":
             return False
         return all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def draft(self, batch: Batch) -> StepDrafts:
-        """Draft for every entry; a model's drafts stay on the device.
+    def draft(self, batch: Batch) -> StepDrafts | None:
+        """Draft for every entry; a model's drafts stay on the device. None where the batch has several parts: each is
+        drafted when the one before it has been verified, in the same buffers.
 
         Raises:
             EngineFault: a drafter without a model gives another distribution than a point mass.
         """
+        if len(batch.entries) > self.buckets.batch_sizes[-1]:
+            return None
         if self.loop is None or self._neural is None:
             drafts = self._drafter.propose(batch)
             if not isinstance(drafts.draft_probs, PointMass):
@@ -136,8 +140,12 @@ class GraphStep:
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
         return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries)
 
-    def verify(self, batch: Batch, drafts: StepDrafts) -> StepOutcome:
-        """Run the target on the step's rows, verify, and copy the results to the host, once."""
+    def verify(self, batch: Batch, drafts: StepDrafts | None) -> StepOutcome:
+        """Run the target on the step's rows, verify, and copy the results to the host, once for each part."""
+        if drafts is None:
+            most = self.buckets.batch_sizes[-1]
+            parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
+            return merge_outcomes([self.verify(part, self.draft(part)) for part in parts])
         self_check = self._sampler.self_check
         layout = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
         bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
@@ -147,11 +155,14 @@ class GraphStep:
         self._observe(batch, layout, places.on_device)
         sequences = [entry.sequence for entry in batch.entries]
         filtered = any(sequence.params.filtered for sequence in sequences)
+        reported = Reported.asked_by([sequence.params for sequence in sequences])
+        returned = any(sequence.params.returns_logprobs for sequence in sequences)
         kind = Kind(
             sampled=drafts.rows is not None,
             checked=self_check.due(),
-            logprobs=filtered or any(sequence.params.returns_logprobs for sequence in sequences),  # fewer captures
+            logprobs=(filtered or returned) and reported is None,  # fewer captures
             filtered=filtered,
+            reported=reported,
         )
         rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, self_check.counted(sequences))
         judged = self.judge.run(rows_bucket, kind, rows)
@@ -215,10 +226,8 @@ class GraphStep:
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    params = sequence.params
-    reported = params.prompt_logprobs is not None or params.logprobs or params.logprob_token_ids or sequence.scores_only
     ruled = sequence.rules is not None or sequence.constraint is not None
-    return not (reported or ruled or params.reproducible)
+    return not (sequence.scored_positions or ruled or sequence.params.reproducible)
 
 
 def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:

@@ -5,6 +5,7 @@ Only plain requests are verified here: a temperature, filters, no rules, token-w
 padded, and everything the host needs is returned in one vector (`RowJudge`).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
 from speculative.gpu.judge_choice import make_judge
+from speculative.gpu.logprob_report import Reported
 from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted, columns_of
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
@@ -38,12 +40,14 @@ class Kind(NamedTuple):
 
     sampled: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
     self-checks are taken. logprobs: those of the emitted tokens are returned. filtered: some rows have filters.
+    reported: the logprobs that the judge does not report; None where it reports what is asked for.
     """
 
     sampled: bool
     checked: bool
     logprobs: bool
     filtered: bool
+    reported: Reported | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ class VerifyGraph:
             fields = _fields(bucket)
             if kind.filtered:
                 fields |= filter_fields(bucket.num_rows, self._decoder.config.vocab_size)
+            if kind.reported is not None:
+                fields |= kind.reported.fields(bucket.num_seqs)
             inputs = StagedInputs(fields, self._capturer.device)
             _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
             inputs.send()
@@ -108,11 +114,18 @@ class VerifyGraph:
 
     def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows) -> Judged:
         """Judge, and copy the results to the host."""
-        captured = self.prepare(bucket, kind)
-        _fill(captured.inputs.next_host(), rows, self._decoder.config.vocab_size)
+        captured, vocab_size = self.prepare(bucket, kind), self._decoder.config.vocab_size
+        host = captured.inputs.next_host()
+        _fill(host, rows, vocab_size)
+        if kind.reported is not None:
+            kind.reported.fill(host, [entry.sequence.params for entry in rows.layout.drawing])
         captured.inputs.send()
         vector, checks = captured.replay()
-        return _unpack(vector.cpu().numpy(), bucket, kind, checks, rows.layout)
+        values, reported = vector.cpu().numpy(), None
+        if kind.reported is not None:
+            reported, values = kind.reported.unpack(values, bucket.num_rows, vocab_size)
+        judged = _unpack(values, bucket, kind, checks, rows.layout)
+        return judged if reported is None else dataclasses.replace(judged, logprobs=reported)
 
     def _compute(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
         logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
@@ -129,8 +142,13 @@ class VerifyGraph:
             )
         wanted = Wanted(kind.checked, self._mode if kind.logprobs else None)
         if kind.filtered:
-            return TorchJudge(self._ops)(logits, rows, sampled, wanted, sampling_rows(inputs).filters)
-        return self._judge(logits, rows, sampled, wanted)
+            vector, checks = TorchJudge(self._ops)(logits, rows, sampled, wanted, sampling_rows(inputs).filters)
+        else:
+            vector, checks = self._judge(logits, rows, sampled, wanted)
+        if kind.reported is not None:
+            more = kind.reported.make(self._mode, self._ops, (logits, logits), rows, inputs, vector)
+            vector = torch.cat([more, vector])
+        return vector, checks
 
 
 def _fields(bucket: Bucket) -> dict[str, Field]:

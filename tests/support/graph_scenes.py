@@ -62,3 +62,8 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
         assert (answer.num_drafted, answer.num_accepted) == (other.num_drafted, other.num_accepted)
         assert answer.values == pytest.approx(other.values, abs=_LOGPROB_TOLERANCE)
         assert [one.rank for one in answer.logprobs] == [one.rank for one in other.logprobs]
+        for part in ("top", "scored"):
+            own, theirs = ([getattr(one, part) for one in each.logprobs] for each in (answer, other))
+            assert [len(one) for one in own] == [len(one) for one in theirs]
+            values = [[value for one in each for _, value in one] for each in (own, theirs)]
+            assert values[0] == pytest.approx(values[1], abs=_LOGPROB_TOLERANCE), part

@@ -29,17 +29,22 @@ class Cost(NamedTuple):
 BUDGETS = {
     ("none", "plain"): Cost(1, 0, 2),
     ("none", "filtered"): Cost(1, 0, 2),
-    ("none", "five_logprobs"): Cost(19, 249, 1),
+    ("none", "five_logprobs"): Cost(1, 0, 2),
+    ("none", "named_logprobs"): Cost(1, 0, 2),
     ("none", "penalty"): Cost(16, 251, 1),
+    ("none", "prompt_logprobs"): Cost(1, 0, 2),
     ("none", "reproducible"): Cost(39, 510, 1),
     ("ngram", "plain"): Cost(1, 0, 2),
+    ("ngram", "five_logprobs"): Cost(1, 0, 2),
+    ("ngram", "prompt_logprobs"): Cost(1, 0, 2),
     ("draft_model", "plain"): Cost(1, 1, 4),
     ("draft_model", "filtered"): Cost(1, 1, 4),
     ("mtp", "plain"): Cost(1, 13, 4),
     ("eagle3", "plain"): Cost(1, 14, 4),
     ("eagle3", "filtered"): Cost(1, 14, 4),
-    ("eagle3", "five_logprobs"): Cost(21, 368, 3),
+    ("eagle3", "five_logprobs"): Cost(1, 14, 4),
     ("eagle3", "penalty"): Cost(18, 370, 3),
+    ("eagle3", "prompt_logprobs"): Cost(1, 14, 4),
     ("eagle3", "reproducible"): Cost(62, 1314, 2),
 }
 # Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
@@ -54,7 +59,9 @@ ODD = {
     "plain": SamplingParams(logprobs=0),
     "filtered": SamplingParams(top_p=0.8, top_k=20, min_p=0.01),
     "five_logprobs": SamplingParams(logprobs=5),
+    "named_logprobs": SamplingParams(logprob_token_ids=(7, 9)),
     "penalty": SamplingParams(frequency_penalty=0.5),
+    "prompt_logprobs": SamplingParams(prompt_logprobs=3),
     "reproducible": SamplingParams(reproducible=True),
 }
 
