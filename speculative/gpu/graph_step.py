@@ -1,8 +1,7 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: prefills, rules, structures, reproducible
-requests, the most likely tokens' logprobs, and verifiers other than the token-wise one. Their forward pass is replayed
-still where it is a decoding step's (`GraphRunner`)."""
+What a graph cannot hold runs eagerly, with the same distribution: prefills, reproducible requests, and verifiers other
+than the token-wise one. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache
 from speculative.config import EngineConfig
-from speculative.drafting.base import Drafter
+from speculative.drafting.base import Drafter, allowed_masks, constrain
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError, EngineFault
 from speculative.gpu.attention_choice import make_attend, make_layer_ops
@@ -22,16 +21,19 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
+from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits
 from speculative.gpu.logprob_report import Reported
 from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.staged_inputs import LateCopy
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
 from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
 from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import results_per_entry
 from speculative.step.sampler import Sampler
 from speculative.verification.draft_probs import PointMass
@@ -42,12 +44,14 @@ class StepDrafts:
     """What was drafted, before the host has seen it.
 
     counts: [B] per entry. token_ids: [sum(counts)], zeros where only the device knows them. rows: [sum(counts)] where
-    each lies in the statics; None where the host knows them.
+    each lies in the statics; None where the host knows them. masks: by entry, what its structure allows; None where
+    drafts that it depends on are on their way to the host.
     """
 
     counts: Int64s
     token_ids: Int64s
     rows: Int64s | None
+    masks: dict[int, list[Bools]] | None
 
 
 class GraphStep:
@@ -90,7 +94,10 @@ class GraphStep:
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         self.runner = GraphRunner(decoder, cache, target, self.buckets)
         ids = None if self._draft_model is None else self._draft_model.ids
-        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, sampler.ops, self.capturer)
+        self._vocab_size = decoder.config.vocab_size
+        edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device)
+        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, sampler.ops, self.capturer, edits)
+        self._drafts_on_host = LateCopy(self.buffers.draft_tokens)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
@@ -107,7 +114,12 @@ class GraphStep:
         """Whether the whole step can be replayed."""
         if self._config.verifier != "token_wise":
             return False
-        return all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
+        decoding = all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
+        most = self.buckets.batch_sizes[-1]
+        return decoding and all(
+            fits(batch.entries[begin : begin + most], len(self._sampler.eos_token_ids))
+            for begin in range(0, len(batch.entries), most)
+        )
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -121,7 +133,7 @@ class GraphStep:
         if len(batch.entries) > self.buckets.batch_sizes[-1]:
             return None
         if self.loop is None or self._neural is None:
-            drafts = self._drafter.propose(batch)
+            drafts, allowed = constrain(batch, self._drafter.propose(batch))
             if not isinstance(drafts.draft_probs, PointMass):
                 raise EngineFault(
                     f"{type(self._drafter).__name__} has no model, and did not say that it chose its drafts "
@@ -129,16 +141,21 @@ class GraphStep:
                     f"Set "
                     "cuda_graphs to false."
                 )
-            return StepDrafts(drafts.counts, drafts.token_ids, None)
+            return StepDrafts(drafts.counts, drafts.token_ids, None, allowed)
         counts = np.array([entry.max_drafts for entry in batch.entries], np.int64)
         drafting, hidden = self._neural.begin_round(batch)
         if not drafting:
-            return StepDrafts(counts, np.empty(0, np.int64), None)
+            return StepDrafts(counts, np.empty(0, np.int64), None, allowed_masks(batch, [[]] * len(counts)))
         bucket = self.loop.run(drafting, hidden)
+        are_read = any(_reads_drafts(entry.sequence) for entry in drafting)
+        if are_read:
+            self._drafts_on_host.start()
         own = counts[counts > 0]
         entries = np.repeat(np.arange(len(own)), own)
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
-        return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries)
+        rows = offsets * bucket.num_seqs + entries
+        masks = None if are_read else allowed_masks(batch, [[]] * len(counts))
+        return StepDrafts(counts, np.zeros(len(entries), np.int64), rows, masks)
 
     def verify(self, batch: Batch, drafts: StepDrafts | None) -> StepOutcome:
         """Run the target on the step's rows, verify, and copy the results to the host, once for each part."""
@@ -153,27 +170,47 @@ class GraphStep:
         assert bucket is not None and rows_bucket is not None, "every batch that is taken fits"
         places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
         self._observe(batch, layout, places.on_device)
+        layout, masks = self._read_drafts(batch, layout, drafts)
+        edits = StepEdits.of(layout, masks, self._sampler.eos_token_ids, self._vocab_size)
         sequences = [entry.sequence for entry in batch.entries]
         filtered = any(sequence.params.filtered for sequence in sequences)
-        reported = Reported.asked_by([sequence.params for sequence in sequences])
         returned = any(sequence.params.returns_logprobs for sequence in sequences)
+        reported = Reported.asked_by([sequence.params for sequence in sequences])
+        if edits is not None and returned and self._config.logprobs_mode.startswith("raw"):
+            reported = reported or Reported()  # the judge does not see the model's own logits
         kind = Kind(
             sampled=drafts.rows is not None,
             checked=self_check.due(),
             logprobs=(filtered or returned) and reported is None,  # fewer captures
             filtered=filtered,
             reported=reported,
+            edits=None if edits is None else edits.sizes,
         )
-        rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, self_check.counted(sequences))
+        counted = self_check.counted(sequences)
+        rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, counted, edits)
         judged = self.judge.run(rows_bucket, kind, rows)
         known = _with_drafts(layout, judged.draft_ids)
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
         self._note_drafts(batch, known)
         return StepOutcome(
-            results=tuple(self._sampler.check_on_host(known, drawn, [None] * len(drawn))),
+            results=tuple(self._sampler.check_on_host(known, drawn, masks)),
             expected_accepted=judged.verdicts.expected_accepted,
             terms=judged.terms,
         )
+
+    def _read_drafts(
+        self, batch: Batch, layout: StepInput, drafts: StepDrafts
+    ) -> tuple[StepInput, list[list[Bools] | None]]:
+        """The step's rows, with the drafts that rules read, and per entry what its structure allows.
+
+        Where a model made such drafts this waits for them, while the target runs."""
+        masks = drafts.masks
+        if masks is None:
+            own = layout.drafts.copy()
+            own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
+            layout = _with_drafts(layout, own)
+            masks = allowed_masks(batch, _per_entry(layout))
+        return layout, [masks.get(index) for index in range(len(batch.entries))]
 
     def _observe(self, batch: Batch, layout: StepInput, places: Tensor) -> None:
         if self._drafter.capture:
@@ -182,8 +219,7 @@ class GraphStep:
 
     def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
         if self._neural is not None:
-            ends = np.cumsum(layout.draft_counts)[:-1]
-            drafts = [own.tolist() for own in np.split(layout.drafts[layout.drafts >= 0], ends)]
+            drafts = _per_entry(layout)
             drafting = [index for index, own in enumerate(drafts) if own]
             self._neural.end_round([batch.entries[index] for index in drafting], [drafts[index] for index in drafting])
 
@@ -226,8 +262,11 @@ class GraphStep:
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    ruled = sequence.rules is not None or sequence.constraint is not None
-    return not (sequence.scored_positions or ruled or sequence.params.reproducible)
+    return not (sequence.scored_positions or sequence.params.reproducible)
+
+
+def _reads_drafts(sequence: Sequence) -> bool:
+    return sequence.constraint is not None or (sequence.rules is not None and sequence.rules.reads_drafts)
 
 
 def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:
@@ -237,6 +276,12 @@ def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:
     sources = np.full(len(layout.input_ids), -1, np.int64)
     sources[layout.verify_rows[layout.offsets > 0]] = drafts.rows
     return sources
+
+
+def _per_entry(layout: StepInput) -> list[list[int]]:
+    """The drafts of each entry."""
+    ends = np.cumsum(layout.draft_counts)[:-1]
+    return [own.tolist() for own in np.split(layout.drafts[layout.drafts >= 0], ends)]
 
 
 def _with_drafts(layout: StepInput, draft_ids: Int64s) -> StepInput:

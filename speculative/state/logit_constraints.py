@@ -18,6 +18,8 @@ class TokenRules:
     allowed: [A] the only tokens that may come; None = all.
     biases: ([B] tokens, [B] added to their logits).
     penalised: whether what was said so far counts.
+    reads_drafts: whether it matters which tokens the drafts are, beside what they count for.
+    most_biased: at most so many tokens are biased or forbidden at a position, those that end any answer aside.
     """
 
     def __init__(self, params: SamplingParams, prompt: Tokens[int]) -> None:
@@ -34,6 +36,8 @@ class TokenRules:
                 self._phrases[word[-2]].append(word)
         self._memory = max((len(word) - 1 for word in params.bad_words), default=0)
         self.penalised = _penalises(params)
+        self.reads_drafts = bool(self._phrases)
+        self.most_biased = len(biases) + len(params.bad_words) + len(params.stop_token_ids)
         self._counts = _Counts(prompt if params.repetition_penalty != 1 else ())
 
     def forbidden(self, output: Tokens[int], drafts: Tokens[int], eos_token_ids: Tokens[int]) -> Int64s:
@@ -47,6 +51,22 @@ class TokenRules:
             forbidden += self._params.stop_token_ids
             forbidden += () if self._params.ignore_eos else eos_token_ids
         return _int64s(forbidden)
+
+    def biased(self, output: Tokens[int], drafts: Tokens[int], eos_token_ids: Tokens[int]) -> tuple[Int64s, Float32s]:
+        """Tokens [U], each once, and what is added to their logits after output + drafts: -inf to a forbidden one's."""
+        tokens, values = self.biases
+        forbidden = np.unique(self.forbidden(output, drafts, eos_token_ids))
+        if not forbidden.size:
+            return self.biases
+        may_come = ~np.isin(tokens, forbidden)
+        bans = np.full(len(forbidden), -np.inf, np.float32)
+        return np.concatenate([tokens[may_come], forbidden]), np.concatenate([values[may_come], bans])
+
+    def counted(self, output: Tokens[int]) -> tuple[Int64s, Int64s, Any]:
+        """Tokens [U] of prompt and output that are penalised; how often they stand in the output, and whether in the
+        prompt, [U] each."""
+        tokens, emitted, in_prompt = self._counts.after(output, ())
+        return tokens, emitted[0], in_prompt
 
     def penalties(self, output: Tokens[int], drafts: Tokens[int]) -> tuple[Int64s, Float32s, Float32s]:
         """What prompt, output and the first j drafts take from the logits that follow them.

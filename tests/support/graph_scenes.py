@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
+from speculative.state.token_constraint import Bools
 from tests.support.engines import Answer, assert_idle, run
 
 VOCABULARY = 64
@@ -26,6 +28,18 @@ OTHER_WISHES = [
 ]
 MIXED = [wish for pair in zip(OTHER_WISHES, PLAIN, strict=True) for wish in pair]
 _LOGPROB_TOLERANCE = 1e-4  # attention sums in another order
+
+
+class Alternating:
+    """A structure: even and odd tokens in turn."""
+
+    def allowed(self, output: Any, drafts: Any) -> list[Bools]:
+        masks = []
+        for offset in range(len(drafts) + 1):
+            masks.append(np.arange(VOCABULARY) % 2 == (len(output) + offset) % 2)
+            if offset < len(drafts) and not masks[-1][drafts[offset]]:
+                break
+        return masks
 
 
 def add_all(engine: EngineCore, params: list[SamplingParams], *, prefix: str = "r") -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,14 +20,13 @@ from speculative.gpu.capture import Capturer
 from speculative.gpu.staged_inputs import StagedInputs
 from speculative.gpu.target_graph import TargetPass
 from speculative.request import Request, SamplingParams, Structure
-from speculative.state.token_constraint import Bools
 from speculative.weights import load_weights
 from tests.support.engines import Answer, run, settings, take, tiny_engine
 from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.graph_scenes import (
     PLAIN,
     PROMPTS,
-    VOCABULARY,
+    Alternating,
     add_all,
     answers,
     assert_same,
@@ -41,18 +39,6 @@ SHORT, MIXED = ([dataclasses.replace(one, max_tokens=10) for one in many] for ma
 
 Load = Callable[..., EngineCore]
 Scene = Callable[[Load], dict[str, Answer]]
-
-
-class Alternating:
-    """A structure: even and odd tokens in turn."""
-
-    def allowed(self, output: Any, drafts: Any) -> list[Bools]:
-        masks = []
-        for offset in range(len(drafts) + 1):
-            masks.append(np.arange(VOCABULARY) % 2 == (len(output) + offset) % 2)
-            if offset < len(drafts) and not masks[-1][drafts[offset]]:
-                break
-        return masks
 
 
 @pytest.fixture

@@ -1,0 +1,211 @@
+"""Edits of logits in captured steps, by torch's operators and by Triton's kernels (in its interpreter), against the
+plain ones."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.gpu.buckets import Bucket
+from speculative.gpu.logit_edits import EditLogits, EditSizes, LogitEdits, StepEdits, fits, torch_edit
+from speculative.gpu.row_judge import RowFields
+from speculative.request import Request, SamplingParams
+from speculative.sampling.logits_processors import adjust
+from speculative.state.batch import Entry, StepInput, build_step_input, row_contexts
+from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import Bools
+
+LARGEST = Bucket(8, 7)
+EOS = (1, 2)
+NEVER = 1 << 20
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=needs_triton)])
+def edit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EditLogits]:
+    if request.param == "torch":
+        yield torch_edit
+        return
+    from speculative.gpu import triton_edits
+
+    monkeypatch.setattr(triton_edits, "BLOCK", 64)
+    monkeypatch.setattr(triton_edits, "_CELLS", 16)
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy
+        yield triton_edits.triton_edit
+
+
+@dataclass
+class Drafted:
+    """A request in the middle of its answer."""
+
+    params: SamplingParams
+    output: tuple[int, ...] = (9, 4, 9, 11)
+    drafts: tuple[int, ...] = ()
+    masked: bool = False
+
+
+ALL = [
+    Drafted(SamplingParams(frequency_penalty=0.7, presence_penalty=-0.3), drafts=(9, 5, 5, 9, 30)),
+    Drafted(SamplingParams(), drafts=(3, 3)),
+    Drafted(SamplingParams(repetition_penalty=1.3, frequency_penalty=1.1), drafts=(7, 8, 7, 40, 7, 40)),
+    Drafted(SamplingParams(logit_bias=((5, 3.0), (60, -100.0), (5, 1.5)), bad_words=((5,), (9, 11, 6), (6, 3)))),
+    Drafted(SamplingParams(bad_words=((11, 6), (6, 3), (6, 6, 3)), logit_bias=((3, 2.0),)), drafts=(6, 6, 3)),
+    Drafted(
+        SamplingParams(min_tokens=6, max_tokens=9, stop_token_ids=(12, 1), repetition_penalty=0.5), drafts=(4, 5, 6)
+    ),
+    Drafted(SamplingParams(allowed_token_ids=(4, 9, 31, 32, 63), presence_penalty=1.0), drafts=(4, 9), masked=True),
+    Drafted(SamplingParams(), drafts=(13, 14, 15), masked=True),
+]
+
+
+def layout_of(drafted: list[Drafted]) -> StepInput:
+    entries, counts, drafts = [], [], list[int]()
+    for index, one in enumerate(drafted):
+        sequence = Sequence(Request(f"r{index}", (7, 5, 7), one.params), tokens=(7, 5, 7, *one.output))
+        sequence.num_computed, sequence.blocks = len(sequence.tokens) - 1, list(range(64))
+        entries.append(Entry(sequence, 1, len(one.drafts), samples=True))
+        counts.append(len(one.drafts))
+        drafts += one.drafts
+    return build_step_input(entries, np.array(counts), np.array(drafts, np.int64), 16)
+
+
+def masks_of(drafted: list[Drafted], size: int, seed: int = 0) -> list[list[Bools] | None]:
+    """One mask for each row, but for the last two: as behind a forbidden draft."""
+    random = np.random.default_rng(seed)
+    return [
+        [random.random(size) < 0.5 for _ in range(len(one.drafts))] or [random.random(size) < 0.5]
+        if one.masked
+        else None
+        for one in drafted
+    ]
+
+
+def rows_of(layout: StepInput, bucket: Bucket) -> RowFields:
+    """Padded to a bucket: entries of nobody have a row each, and rows of nobody come last."""
+    num_rows, num_entries = len(layout.drafts), len(layout.drawing)
+    nobodies = np.arange(num_entries, bucket.num_seqs)
+    rest = bucket.num_rows - num_rows - len(nobodies)
+    assert rest >= 0
+    starts = np.cumsum(layout.draft_counts + 1) - layout.draft_counts - 1
+
+    def tensor(*parts: Any) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.asarray(part, np.int64) for part in parts]))
+
+    unused = torch.empty(0)
+    return RowFields(
+        drafts=tensor(layout.drafts, [-1] * (len(nobodies) + rest)),
+        entries=tensor(layout.verify_entries, nobodies, [bucket.num_seqs - 1] * rest),
+        offsets=tensor(layout.offsets, [0] * len(nobodies), [NEVER] * rest),
+        first_rows=tensor(starts, num_rows + np.arange(len(nobodies))),
+        counts=tensor(layout.draft_counts, [0] * len(nobodies)),
+        **dict.fromkeys(("temperature", "greedy", "packed", "counted"), unused),
+        **dict.fromkeys(("accept_uniforms", "sample_uniforms"), unused),
+    )
+
+
+def edited(
+    edits: LogitEdits, drafted: list[Drafted], logits: Tensor, bucket: Bucket, masks: list[list[Bools] | None]
+) -> Tensor:
+    """What the captured function makes of the rows of some requests."""
+    layout = layout_of(drafted)
+    own = StepEdits.of(layout, masks, EOS, logits.shape[1])
+    assert own is not None
+    edits.prepare(own.sizes)
+    edits.send(own)
+    padded = torch.cat([logits, torch.zeros(bucket.num_rows - len(logits), logits.shape[1], dtype=logits.dtype)])
+    before = padded.clone()
+    found = edits.apply(padded, rows_of(layout, bucket), own.sizes)
+    assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits stay as they are"
+    assert found.shape == padded.shape and found.dtype == torch.float32 and found.is_contiguous()
+    assert torch.equal(found[len(logits) :], padded[len(logits) :].float()), "nobody's rows"
+    return found[: len(logits)]
+
+
+def logits_of(drafted: list[Drafted], size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    num_rows = sum(len(one.drafts) + 1 for one in drafted)
+    return (torch.randn((num_rows, size), generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
+
+
+def make_edits(edit: EditLogits, size: int) -> LogitEdits:
+    edits = LogitEdits(LARGEST, size, torch.device("cpu"))
+    edits._edit = edit
+    return edits
+
+
+@pytest.mark.parametrize("size", [64, 203])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_edit_is_the_plain_one(edit: EditLogits, size: int, dtype: torch.dtype) -> None:
+    """One after another in the same buffers, smaller and larger steps in turn: nothing is left of the step before."""
+    edits = make_edits(edit, size)
+    scenes = [(ALL, LARGEST), *(([one], Bucket(1, 7)) for one in ALL if one.masked or one.params != SamplingParams())]
+    scenes += [(ALL[::-1], LARGEST), (ALL[2:5], Bucket(4, 7)), (ALL[6:], Bucket(2, 4))]
+    for number, (drafted, bucket) in enumerate(scenes):
+        logits, masks = logits_of(drafted, size, number, dtype), masks_of(drafted, size, number)
+        expected = adjust(logits.float(), row_contexts(layout_of(drafted), masks), EOS)
+        found = edited(edits, drafted, logits, bucket, masks)
+        assert torch.equal(found, expected), number
+        assert not torch.equal(found, logits.float())
+
+
+def test_rows_of_no_numbers_stay_so(edit: EditLogits) -> None:
+    logits = logits_of(ALL, 64)
+    logits[0], logits[9] = torch.nan, torch.inf
+    found = edited(make_edits(edit, 64), ALL, logits, LARGEST, masks_of(ALL, 64))
+    assert found[0].isnan().all() and found[9].amax() == torch.inf
+    others = [row for row in range(len(logits)) if row not in (0, 9)]
+    expected = adjust(logits, row_contexts(layout_of(ALL), masks_of(ALL, 64)), EOS)
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("count", [1023, 1024, 1025])
+@pytest.mark.parametrize("what", ["biases", "penalties"])
+def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) -> None:
+    """The prompt's two tokens are in the list of penalties, too."""
+    if what == "biases":
+        one = Drafted(SamplingParams(logit_bias=tuple((token, 0.01 * token - 5) for token in range(count))))
+    else:
+        output = tuple(token for token in range(1200) if token not in (5, 7))[: count - 2]
+        one = Drafted(SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1), output, (1250, 0, 1250))
+    layout, logits = layout_of([one]), logits_of([one], 1300)
+    own = StepEdits.of(layout, [None], EOS, 1300)
+    assert own is not None and own.sizes == EditSizes(0, 1024 if count <= 1024 else 4096)
+    found = edited(make_edits(edit, 1300), [one], logits, Bucket(1, 4), [None])
+    assert torch.equal(found, adjust(logits, row_contexts(layout, [None]), EOS))
+
+
+@pytest.mark.parametrize("num_masks", [4, 5, 16, 17])
+def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
+    drafted = [
+        Drafted(SamplingParams(), drafts=(3,) * min(6, num_masks - 7 * index - 1), masked=True)
+        for index in range(-(-num_masks // 7))
+    ]
+    layout, logits = layout_of(drafted), logits_of(drafted, 64)
+    random = np.random.default_rng(num_masks)
+    masks: list[list[Bools] | None] = [[random.random(64) < 0.3 for _ in range(len(one.drafts) + 1)] for one in drafted]
+    own = StepEdits.of(layout, masks, EOS, 64)
+    assert own is not None and own.sizes == EditSizes({4: 4, 5: 16, 16: 16, 17: 64}[num_masks], 0)
+    found = edited(make_edits(edit, 64), drafted, logits, LARGEST, masks)
+    assert torch.equal(found, adjust(logits, row_contexts(layout, masks), EOS))
+
+
+def test_a_step_without_edits_has_none() -> None:
+    plain = [Drafted(SamplingParams(top_p=0.5, logprobs=5), drafts=(3,))]
+    assert StepEdits.of(layout_of(plain), [None], EOS, 64) is None
+
+
+def test_what_fits_is_known_before_anything_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    biased = layout_of([Drafted(SamplingParams(logit_bias=((5, 1.0), (6, 1.0))), drafts=(3, 4))] * 2).drawing
+    counted = layout_of([Drafted(SamplingParams(presence_penalty=1.0))] * 4).drawing
+    for entries, needed in ((biased, 2 * 3 * (2 + len(EOS))), (counted, 4 * 3)):
+        monkeypatch.setattr("speculative.gpu.logit_edits.MAX_CELLS", needed)
+        assert fits(entries, len(EOS))
+        monkeypatch.setattr("speculative.gpu.logit_edits.MAX_CELLS", needed - 1)
+        assert not fits(entries, len(EOS))
