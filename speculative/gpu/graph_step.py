@@ -44,8 +44,8 @@ class StepDrafts:
     """What was drafted, before the host has seen it.
 
     counts: [B] per entry. token_ids: [sum(counts)], zeros where only the device knows them. rows: [sum(counts)] where
-    each lies in the statics; None where the host knows them. masks: by entry, what its structure allows; None where
-    drafts that it depends on are on their way to the host.
+    each lies in the statics; None where the host knows them. masks: by entry, what its structure allows; None where a
+    model drafts.
     """
 
     counts: Int64s
@@ -115,11 +115,7 @@ class GraphStep:
         if self._config.verifier != "token_wise":
             return False
         decoding = all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
-        most = self.buckets.batch_sizes[-1]
-        return decoding and all(
-            fits(batch.entries[begin : begin + most], len(self._sampler.eos_token_ids))
-            for begin in range(0, len(batch.entries), most)
-        )
+        return decoding and fits(batch.entries, len(self._sampler.eos_token_ids))
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -145,17 +141,14 @@ class GraphStep:
         counts = np.array([entry.max_drafts for entry in batch.entries], np.int64)
         drafting, hidden = self._neural.begin_round(batch)
         if not drafting:
-            return StepDrafts(counts, np.empty(0, np.int64), None, allowed_masks(batch, [[]] * len(counts)))
+            return StepDrafts(counts, np.empty(0, np.int64), None, None)
         bucket = self.loop.run(drafting, hidden)
-        are_read = any(_reads_drafts(entry.sequence) for entry in drafting)
-        if are_read:
+        if _host_reads_drafts(batch):
             self._drafts_on_host.start()
         own = counts[counts > 0]
         entries = np.repeat(np.arange(len(own)), own)
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
-        rows = offsets * bucket.num_seqs + entries
-        masks = None if are_read else allowed_masks(batch, [[]] * len(counts))
-        return StepDrafts(counts, np.zeros(len(entries), np.int64), rows, masks)
+        return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries, None)
 
     def verify(self, batch: Batch, drafts: StepDrafts | None) -> StepOutcome:
         """Run the target on the step's rows, verify, and copy the results to the host, once for each part."""
@@ -163,7 +156,6 @@ class GraphStep:
             most = self.buckets.batch_sizes[-1]
             parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
             return merge_outcomes([self.verify(part, self.draft(part)) for part in parts])
-        self_check = self._sampler.self_check
         layout = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
         bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
@@ -172,23 +164,9 @@ class GraphStep:
         self._observe(batch, layout, places.on_device)
         layout, masks = self._read_drafts(batch, layout, drafts)
         edits = StepEdits.of(layout, masks, self._sampler.eos_token_ids, self._vocab_size)
-        sequences = [entry.sequence for entry in batch.entries]
-        filtered = any(sequence.params.filtered for sequence in sequences)
-        returned = any(sequence.params.returns_logprobs for sequence in sequences)
-        reported = Reported.asked_by([sequence.params for sequence in sequences])
-        if edits is not None and returned and self._config.logprobs_mode.startswith("raw"):
-            reported = reported or Reported()  # the judge does not see the model's own logits
-        kind = Kind(
-            sampled=drafts.rows is not None,
-            checked=self_check.due(),
-            logprobs=(filtered or returned) and reported is None,  # fewer captures
-            filtered=filtered,
-            reported=reported,
-            edits=None if edits is None else edits.sizes,
-        )
-        counted = self_check.counted(sequences)
+        counted = self._sampler.self_check.counted([entry.sequence for entry in batch.entries])
         rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, counted, edits)
-        judged = self.judge.run(rows_bucket, kind, rows)
+        judged = self.judge.run(rows_bucket, self._kind_of(rows), rows)
         known = _with_drafts(layout, judged.draft_ids)
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
         self._note_drafts(batch, known)
@@ -198,18 +176,33 @@ class GraphStep:
             terms=judged.terms,
         )
 
+    def _kind_of(self, rows: JudgedRows) -> Kind:
+        params = [entry.sequence.params for entry in rows.layout.drawing]
+        filtered = any(one.filtered for one in params)
+        returned = any(one.returns_logprobs for one in params)
+        reported = Reported.asked_by(params)
+        if rows.edits is not None and returned and self._config.logprobs_mode.startswith("raw"):
+            reported = reported or Reported()  # the judge does not see the model's own logits
+        return Kind(
+            sampled=rows.draft_rows is not None,
+            checked=self._sampler.self_check.due(),
+            logprobs=(filtered or returned) and reported is None,  # fewer captures
+            filtered=filtered,
+            reported=reported,
+            edits=None if rows.edits is None else rows.edits.sizes,
+        )
+
     def _read_drafts(
         self, batch: Batch, layout: StepInput, drafts: StepDrafts
     ) -> tuple[StepInput, list[list[Bools] | None]]:
         """The step's rows, with the drafts that rules read, and per entry what its structure allows.
 
         Where a model made such drafts this waits for them, while the target runs."""
-        masks = drafts.masks
-        if masks is None:
+        if drafts.rows is not None and _host_reads_drafts(batch):
             own = layout.drafts.copy()
             own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
             layout = _with_drafts(layout, own)
-            masks = allowed_masks(batch, _per_entry(layout))
+        masks = allowed_masks(batch, _per_entry(layout)) if drafts.masks is None else drafts.masks
         return layout, [masks.get(index) for index in range(len(batch.entries))]
 
     def _observe(self, batch: Batch, layout: StepInput, places: Tensor) -> None:
@@ -265,8 +258,13 @@ def _is_plain(sequence: Sequence) -> bool:
     return not (sequence.scored_positions or sequence.params.reproducible)
 
 
-def _reads_drafts(sequence: Sequence) -> bool:
-    return sequence.constraint is not None or (sequence.rules is not None and sequence.rules.reads_drafts)
+def _host_reads_drafts(batch: Batch) -> bool:
+    """Whether what some request does to its logits depends on drafts, in a way that only the host can find out."""
+    drafting = [entry.sequence for entry in batch.entries if entry.max_drafts > 0]
+    return any(
+        sequence.constraint is not None or (sequence.rules is not None and sequence.rules.reads_drafts)
+        for sequence in drafting
+    )
 
 
 def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:

@@ -20,18 +20,19 @@ from speculative.gpu.buckets import Bucket
 from speculative.gpu.row_judge import RowFields
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.request import SamplingParams
-from speculative.state.batch import Entry, RowContext, StepInput, row_contexts
-from speculative.state.logit_constraints import Float32s, Int64s
+from speculative.state.batch import Entry, StepInput
+from speculative.state.logit_constraints import Float32s, Int64s, TokenRules
 from speculative.state.token_constraint import Bools
 
 MAX_CELLS = 1 << 18
 """Cells that one captured step can bias or ban, and tokens it can penalise; beyond, it runs eagerly."""
 
-_LEAST_CELLS, _LEAST_MASKS = 1 << 10, 1 << 2
+_LEAST_CELLS, _LEAST_MASKS = 1 << 10, 1 << 4
+_GROWTH = 16  # from one size to the next: few captures matter more than what is sent in vain
 
 
 class EditSizes(NamedTuple):
-    """What a capture has room for: masks, and cells of either list; 0 = none."""
+    """What a capture has room for: masks, and cells of either list."""
 
     num_masks: int
     num_cells: int
@@ -103,9 +104,10 @@ class LogitEdits:
 
     def _fields(self, sizes: EditSizes) -> dict[str, Field]:
         rows, entries, cells = (self._largest.num_rows,), (self._largest.num_seqs,), (sizes.num_cells,)
+        num_masks = min(sizes.num_masks, self._largest.num_rows)
         return {
             "mask_of_row": Field(rows, torch.int32, -1),
-            "masks": Field((sizes.num_masks, -(-self._vocab_size // 32)), torch.int32),
+            "masks": Field((num_masks, -(-self._vocab_size // 32)), torch.int32),
             "biased_rows": Field(cells, torch.int32, self._largest.num_rows),
             "biased_tokens": Field(cells, torch.int32),
             "biases": Field(cells, torch.float32),
@@ -160,37 +162,40 @@ class StepEdits:
         """
         if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
             return None
-        contexts = row_contexts(layout, masks)
-        given = [_mask_of(context, vocab_size) for context in contexts]
-        is_masked = np.array([mask is not None for mask in given])
-        biased = [
-            (row, *each.rules.biased(each.output, each.drafts, eos_token_ids))
-            for row, each in enumerate(contexts)
-            if each.rules is not None
-        ]
-        return cls(
-            masks=[mask for mask in given if mask is not None],
-            mask_of_row=np.where(is_masked, np.cumsum(is_masked) - 1, -1),
-            biased=[one for one in biased if one[1].size],
-            counted=[_counted(entry) for entry in layout.drawing],
-            params=[entry.sequence.params for entry in layout.drawing],
-        )
+        params = [entry.sequence.params for entry in layout.drawing]
+        edits = cls([], np.full(len(layout.drafts), -1), [], [_counted(entry) for entry in layout.drawing], params)
+        first_row = 0
+        for entry, count, mask in zip(layout.drawing, layout.draft_counts.tolist(), masks, strict=True):
+            rows = range(first_row, first_row + count + 1)
+            edits._keep(rows, _allowed(entry.sequence.rules, mask, vocab_size))
+            if entry.sequence.rules is not None:
+                output, drafts = entry.sequence.tokens[entry.sequence.num_prompt :], layout.drafts[rows[:-1]].tolist()
+                for offset, row in enumerate(rows):
+                    biased = entry.sequence.rules.biased(output, tuple(drafts[:offset]), eos_token_ids)
+                    edits.biased.append((row, *biased))
+            first_row = rows.stop
+        return edits
+
+    def _keep(self, rows: range, allowed: list[Bools]) -> None:
+        """Row j of these gets mask j; rows behind a forbidden draft are never reached: they repeat the last one."""
+        if allowed:
+            numbers = np.minimum(np.arange(len(rows)), len(allowed) - 1)
+            self.mask_of_row[rows.start : rows.stop] = len(self.masks) + numbers
+            self.masks.extend(allowed)
 
     @property
     def sizes(self) -> EditSizes:
-        """The smallest that hold it: powers of four."""
+        """The smallest that holds it."""
         num_biased = sum(len(tokens) for _, tokens, _ in self.biased)
         num_counted = sum(len(counted[0]) for counted in self.counted if counted is not None)
-        return EditSizes(
-            _power_of_four(len(self.masks), _LEAST_MASKS), _power_of_four(max(num_biased, num_counted), _LEAST_CELLS)
-        )
+        return EditSizes(_size(len(self.masks), _LEAST_MASKS), _size(max(num_biased, num_counted), _LEAST_CELLS))
 
     def fill(self, host: Mapping[str, Array]) -> None:
         """Write it into padding."""
-        if self.masks:
-            packed = np.packbits(np.stack(self.masks), axis=1, bitorder="little")
-            host["masks"].view(np.uint8)[: len(packed), : packed.shape[1]] = packed
-            host["mask_of_row"][: len(self.mask_of_row)] = self.mask_of_row
+        for row, mask in zip(host["masks"].view(np.uint8), self.masks, strict=False):
+            packed = np.packbits(mask, bitorder="little")
+            row[: len(packed)] = packed
+        host["mask_of_row"][: len(self.mask_of_row)] = self.mask_of_row
         _write(host, ("biased_tokens", "biases"), [(tokens, values) for _, tokens, values in self.biased])
         rows = np.repeat([row for row, _, _ in self.biased], [len(tokens) for _, tokens, _ in self.biased])
         host["biased_rows"][: len(rows)] = rows
@@ -211,12 +216,13 @@ def fits(entries: Sequences[Entry], num_eos: int) -> bool:
     return max(num_biased, sum(len(own[0]) for own in counted if own is not None)) <= MAX_CELLS
 
 
-def _mask_of(context: RowContext, vocab_size: int) -> Bools | None:
-    if context.rules is None or context.rules.allowed is None:
-        return context.allowed
-    allowed = np.zeros(vocab_size, np.bool_)
-    allowed[context.rules.allowed] = True
-    return allowed if context.allowed is None else allowed & context.allowed
+def _allowed(rules: TokenRules | None, masks: list[Bools] | None, vocab_size: int) -> list[Bools]:
+    """Masks of an entry's rows in order, the last one also for those behind it; none where all tokens may come."""
+    if rules is None or rules.allowed is None:
+        return masks or []
+    listed = np.zeros(vocab_size, np.bool_)
+    listed[rules.allowed] = True
+    return [listed] if masks is None else [listed & mask for mask in masks]
 
 
 def _counted(entry: Entry) -> tuple[Int64s, Int64s, Bools] | None:
@@ -235,12 +241,12 @@ def _write(host: Mapping[str, Array], names: tuple[str, ...], parts: Sequences[t
             host[name][begin:end] = values
 
 
-def _power_of_four(count: int, least: int) -> int:
-    """The smallest that holds so many, 0 for none."""
+def _size(count: int, least: int) -> int:
+    """The smallest that holds so many."""
     size = least
     while size < count:
-        size *= 4
-    return size if count else 0
+        size *= _GROWTH
+    return size
 
 
 # -- by torch's operators -------------------------------------------------------------------------------------------
@@ -251,12 +257,10 @@ def torch_edit(logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: i
     num_rows, vocab_size = logits.shape
     edited = logits.new_zeros((num_rows + 1, vocab_size), dtype=torch.float32)  # the last one takes what is padding
     edited[:num_rows].copy_(logits)
-    if len(edits.masks):
-        edited[:num_rows].masked_fill_(_forbidden(edits, vocab_size), -torch.inf)
-    if len(edits.biases):
-        cells = edits.biased_rows.long().clamp(max=num_rows), edits.biased_tokens.long()
-        edited.index_put_(cells, edited[cells] + edits.biases)
-        _penalise(edited, rows, edits, max_drafts)
+    edited[:num_rows].masked_fill_(_forbidden(edits, vocab_size), -torch.inf)
+    cells = edits.biased_rows.long().clamp(max=num_rows), edits.biased_tokens.long()
+    edited.index_put_(cells, edited[cells] + edits.biases)
+    _penalise(edited, rows, edits, max_drafts)
     return edited[:num_rows]
 
 

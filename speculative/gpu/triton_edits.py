@@ -18,18 +18,17 @@ _CELLS = 256
 
 @triton.jit
 def _copy_allowed(  # noqa: PLR0913
-    logits, mask_of_row, masks, edited, row_stride, size, num_words, MASKED: tl.constexpr, BLOCK: tl.constexpr
+    logits, mask_of_row, masks, edited, row_stride, size, num_words, BLOCK: tl.constexpr
 ):
     """A block of a row, with -inf where its mask has no bit."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < size
     values = tl.load(logits + row * row_stride + token, mask=inside).to(tl.float32)
-    if MASKED:
-        which = tl.load(mask_of_row + row).to(tl.int64)
-        if which >= 0:
-            words = tl.load(masks + which * num_words + token // 32, mask=inside)
-            values = tl.where((words >> (token % 32)) & 1 != 0, values, -float("inf"))
+    which = tl.load(mask_of_row + row).to(tl.int64)
+    if which >= 0:
+        words = tl.load(masks + which * num_words + token // 32, mask=inside)
+        values = tl.where((words >> (token % 32)) & 1 != 0, values, -float("inf"))
     tl.store(edited + row * size + token, values, mask=inside)
 
 
@@ -118,25 +117,25 @@ def triton_edit(logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: 
         logits.stride(0),
         size,
         edits.masks.shape[1],
-        MASKED=len(edits.masks) > 0,
         BLOCK=BLOCK,
     )
-    if num_cells:
-        cells = (edits.biased_rows, edits.biased_tokens, edits.biases)
-        _add_biases[(triton.cdiv(num_cells, _CELLS),)](edited, *cells, num_rows, size, num_cells, CELLS=_CELLS)
-        counted = (edits.starts, edits.penalised, edits.counts, edits.in_prompt)
-        _penalise[(num_rows,)](
-            edited,
-            rows.drafts,
-            rows.entries,
-            rows.offsets,
-            rows.first_rows,
-            rows.counts,
-            *counted,
-            edits.repetition,
-            edits.frequency,
-            edits.presence,
-            size,
-            CELLS=_CELLS,
-        )
+    cells = (edits.biased_rows, edits.biased_tokens, edits.biases)
+    _add_biases[(triton.cdiv(num_cells, _CELLS),)](edited, *cells, num_rows, size, num_cells, CELLS=_CELLS)
+    _penalise[(num_rows,)](
+        edited,
+        rows.drafts,
+        rows.entries,
+        rows.offsets,
+        rows.first_rows,
+        rows.counts,
+        edits.starts,
+        edits.penalised,
+        edits.counts,
+        edits.in_prompt,
+        edits.repetition,
+        edits.frequency,
+        edits.presence,
+        size,
+        CELLS=_CELLS,
+    )
     return edited

@@ -44,7 +44,7 @@ compiled(
     HEAD_DIM=128, NUM_SPLITS=32, SPLIT=256, DIM=128,
 )
 compiled("filters", triton_filters._find_floor, "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096)
-compiled("mask", triton_edits._copy_allowed, "*bf16 *i32 *i32 *fp32 i32 i32 i32", MASKED=True, BLOCK=2048)
+compiled("mask", triton_edits._copy_allowed, "*bf16 *i32 *i32 *fp32 i32 i32 i32", BLOCK=2048)
 compiled("biases", triton_edits._add_biases, "*fp32 *i32 *i32 *fp32 i32 i32 i32", CELLS=256)
 compiled(
     "penalties", triton_edits._penalise,

@@ -3,8 +3,6 @@ plain ones."""
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +11,13 @@ from torch import Tensor
 
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.logit_edits import EditLogits, EditSizes, LogitEdits, StepEdits, fits, torch_edit
-from speculative.gpu.row_judge import RowFields
-from speculative.request import Request, SamplingParams
+from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
-from speculative.state.batch import Entry, StepInput, build_step_input, row_contexts
-from speculative.state.sequence import Sequence
+from speculative.state.batch import row_contexts
 from speculative.state.token_constraint import Bools
+from tests.support.edited_rows import ALL, EOS, Drafted, layout_of, logits_of, masks_of, rows_of
 
 LARGEST = Bucket(8, 7)
-EOS = (1, 2)
-NEVER = 1 << 20
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
@@ -42,75 +37,6 @@ def edit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield triton_edits.triton_edit
 
 
-@dataclass
-class Drafted:
-    """A request in the middle of its answer."""
-
-    params: SamplingParams
-    output: tuple[int, ...] = (9, 4, 9, 11)
-    drafts: tuple[int, ...] = ()
-    masked: bool = False
-
-
-ALL = [
-    Drafted(SamplingParams(frequency_penalty=0.7, presence_penalty=-0.3), drafts=(9, 5, 5, 9, 30)),
-    Drafted(SamplingParams(), drafts=(3, 3)),
-    Drafted(SamplingParams(repetition_penalty=1.3, frequency_penalty=1.1), drafts=(7, 8, 7, 40, 7, 40)),
-    Drafted(SamplingParams(logit_bias=((5, 3.0), (60, -100.0), (5, 1.5)), bad_words=((5,), (9, 11, 6), (6, 3)))),
-    Drafted(SamplingParams(bad_words=((11, 6), (6, 3), (6, 6, 3)), logit_bias=((3, 2.0),)), drafts=(6, 6, 3)),
-    Drafted(
-        SamplingParams(min_tokens=6, max_tokens=9, stop_token_ids=(12, 1), repetition_penalty=0.5), drafts=(4, 5, 6)
-    ),
-    Drafted(SamplingParams(allowed_token_ids=(4, 9, 31, 32, 63), presence_penalty=1.0), drafts=(4, 9), masked=True),
-    Drafted(SamplingParams(), drafts=(13, 14, 15), masked=True),
-]
-
-
-def layout_of(drafted: list[Drafted]) -> StepInput:
-    entries, counts, drafts = [], [], list[int]()
-    for index, one in enumerate(drafted):
-        sequence = Sequence(Request(f"r{index}", (7, 5, 7), one.params), tokens=(7, 5, 7, *one.output))
-        sequence.num_computed, sequence.blocks = len(sequence.tokens) - 1, list(range(64))
-        entries.append(Entry(sequence, 1, len(one.drafts), samples=True))
-        counts.append(len(one.drafts))
-        drafts += one.drafts
-    return build_step_input(entries, np.array(counts), np.array(drafts, np.int64), 16)
-
-
-def masks_of(drafted: list[Drafted], size: int, seed: int = 0) -> list[list[Bools] | None]:
-    """One mask for each row, but for the last two: as behind a forbidden draft."""
-    random = np.random.default_rng(seed)
-    return [
-        [random.random(size) < 0.5 for _ in range(len(one.drafts))] or [random.random(size) < 0.5]
-        if one.masked
-        else None
-        for one in drafted
-    ]
-
-
-def rows_of(layout: StepInput, bucket: Bucket) -> RowFields:
-    """Padded to a bucket: entries of nobody have a row each, and rows of nobody come last."""
-    num_rows, num_entries = len(layout.drafts), len(layout.drawing)
-    nobodies = np.arange(num_entries, bucket.num_seqs)
-    rest = bucket.num_rows - num_rows - len(nobodies)
-    assert rest >= 0
-    starts = np.cumsum(layout.draft_counts + 1) - layout.draft_counts - 1
-
-    def tensor(*parts: Any) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.asarray(part, np.int64) for part in parts]))
-
-    unused = torch.empty(0)
-    return RowFields(
-        drafts=tensor(layout.drafts, [-1] * (len(nobodies) + rest)),
-        entries=tensor(layout.verify_entries, nobodies, [bucket.num_seqs - 1] * rest),
-        offsets=tensor(layout.offsets, [0] * len(nobodies), [NEVER] * rest),
-        first_rows=tensor(starts, num_rows + np.arange(len(nobodies))),
-        counts=tensor(layout.draft_counts, [0] * len(nobodies)),
-        **dict.fromkeys(("temperature", "greedy", "packed", "counted"), unused),
-        **dict.fromkeys(("accept_uniforms", "sample_uniforms"), unused),
-    )
-
-
 def edited(
     edits: LogitEdits, drafted: list[Drafted], logits: Tensor, bucket: Bucket, masks: list[list[Bools] | None]
 ) -> Tensor:
@@ -127,11 +53,6 @@ def edited(
     assert found.shape == padded.shape and found.dtype == torch.float32 and found.is_contiguous()
     assert torch.equal(found[len(logits) :], padded[len(logits) :].float()), "nobody's rows"
     return found[: len(logits)]
-
-
-def logits_of(drafted: list[Drafted], size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    num_rows = sum(len(one.drafts) + 1 for one in drafted)
-    return (torch.randn((num_rows, size), generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
 
 
 def make_edits(edit: EditLogits, size: int) -> LogitEdits:
@@ -176,12 +97,12 @@ def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) ->
         one = Drafted(SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1), output, (1250, 0, 1250))
     layout, logits = layout_of([one]), logits_of([one], 1300)
     own = StepEdits.of(layout, [None], EOS, 1300)
-    assert own is not None and own.sizes == EditSizes(0, 1024 if count <= 1024 else 4096)
+    assert own is not None and own.sizes == EditSizes(16, 1024 if count <= 1024 else 16384)
     found = edited(make_edits(edit, 1300), [one], logits, Bucket(1, 4), [None])
     assert torch.equal(found, adjust(logits, row_contexts(layout, [None]), EOS))
 
 
-@pytest.mark.parametrize("num_masks", [4, 5, 16, 17])
+@pytest.mark.parametrize("num_masks", [15, 16, 17, 56])
 def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
     drafted = [
         Drafted(SamplingParams(), drafts=(3,) * min(6, num_masks - 7 * index - 1), masked=True)
@@ -191,7 +112,7 @@ def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
     random = np.random.default_rng(num_masks)
     masks: list[list[Bools] | None] = [[random.random(64) < 0.3 for _ in range(len(one.drafts) + 1)] for one in drafted]
     own = StepEdits.of(layout, masks, EOS, 64)
-    assert own is not None and own.sizes == EditSizes({4: 4, 5: 16, 16: 16, 17: 64}[num_masks], 0)
+    assert own is not None and own.sizes == EditSizes(16 if num_masks <= 16 else 256, 1024)
     found = edited(make_edits(edit, 64), drafted, logits, LARGEST, masks)
     assert torch.equal(found, adjust(logits, row_contexts(layout, masks), EOS))
 

@@ -20,10 +20,11 @@ from speculative.gpu.capture import Capturer
 from speculative.gpu.staged_inputs import StagedInputs
 from speculative.gpu.target_graph import TargetPass
 from speculative.request import Request, SamplingParams, Structure
+from speculative.state.batch import Batch
 from speculative.weights import load_weights
 from tests.support.engines import Answer, run, settings, take, tiny_engine
-from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.graph_scenes import (
+    EDITED,
     PLAIN,
     PROMPTS,
     Alternating,
@@ -31,6 +32,7 @@ from tests.support.graph_scenes import (
     answers,
     assert_same,
 )
+from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import PretendedCuda
 
 ALL = ("none", "ngram", "suffix", "draft_model", "eagle3", "mtp")
@@ -77,6 +79,68 @@ def test_every_drafter_with_plain_requests_and_with_all_others(
         return found | run(engine)
 
     assert_same(*on_both(scene, load, capture_beforehand=True))
+
+
+@pytest.mark.parametrize("num_drafts", [3, 7])
+@pytest.mark.parametrize("name", ALL)
+def test_every_drafter_with_requests_that_change_logits(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = dataclasses.replace(drafters[name], num_draft_tokens=num_drafts)
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafter, max_num_seqs=7)
+        if engine.graphs is not None:
+            only_prompts_may_be_eager(engine, monkeypatch)
+        return answers(engine, [*EDITED, *SHORT[:3]])
+
+    assert_same(*on_both(scene, load))
+
+
+def only_prompts_may_be_eager(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = engine.eager.takes
+
+    def watched(batch: Batch) -> bool:
+        prefills = [entry for entry in batch.entries if entry.num_known > 1 or entry.sequence.num_output == 0]
+        assert prefills, "a decoding step that is not replayed"
+        return takes(batch)
+
+    monkeypatch.setattr(engine.eager, "takes", watched)
+
+
+@pytest.mark.parametrize("name", ["none", "draft_model"])
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
+def test_every_logprobs_mode_of_requests_that_change_logits(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, mode: str
+) -> None:
+    wishes = [dataclasses.replace(one, logprobs=count) for count, one in zip((0, 4, 0, 20), EDITED[2:], strict=False)]
+    for changed in (wishes[:1], wishes):
+        assert_same(
+            *on_both(
+                lambda load, own=changed: answers(load(drafter=drafters[name], logprobs_mode=mode), [*own, *SHORT]),
+                load,
+            )
+        )
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_more_edits_than_a_captured_step_takes_run_eagerly(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculative.gpu.logit_edits.MAX_CELLS", 30)
+    eager: list[bool] = []
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafters[name], max_num_seqs=3)
+        takes = engine.eager.takes
+        monkeypatch.setattr(
+            engine.eager, "takes", lambda batch: eager.append(batch.entries[0].num_known == 1) or takes(batch)
+        )
+        return answers(engine, EDITED[:4])
+
+    found, expected = on_both(scene, load)
+    assert_same(found, expected)
+    assert any(eager)
 
 
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
