@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.gpu.logit_edits import EditFields
+from speculative.gpu.row_edits import EditFields
 from speculative.gpu.row_judge import RowFields
 
 BLOCK = 2048  # tokens of a program that copies

@@ -7,8 +7,9 @@ from torch import Tensor
 from speculative.cache.kv_cache import KVCache, KVShape
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.filters import torch_floors
-from speculative.gpu.logit_edits import LogitEdits, StepEdits, torch_edit
+from speculative.gpu.logit_edits import LogitEdits, StepEdits
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
+from speculative.gpu.row_edits import torch_edit
 from speculative.gpu.row_judge import RowFields, Wanted
 from tests.support.edited_rows import ALL as EDITED_ROWS
 from tests.support.edited_rows import EOS, layout_of, logits_of, masks_of, rows_of

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speculative.gpu.capture import side_stream
 from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
-from speculative.gpu.logit_edits import EditFields, torch_edit
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
+from speculative.gpu.row_edits import EditFields, torch_edit
 from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted
 from speculative.model.attention import CacheAttention
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate

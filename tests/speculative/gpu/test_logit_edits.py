@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from speculative.gpu.buckets import Bucket
-from speculative.gpu.logit_edits import EditLogits, EditSizes, LogitEdits, StepEdits, fits, torch_edit
+from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits, fits
+from speculative.gpu.row_edits import EditLogits, torch_edit
 from speculative.request import SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.state.batch import row_contexts
