@@ -131,16 +131,25 @@ def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, 
     Only deterministic drafts (point masses) are cut short: they are a function of the prefix. To cut a draft that was
     drawn, because of the token that was drawn, would change the distribution; there the mask makes p(x) = 0, and the
     draft is rejected."""
-    masks: dict[int, list[Bools]] = {}
     if all(entry.sequence.constraint is None for entry in batch.entries):
-        return draft, masks
+        return draft, {}
     drafts = draft.per_entry()
-    deterministic = isinstance(draft.draft_probs, PointMass)
-    for index, entry in enumerate(batch.entries):
-        sequence = entry.sequence
-        if sequence.constraint is None or not entry.samples:
-            continue
-        masks[index] = sequence.constraint.allowed(sequence.tokens[sequence.num_prompt :], drafts[index])
-        if deterministic:
-            drafts[index] = drafts[index][: len(masks[index]) - 1]
-    return (DraftOutput.pack(drafts, draft.draft_probs) if masks and deterministic else draft), masks
+    masks = allowed_masks(batch, drafts)
+    if not isinstance(draft.draft_probs, PointMass):
+        return draft, masks
+    for index, mask in masks.items():
+        drafts[index] = drafts[index][: len(mask) - 1]
+    return DraftOutput.pack(drafts, draft.draft_probs), masks
+
+
+def allowed_masks(batch: Batch, drafts: Entries[list[int]]) -> dict[int, list[Bools]]:
+    """What the structures of the entries that sample allow, by entry, given the drafts of each."""
+    structured = [
+        (index, entry.sequence, entry.sequence.constraint)
+        for index, entry in enumerate(batch.entries)
+        if entry.sequence.constraint is not None and entry.samples
+    ]
+    return {
+        index: constraint.allowed(sequence.tokens[sequence.num_prompt :], drafts[index])
+        for index, sequence, constraint in structured
+    }

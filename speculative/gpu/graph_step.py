@@ -1,19 +1,17 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: prefills, rules, structures, reproducible
-requests, the most likely tokens' logprobs, and verifiers other than the token-wise one. Their forward pass is replayed
-still where it is a decoding step's (`GraphRunner`)."""
+What a graph cannot hold runs eagerly, with the same distribution: prefills, reproducible requests, and verifiers other
+than the token-wise one. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
 
 from speculative.cache.kv_cache import KVCache
 from speculative.config import EngineConfig
-from speculative.drafting.base import Drafter
+from speculative.drafting.base import Drafter, allowed_masks, constrain
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError, EngineFault
 from speculative.gpu.attention_choice import make_attend, make_layer_ops, make_prepare
@@ -22,15 +20,19 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
+from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits
+from speculative.gpu.logprob_report import Reported
 from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
+from speculative.gpu.staged_inputs import LateCopy
 from speculative.gpu.target_graph import GraphRunner, TargetPass
 from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
-from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input
+from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
 from speculative.state.sequence import Sequence
+from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import results_per_entry
 from speculative.step.sampler import Sampler
 from speculative.verification.draft_probs import PointMass
@@ -41,12 +43,14 @@ class StepDrafts:
     """What was drafted, before the host has seen it.
 
     counts: [B] per entry. token_ids: [sum(counts)], zeros where only the device knows them. rows: [sum(counts)] where
-    each lies in the statics; None where the host knows them.
+    each lies in the statics; None where the host knows them. masks: by entry, what its structure allows; None where a
+    model drafts.
     """
 
     counts: Int64s
     token_ids: Int64s
     rows: Int64s | None
+    masks: dict[int, list[Bools]] | None
 
 
 class GraphStep:
@@ -90,7 +94,10 @@ class GraphStep:
         prepare = make_prepare(config.block_size, 0, decoder.device)
         self.runner = GraphRunner(decoder, cache, target, self.buckets, prepare)
         ids = None if self._draft_model is None else self._draft_model.ids
-        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, sampler.ops, self.capturer)
+        self._vocab_size = decoder.config.vocab_size
+        edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device)
+        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, sampler.ops, self.capturer, edits)
+        self._drafts_on_host = LateCopy(self.buffers.draft_tokens)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
@@ -106,20 +113,24 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Whether the whole step can be replayed."""
-        if self._config.verifier != "token_wise" or len(batch.entries) > self.buckets.batch_sizes[-1]:
+        if self._config.verifier != "token_wise":
             return False
-        return all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
+        decoding = all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
+        return decoding and fits(batch.entries, len(self._sampler.eos_token_ids))
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def draft(self, batch: Batch) -> StepDrafts:
-        """Draft for every entry; a model's drafts stay on the device.
+    def draft(self, batch: Batch) -> StepDrafts | None:
+        """Draft for every entry; a model's drafts stay on the device. None where the batch has several parts: each is
+        drafted when the one before it has been verified, in the same buffers.
 
         Raises:
             EngineFault: a drafter without a model gives another distribution than a point mass.
         """
+        if len(batch.entries) > self.buckets.batch_sizes[-1]:
+            return None
         if self.loop is None or self._neural is None:
-            drafts = self._drafter.propose(batch)
+            drafts, allowed = constrain(batch, self._drafter.propose(batch))
             if not isinstance(drafts.draft_probs, PointMass):
                 raise EngineFault(
                     f"{type(self._drafter).__name__} has no model, and did not say that it chose its drafts "
@@ -127,20 +138,25 @@ class GraphStep:
                     f"Set "
                     "cuda_graphs to false."
                 )
-            return StepDrafts(drafts.counts, drafts.token_ids, None)
+            return StepDrafts(drafts.counts, drafts.token_ids, None, allowed)
         counts = np.array([entry.max_drafts for entry in batch.entries], np.int64)
         drafting, hidden = self._neural.begin_round(batch)
         if not drafting:
-            return StepDrafts(counts, np.empty(0, np.int64), None)
+            return StepDrafts(counts, np.empty(0, np.int64), None, None)
         bucket = self.loop.run(drafting, hidden)
+        if _host_reads_drafts(batch):
+            self._drafts_on_host.start()
         own = counts[counts > 0]
         entries = np.repeat(np.arange(len(own)), own)
         offsets = np.arange(len(entries)) - np.repeat(np.cumsum(own) - own, own)
-        return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries)
+        return StepDrafts(counts, np.zeros(len(entries), np.int64), offsets * bucket.num_seqs + entries, None)
 
-    def verify(self, batch: Batch, drafts: StepDrafts) -> StepOutcome:
-        """Run the target on the step's rows, verify, and copy the results to the host, once."""
-        self_check = self._sampler.self_check
+    def verify(self, batch: Batch, drafts: StepDrafts | None) -> StepOutcome:
+        """Run the target on the step's rows, verify, and copy the results to the host, once for each part."""
+        if drafts is None:
+            most = self.buckets.batch_sizes[-1]
+            parts = [Batch(batch.entries[begin : begin + most]) for begin in range(0, len(batch.entries), most)]
+            return merge_outcomes([self.verify(part, self.draft(part)) for part in parts])
         layout = build_step_input(batch.entries, drafts.counts, drafts.token_ids, self._config.block_size)
         bucket = self.buckets.fit(len(batch.entries), int(drafts.counts.max()) + 1)
         rows_bucket = self.buckets.fit_rows(len(batch.entries), len(layout.verify_rows))
@@ -148,30 +164,52 @@ class GraphStep:
         places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
         if self._neural is not None:
             self._neural.observe_in_buffer(batch, layout, places.on_host)
-        sequences = [entry.sequence for entry in batch.entries]
-        filtered = any(sequence.params.filtered for sequence in sequences)
-        kind = Kind(
-            sampled=drafts.rows is not None,
-            checked=self_check.due(),
-            logprobs=filtered or any(sequence.params.returns_logprobs for sequence in sequences),  # fewer captures
-            filtered=filtered,
-        )
-        rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, self_check.counted(sequences))
-        judged = self.judge.run(rows_bucket, kind, rows)
+        layout, masks = self._read_drafts(batch, layout, drafts)
+        edits = StepEdits.of(layout, masks, self._sampler.eos_token_ids, self._vocab_size)
+        counted = self._sampler.self_check.counted([entry.sequence for entry in batch.entries])
+        rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, counted, edits)
+        judged = self.judge.run(rows_bucket, self._kind_of(rows), rows)
         known = _with_drafts(layout, judged.draft_ids)
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
         self._note_drafts(batch, known)
         return StepOutcome(
-            results=tuple(self._sampler.check_on_host(known, drawn, [None] * len(drawn))),
+            results=tuple(self._sampler.check_on_host(known, drawn, masks)),
             expected_accepted=judged.verdicts.expected_accepted,
             terms=judged.terms,
         )
 
+    def _kind_of(self, rows: JudgedRows) -> Kind:
+        params = [entry.sequence.params for entry in rows.layout.drawing]
+        filtered = any(one.filtered for one in params)
+        returned = any(one.returns_logprobs for one in params)
+        reported = Reported.asked_by(params)
+        if rows.edits is not None and returned and self._config.logprobs_mode.startswith("raw"):
+            reported = reported or Reported()  # the judge does not see the model's own logits
+        return Kind(
+            sampled=rows.draft_rows is not None,
+            checked=self._sampler.self_check.due(),
+            logprobs=(filtered or returned) and reported is None,  # fewer captures
+            filtered=filtered,
+            reported=reported,
+            edits=None if rows.edits is None else rows.edits.sizes,
+        )
+
+    def _read_drafts(
+        self, batch: Batch, layout: StepInput, drafts: StepDrafts
+    ) -> tuple[StepInput, list[list[Bools] | None]]:
+        """The step's rows, with the drafts that rules read, and per entry what its structure allows.
+
+        Where a model made such drafts this waits for them, while the target runs."""
+        if drafts.rows is not None and _host_reads_drafts(batch):
+            own = layout.drafts.copy()
+            own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
+            layout = _with_drafts(layout, own)
+        masks = allowed_masks(batch, _per_entry(layout)) if drafts.masks is None else drafts.masks
+        return layout, [masks.get(index) for index in range(len(batch.entries))]
+
     def _note_drafts(self, batch: Batch, layout: StepInput) -> None:
         if self._neural is not None and not self._neural.capture:
-            made = iter(layout.drafts[layout.drafts >= 0].tolist())
-            drafts = [list(islice(made, count)) for count in layout.draft_counts.tolist()]
-            self._neural.end_round(batch.entries, drafts)
+            self._neural.end_round(batch.entries, _per_entry(layout))
 
     # -- before the first step ----------------------------------------------------------------------------------
 
@@ -206,10 +244,16 @@ class GraphStep:
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    params = sequence.params
-    reported = params.prompt_logprobs is not None or params.logprobs or params.logprob_token_ids or sequence.scores_only
-    ruled = sequence.rules is not None or sequence.constraint is not None
-    return not (reported or ruled or params.reproducible)
+    return not (sequence.scored_positions or sequence.params.reproducible)
+
+
+def _host_reads_drafts(batch: Batch) -> bool:
+    """Whether what some request does to its logits depends on drafts, in a way that only the host can find out."""
+    drafting = [entry.sequence for entry in batch.entries if entry.max_drafts > 0]
+    return any(
+        sequence.constraint is not None or (sequence.rules is not None and sequence.rules.reads_drafts)
+        for sequence in drafting
+    )
 
 
 def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:
@@ -219,6 +263,12 @@ def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:
     sources = np.full(len(layout.input_ids), -1, np.int64)
     sources[layout.verify_rows[layout.offsets > 0]] = drafts.rows
     return sources
+
+
+def _per_entry(layout: StepInput) -> list[list[int]]:
+    """The drafts of each entry."""
+    ends = np.cumsum(layout.draft_counts)[:-1]
+    return [own.tolist() for own in np.split(layout.drafts[layout.drafts >= 0], ends)]
 
 
 def _with_drafts(layout: StepInput, draft_ids: Int64s) -> StepInput:

@@ -1,4 +1,5 @@
-"""A step's inputs: filled on the host, sent to static device buffers in one copy."""
+"""A step's inputs: filled on the host, sent to static device buffers in one copy; and copies that the host waits for
+later."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -112,3 +113,26 @@ def send_once(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     return [
         sent[place].view(dtype).view(array.shape) for place, dtype, array in zip(places, types, arrays, strict=True)
     ]
+
+
+class LateCopy:
+    """A static tensor's copy on the host, made in the order of the stream; the host waits for it when it needs it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        on_cuda = tensor.device.type == "cuda"
+        self._tensor = tensor
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
+        self._copied = torch.cuda.Event() if on_cuda else None
+
+    def start(self) -> None:
+        """Copy what the stream will have written so far."""
+        self._host.copy_(self._tensor, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._tensor.device))
+
+    def wait(self) -> Array:
+        """What was copied last, until the next copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        copied: Array = self._host.numpy()
+        return copied

@@ -1,10 +1,10 @@
 """From hidden states to emitted tokens, captured: LM head, distribution, verification, invariants, self-checks,
 logprobs.
 
-Only plain requests are verified here: a temperature, filters, no rules, token-wise verification. Rows are
-padded, and everything the host needs is returned in one vector (`RowJudge`).
+Verification is token-wise. Rows are padded, and everything the host needs is returned in one vector (`RowJudge`).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +19,8 @@ from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
 from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
 from speculative.gpu.judge_choice import make_judge
+from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits
+from speculative.gpu.logprob_report import Reported
 from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted, columns_of
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
@@ -38,12 +40,16 @@ class Kind(NamedTuple):
 
     sampled: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
     self-checks are taken. logprobs: those of the emitted tokens are returned. filtered: some rows have filters.
+    reported: the logprobs that the judge does not report; None where it reports what is asked for. edits: room for what
+    requests do to logits; None where none does anything.
     """
 
     sampled: bool
     checked: bool
     logprobs: bool
     filtered: bool
+    reported: Reported | None = None
+    edits: EditSizes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +57,13 @@ class JudgedRows:
     """A step's verify rows as the host knows them.
 
     places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows: [sum(counts)] where each packed draft lies in
-    the statics; None where the host chose them. counted: [E] whose terms count."""
+    the statics; None where the host chose them. counted: [E] whose terms count. edits: of their logits, if any."""
 
     layout: StepInput
     places: Array
     draft_rows: Array | None
     counted: Bools
+    edits: StepEdits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +92,10 @@ class VerifyGraph:
         mode: LogprobsMode,
         ops: VocabularyOps,
         capturer: Capturer,
+        edits: LogitEdits,
     ) -> None:
         """`draft_ids` is `DraftModel.ids` of the drafter: the tokens its columns stand for."""
-        self._ops, self._capturer = ops, capturer
+        self._ops, self._capturer, self._edits = ops, capturer, edits
         self._judge = make_judge(capturer.device)
         self._decoder, self._statics, self._draft_ids, self._mode = decoder, buffers, draft_ids, mode
         self._columns = None if draft_ids is None else columns_of(draft_ids, decoder.config.vocab_size)
@@ -100,6 +108,10 @@ class VerifyGraph:
             fields = _fields(bucket)
             if kind.filtered:
                 fields |= filter_fields(bucket.num_rows, self._decoder.config.vocab_size)
+            if kind.reported is not None:
+                fields |= kind.reported.fields(bucket.num_seqs)
+            if kind.edits is not None:
+                self._edits.prepare(kind.edits)
             inputs = StagedInputs(fields, self._capturer.device)
             _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
             inputs.send()
@@ -110,12 +122,19 @@ class VerifyGraph:
     def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows) -> Judged:
         """Judge, and copy the results to the host."""
         captured = self.prepare(bucket, kind)
-        params = [entry.sequence.params for entry in rows.layout.drawing]
-        per_entry = self._rows.of(params, self._decoder.config.vocab_size, torch.device("cpu"))
-        _fill(captured.inputs.next_host(), rows, per_entry)
+        host, params = captured.inputs.next_host(), [entry.sequence.params for entry in rows.layout.drawing]
+        _fill(host, rows, self._rows.of(params, self._decoder.config.vocab_size, torch.device("cpu")))
+        if kind.reported is not None:
+            kind.reported.fill(host, params)
         captured.inputs.send()
+        if rows.edits is not None:
+            self._edits.send(rows.edits)
         vector, checks = captured.replay()
-        return _unpack(vector.cpu().numpy(), bucket, kind, checks, rows.layout)
+        values, reported = vector.cpu().numpy(), None
+        if kind.reported is not None:
+            reported, values = kind.reported.unpack(values, bucket.num_rows, self._decoder.config.vocab_size)
+        judged = _unpack(values, bucket, kind, checks, rows.layout)
+        return judged if reported is None else dataclasses.replace(judged, logprobs=reported)
 
     def _compute(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
         logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
@@ -124,6 +143,7 @@ class VerifyGraph:
             own = self._statics.draft_tokens[inputs["draft_rows"]]  # [D]
             drafts = torch.where(drafts >= 0, own[inputs["packed"].clamp(max=len(own) - 1)], -1)
         rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
+        edited = logits if kind.edits is None else self._edits.apply(logits, rows, kind.edits)
         sampled = None
         if kind.sampled:
             statics = self._statics
@@ -132,8 +152,13 @@ class VerifyGraph:
             )
         wanted = Wanted(kind.checked, self._mode if kind.logprobs else None)
         if kind.filtered:
-            return TorchJudge(self._ops)(logits, rows, sampled, wanted, sampling_rows(inputs).filters)
-        return self._judge(logits, rows, sampled, wanted)
+            vector, checks = TorchJudge(self._ops)(edited, rows, sampled, wanted, sampling_rows(inputs).filters)
+        else:
+            vector, checks = self._judge(edited, rows, sampled, wanted)
+        if kind.reported is not None:
+            more = kind.reported.make(self._mode, self._ops, (logits, edited), rows, inputs, vector)
+            vector = torch.cat([more, vector])
+        return vector, checks
 
 
 def _fields(bucket: Bucket) -> dict[str, Field]:

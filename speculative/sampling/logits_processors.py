@@ -32,8 +32,7 @@ def adjust(logits: Tensor, contexts: Sequence[RowContext], eos_token_ids: Sequen
         return logits
     adjusted = logits.clone()
     _keep_allowed(adjusted, logits, [(row, rules.allowed) for row, rules, _ in ruled if rules.allowed is not None])
-    _forbid(adjusted, [(row, rules.forbidden(of.output, of.drafts, eos_token_ids)) for row, rules, of in ruled])
-    _add_biases(adjusted, [(row, *rules.biases) for row, rules, _ in ruled if rules.biases[0].size])
+    _add_biases(adjusted, [(row, *rules.biased(of.output, of.drafts, eos_token_ids)) for row, rules, of in ruled])
     if masked:
         forbidden = ~torch.from_numpy(np.stack([mask for _, mask in masked])).to(adjusted.device)
         rows = [row for row, _ in masked]
@@ -49,13 +48,8 @@ def _keep_allowed(adjusted: Tensor, logits: Tensor, kept: Sequence[tuple[int, In
         adjusted[cells] = logits[cells]
 
 
-def _forbid(adjusted: Tensor, forbidden: Sequence[tuple[int, Int64s]]) -> None:
-    if any(tokens.size for _, tokens in forbidden):
-        adjusted[_cells(forbidden, adjusted.device)] = -torch.inf
-
-
 def _add_biases(adjusted: Tensor, biased: Sequence[tuple[int, Int64s, Float32s]]) -> None:
-    if biased:
+    if any(tokens.size for _, tokens, _ in biased):
         cells = _cells([(row, tokens) for row, tokens, _ in biased], adjusted.device)
         adjusted[cells] += torch.from_numpy(np.concatenate([values for _, _, values in biased])).to(adjusted.device)
 

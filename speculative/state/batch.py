@@ -171,7 +171,7 @@ class SequenceResult(NamedTuple):
 class Terms:
     """The terms of a step's self-checks, summed up: tensors on the device, an array and a number after `to_host`.
 
-    checks: the C self-checks that had any.
+    checks: the C self-checks that had any; one of a step in parts may occur once a part.
     sums: [C, S + 4] float64: sums of log(1 + stake Z) for S stakes; then number, positive and negative parts, squares.
     achievable: sum of sum(min(p, q)) over the draft positions that were reached.
     """
@@ -199,3 +199,19 @@ class StepOutcome:
     expected_accepted: float = 0.0
     terms: Terms | None = None
     step_s: float = 0.0
+
+
+def merge_outcomes(parts: Entries[StepOutcome]) -> StepOutcome:
+    """Of a step whose entries were computed in parts, one after another."""
+    terms = [part.terms for part in parts if part.terms is not None]
+    return StepOutcome(
+        results=tuple(chain.from_iterable(part.results for part in parts)),
+        expected_accepted=sum(part.expected_accepted for part in parts),
+        terms=Terms(
+            checks=tuple(chain.from_iterable(part.checks for part in terms)),
+            sums=np.concatenate([part.sums for part in terms]),
+            achievable=sum(part.achievable for part in terms),
+        )
+        if terms
+        else None,
+    )

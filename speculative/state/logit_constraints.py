@@ -18,6 +18,8 @@ class TokenRules:
     allowed: [A] the only tokens that may come; None = all.
     biases: ([B] tokens, [B] added to their logits).
     penalised: whether what was said so far counts.
+    reads_drafts: whether it matters which tokens the drafts are, beside what they count for.
+    most_biased: at most so many tokens are biased or forbidden at a position, those that end any answer aside.
     """
 
     def __init__(self, params: SamplingParams, prompt: Tokens[int]) -> None:
@@ -34,9 +36,12 @@ class TokenRules:
                 self._phrases[word[-2]].append(word)
         self._memory = max((len(word) - 1 for word in params.bad_words), default=0)
         self.penalised = _penalises(params)
+        self.reads_drafts = bool(self._phrases)
+        at_once = max(map(len, self._phrases.values()), default=0)
+        self.most_biased = len(biases) + len(self._banned) + at_once + len(params.stop_token_ids)
         self._counts = _Counts(prompt if params.repetition_penalty != 1 else ())
 
-    def forbidden(self, output: Tokens[int], drafts: Tokens[int], eos_token_ids: Tokens[int]) -> Int64s:
+    def forbidden(self, output: Tokens[int], drafts: Tokens[int], eos_token_ids: Tokens[int]) -> list[int]:
         """Tokens that may not follow output + drafts: they would complete a bad word, or end the answer too soon."""
         forbidden = list(self._banned)
         if self._phrases:
@@ -46,7 +51,25 @@ class TokenRules:
         if len(output) + len(drafts) < self._params.min_tokens:
             forbidden += self._params.stop_token_ids
             forbidden += () if self._params.ignore_eos else eos_token_ids
-        return _int64s(forbidden)
+        return forbidden
+
+    def biased(self, output: Tokens[int], drafts: Tokens[int], eos_token_ids: Tokens[int]) -> tuple[Int64s, Float32s]:
+        """Tokens [U], each once, and what is added to their logits after output + drafts: -inf to a forbidden one's."""
+        tokens, values = self.biases
+        forbidden = self.forbidden(output, drafts, eos_token_ids)
+        if not forbidden:
+            return self.biases
+        banned = _int64s(list(dict.fromkeys(forbidden)))
+        bans = np.full(len(banned), -np.inf, np.float32)
+        if not tokens.size:
+            return banned, bans
+        may_come = ~np.isin(tokens, banned)
+        return np.concatenate([tokens[may_come], banned]), np.concatenate([values[may_come], bans])
+
+    def counted(self, output: Tokens[int]) -> tuple[Int64s, Int64s, Any]:
+        """Tokens [U] of prompt and output that are penalised; how often they stand in the output, and whether in the
+        prompt, [U] each."""
+        return self._counts.of(output)
 
     def penalties(self, output: Tokens[int], drafts: Tokens[int]) -> tuple[Int64s, Float32s, Float32s]:
         """What prompt, output and the first j drafts take from the logits that follow them.
@@ -86,6 +109,11 @@ class _Counts:
         self._place = {token: place for place, token in enumerate(self._tokens.tolist())}
         self._num_counted = 0
 
+    def of(self, output: Tokens[int]) -> tuple[Int64s, Int64s, Any]:
+        """Tokens [U]; how often they stand in the output [U]; whether in the prompt [U]. Not to be written to."""
+        self._catch_up(output)
+        return self._tokens, self._emitted, np.arange(len(self._tokens)) < self._num_prompt
+
     def after(self, output: Tokens[int], drafts: Tokens[int]) -> tuple[Int64s, Int64s, Any]:
         """Tokens [U]; how often they stand in output + drafts[:j], row by row [n + 1, U]; whether in the prompt [U]."""
         self._catch_up(output)
@@ -101,6 +129,8 @@ class _Counts:
     def _catch_up(self, output: Tokens[int]) -> None:
         fresh = output[self._num_counted :]
         self._num_counted = len(output)
+        if not fresh:
+            return
         new = [token for token in dict.fromkeys(fresh) if token not in self._place]
         for token in new:
             self._place[token] = len(self._place)

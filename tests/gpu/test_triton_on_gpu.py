@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 from speculative.cache.kv_cache import KVCache, KVShape
+from speculative.gpu.buckets import Bucket
 from speculative.gpu.filters import torch_floors
+from speculative.gpu.logit_edits import LogitEdits, StepEdits
 from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
-from speculative.gpu.row_judge import Wanted
+from speculative.gpu.row_edits import torch_edit
+from speculative.gpu.row_judge import RowFields, Wanted
 from speculative.model.attention import StepAttention
 from speculative.state.batch import AttentionRows
+from tests.support.edited_rows import ALL as EDITED_ROWS
+from tests.support.edited_rows import EOS, layout_of, logits_of, masks_of, rows_of
 from tests.support.judged_rows import KINDS, Scene, assert_equal, padded, parts
 from tests.support.judged_rows import scene as rows_to_judge
 
@@ -153,3 +158,25 @@ def test_filters_find_the_floors_that_sorting_finds(cuda: torch.device) -> None:
     assert kept[0][0] == vocab_size
     assert kept[0][1] == 40
     assert ((kept[0] - kept[1]).abs() <= kept[1] // 1000).all(), "sums in another order may move a nucleus' edge"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edits_of_logits_are_torchs(cuda: torch.device, dtype: torch.dtype) -> None:
+    from speculative.gpu.triton_edits import triton_edit
+
+    size, drafted = 128_256, [*EDITED_ROWS, *EDITED_ROWS[:2]] * 6
+    bucket = Bucket(len(drafted), 7)
+    layout, logits = layout_of(drafted), logits_of(drafted, size, dtype=dtype).to(cuda)
+    own = StepEdits.of(layout, masks_of(drafted, size), EOS, size)
+    assert own is not None
+    found = []
+    for edit in (triton_edit, torch_edit):
+        edits = LogitEdits(bucket, size, cuda)
+        edits._edit = edit
+        edits.prepare(own.sizes)
+        edits.send(own)
+        rows = RowFields(*(tensor.to(cuda) for tensor in rows_of(layout, Bucket(bucket.num_seqs, 7))))
+        padded = torch.cat([logits, logits.new_zeros((bucket.num_rows - len(logits), size))])
+        found.append(edits.apply(padded, rows, own.sizes)[: len(logits)])
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], logits.float())

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from speculative.engine import EngineCore
-from speculative.request import Request, SamplingParams
+from speculative.request import Request, SamplingParams, Structure
+from speculative.state.token_constraint import Bools
 from tests.support.engines import Answer, assert_idle, run
 
 VOCABULARY = 64
@@ -24,8 +26,33 @@ OTHER_WISHES = [
     SamplingParams(max_tokens=16, ignore_eos=True, prompt_logprobs=0),
     SamplingParams(max_tokens=16, ignore_eos=True, logprob_token_ids=(7, 9), speculate=False),
 ]
+EDITED = [
+    SamplingParams(max_tokens=16, ignore_eos=True, frequency_penalty=-1.5),  # repeats itself: lookups find drafts
+    SamplingParams(max_tokens=16, ignore_eos=True, repetition_penalty=1.4, presence_penalty=0.5, temperature=0.6),
+    SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=((5, 4.0), (9, 3.0), (11, -100.0)), bad_words=((9,),)),
+    SamplingParams(max_tokens=16, ignore_eos=True, logit_bias=((5, 6.0), (9, 6.0)), bad_words=((5, 9), (9, 9, 5))),
+    SamplingParams(max_tokens=16, min_tokens=8, stop_token_ids=tuple(range(30)), logprobs=0),
+    SamplingParams(max_tokens=16, ignore_eos=True, allowed_token_ids=tuple(range(9, 40)), logprobs=3, top_p=0.9),
+    SamplingParams(max_tokens=16, structure=Structure("choice", "[]"), logprob_token_ids=(7, 8)),
+    SamplingParams(max_tokens=16, structure=Structure("choice", "[]"), temperature=0, frequency_penalty=0.6),
+    SamplingParams(max_tokens=16, structure=Structure("choice", "[]"), allowed_token_ids=tuple(range(3, 50)), top_k=9),
+]
+"""Requests that change logits, in every way."""
+
 MIXED = [wish for pair in zip(OTHER_WISHES, PLAIN, strict=True) for wish in pair]
 _LOGPROB_TOLERANCE = 1e-4  # attention sums in another order
+
+
+class Alternating:
+    """A structure: even and odd tokens in turn."""
+
+    def allowed(self, output: Any, drafts: Any) -> list[Bools]:
+        masks = []
+        for offset in range(len(drafts) + 1):
+            masks.append(np.arange(VOCABULARY) % 2 == (len(output) + offset) % 2)
+            if offset < len(drafts) and not masks[-1][drafts[offset]]:
+                break
+        return masks
 
 
 def add_all(engine: EngineCore, params: list[SamplingParams], *, prefix: str = "r") -> None:
@@ -62,3 +89,8 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
         assert (answer.num_drafted, answer.num_accepted) == (other.num_drafted, other.num_accepted)
         assert answer.values == pytest.approx(other.values, abs=_LOGPROB_TOLERANCE)
         assert [one.rank for one in answer.logprobs] == [one.rank for one in other.logprobs]
+        for part in ("top", "scored"):
+            own, theirs = ([getattr(one, part) for one in each.logprobs] for each in (answer, other))
+            assert [len(one) for one in own] == [len(one) for one in theirs]
+            values = [[value for one in each for _, value in one] for each in (own, theirs)]
+            assert values[0] == pytest.approx(values[1], abs=_LOGPROB_TOLERANCE), part

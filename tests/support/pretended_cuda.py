@@ -32,6 +32,7 @@ from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
+from speculative.gpu.row_edits import EditFields, torch_edit
 from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted
 from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
@@ -169,6 +170,7 @@ class PretendedCuda(TorchFunctionMode):
         self.capturing: _Recording | None = None
         self.num_streams = 0
         self._pinned: dict[int, Tensor] = {}
+        self._downloads: list[tuple[Tensor, Tensor]] = []  # on their way to pinned memory, which is garbage until then
         self._patches = ExitStack()
         self.clear()
 
@@ -199,16 +201,13 @@ class PretendedCuda(TorchFunctionMode):
             self.num_streams += 1
             return SimpleNamespace(wait_stream=lambda _: None, device=device)
 
-        def record(stream: Any) -> None:
-            assert stream.device == DEVICE, "recorded where the copy was not made"
-
         return {
             "torch.cuda.is_available": lambda: True,
             "torch.cuda.mem_get_info": lambda *_: (2**40, 2**40),
             "torch.cuda.memory_reserved": lambda *_: 0,
             "torch.cuda.memory_allocated": lambda *_: 0,
             "torch.cuda.empty_cache": lambda: None,
-            "torch.cuda.Event": lambda: SimpleNamespace(record=record, synchronize=lambda: None),
+            "torch.cuda.Event": lambda: _Event(self),
             "torch.cuda.Stream": stream,
             "torch.cuda.current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda _: None, device=device),
             "torch.cuda.stream": nullcontext,
@@ -219,6 +218,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
             "speculative.gpu.filters.make_find_floors": lambda _: torch_floors,
+            "speculative.gpu.logit_edits.make_edit": lambda _: self._edit_logits,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
             "speculative.gpu.graph_step.make_prepare": lambda size, first, _: SendPacked(
                 size, first, self._attend_packed
@@ -298,7 +298,7 @@ class PretendedCuda(TorchFunctionMode):
             else:
                 self._check_devices(name, args, kwargs)
             if name in ("cpu", "copy_") and not _stays_on_device(name, args):
-                return self._copy(name, args)
+                return self._copy(name, args, kwargs)
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -321,10 +321,14 @@ class PretendedCuda(TorchFunctionMode):
             outputs = [(tensor, _storage(tensor) in given) for tensor in _tensors(out)]
             self.capturing.operations.append((func, args, kwargs, outputs))
 
-    def _copy(self, name: str, args: Any) -> Tensor:
+    def _copy(self, name: str, args: Any, kwargs: Any) -> Tensor:
         """Between host and device."""
         if name == "cpu":
             return args[0].held.clone()  # type: ignore[no-any-return]
+        if not isinstance(args[0], DeviceTensor) and self._is_async(args[0], kwargs):
+            self._downloads.append((args[0], args[1].held.clone()))
+            _spoil([args[0]])
+            return args[0]  # type: ignore[no-any-return]
         _held(args[0]).copy_(_held(args[1]))
         return args[0]  # type: ignore[no-any-return]
 
@@ -389,14 +393,58 @@ class PretendedCuda(TorchFunctionMode):
     def _check_copy(self, args: Any, kwargs: Any) -> None:
         to, source = args[0], args[1]
         if not isinstance(to, DeviceTensor):
-            self._wait("copy to the host")
+            if not self._is_async(to, kwargs):
+                self._wait("copy to the host")
         elif not isinstance(source, DeviceTensor):
-            is_async = kwargs.get("non_blocking", False) and source.data_ptr() in self._pinned
-            if not is_async:
+            if not self._is_async(source, kwargs):
                 self._wait("upload from pageable memory")
             else:
                 assert self.capturing is None, "an upload within a graph"
                 self.num_uploads += 1
+
+    def _is_async(self, host: Tensor, kwargs: Any) -> bool:
+        return bool(kwargs.get("non_blocking", False)) and host.data_ptr() in self._pinned
+
+    def finish(self, downloads: list[tuple[Tensor, Tensor]]) -> None:
+        """The host waits for copies to pinned memory."""
+        unfinished = [one for one in self._downloads if any(one is other for other in downloads)]
+        if unfinished:
+            self._wait("late copy")
+        for host, copied in unfinished:
+            host.copy_(copied)
+        self._downloads = [one for one in self._downloads if not any(one is other for other in unfinished)]
+
+    @property
+    def downloads(self) -> list[tuple[Tensor, Tensor]]:
+        """Copies to pinned memory that nobody has waited for."""
+        return list(self._downloads)
+
+    def _edit_logits(self, logits: Tensor, rows: RowFields, edits: EditFields, max_drafts: int) -> Tensor:
+        """In the place of `triton_edit`."""
+        assert all(isinstance(tensor, DeviceTensor) for tensor in (logits, *rows, *edits)), "a kernel got a host tensor"
+        assert all(tensor.is_contiguous() for tensor in (logits, *rows, *edits))
+
+        def edit(logits: Tensor, rows: list[Tensor], edits: list[Tensor]) -> Tensor:
+            return torch_edit(logits, RowFields(*rows), EditFields(*edits), max_drafts)
+
+        return self.opaque(3, edit, logits, list(rows), list(edits))  # type: ignore[no-any-return]
+
+
+class _Event:
+    """What `torch.cuda.Event` is here."""
+
+    def __init__(self, device: PretendedCuda) -> None:
+        self._device = device
+        self._downloads: list[tuple[Tensor, Tensor]] = []
+
+    def record(self, stream: Any) -> None:
+        """All copies so far lie before it."""
+        assert stream.device == DEVICE, "recorded where the copy was not made"
+        self._downloads = self._device.downloads
+
+    def synchronize(self) -> None:
+        """Wait for them."""
+        self._device.finish(self._downloads)
 
 
 class _PagedAttention:

@@ -9,9 +9,9 @@ import pytest
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.gpu.verify_graph import Kind
-from speculative.request import SamplingParams
-from tests.support.engines import NO_DRAFTS, tiny_engine
-from tests.support.graph_scenes import VOCABULARY, add_all
+from speculative.request import SamplingParams, Structure
+from tests.support.engines import NO_DRAFTS, settings, tiny_engine
+from tests.support.graph_scenes import VOCABULARY, Alternating, add_all
 from tests.support.pretended_cuda import PretendedCuda
 from tests.support.tiny_models import write_tiny_model
 
@@ -29,17 +29,29 @@ class Cost(NamedTuple):
 BUDGETS = {
     ("none", "plain"): Cost(1, 0, 2),
     ("none", "filtered"): Cost(1, 0, 2),
-    ("none", "five_logprobs"): Cost(19, 249, 1),
-    ("none", "penalty"): Cost(16, 251, 1),
+    ("none", "five_logprobs"): Cost(1, 0, 2),
+    ("none", "named_logprobs"): Cost(1, 0, 2),
+    ("none", "penalty"): Cost(1, 0, 2),
+    ("none", "biases"): Cost(1, 0, 2),
+    ("none", "structure"): Cost(1, 0, 2),
+    ("none", "prompt_logprobs"): Cost(1, 0, 2),
     ("none", "reproducible"): Cost(39, 510, 1),
     ("ngram", "plain"): Cost(1, 0, 2),
+    ("ngram", "five_logprobs"): Cost(1, 0, 2),
+    ("ngram", "penalty"): Cost(1, 0, 2),
+    ("ngram", "biases"): Cost(1, 0, 2),
+    ("ngram", "structure"): Cost(1, 0, 2),
+    ("ngram", "prompt_logprobs"): Cost(1, 0, 2),
     ("draft_model", "plain"): Cost(1, 0, 4),
     ("draft_model", "filtered"): Cost(1, 0, 4),
     ("mtp", "plain"): Cost(1, 0, 4),
     ("eagle3", "plain"): Cost(1, 0, 4),
     ("eagle3", "filtered"): Cost(1, 0, 4),
-    ("eagle3", "five_logprobs"): Cost(21, 368, 3),
-    ("eagle3", "penalty"): Cost(18, 370, 3),
+    ("eagle3", "five_logprobs"): Cost(1, 0, 4),
+    ("eagle3", "penalty"): Cost(1, 0, 4),
+    ("eagle3", "biases"): Cost(1, 0, 4),
+    ("eagle3", "structure"): Cost(2, 0, 4),
+    ("eagle3", "prompt_logprobs"): Cost(1, 0, 4),
     ("eagle3", "reproducible"): Cost(62, 1314, 2),
 }
 # Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
@@ -55,7 +67,11 @@ ODD = {
     "plain": SamplingParams(logprobs=0),
     "filtered": SamplingParams(top_p=0.8, top_k=20, min_p=0.01),
     "five_logprobs": SamplingParams(logprobs=5),
+    "named_logprobs": SamplingParams(logprob_token_ids=(7, 9)),
     "penalty": SamplingParams(frequency_penalty=0.5),
+    "biases": SamplingParams(logit_bias=((5, 3.0),), bad_words=((7,),), allowed_token_ids=tuple(range(60))),
+    "structure": SamplingParams(structure=Structure("choice", "[]")),
+    "prompt_logprobs": SamplingParams(prompt_logprobs=3),
     "reproducible": SamplingParams(reproducible=True),
 }
 
@@ -63,7 +79,7 @@ ODD = {
 def decoding_cost(engine: EngineCore, device: PretendedCuda, odd: SamplingParams) -> Cost:
     """The mean of some steps."""
     plain = SamplingParams(max_tokens=60, ignore_eos=True)
-    add_all(engine, [plain] * 3 + [dataclasses.replace(odd, max_tokens=60, ignore_eos=True)])
+    add_all(engine, [plain] * 3 + [dataclasses.replace(odd, max_tokens=60, ignore_eos=odd.structure is None)])
     for _ in range(8):  # prompts, and what the drafter's first rounds catch up on
         engine.step()
     costs: list[Cost] = []
@@ -82,7 +98,8 @@ def test_a_decoding_step_keeps_to_its_budget(
     target: Path, drafters: dict[str, DrafterConfig], name: str, odd: str
 ) -> None:
     with PretendedCuda(count_launches=True) as device:
-        engine = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name], self_check_sample_rate=1.0)
+        config = settings(device="cuda", max_num_seqs=4, drafter=drafters[name], self_check_sample_rate=1.0)
+        engine = EngineCore.load(target, config, make_constraint=lambda _: Alternating())
         cost = decoding_cost(engine, device, ODD[odd])
     over = [part for part, budget in zip(cost, BUDGETS[name, odd], strict=True) if part > budget]
     assert not over, f"{cost}, waiting at {device.waits}"

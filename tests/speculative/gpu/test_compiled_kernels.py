@@ -20,7 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from speculative.gpu import triton_attention, triton_filters, triton_layers, triton_prompts
+from speculative.gpu import triton_attention, triton_edits, triton_filters, triton_layers, triton_prompts
 
 FP8 = int(sys.argv[1]) >= 89
 
@@ -54,6 +54,12 @@ compiled(
     HEAD_DIM=128, NUM_PROGRAMS=32, SPLIT=256, DIM=128,
 )
 compiled("filters", triton_filters._find_floor, "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096)
+compiled("mask", triton_edits._copy_allowed, "*bf16 *i32 *i32 *fp32 i32 i32 i32", BLOCK=2048)
+compiled("biases", triton_edits._add_biases, "*fp32 *i32 *i32 *fp32 i32 i32 i32", CELLS=256)
+compiled(
+    "penalties", triton_edits._penalise,
+    "*fp32 *i64 *i64 *i64 *i64 *i64 *i32 *i32 *i32 *i1 *fp64 *fp64 *fp64 i32", CELLS=256,
+)
 for size in (576, 4096, 8192, 16384):
     block = triton.next_power_of_2(size)
     compiled(

@@ -17,6 +17,7 @@ from speculative.errors import ConfigError
 from speculative.gpu.attention_choice import make_attend
 from speculative.gpu.capture import Capturer
 from speculative.gpu.graph_step import GraphStep
+from speculative.gpu.logit_edits import EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
 from speculative.gpu.verify_graph import Kind
@@ -26,7 +27,16 @@ from speculative.request import FinishReason, Request, SamplingParams
 from speculative.state.batch import Int64s, StepInput
 from speculative.step.runner import ModelRunner
 from tests.support.engines import NGRAM, Answer, decoder_of, run, settings, tiny_engine
-from tests.support.graph_scenes import MIXED, PLAIN, PROMPTS, VOCABULARY, answers, assert_same
+from tests.support.graph_scenes import (
+    EDITED,
+    MIXED,
+    PLAIN,
+    PROMPTS,
+    VOCABULARY,
+    Alternating,
+    answers,
+    assert_same,
+)
 
 HIDDEN_TOLERANCE = 1e-4
 
@@ -211,6 +221,25 @@ def test_requests_that_no_graph_can_hold_are_served_all_the_same(
     assert name == "ngram" or loop.count > 5
 
 
+HALF_BANNED = SamplingParams(bad_words=tuple((token,) for token in range(0, VOCABULARY, 2)))
+HALF_BANNED_BY_PHRASES = SamplingParams(bad_words=tuple(itertools.product(range(VOCABULARY), range(0, VOCABULARY, 2))))
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize(
+    "params", [HALF_BANNED, HALF_BANNED_BY_PHRASES, EDITED[6]], ids=["bans", "phrases", "structure"]
+)
+def test_a_token_that_was_not_kept_out_breaks_an_invariant(
+    target: Path, drafters: dict[str, DrafterConfig], name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LogitEdits, "apply", lambda self, logits, rows, sizes: logits)
+    config = settings(drafter=drafters[name], cuda_graphs=True)
+    engine = EngineCore.load(target, config, make_constraint=lambda _: Alternating())
+    found = answers(engine, [dataclasses.replace(params, max_tokens=60)] * 4)
+    assert FinishReason.ERROR in {answer.finish_reason for answer in found.values()}
+    assert engine.take_stats().violations["support"] > 0
+
+
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs"])
 def test_every_logprob_mode_reports_the_same(target: Path, mode: Any) -> None:
     expected = answers(tiny_engine(target, logprobs_mode=mode), PLAIN)
@@ -295,8 +324,10 @@ def test_padding_alone_can_be_judged_in_every_bucket_and_kind(
     assert graphs is not None
     graphs.capture_all()
     for bucket in graphs.buckets:
-        for kind in itertools.product((False, True) if graphs.loop else (False,), *[(False, True)] * 3):
-            vector, _ = graphs.judge.prepare(bucket, Kind(*kind)).replay()
+        flags = itertools.product((False, True) if graphs.loop else (False,), *[(False, True)] * 3, (False, True))
+        for *kind, edited in flags:
+            edits = EditSizes(16, 1024) if edited else None
+            vector, _ = graphs.judge.prepare(bucket, Kind(*kind, edits=edits)).replay()
             accepted, token_ids = vector[: 2 * bucket.num_seqs].split(bucket.num_seqs)
             assert (accepted == 0).all()
             assert ((token_ids >= 0) & (token_ids < VOCABULARY)).all()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,18 +22,19 @@ from speculative.gpu.target_graph import TargetPass
 from speculative.model import attention, loading
 from speculative.model.layers import Fp8Linear
 from speculative.request import Request, SamplingParams, Structure
-from speculative.state.token_constraint import Bools
+from speculative.state.batch import Batch
 from speculative.weights import load_weights
 from tests.support.engines import Answer, decoder_of, run, settings, take, tiny_engine
-from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.graph_scenes import (
+    EDITED,
     PLAIN,
     PROMPTS,
-    VOCABULARY,
+    Alternating,
     add_all,
     answers,
     assert_same,
 )
+from tests.support.graph_scenes import MIXED as ALL_WISHES
 from tests.support.pretended_cuda import PretendedCuda
 
 ALL = ("none", "ngram", "suffix", "draft_model", "eagle3", "mtp")
@@ -43,18 +43,6 @@ SHORT, MIXED = ([dataclasses.replace(one, max_tokens=10) for one in many] for ma
 
 Load = Callable[..., EngineCore]
 Scene = Callable[[Load], dict[str, Answer]]
-
-
-class Alternating:
-    """A structure: even and odd tokens in turn."""
-
-    def allowed(self, output: Any, drafts: Any) -> list[Bools]:
-        masks = []
-        for offset in range(len(drafts) + 1):
-            masks.append(np.arange(VOCABULARY) % 2 == (len(output) + offset) % 2)
-            if offset < len(drafts) and not masks[-1][drafts[offset]]:
-                break
-        return masks
 
 
 @pytest.fixture
@@ -116,15 +104,88 @@ def test_fp8_weights(
     assert_same(*on_both(scene, load, capture_beforehand=True))
 
 
+@pytest.mark.parametrize(("name", "num_drafts"), [*((name, 3) for name in ALL), ("ngram", 7), ("draft_model", 7)])
+def test_every_drafter_with_requests_that_change_logits(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = dataclasses.replace(drafters[name], num_draft_tokens=num_drafts)
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafter, max_num_seqs=7)
+        if engine.graphs is not None:
+            only_prompts_may_be_eager(engine, monkeypatch)
+        return answers(engine, [*EDITED, *SHORT[:3]])
+
+    assert_same(*on_both(scene, load))
+
+
+def only_prompts_may_be_eager(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = engine.eager.takes
+
+    def watched(batch: Batch) -> bool:
+        prefills = [entry for entry in batch.entries if entry.num_known > 1 or entry.sequence.num_output == 0]
+        assert prefills, "a decoding step that is not replayed"
+        return takes(batch)
+
+    monkeypatch.setattr(engine.eager, "takes", watched)
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
+def test_logprobs_of_requests_that_change_logits(load: Load, drafters: dict[str, DrafterConfig], mode: str) -> None:
+    wishes = [dataclasses.replace(one, logprobs=count) for count, one in zip((0, 4, 0, 20), EDITED[2:], strict=False)]
+    for changed in (wishes[:1], wishes):
+        assert_same(
+            *on_both(
+                lambda load, own=changed: answers(
+                    load(drafter=drafters["draft_model"], logprobs_mode=mode), [*own, *SHORT]
+                ),
+                load,
+            )
+        )
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_more_edits_than_a_captured_step_takes_run_eagerly(
+    load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculative.gpu.logit_edits.MAX_CELLS", 30)
+    eager: list[bool] = []
+
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafters[name], max_num_seqs=3)
+        takes = engine.eager.takes
+        monkeypatch.setattr(
+            engine.eager, "takes", lambda batch: eager.append(batch.entries[0].num_known == 1) or takes(batch)
+        )
+        return answers(engine, EDITED[:4])
+
+    found, expected = on_both(scene, load)
+    assert_same(found, expected)
+    assert any(eager)
+
+
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
 def test_every_verifier(load: Load, drafters: dict[str, DrafterConfig], name: str, verifier: str) -> None:
     assert_same(*on_both(lambda load: answers(load(drafter=drafters[name], verifier=verifier), MIXED), load))
 
 
-@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
-def test_every_logprobs_mode(load: Load, mode: str) -> None:
-    assert_same(*on_both(lambda load: answers(load(logprobs_mode=mode), SHORT), load))
+LOGPROBS = [
+    SamplingParams(max_tokens=10, logprobs=5, temperature=0.5),
+    SamplingParams(max_tokens=10, logprob_token_ids=tuple(range(20)), top_k=9),
+    SamplingParams(max_tokens=10, logprobs=20, logprob_token_ids=(7, 9, 7), top_p=0.7, min_p=0.01),
+]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+def test_every_logprobs_mode(load: Load, drafters: dict[str, DrafterConfig], mode: str) -> None:
+    def scene(load: Load) -> dict[str, Answer]:
+        engine = load(drafter=drafters["draft_model"], logprobs_mode=mode)
+        found = answers(engine, SHORT[:4])
+        add_all(engine, LOGPROBS, prefix="more")
+        return found | run(engine)
+
+    assert_same(*on_both(scene, load))
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
@@ -191,23 +252,25 @@ def test_preemptions(load: Load, drafters: dict[str, DrafterConfig]) -> None:
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model", "eagle3"])
-def test_more_sequences_than_are_captured_take_several_replays(
+def test_more_sequences_than_are_captured_are_computed_in_parts(
     load: Load, drafters: dict[str, DrafterConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("speculative.gpu.buckets.MAX_CAPTURED_SEQS", 2)
 
     def scene(load: Load) -> dict[str, Answer]:
         engine, found = load(drafter=drafters[name], max_num_seqs=5), defaultdict[str, Answer](Answer)
-        add_all(engine, SHORT[:5])
-        for _ in range(4):
+        add_all(engine, [*SHORT[:3], *(dataclasses.replace(EDITED[index], max_tokens=10) for index in (0, 6))])
+        for _ in range(4):  # with prompts
             take(found, engine.step())
-        if PretendedCuda.current is not None:
-            PretendedCuda.current.waits.clear()
         while engine.has_work:
+            num_parts = -(-engine.usage().num_running // 2)
+            if PretendedCuda.current is not None:
+                PretendedCuda.current.waits.clear()
             take(found, engine.step())
-        if PretendedCuda.current is not None:
-            eager = [place for _, place in PretendedCuda.current.waits if "model/attention.py" in place]
-            assert not eager, "attention of one sequence after another"
+            if PretendedCuda.current is not None:
+                waits = dict(PretendedCuda.current.waits)
+                assert waits.pop(("late copy", "gpu/staged_inputs.py:wait"), 0) <= 1, "of the structured request"
+                assert waits == {("cpu", "gpu/verify_graph.py:run"): num_parts}
         return found
 
     assert_same(*on_both(scene, load))

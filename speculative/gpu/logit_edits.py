@@ -1,0 +1,219 @@
+"""What requests do to the logits of a captured step: masks, biases and bans, penalties.
+
+As `sampling.logits_processors.adjust`, from lists of a few sizes that the host sends. It counts the tokens that were
+emitted before the step; what the step's drafts add to that is counted on the device, which may be the only one to know
+them.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculative.gpu.attention_choice import why_no_triton
+from speculative.gpu.buckets import Bucket
+from speculative.gpu.row_edits import EditFields, EditLogits, torch_edit
+from speculative.gpu.row_judge import RowFields
+from speculative.gpu.staged_inputs import Array, Field, StagedInputs
+from speculative.request import SamplingParams
+from speculative.state.batch import Entry, StepInput
+from speculative.state.logit_constraints import Float32s, Int64s, TokenRules
+from speculative.state.token_constraint import Bools
+
+MAX_CELLS = 1 << 18
+"""Cells that one captured step can bias or ban, and tokens it can penalise; beyond, it runs eagerly."""
+
+_LEAST_CELLS, _LEAST_MASKS = 1 << 10, 1 << 4
+_GROWTH = 16  # from one size to the next: few captures matter more than what is sent in vain
+
+
+class EditSizes(NamedTuple):
+    """What a capture has room for: masks, and cells of either list."""
+
+    num_masks: int
+    num_cells: int
+
+
+class LogitEdits:
+    """The edits of captured steps: their inputs, by size, and what applies them.
+
+    Args:
+        largest: rows and sequences of the largest step.
+        vocab_size: of the target.
+        device: of the steps.
+    """
+
+    def __init__(self, largest: Bucket, vocab_size: int, device: torch.device) -> None:
+        self._largest, self._vocab_size, self._device = largest, vocab_size, device
+        self._edit = make_edit(device)
+        self._inputs: dict[EditSizes, StagedInputs] = {}
+
+    def prepare(self, sizes: EditSizes) -> None:
+        """Make room for edits of that size, before anything that applies them is captured."""
+        if sizes not in self._inputs:
+            self._inputs[sizes] = StagedInputs(self._fields(sizes), self._device)
+
+    def send(self, edits: "StepEdits") -> None:
+        """Bring a step's edits to the device."""
+        inputs = self._inputs[edits.sizes]
+        edits.fill(inputs.next_host())
+        inputs.send()
+
+    def apply(self, logits: Tensor, rows: RowFields, sizes: EditSizes) -> Tensor:
+        """The captured function: logits [R, V] float32 after what was sent of that size; the given ones stay."""
+        given = self._inputs[sizes].on_device
+        num_rows, num_entries = len(rows.drafts), len(rows.counts)
+        used = {"mask_of_row": num_rows, "starts": num_entries + 1}
+        used |= dict.fromkeys(("repetition", "frequency", "presence"), num_entries)
+        fields = EditFields(**{name: given[name][: used.get(name)] for name in EditFields._fields})
+        return self._edit(logits, rows, fields, self._largest.num_queries - 1)
+
+    def _fields(self, sizes: EditSizes) -> dict[str, Field]:
+        rows, entries, cells = (self._largest.num_rows,), (self._largest.num_seqs,), (sizes.num_cells,)
+        num_masks = min(sizes.num_masks, self._largest.num_rows)
+        return {
+            "mask_of_row": Field(rows, torch.int32, -1),
+            "masks": Field((num_masks, -(-self._vocab_size // 32)), torch.int32),
+            "biased_rows": Field(cells, torch.int32, self._largest.num_rows),
+            "biased_tokens": Field(cells, torch.int32),
+            "biases": Field(cells, torch.float32),
+            "starts": Field((entries[0] + 1,), torch.int32),
+            "penalised": Field(cells, torch.int32),
+            "counts": Field(cells, torch.int32),
+            "in_prompt": Field(cells, torch.bool),
+            "repetition": Field(entries, torch.float64, 1.0),
+            "frequency": Field(entries, torch.float64),
+            "presence": Field(entries, torch.float64),
+        }
+
+
+def make_edit(device: torch.device) -> EditLogits:
+    """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
+    if device.type == "cuda" and not why_no_triton():
+        from speculative.gpu.triton_edits import triton_edit
+
+        return triton_edit
+    return torch_edit
+
+
+# -- on the host ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepEdits:
+    """What a step's requests do to its rows, as the host knows it.
+
+    masks: of V tokens each. mask_of_row: [R]. biased: rows with tokens and what is added to their logits. counted: per
+    entry the tokens that it is penalised for, how often they were emitted before the step, and whether they are in the
+    prompt; None where it is not. params: per entry.
+    """
+
+    masks: list[Bools]
+    mask_of_row: Int64s
+    biased: list[tuple[int, Int64s, Float32s]]
+    counted: list[tuple[Int64s, Int64s, Bools] | None]
+    params: list[SamplingParams]
+
+    @classmethod
+    def of(
+        cls, layout: StepInput, masks: Sequences[list[Bools] | None], eos_token_ids: Sequences[int], vocab_size: int
+    ) -> "StepEdits | None":
+        """The edits of a step; None where no request has any.
+
+        Args:
+            layout: the step's rows, with those drafts that rules read.
+            masks: per drawing entry, what its structure allows, row by row; None where it has none.
+            eos_token_ids: tokens that end an answer.
+            vocab_size: of the target.
+        """
+        if all(mask is None for mask in masks) and all(entry.sequence.rules is None for entry in layout.drawing):
+            return None
+        params = [entry.sequence.params for entry in layout.drawing]
+        edits = cls([], np.full(len(layout.drafts), -1), [], [_counted(entry) for entry in layout.drawing], params)
+        first_row = 0
+        for entry, count, mask in zip(layout.drawing, layout.draft_counts.tolist(), masks, strict=True):
+            rows = range(first_row, first_row + count + 1)
+            edits._keep(rows, _allowed(entry.sequence.rules, mask, vocab_size))
+            if entry.sequence.rules is not None:
+                output, drafts = entry.sequence.tokens[entry.sequence.num_prompt :], layout.drafts[rows[:-1]].tolist()
+                for offset, row in enumerate(rows):
+                    biased = entry.sequence.rules.biased(output, tuple(drafts[:offset]), eos_token_ids)
+                    edits.biased.append((row, *biased))
+            first_row = rows.stop
+        return edits
+
+    def _keep(self, rows: range, allowed: list[Bools]) -> None:
+        """Row j of these gets mask j; rows behind a forbidden draft are never reached: they repeat the last one."""
+        if allowed:
+            numbers = np.minimum(np.arange(len(rows)), len(allowed) - 1)
+            self.mask_of_row[rows.start : rows.stop] = len(self.masks) + numbers
+            self.masks.extend(allowed)
+
+    @property
+    def sizes(self) -> EditSizes:
+        """The smallest that holds it."""
+        num_biased = sum(len(tokens) for _, tokens, _ in self.biased)
+        num_counted = sum(len(counted[0]) for counted in self.counted if counted is not None)
+        return EditSizes(_size(len(self.masks), _LEAST_MASKS), _size(max(num_biased, num_counted), _LEAST_CELLS))
+
+    def fill(self, host: Mapping[str, Array]) -> None:
+        """Write it into padding."""
+        for row, mask in zip(host["masks"].view(np.uint8), self.masks, strict=False):
+            packed = np.packbits(mask, bitorder="little")
+            row[: len(packed)] = packed
+        host["mask_of_row"][: len(self.mask_of_row)] = self.mask_of_row
+        _write(host, ("biased_tokens", "biases"), [(tokens, values) for _, tokens, values in self.biased])
+        rows = np.repeat([row for row, _, _ in self.biased], [len(tokens) for _, tokens, _ in self.biased])
+        host["biased_rows"][: len(rows)] = rows
+        counted = [own for own in self.counted if own is not None]
+        _write(host, ("penalised", "counts", "in_prompt"), counted)
+        ends = np.cumsum([0 if own is None else len(own[0]) for own in self.counted])
+        host["starts"][1 : len(ends) + 1] = ends
+        host["starts"][len(ends) + 1 :] = ends[-1]
+        for name in ("repetition", "frequency", "presence"):
+            host[name][: len(self.params)] = [getattr(one, f"{name}_penalty") for one in self.params]
+
+
+def fits(entries: Sequences[Entry], num_eos: int) -> bool:
+    """Whether what the entries' requests do to logits fits into a captured step, whatever is drafted."""
+    ruled = [(entry, entry.sequence.rules) for entry in entries if entry.sequence.rules is not None]
+    num_biased = sum((entry.max_drafts + 1) * (rules.most_biased + num_eos) for entry, rules in ruled)
+    counted = (_counted(entry) for entry, _ in ruled)
+    return max(num_biased, sum(len(own[0]) for own in counted if own is not None)) <= MAX_CELLS
+
+
+def _allowed(rules: TokenRules | None, masks: list[Bools] | None, vocab_size: int) -> list[Bools]:
+    """Masks of an entry's rows in order, the last one also for those behind it; none where all tokens may come."""
+    if rules is None or rules.allowed is None:
+        return masks or []
+    listed = np.zeros(vocab_size, np.bool_)
+    listed[rules.allowed] = True
+    return [listed] if masks is None else [listed & mask for mask in masks]
+
+
+def _counted(entry: Entry) -> tuple[Int64s, Int64s, Bools] | None:
+    sequence = entry.sequence
+    if sequence.rules is None or not sequence.rules.penalised:
+        return None
+    return sequence.rules.counted(sequence.tokens[sequence.num_prompt :])
+
+
+def _write(host: Mapping[str, Array], names: tuple[str, ...], parts: Sequences[tuple[Array, ...]]) -> None:
+    """Pack one array of each part after another."""
+    end = 0
+    for part in parts:
+        begin, end = end, end + len(part[0])
+        for name, values in zip(names, part, strict=True):
+            host[name][begin:end] = values
+
+
+def _size(count: int, least: int) -> int:
+    """The smallest that holds so many."""
+    size = least
+    while size < count:
+        size *= _GROWTH
+    return size

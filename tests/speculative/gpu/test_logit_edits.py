@@ -1,0 +1,133 @@
+"""Edits of logits in captured steps, by torch's operators and by Triton's kernels (in its interpreter), against the
+plain ones."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speculative.gpu.buckets import Bucket
+from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits, fits
+from speculative.gpu.row_edits import EditLogits, torch_edit
+from speculative.request import SamplingParams
+from speculative.sampling.logits_processors import adjust
+from speculative.state.batch import row_contexts
+from speculative.state.token_constraint import Bools
+from tests.support.edited_rows import ALL, EOS, Drafted, layout_of, logits_of, masks_of, rows_of
+
+LARGEST = Bucket(8, 7)
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `pip install triton`"
+)
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=needs_triton)])
+def edit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EditLogits]:
+    if request.param == "torch":
+        yield torch_edit
+        return
+    from speculative.gpu import triton_edits
+
+    monkeypatch.setattr(triton_edits, "BLOCK", 64)
+    monkeypatch.setattr(triton_edits, "_CELLS", 16)
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy
+        yield triton_edits.triton_edit
+
+
+def edited(
+    edits: LogitEdits, drafted: list[Drafted], logits: Tensor, bucket: Bucket, masks: list[list[Bools] | None]
+) -> Tensor:
+    """What the captured function makes of the rows of some requests."""
+    layout = layout_of(drafted)
+    own = StepEdits.of(layout, masks, EOS, logits.shape[1])
+    assert own is not None
+    edits.prepare(own.sizes)
+    edits.send(own)
+    padded = torch.cat([logits, torch.zeros(bucket.num_rows - len(logits), logits.shape[1], dtype=logits.dtype)])
+    before = padded.clone()
+    found = edits.apply(padded, rows_of(layout, bucket), own.sizes)
+    assert torch.equal(padded.nan_to_num(), before.nan_to_num()), "the model's logits stay as they are"
+    assert found.shape == padded.shape and found.dtype == torch.float32 and found.is_contiguous()
+    assert torch.equal(found[len(logits) :], padded[len(logits) :].float()), "nobody's rows"
+    return found[: len(logits)]
+
+
+def make_edits(edit: EditLogits, size: int) -> LogitEdits:
+    edits = LogitEdits(LARGEST, size, torch.device("cpu"))
+    edits._edit = edit
+    return edits
+
+
+@pytest.mark.parametrize("size", [64, 203])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_edit_is_the_plain_one(edit: EditLogits, size: int, dtype: torch.dtype) -> None:
+    """One after another in the same buffers, smaller and larger steps in turn: nothing is left of the step before."""
+    edits = make_edits(edit, size)
+    scenes = [(ALL, LARGEST), *(([one], Bucket(1, 7)) for one in ALL if one.masked or one.params != SamplingParams())]
+    scenes += [(ALL[::-1], LARGEST), (ALL[2:5], Bucket(4, 7)), (ALL[6:], Bucket(2, 4))]
+    for number, (drafted, bucket) in enumerate(scenes):
+        logits, masks = logits_of(drafted, size, number, dtype), masks_of(drafted, size, number)
+        expected = adjust(logits.float(), row_contexts(layout_of(drafted), masks), EOS)
+        found = edited(edits, drafted, logits, bucket, masks)
+        assert torch.equal(found, expected), number
+        assert not torch.equal(found, logits.float())
+
+
+def test_rows_of_no_numbers_stay_so(edit: EditLogits) -> None:
+    logits = logits_of(ALL, 64)
+    logits[0], logits[9] = torch.nan, torch.inf
+    found = edited(make_edits(edit, 64), ALL, logits, LARGEST, masks_of(ALL, 64))
+    assert found[0].isnan().all() and found[9].amax() == torch.inf
+    others = [row for row in range(len(logits)) if row not in (0, 9)]
+    expected = adjust(logits, row_contexts(layout_of(ALL), masks_of(ALL, 64)), EOS)
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("count", [1023, 1024, 1025])
+@pytest.mark.parametrize("what", ["biases", "penalties"])
+def test_lists_at_the_edge_of_a_size(edit: EditLogits, what: str, count: int) -> None:
+    """The prompt's two tokens are in the list of penalties, too."""
+    if what == "biases":
+        one = Drafted(SamplingParams(logit_bias=tuple((token, 0.01 * token - 5) for token in range(count))))
+    else:
+        output = tuple(token for token in range(1200) if token not in (5, 7))[: count - 2]
+        one = Drafted(SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1), output, (1250, 0, 1250))
+    layout, logits = layout_of([one]), logits_of([one], 1300)
+    own = StepEdits.of(layout, [None], EOS, 1300)
+    assert own is not None and own.sizes == EditSizes(16, 1024 if count <= 1024 else 16384)
+    found = edited(make_edits(edit, 1300), [one], logits, Bucket(1, 4), [None])
+    assert torch.equal(found, adjust(logits, row_contexts(layout, [None]), EOS))
+
+
+@pytest.mark.parametrize("num_masks", [15, 16, 17, 56])
+def test_masks_at_the_edge_of_a_size(edit: EditLogits, num_masks: int) -> None:
+    drafted = [
+        Drafted(SamplingParams(), drafts=(3,) * min(6, num_masks - 7 * index - 1), masked=True)
+        for index in range(-(-num_masks // 7))
+    ]
+    layout, logits = layout_of(drafted), logits_of(drafted, 64)
+    random = np.random.default_rng(num_masks)
+    masks: list[list[Bools] | None] = [[random.random(64) < 0.3 for _ in range(len(one.drafts) + 1)] for one in drafted]
+    own = StepEdits.of(layout, masks, EOS, 64)
+    assert own is not None and own.sizes == EditSizes(16 if num_masks <= 16 else 256, 1024)
+    found = edited(make_edits(edit, 64), drafted, logits, LARGEST, masks)
+    assert torch.equal(found, adjust(logits, row_contexts(layout, masks), EOS))
+
+
+def test_a_step_without_edits_has_none() -> None:
+    plain = [Drafted(SamplingParams(top_p=0.5, logprobs=5), drafts=(3,))]
+    assert StepEdits.of(layout_of(plain), [None], EOS, 64) is None
+
+
+def test_what_fits_is_known_before_anything_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    biased = layout_of([Drafted(SamplingParams(logit_bias=((5, 1.0), (6, 1.0))), drafts=(3, 4))] * 2).drawing
+    counted = layout_of([Drafted(SamplingParams(presence_penalty=1.0))] * 4).drawing
+    for entries, needed in ((biased, 2 * 3 * (2 + len(EOS))), (counted, 4 * 3)):
+        monkeypatch.setattr("speculative.gpu.logit_edits.MAX_CELLS", needed)
+        assert fits(entries, len(EOS))
+        monkeypatch.setattr("speculative.gpu.logit_edits.MAX_CELLS", needed - 1)
+        assert not fits(entries, len(EOS))
