@@ -1,5 +1,6 @@
 """Padded, bucketed steps against the plain path, on the CPU: a replay calls there what a GPU would have captured."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
