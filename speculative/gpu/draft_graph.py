@@ -13,7 +13,7 @@ from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
+from speculative.gpu.filters import fill_filters, filter_fields, filters_of
 from speculative.gpu.padding import PagedCache, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
@@ -59,35 +59,33 @@ class DraftLoop:
         self._model, self._sampler, self._cache = model, sampler, cache
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
-        self._loops: dict[tuple[Bucket, bool], _Loop] = {}
+        self._loops: dict[Bucket, _Loop] = {}
 
-    def prepare(self, bucket: Bucket, hidden: Tensor, *, filtered: bool) -> "_Loop":
-        """The captured loop of a bucket, of `num_queries` drafts each, with or without filters; captured now if it is
-        new.
+    def prepare(self, bucket: Bucket, hidden: Tensor) -> "_Loop":
+        """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new.
 
         `hidden` is [any, hidden], as the model's `run` gives it.
         """
-        if (bucket, filtered) not in self._loops:
+        if bucket not in self._loops:
             shape = (bucket.num_seqs, bucket.num_queries)
-            fields = row_fields(bucket, self._room) | {
+            fields = row_fields(bucket, self._room) | filter_fields(bucket.num_seqs, self._sampler.width)
+            fields |= {
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
                 "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
                 "greedy": Field((bucket.num_seqs,), torch.bool, 1),
             }
-            if filtered:
-                fields |= filter_fields(bucket.num_seqs, self._sampler.width)
             inputs = StagedInputs(fields, self._capturer.device)
             first = hidden.new_zeros((shape[0], hidden.shape[1]))
             replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device, first))
-            self._loops[bucket, filtered] = _Loop(inputs, first, replay)
-        return self._loops[bucket, filtered]
+            self._loops[bucket] = _Loop(inputs, first, replay)
+        return self._loops[bucket]
 
     def run(self, entries: Sequences[Entry], hidden: Tensor) -> Bucket:
         """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from."""
         bucket = self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
         assert bucket is not None, "every batch that is taken fits"
         sequences = [entry.sequence for entry in entries]
-        loop = self.prepare(bucket, hidden, filtered=any(sequence.params.filtered for sequence in sequences))
+        loop = self.prepare(bucket, hidden)
         host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
@@ -133,7 +131,8 @@ class DraftLoop:
     def _compute(self, bucket: Bucket, inputs: dict[str, Tensor], hidden: Tensor) -> None:
         num_seqs, num_drafts = bucket
         buffers, model = self._statics, self._model
-        drafting = DraftRound((), sampling_rows(inputs), inputs["uniforms"], coupled=None)
+        sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters_of(inputs))
+        drafting = DraftRound((), sampling, inputs["uniforms"], coupled=None)
         for offset in range(num_drafts):
             drawn = self._sampler.draw(model.logits(hidden), drafting, offset)
             tokens = drawn.columns if model.ids is None else model.ids[drawn.columns]

@@ -26,7 +26,7 @@ from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.target_graph import GraphRunner, TargetPass
-from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
+from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
 from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input
@@ -88,8 +88,7 @@ class GraphStep:
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         self.runner = GraphRunner(decoder, cache, target, self.buckets)
-        ids = None if self._draft_model is None else self._draft_model.ids
-        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, sampler.ops, self.capturer)
+        self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config.logprobs_mode, self.capturer)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
@@ -146,15 +145,15 @@ class GraphStep:
         places = self.runner.target.run(bucket, layout, _sources(layout, drafts))
         self._observe(batch, layout, places.on_device)
         sequences = [entry.sequence for entry in batch.entries]
-        filtered = any(sequence.params.filtered for sequence in sequences)
-        kind = Kind(
-            sampled=drafts.rows is not None,
+        rows = JudgedRows(
+            layout,
+            places.on_host[layout.verify_rows],
+            drafts.rows,
+            counted=self_check.counted(sequences),
             checked=self_check.due(),
-            logprobs=filtered or any(sequence.params.returns_logprobs for sequence in sequences),  # fewer captures
-            filtered=filtered,
+            reported=any(sequence.params.returns_logprobs for sequence in sequences),
         )
-        rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, self_check.counted(sequences))
-        judged = self.judge.run(rows_bucket, kind, rows)
+        judged = self.judge.run(rows_bucket, rows)
         known = _with_drafts(layout, judged.draft_ids)
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
         self._note_drafts(batch, known)
@@ -189,16 +188,12 @@ class GraphStep:
         for bucket in self.buckets:
             if bucket.num_queries in (1, longest):
                 self.runner.target.prepare(bucket)
-                sampled = self.loop is not None and bucket.num_queries > 1
-                for checked in (False, True):
-                    for logprobs, filtered in ((False, False), (True, False), (True, True)):
-                        self.judge.prepare(bucket, Kind(sampled, checked, logprobs, filtered))
+                self.judge.prepare(bucket)
             if self.loop is not None and self._catch_up is not None:
                 hidden = self._catch_up.prepare(bucket).replay()
                 if bucket.num_queries == longest:
                     drafts = Bucket(bucket.num_seqs, self._config.drafter.max_drafts)
-                    for filtered in (False, True):
-                        self.loop.prepare(drafts, hidden, filtered=filtered)
+                    self.loop.prepare(drafts, hidden)
         return self.capturer.num_captured
 
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:

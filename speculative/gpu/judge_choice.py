@@ -2,15 +2,16 @@
 
 import torch
 
+from speculative.config import LogprobsMode
 from speculative.gpu.attention_choice import why_no_triton
+from speculative.gpu.filters import DeviceOps
 from speculative.gpu.row_judge import RowJudge, TorchJudge
-from speculative.vocabulary.ops import TorchOps
 
 
-def make_judge(device: torch.device) -> RowJudge:
+def make_judge(device: torch.device, mode: LogprobsMode) -> RowJudge:
     """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
     if device.type == "cuda" and not why_no_triton():
         from speculative.gpu.triton_judge import TritonJudge
 
-        return TritonJudge()
-    return TorchJudge(TorchOps())
+        return TritonJudge(mode)
+    return TorchJudge(DeviceOps(device), mode)

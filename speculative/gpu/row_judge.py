@@ -1,6 +1,5 @@
 """Judges the rows of a plain step, from logits to one vector: the interface, and one by torch's operators."""
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -8,8 +7,9 @@ from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
+from speculative.gpu.filters import filters_of
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
-from speculative.sampling.probs import Filters, SamplingRows, target_probs
+from speculative.sampling.probs import SamplingRows, target_probs
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
 from speculative.step.sampler import outside_filters_of
@@ -22,11 +22,16 @@ from speculative.vocabulary.ops import VocabularyOps
 class RowFields(NamedTuple):
     """The rows, as in `VerifyInput`; all on the device.
 
-    temperature: [R, 1] float32. greedy: [R] bool. counted: [E] bool, entries whose terms count.
+    temperature: [R, 1] float32. greedy: [R] bool. log_min_p, top_p: [R] float32, and top_k: [R] int64, as in `Filters`.
+    counted: [E] bool, entries whose terms count. checked, reported: [1] bool, whether the terms of the self-checks are
+    taken, and whether logprobs are returned; where not, anything stands in their place.
     """
 
     temperature: Tensor
     greedy: Tensor
+    log_min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
     drafts: Tensor
     packed: Tensor
     entries: Tensor
@@ -36,6 +41,8 @@ class RowFields(NamedTuple):
     accept_uniforms: Tensor
     sample_uniforms: Tensor
     counted: Tensor
+    checked: Tensor
+    reported: Tensor
 
 
 class SampledFrom(NamedTuple):
@@ -53,63 +60,40 @@ class SampledFrom(NamedTuple):
     own_columns: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be found out besides verdicts: the terms of the self-checks, the logprobs of the emitted tokens."""
-
-    checked: bool
-    logprobs: LogprobsMode | None
-
-
 class RowJudge(Protocol):
     """Token-wise verification of R rows of E entries over V tokens."""
 
-    def __call__(
-        self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
-    ) -> tuple[Tensor, tuple[str, ...]]:
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """Judge logits [R, V]; `sampled` is None where the drafts are deterministic, or there are none.
 
         Returns:
             One float64 vector: accepted drafts [E], last tokens [E], drafts [R], broken invariants [R], expected
-            accepted drafts [E]; with logprobs their values [R] and ranks [R]; with self-checks what could be accepted
-            [1] and the sums of `Terms` [C, S]. And the names of the C self-checks.
+            accepted drafts [E]; the logprobs' values [R] and ranks [R]; of the self-checks what could be accepted [1]
+            and the sums of `Terms` [C, S]. And the names of the C self-checks.
         """
 
 
 class TorchJudge:
-    """By torch's operators; p is a matrix."""
+    """By torch's operators; p is a matrix, and everything is computed, wanted or not."""
 
-    def __init__(self, ops: VocabularyOps) -> None:
-        self._ops = ops
+    def __init__(self, ops: VocabularyOps, mode: LogprobsMode) -> None:
+        self._ops, self._mode = ops, mode
 
-    def __call__(
-        self,
-        logits: Tensor,
-        rows: RowFields,
-        sampled: SampledFrom | None,
-        wanted: Wanted,
-        filters: Filters | None = None,
-    ) -> tuple[Tensor, tuple[str, ...]]:
-        """As `RowJudge`, with the filters of rows that have some."""
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
+        """As `RowJudge`."""
         logits = logits.float()
-        sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters)
+        sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters_of(rows._asdict()))
         processed = self._ops.process(logits, sampling)
         step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled))
         verified = verify_token_wise(step)
         emitted = emitted_at_rows(verified, step)
         outside = outside_filters_of(sampling, logits, emitted)
         broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
+        reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
+        scope = Scope("token_wise", rows.counted, coupled=(False,) * len(rows.counted))
+        terms = take_terms(step, verified, emitted, scope)
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
-        checks: tuple[str, ...] = ()
-        if wanted.logprobs is not None:
-            reported = gather_logprobs(mode_matrix(wanted.logprobs, logits, processed), emitted, 0)
-            parts += [reported.values, reported.ranks]
-        if wanted.checked:
-            scope = Scope("token_wise", rows.counted, coupled=(False,) * len(rows.counted))
-            terms = take_terms(step, verified, emitted, scope)
-            parts += [terms.achievable, terms.sums]
-            checks = terms.checks
-        return copy_once(parts), checks
+        return copy_once([*parts, reported.values, reported.ranks, terms.achievable, terms.sums]), terms.checks
 
 
 def columns_of(ids: Tensor, vocab_size: int) -> Tensor:

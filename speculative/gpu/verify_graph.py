@@ -2,7 +2,8 @@
 logprobs.
 
 Only plain requests are verified here: a temperature, filters, no rules, token-wise verification. Rows are
-padded, and everything the host needs is returned in one vector (`RowJudge`).
+padded, and everything the host needs is returned in one vector (`RowJudge`). Self-checks, logprobs and filters are
+inputs: there is one graph a bucket.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from speculative.config import LogprobsMode
+from speculative.drafting.neural_drafter import DraftModel
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
+from speculative.gpu.filters import fill_filters, filter_fields
 from speculative.gpu.judge_choice import make_judge
-from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted, columns_of
+from speculative.gpu.row_judge import RowFields, SampledFrom, columns_of
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.sampling.logprobs import LogprobRows
@@ -28,22 +30,8 @@ from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
 from speculative.step.sampler import verify_rows
-from speculative.vocabulary.ops import VocabularyOps
 
 _NEVER = 1 << 20  # offset of a padding row: after every draft
-
-
-class Kind(NamedTuple):
-    """What a capture depends on besides its bucket.
-
-    sampled: drafts come from the statics, with their distributions; else the host chose them. checked: the terms of the
-    self-checks are taken. logprobs: those of the emitted tokens are returned. filtered: some rows have filters.
-    """
-
-    sampled: bool
-    checked: bool
-    logprobs: bool
-    filtered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +39,15 @@ class JudgedRows:
     """A step's verify rows as the host knows them.
 
     places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows: [sum(counts)] where each packed draft lies in
-    the statics; None where the host chose them. counted: [E] whose terms count."""
+    the statics; None where the host chose them. counted: [E] whose terms count. checked, reported: whether the terms
+    of the self-checks, and logprobs, are wanted."""
 
     layout: StepInput
     places: Array
     draft_rows: Array | None
     counted: Bools
+    checked: bool
+    reported: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,59 +72,53 @@ class VerifyGraph:
         self,
         decoder: Decoder,
         buffers: GraphBuffers,
-        draft_ids: Tensor | None,
+        draft_model: DraftModel | None,
         mode: LogprobsMode,
-        ops: VocabularyOps,
         capturer: Capturer,
     ) -> None:
-        """`draft_ids` is `DraftModel.ids` of the drafter: the tokens its columns stand for."""
-        self._ops, self._capturer = ops, capturer
-        self._judge = make_judge(capturer.device)
-        self._decoder, self._statics, self._draft_ids, self._mode = decoder, buffers, draft_ids, mode
-        self._columns = None if draft_ids is None else columns_of(draft_ids, decoder.config.vocab_size)
-        self._captured: dict[tuple[Bucket, Kind], _Captured] = {}
+        """`draft_model` is the drafter's, whose drafts and their distributions lie in the statics; else the host knows
+        the drafts."""
+        self._capturer = capturer
+        self._judge = make_judge(capturer.device, mode)
+        self._decoder, self._statics = decoder, buffers
+        self._samples = draft_model is not None
+        self._draft_ids = ids = None if draft_model is None else draft_model.ids
+        self._columns = None if ids is None else columns_of(ids, decoder.config.vocab_size)
+        self._captured: dict[Bucket, _Captured] = {}
 
-    def prepare(self, bucket: Bucket, kind: Kind) -> _Captured:
+    def prepare(self, bucket: Bucket) -> _Captured:
         """The captured function of a bucket of packed rows; captured now if it is new."""
-        if (bucket, kind) not in self._captured:
-            fields = _fields(bucket)
-            if kind.filtered:
-                fields |= filter_fields(bucket.num_rows, self._decoder.config.vocab_size)
+        if bucket not in self._captured:
+            fields = _fields(bucket, self._decoder.config.vocab_size)
             inputs = StagedInputs(fields, self._capturer.device)
             _give_rows_to_nobodies(inputs.next_host(), num_rows=0, num_entries=0)
             inputs.send()
-            replay = self._capturer.capture(lambda: self._compute(bucket, kind, inputs.on_device))
-            self._captured[bucket, kind] = _Captured(inputs, replay)
-        return self._captured[bucket, kind]
+            replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device))
+            self._captured[bucket] = _Captured(inputs, replay)
+        return self._captured[bucket]
 
-    def run(self, bucket: Bucket, kind: Kind, rows: JudgedRows) -> Judged:
+    def run(self, bucket: Bucket, rows: JudgedRows) -> Judged:
         """Judge, and copy the results to the host."""
-        captured = self.prepare(bucket, kind)
+        captured = self.prepare(bucket)
         _fill(captured.inputs.next_host(), rows, self._decoder.config.vocab_size)
         captured.inputs.send()
         vector, checks = captured.replay()
-        return _unpack(vector.cpu().numpy(), bucket, kind, checks, rows.layout)
+        return _unpack(vector.cpu().numpy(), bucket, checks, rows)
 
-    def _compute(self, bucket: Bucket, kind: Kind, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
+    def _compute(self, bucket: Bucket, inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[str, ...]]:
         logits = self._decoder.lm_head(self._statics.hidden[inputs["places"]])  # [R, V]
-        drafts = inputs["drafts"]
-        if kind.sampled and bucket.num_queries > 1:
-            own = self._statics.draft_tokens[inputs["draft_rows"]]  # [D]
+        drafts, statics, sampled = inputs["drafts"], self._statics, None
+        if self._samples and bucket.num_queries > 1:  # with one row a sequence nothing was drafted
+            own = statics.draft_tokens[inputs["draft_rows"]]  # [D]
             drafts = torch.where(drafts >= 0, own[inputs["packed"].clamp(max=len(own) - 1)], -1)
-        rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
-        sampled = None
-        if kind.sampled:
-            statics = self._statics
             sampled = SampledFrom(
                 statics.draft_probs, inputs["draft_rows"], self._columns, self._draft_ids, statics.draft_columns
             )
-        wanted = Wanted(kind.checked, self._mode if kind.logprobs else None)
-        if kind.filtered:
-            return TorchJudge(self._ops)(logits, rows, sampled, wanted, sampling_rows(inputs).filters)
-        return self._judge(logits, rows, sampled, wanted)
+        rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
+        return self._judge(logits, rows, sampled)
 
 
-def _fields(bucket: Bucket) -> dict[str, Field]:
+def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
     """Padding rows come after every draft of the last entry.
 
     Every entry needs a row of its own besides these, padding entries too (`_give_rows_to_nobodies`).
@@ -153,8 +138,10 @@ def _fields(bucket: Bucket) -> dict[str, Field]:
         "temperature": Field((*rows, 1), torch.float32, 1.0),
         "greedy": Field(rows, torch.bool, 1),
         "counted": Field(entries, torch.bool, 0),
+        "checked": Field((1,), torch.bool, 0),
+        "reported": Field((1,), torch.bool, 0),
         "draft_rows": Field(drafts),
-    }
+    } | filter_fields(bucket.num_rows, vocab_size)
 
 
 def _fill(host: dict[str, Array], rows: JudgedRows, vocab_size: int) -> None:
@@ -172,6 +159,7 @@ def _fill(host: dict[str, Array], rows: JudgedRows, vocab_size: int) -> None:
     host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
     fill_filters(host, per_entry.filters, entries)
     host["counted"][:num_entries] = rows.counted
+    host["checked"][:], host["reported"][:] = rows.checked, rows.reported
     if rows.draft_rows is not None:
         host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows
     _give_rows_to_nobodies(host, num_rows, num_entries)
@@ -186,7 +174,7 @@ def _give_rows_to_nobodies(host: dict[str, Array], num_rows: int, num_entries: i
     host["offsets"][own] = 0
 
 
-def _unpack(vector: Array, bucket: Bucket, kind: Kind, checks: tuple[str, ...], layout: StepInput) -> Judged:
+def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: JudgedRows) -> Judged:
     rest = vector
 
     def take(count: int) -> Array:
@@ -194,17 +182,15 @@ def _unpack(vector: Array, bucket: Bucket, kind: Kind, checks: tuple[str, ...], 
         taken, rest = rest[:count], rest[count:]
         return taken
 
-    num_rows, num_entries = len(layout.drafts), len(layout.drawing)
+    num_rows, num_entries = len(rows.layout.drafts), len(rows.layout.drawing)
     accepted, token_ids = (take(bucket.num_seqs)[:num_entries].astype(np.int64) for _ in range(2))
     drafts, broken = (take(bucket.num_rows)[:num_rows].astype(np.int64) for _ in range(2))
     expected = np.nan_to_num(take(bucket.num_seqs)[:num_entries]).sum()
-    verdicts = Verdicts(accepted, token_ids, broken, float(expected))
+    values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
     logprobs = terms = None
-    if kind.logprobs:
-        values, ranks = (take(bucket.num_rows)[:num_rows] for _ in range(2))
+    if rows.reported:
         nothing = np.empty((num_rows, 0))
         logprobs = LogprobRows(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
-    if kind.checked:
-        achievable = float(take(1)[0])
-        terms = Terms(checks, rest.reshape(len(checks), -1), achievable)
-    return Judged(verdicts, drafts, logprobs, terms)
+    if rows.checked:
+        terms = Terms(checks, rest[1:].reshape(len(checks), -1), float(rest[0]))
+    return Judged(Verdicts(accepted, token_ids, broken, float(expected)), drafts, logprobs, terms)

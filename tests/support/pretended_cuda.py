@@ -27,11 +27,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from speculative.config import LogprobsMode
 from speculative.gpu.capture import side_stream
 from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
-from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted
+from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge
 from speculative.model.attention import CacheAttention
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.vocabulary.ops import TorchOps
@@ -56,6 +57,8 @@ _VIEWS = {
 }
 _FUSED_ON_A_GPU = {"rms_norm"}
 _ATTENTION_LAUNCHES = 2
+JUDGE_LAUNCHES = 9
+"""Of `TritonJudge`."""
 
 
 class DeviceTensor(Tensor):
@@ -216,7 +219,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph": self._capture,
             "speculative.gpu.filters.make_find_floors": lambda _: torch_floors,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
-            "speculative.gpu.verify_graph.make_judge": lambda _: _RowJudge(self),
+            "speculative.gpu.verify_graph.make_judge": lambda _, mode: _RowJudge(self, mode),
             "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(self),
         }
 
@@ -402,17 +405,16 @@ class _PagedAttention:
 class _RowJudge:
     """In the place of `TritonJudge`."""
 
-    def __init__(self, device: PretendedCuda) -> None:
-        self._device = device
+    def __init__(self, device: PretendedCuda, mode: LogprobsMode) -> None:
+        self._device, self._judge = device, TorchJudge(TorchOps(), mode)
 
-    def __call__(
-        self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
-    ) -> tuple[Tensor, tuple[str, ...]]:
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
         given = [tensor for tensor in (logits, *rows, *(sampled or ())) if tensor is not None]
         assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
         assert all(tensor.is_contiguous() for tensor in given)
-        dtypes = {"temperature": torch.float32, "greedy": torch.bool, "counted": torch.bool}
+        dtypes = dict.fromkeys(("temperature", "log_min_p", "top_p"), torch.float32)
+        dtypes |= dict.fromkeys(("greedy", "counted", "checked", "reported"), torch.bool)
         dtypes |= dict.fromkeys(("accept_uniforms", "sample_uniforms"), torch.float64)
         for name, tensor in rows._asdict().items():
             assert tensor.dtype == dtypes.get(name, torch.int64), name
@@ -424,17 +426,11 @@ class _RowJudge:
 
         def judge(logits: Tensor, rows: list[Tensor], sampled: list[Tensor] | None) -> Tensor:
             nonlocal checks
-            vector, checks = TorchJudge(TorchOps())(logits, RowFields(*rows), sampled and SampledFrom(*sampled), wanted)
+            vector, checks = self._judge(logits, RowFields(*rows), sampled and SampledFrom(*sampled))
             return vector
 
-        launches = judge_launches(wanted, sampled=sampled is not None)
-        out = self._device.opaque(launches, judge, logits, list(rows), None if sampled is None else list(sampled))
-        return out, checks
-
-
-def judge_launches(wanted: Wanted, *, sampled: bool) -> int:
-    """How many kernels `TritonJudge` launches."""
-    return 5 + (wanted.logprobs is not None or (wanted.checked and sampled)) + 2 * wanted.checked
+        sampled_from = None if sampled is None else list(sampled)
+        return self._device.opaque(JUDGE_LAUNCHES, judge, logits, list(rows), sampled_from), checks
 
 
 class _LayerOps:

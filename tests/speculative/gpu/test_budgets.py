@@ -8,7 +8,6 @@ import pytest
 
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
-from speculative.gpu.verify_graph import Kind
 from speculative.request import SamplingParams
 from tests.support.engines import NO_DRAFTS, tiny_engine
 from tests.support.graph_scenes import VOCABULARY, add_all
@@ -42,14 +41,9 @@ BUDGETS = {
     ("eagle3", "penalty"): Cost(18, 370, 3),
     ("eagle3", "reproducible"): Cost(62, 1314, 2),
 }
-# Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
+# Launches within graphs. The goal is 10 a layer, and 12 for a verification of any kind.
 LAYER_NODES = 10
-VERIFY_NODES = {
-    ("none", Kind(sampled=False, checked=False, logprobs=False, filtered=False)): 7,
-    ("none", Kind(sampled=False, checked=True, logprobs=True, filtered=False)): 10,
-    ("eagle3", Kind(sampled=True, checked=False, logprobs=False, filtered=False)): 13,
-    ("eagle3", Kind(sampled=True, checked=True, logprobs=True, filtered=False)): 16,
-}
+VERIFY_NODES = {"none": 11, "eagle3": 17}
 ODD = {
     "plain": SamplingParams(logprobs=0),
     "filtered": SamplingParams(top_p=0.8, top_k=20, min_p=0.01),
@@ -97,16 +91,14 @@ def test_a_layer_keeps_to_its_budget(tmp_path: Path) -> None:
     assert nodes[1] - nodes[0] <= LAYER_NODES
 
 
-@pytest.mark.parametrize(("name", "kind"), VERIFY_NODES)
-def test_verification_keeps_to_its_budget(
-    target: Path, drafters: dict[str, DrafterConfig], name: str, kind: Kind
-) -> None:
+@pytest.mark.parametrize("name", VERIFY_NODES)
+def test_verification_keeps_to_its_budget(target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
     with PretendedCuda(count_launches=True) as device:
         graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
         assert graphs is not None
         graphs.judge._captured.clear()
-        graphs.judge.prepare(graphs.buckets.largest, kind)
-    assert device.graphs[-1].num_nodes <= VERIFY_NODES[name, kind]
+        graphs.judge.prepare(graphs.buckets.largest)
+    assert device.graphs[-1].num_nodes <= VERIFY_NODES[name]
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3", "draft_model"])
@@ -119,7 +111,7 @@ def test_beside_the_kernels_only_the_lm_head_writes_a_vocabulary(
         assert graphs is not None
         graphs.judge._captured.clear()
         bucket = graphs.buckets.largest
-        graphs.judge.prepare(bucket, Kind(sampled=name != "none", checked=True, logprobs=True, filtered=False))
+        graphs.judge.prepare(bucket)
         width, hidden = graphs.buffers.draft_probs.shape[1], graphs.buffers.hidden.shape[1]
     matrices = [
         (func.__name__, tuple(tensor.shape))

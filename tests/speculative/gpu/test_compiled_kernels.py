@@ -43,7 +43,9 @@ compiled(
     "its merge, heads of 128", triton_attention._merge_splits, "*fp32 *fp32 *i64 *bf16",
     HEAD_DIM=128, NUM_SPLITS=32, SPLIT=256, DIM=128,
 )
-compiled("filters", triton_filters._find_floor, "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096)
+compiled(
+    "filters", triton_filters._find_floor, "*bf16 *fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096, UNUSED=16
+)
 for size in (576, 4096, 8192, 16384):
     block = triton.next_power_of_2(size)
     compiled(
