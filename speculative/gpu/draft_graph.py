@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.drafting.draft_sampler import DraftRound, DraftSampler
+from speculative.drafting.draft_sampler import DraftRound, DraftSampler, noise_keys
 from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
@@ -21,6 +21,7 @@ from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
+from speculative.verification.coupled import NoiseRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class DraftLoop:
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
                 "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
                 "greedy": Field((bucket.num_seqs,), torch.bool, 1),
+                "coupled": Field((bucket.num_seqs,), torch.bool, 0),
+                "seeds": Field((bucket.num_seqs,)),
+                "noise_positions": Field((bucket.num_queries, bucket.num_seqs)),
             }
             inputs = StagedInputs(fields, self._capturer.device)
             first = hidden.new_zeros((shape[0], hidden.shape[1]))
@@ -103,19 +107,18 @@ class DraftLoop:
         host["temperature"][:num_seqs] = params.temperature.numpy()
         host["greedy"][:num_seqs] = params.greedy.numpy()
         fill_filters(host, params.filters, np.arange(num_seqs))
+        host["coupled"][:num_seqs] = [self._sampler.is_coupled(sequence) for sequence in sequences]
+        host["seeds"][:num_seqs], host["noise_positions"][:, :num_seqs] = noise_keys(sequences, num_drafts)
         loop.inputs.send()
         loop.hidden[:num_seqs].copy_(hidden)
         loop.replay()
         return bucket
 
-    def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
+    def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts:
         """`MakeDrafts` for a step that is not replayed whole; no draft ends early."""
-        if any(self._sampler.is_coupled(entry.sequence) for entry in entries):
-            return None
         most = self._buckets.batch_sizes[-1]
         if len(entries) > most:
             first, rest = self.make(entries[:most], hidden[:most], rule), self.make(entries[most:], hidden[most:], rule)
-            assert first is not None and rest is not None
             columns, probs = torch.cat([first.columns, rest.columns]), torch.cat([first.q, rest.q])
             return MadeDrafts([*first.tokens, *rest.tokens], columns, probs)
         bucket = self.run(entries, hidden)
@@ -132,7 +135,8 @@ class DraftLoop:
         num_seqs, num_drafts = bucket
         buffers, model = self._statics, self._model
         sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters_of(inputs))
-        drafting = DraftRound((), sampling, inputs["uniforms"], coupled=None)
+        noise = NoiseRows(inputs["coupled"], inputs["seeds"], inputs["noise_positions"])
+        drafting = DraftRound(sampling, inputs["uniforms"], noise)
         for offset in range(num_drafts):
             drawn = self._sampler.draw(model.logits(hidden), drafting, offset)
             tokens = drawn.columns if model.ids is None else model.ids[drawn.columns]

@@ -6,11 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.gpu.attention_choice import why_no_triton
 from speculative.gpu.staged_inputs import Array, Field
 from speculative.sampling.probs import Filters
 from speculative.state.batch import Int64s
-from speculative.vocabulary.ops import TorchOps
 
 FindFloors = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
 """logits [F, V], temperature [F, 1] (None where they were divided by it), log_min_p, top_k, top_p [F] of `Filters` ->
@@ -28,27 +26,6 @@ def torch_floors(logits: Tensor, temperature: Tensor | None, log_min_p: Tensor, 
     before = mass.cumsum(dim=-1) - mass  # of the likelier tokens
     num_kept = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)  # a top_p may round to 0
     return torch.where(top_p < 1, floor.maximum(best.gather(1, num_kept - 1)[:, 0]), floor)
-
-
-class DeviceOps(TorchOps):
-    """torch's operators, with filters that a graph can hold."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._find_floors = make_find_floors(device)
-
-    def keep(self, filters: Filters, logits: Tensor) -> Tensor:
-        """As `Filters.keep`."""
-        floors = self._find_floors(logits, None, filters.log_min_p, filters.top_k, filters.top_p)
-        return logits.masked_fill(logits < floors[:, None], -torch.inf)
-
-
-def make_find_floors(device: torch.device) -> FindFloors:
-    """Triton's kernel on a CUDA device where it can be compiled, else plain torch."""
-    if device.type == "cuda" and not why_no_triton():
-        from speculative.gpu.triton_filters import triton_floors
-
-        return triton_floors
-    return torch_floors
 
 
 # -- as inputs of a captured function -------------------------------------------------------------------------------

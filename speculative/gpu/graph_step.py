@@ -1,8 +1,7 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: prefills, rules, structures, reproducible
-requests, the most likely tokens' logprobs, and verifiers other than the token-wise one. Their forward pass is replayed
-still where it is a decoding step's (`GraphRunner`)."""
+What a graph cannot hold runs eagerly, with the same distribution: prefills, rules, structures, the most likely tokens'
+logprobs, and block verification. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -103,7 +102,7 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Whether the whole step can be replayed."""
-        if self._config.verifier != "token_wise" or len(batch.entries) > self.buckets.batch_sizes[-1]:
+        if self._config.verifier == "block" or len(batch.entries) > self.buckets.batch_sizes[-1]:
             return False
         return all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
 
@@ -150,6 +149,7 @@ class GraphStep:
             places.on_host[layout.verify_rows],
             drafts.rows,
             counted=self_check.counted(sequences),
+            coupled=self._sampler.coupled(layout),
             checked=self_check.due(),
             reported=any(sequence.params.returns_logprobs for sequence in sequences),
         )
@@ -213,7 +213,7 @@ def _is_plain(sequence: Sequence) -> bool:
     params = sequence.params
     reported = params.prompt_logprobs is not None or params.logprobs or params.logprob_token_ids or sequence.scores_only
     ruled = sequence.rules is not None or sequence.constraint is not None
-    return not (reported or ruled or params.reproducible)
+    return not (reported or ruled)
 
 
 def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:

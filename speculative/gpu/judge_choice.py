@@ -4,7 +4,7 @@ import torch
 
 from speculative.config import LogprobsMode
 from speculative.gpu.attention_choice import why_no_triton
-from speculative.gpu.filters import DeviceOps
+from speculative.gpu.device_ops import DeviceOps
 from speculative.gpu.row_judge import RowJudge, TorchJudge
 
 

@@ -1,5 +1,6 @@
 """Judges the rows of a plain step, from logits to one vector: the interface, and one by torch's operators."""
 
+from dataclasses import fields
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +15,9 @@ from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
 from speculative.step.sampler import outside_filters_of
 from speculative.verification.base import VerifyInput, emitted_at_rows
+from speculative.verification.coupled import verify_coupled
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
+from speculative.verification.mixed import merge
 from speculative.verification.token_wise import verify_token_wise
 from speculative.vocabulary.ops import VocabularyOps
 
@@ -23,8 +26,9 @@ class RowFields(NamedTuple):
     """The rows, as in `VerifyInput`; all on the device.
 
     temperature: [R, 1] float32. greedy: [R] bool. log_min_p, top_p: [R] float32, and top_k: [R] int64, as in `Filters`.
-    counted: [E] bool, entries whose terms count. checked, reported: [1] bool, whether the terms of the self-checks are
-    taken, and whether logprobs are returned; where not, anything stands in their place.
+    counted: [E] bool, entries whose terms count. coupled: [E] bool, entries that the coupled verifier judges. checked,
+    reported: [1] bool, whether the terms of the self-checks are taken, and whether logprobs are returned; where not,
+    anything stands in their place.
     """
 
     temperature: Tensor
@@ -40,7 +44,10 @@ class RowFields(NamedTuple):
     counts: Tensor
     accept_uniforms: Tensor
     sample_uniforms: Tensor
+    seeds: Tensor
+    positions: Tensor
     counted: Tensor
+    coupled: Tensor
     checked: Tensor
     reported: Tensor
 
@@ -61,7 +68,7 @@ class SampledFrom(NamedTuple):
 
 
 class RowJudge(Protocol):
-    """Token-wise verification of R rows of E entries over V tokens."""
+    """Token-wise or coupled verification of R rows of E entries over V tokens."""
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """Judge logits [R, V]; `sampled` is None where the drafts are deterministic, or there are none.
@@ -85,13 +92,12 @@ class TorchJudge:
         sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters_of(rows._asdict()))
         processed = self._ops.process(logits, sampling)
         step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled))
-        verified = verify_token_wise(step)
+        verified = merge(rows.coupled, verify_coupled(step), verify_token_wise(step))
         emitted = emitted_at_rows(verified, step)
         outside = outside_filters_of(sampling, logits, emitted)
         broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
-        scope = Scope("token_wise", rows.counted, coupled=(False,) * len(rows.counted))
-        terms = take_terms(step, verified, emitted, scope)
+        terms = take_terms(step, verified, emitted, Scope("token_wise", rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
         return copy_once([*parts, reported.values, reported.ranks, terms.achievable, terms.sums]), terms.checks
 
@@ -104,10 +110,8 @@ def columns_of(ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs) -> VerifyInput:
-    unused = rows.entries  # of the coupled verifier
-    names = ("drafts", "packed", "entries", "offsets", "first_rows", "counts", "accept_uniforms", "sample_uniforms")
-    named = {name: getattr(rows, name) for name in names}
-    return VerifyInput(probs=probs, draft_probs=draft_probs, seeds=unused, positions=unused, **named)
+    shared = {field.name for field in fields(VerifyInput)} & set(RowFields._fields)
+    return VerifyInput(probs=probs, draft_probs=draft_probs, **{name: getattr(rows, name) for name in shared})
 
 
 def _draft_probs(sampled: SampledFrom | None) -> DraftProbs:

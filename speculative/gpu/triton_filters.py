@@ -37,11 +37,10 @@ def _middle(low, high):
 
 
 @triton.jit
-def _kept_from(logits, least, highest, temperature, size, TILE: tl.constexpr):
-    """How many tokens have at least this logit, and their mass in units of the likeliest token's."""
+def _kept_from(logits, least, highest, scale, size, TILE: tl.constexpr):
+    """How many tokens have at least this logit, and their mass in units of the likeliest; scale: 1 / temperature."""
     count = tl.zeros([TILE], tl.int32)
     mass = tl.zeros([TILE], tl.float32)
-    scale = 1 / temperature
     for offset in range(0, size, TILE):
         token = offset + tl.arange(0, TILE)
         x = tl.load(logits + token, mask=token < size, other=-float("inf")).to(tl.float32)
@@ -65,12 +64,12 @@ def _from_min_p(least, temperature, low, high, UNUSED: tl.constexpr):
 
 @triton.jit
 def _from_top_k(  # noqa: PLR0913
-    logits, top_k, highest, temperature, low, high, size, TILE: tl.constexpr, UNUSED: tl.constexpr
+    logits, top_k, highest, scale, low, high, size, TILE: tl.constexpr, UNUSED: tl.constexpr
 ):
     """The lowest of the keys that fewer than top_k tokens lie above."""
     while low < high:
         middle = _middle(low, high)
-        count, _ = _kept_from(logits, _number(middle + 1, UNUSED), highest, temperature, size, TILE)
+        count, _ = _kept_from(logits, _number(middle + 1, UNUSED), highest, scale, size, TILE)
         if count < top_k:
             high = middle
         else:
@@ -80,13 +79,13 @@ def _from_top_k(  # noqa: PLR0913
 
 @triton.jit
 def _from_top_p(  # noqa: PLR0913
-    logits, top_p, highest, temperature, low, high, size, TILE: tl.constexpr, UNUSED: tl.constexpr
+    logits, top_p, highest, scale, low, high, size, TILE: tl.constexpr, UNUSED: tl.constexpr
 ):
     """The lowest of the keys above which lies less than top_p of the mass from `low` on."""
-    _, total = _kept_from(logits, _number(low, UNUSED), highest, temperature, size, TILE)
+    _, total = _kept_from(logits, _number(low, UNUSED), highest, scale, size, TILE)
     while low < high:
         middle = _middle(low, high)
-        _, mass = _kept_from(logits, _number(middle + 1, UNUSED), highest, temperature, size, TILE)
+        _, mass = _kept_from(logits, _number(middle + 1, UNUSED), highest, scale, size, TILE)
         if mass < top_p * total:
             high = middle
         else:
@@ -127,13 +126,13 @@ def _find_floor(  # noqa: PLR0913
             token = offset + tl.arange(0, TILE)
             best = tl.maximum(best, tl.load(own + token, mask=token < size, other=-float("inf")).to(tl.float32))
         highest = tl.max(best, axis=0)
-        base = tl.where(highest == lowest, 0.0, highest)  # -inf - -inf is NaN
+        base, scale = tl.where(highest == lowest, 0.0, highest), 1 / temperature  # -inf - -inf is NaN
         low, high = _key(tl.full((), lowest, tl.float32), UNUSED), _key(highest, UNUSED)
         low = _from_min_p(tl.div_rn(highest, temperature) + log_min_p, temperature, low, high, UNUSED)
         if top_k < size:
-            low = _from_top_k(own, top_k, base, temperature, low, high, size, TILE, UNUSED)
+            low = _from_top_k(own, top_k, base, scale, low, high, size, TILE, UNUSED)
         if top_p < 1:
-            low = _from_top_p(own, top_p, base, temperature, low, high, size, TILE, UNUSED)
+            low = _from_top_p(own, top_p, base, scale, low, high, size, TILE, UNUSED)
         floor = tl.div_rn(_number(low, UNUSED), temperature)
     tl.store(floors + row, floor)
 

@@ -15,6 +15,8 @@ from speculative.selfcheck.invariants import MASS_ROUNDING
 from speculative.selfcheck.terms import (
     CHECKS_OF_DETERMINISTIC,
     CHECKS_OF_SAMPLED,
+    COUPLED_CHECKS_OF_DETERMINISTIC,
+    COUPLED_CHECKS_OF_SAMPLED,
     LEAST_RESIDUAL,
     LEAST_SPREAD,
     stakes_on,
@@ -43,7 +45,9 @@ class _Launches:
     """Those of one step."""
 
     def __init__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> None:
-        self.checks = CHECKS_OF_DETERMINISTIC if sampled is None else CHECKS_OF_SAMPLED
+        self.checks: tuple[str, ...] = COUPLED_CHECKS_OF_DETERMINISTIC + CHECKS_OF_DETERMINISTIC
+        if sampled is not None:
+            self.checks = COUPLED_CHECKS_OF_SAMPLED + CHECKS_OF_SAMPLED
         self._logits, self._rows = logits, rows
         self._num_rows, self._num_entries = len(rows.drafts), len(rows.first_rows)
         self._num_blocks = num_blocks = triton.cdiv(logits.shape[1], BLOCK)
@@ -52,8 +56,8 @@ class _Launches:
         self._filters = (rows.log_min_p, rows.top_k, rows.top_p)
         self._floors = triton_floors(logits, rows.temperature, *self._filters)
         q, self._kind = _q(sampled, rows, logits)
-        # p, q and the drafts
-        self._given = (logits, rows.temperature, rows.greedy, self._room.facts, self._floors, *q, rows.drafts)
+        self._target = (logits, rows.temperature, rows.greedy, self._room.facts, self._floors)
+        self._given = (*self._target, *q, rows.drafts)
         self._strides = (logits.stride(0), q[0].stride(0), self._num_rows)
         self._settled = (self.out.num_accepted, self.out.token_ids)
         self._blocked = {"NUM_BLOCKS": num_blocks, "VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
@@ -70,8 +74,22 @@ class _Launches:
         kernels._sum_blocks[per_block](
             *self._given, *self._filters, rows.checked, room.sums, *self._strides, **self._blocked, **self._kind
         )
+        kernels._choose_blocks[per_block](
+            *self._target,
+            rows.entries,
+            rows.coupled,
+            rows.seeds,
+            rows.positions,
+            room.choices,
+            self._logits.stride(0),
+            num_rows,
+            **self._blocked,
+            num_warps=8,
+        )
         kernels._settle_entries[(self._num_entries,)](
             *self._given,
+            rows.coupled,
+            room.choices,
             room.sums,
             rows.first_rows,
             rows.counts,
@@ -137,6 +155,7 @@ class _Launches:
             *self._settled,
             rows.checked,
             rows.counted,
+            rows.coupled,
             out.row_terms,
             *self._strides,
             self._num_entries,
@@ -169,6 +188,7 @@ class _Workspace:
         self.facts = empty(kernels.NUM_FACTS, num_rows, dtype=torch.float32)
         self.sums = empty(kernels.NUM_SUMS, num_rows, num_blocks)
         self.drawn = empty(kernels.NUM_DRAWN, num_entries)
+        self.choices = empty(2, num_rows, num_blocks)
         self.compared = empty(kernels.NUM_COMPARED, num_entries, num_blocks)
 
 

@@ -1,4 +1,4 @@
-"""Token-wise verification straight from logits, as Triton kernels; imported only where Triton is installed.
+"""Token-wise and coupled verification straight from logits, as Triton kernels; imported only where Triton is installed.
 
 p is never written. Where a request has filters, `triton_filters` has found the lowest logit that stays in each row, and
 p of what lies below is 0. Each row of V tokens is cut into blocks of BLOCK, and one program sums one block:
@@ -6,6 +6,7 @@ p of what lies below is 0. Each row of V tokens is cut into blocks of BLOCK, and
     _reduce_blocks   the logits once: maxima, sums of exponentials
     _find_facts      the same of whole rows
     _sum_blocks      logits and q once: mass of p and of (p - q)+, sum(min(p, q)), and what the self-checks sum up
+    _choose_blocks   the logits of coupled entries: the highest of log p + noise
     _settle_entries  a few numbers of each row: which drafts survive; then the one block that holds the threshold of the
                      inverse CDF, from which the last token is drawn
     _compare_blocks  logits and q of each entry's last row: the rank of that token, what is likelier than it where the
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 
 from speculative.gpu.triton_filters import has_filters
+from speculative.gpu.triton_noise import best_choice
 from speculative.selfcheck.invariants import EDGE_ROUNDING, ROW_KINDS
 
 # What one program finds of a block, by its place in the workspaces.
@@ -281,6 +283,45 @@ def _sum_blocks(  # noqa: PLR0913
 
 
 @_kernel
+def _choose_blocks(  # noqa: PLR0913
+    logits,
+    temperature,
+    greedy,
+    facts,
+    floors,
+    entries,  # [R] int64
+    coupled,  # [E] bool
+    seeds,  # [R] int64
+    positions,  # [R] int64
+    choices,  # [2, R, NUM_BLOCKS] float64: the highest log p + noise, and the first token that has it
+    stride,
+    num_rows,
+    VOCABULARY: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(coupled + tl.load(entries + row)) == 0:
+        return
+    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
+    p = _target(x, token, row, True, facts, floors, temperature, greedy, num_rows)
+    highest, place = best_choice(p, tl.load(seeds + row), tl.load(positions + row), token, inside)
+    tl.store(choices + row * NUM_BLOCKS + block, highest)
+    tl.store(choices + (num_rows + row) * NUM_BLOCKS + block, (block * BLOCK + place).to(tl.float64))
+
+
+@triton.jit
+def _choices(choices, rows, there, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    """[L] int64, the token that each of some rows [L] chooses."""
+    block = tl.arange(0, PADDED)[None, :]
+    place, exists = rows[:, None] * NUM_BLOCKS + block, there[:, None] & (block < NUM_BLOCKS)
+    highest = tl.load(choices + place, mask=exists, other=-float("inf"))
+    token = tl.load(choices + num_rows * NUM_BLOCKS + place, mask=exists, other=0.0)
+    is_best = block == tl.argmax(highest, axis=1)[:, None]
+    return tl.sum(tl.where(is_best, token, 0.0), axis=1).to(tl.int64)
+
+
+@_kernel
 def _settle_entries(  # noqa: PLR0913
     logits,
     temperature,
@@ -292,6 +333,8 @@ def _settle_entries(  # noqa: PLR0913
     packed,
     places,
     drafts,
+    coupled,
+    choices,
     sums,
     first_rows,  # [E] int64
     counts,  # [E] int64
@@ -312,6 +355,7 @@ def _settle_entries(  # noqa: PLR0913
 ):
     entry, num_entries = tl.program_id(0), tl.num_programs(0)
     first, count = tl.load(first_rows + entry), tl.load(counts + entry)
+    is_coupled = tl.load(coupled + entry) != 0
     accepted, alive = count, count
     overlap = count.to(tl.float64) * 0.0
     blocks = tl.arange(0, PADDED)
@@ -325,6 +369,8 @@ def _settle_entries(  # noqa: PLR0913
         coin = tl.load(accept_uniforms + row, mask=there, other=0.0)
         # In float64 neither product underflows. A token of p = 0 or q = 0 never survives, whatever the coin.
         survives = (coin * own.to(tl.float64) < p.to(tl.float64)) & (p > 0) & (own > 0)
+        if is_coupled:
+            survives = draft == _choices(choices, row, there, num_rows, NUM_BLOCKS, PADDED)
         accepted = tl.minimum(accepted, tl.min(tl.where(there & ~survives, lane, count), axis=0))
         alive = tl.minimum(alive, tl.min(tl.where(there & ~(p > 0), lane, count), axis=0))
         reached = there & (lane <= accepted)
@@ -345,6 +391,10 @@ def _settle_entries(  # noqa: PLR0913
     q_row = _draft_prob(q, columns, q_stride, _place(packed, places, row, draft >= 0, Q), draft, token, inside, Q)
     mass = tl.where(from_p, p, _left(p, q_row)).to(tl.float64)
     chosen = _first_above(tl.cumsum(mass, axis=0), mass, token, threshold - before)
+    if is_coupled:
+        last = row + tl.zeros([1], tl.int64)
+        chosen = tl.max(_choices(choices, last, last >= 0, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        overlap = accepted.to(tl.float64)  # the rule has no uniform of its own: what was expected is what happened
     tl.store(num_accepted + entry, accepted.to(tl.float64))
     tl.store(token_ids + entry, chosen.to(tl.float64))
     tl.store(expected + entry, overlap)
@@ -516,7 +566,7 @@ def _keep(terms, which: tl.constexpr, row, num_rows, value, where):
 
 
 @_kernel
-def _take_terms(  # noqa: PLR0913
+def _take_terms(  # noqa: PLR0913, PLR0915
     logits,
     temperature,
     greedy,
@@ -536,6 +586,7 @@ def _take_terms(  # noqa: PLR0913
     token_ids,
     checked,  # [1] bool
     counted,  # [E] bool
+    coupled,
     terms,  # [NUM_TERMS + 1, R] float64: NaN where there is none; in the last row, what sum(min(p, q)) could achieve
     stride,
     q_stride,
@@ -559,7 +610,9 @@ def _take_terms(  # noqa: PLR0913
     p_draft = tl.where(judged, _target(x, draft, row, True, facts, floors, temperature, greedy, num_rows), 0.0)
     overlap = tl.sum(_of_row(sums, OVERLAP, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
     square_p = tl.sum(_of_row(sums, SQUARE_P, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-    counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
+    all_counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
+    is_coupled = tl.load(coupled + entry) != 0
+    counts, coupled_counts = all_counts & ~is_coupled, all_counts & is_coupled & reached
     total = tl.load(drawn + LEFT_TOTAL * num_entries + entry)
     below = tl.load(drawn + BELOW * num_entries + entry) / total
     own = tl.load(drawn + OWN * num_entries + entry) / total
@@ -569,31 +622,38 @@ def _take_terms(  # noqa: PLR0913
     is_open = is_last & (1 - cube > least_spread)
     came, here = counts & reached & judged, counts & judged
     survived = accepted.to(tl.float64)
-    _keep(terms, 0, row, num_rows, p_emitted - square_p, counts & reached)
-    if Q == POINT_MASS:
-        enough = (1 - p_draft > least_residual) & (drawn_token != draft)
-        varies = cube - square * square > least_spread * cube
-        _keep(terms, 1, row, num_rows, survived - overlap, came)
-        _keep(terms, 2, row, num_rows, own - square, is_last & judged & enough & varies)
-        _keep(terms, 3, row, num_rows, 2 * below + own - 1, is_open & enough)
-        _keep(terms, 4, row, num_rows, overlap, reached & judged)
-    else:
+    q_draft, q_emitted = judged.to(tl.float32), (judged & (emitted == draft)).to(tl.float32)
+    if Q != POINT_MASS:
         place = _place(packed, places, row, judged, Q)
         q_draft = _draft_prob(q, columns, q_stride, place, draft, draft, judged, Q)
         q_emitted = _draft_prob(q, columns, q_stride, place, draft, emitted, judged, Q)
+    against = tl.minimum(q_emitted / tl.maximum(p_emitted, _TINY), 1.0)
+    _keep(terms, 0, row, num_rows, p_emitted - square_p, coupled_counts)
+    _keep(terms, 1, row, num_rows, against - overlap, coupled_counts & judged & (p_emitted > 0))
+    if Q == POINT_MASS:
+        enough = (1 - p_draft > least_residual) & (drawn_token != draft)
+        varies = cube - square * square > least_spread * cube
+        _keep(terms, 2, row, num_rows, p_emitted - square_p, counts & reached)
+        _keep(terms, 3, row, num_rows, survived - overlap, came)
+        _keep(terms, 4, row, num_rows, own - square, is_last & judged & enough & varies)
+        _keep(terms, 5, row, num_rows, 2 * below + own - 1, is_open & enough)
+        _keep(terms, 6, row, num_rows, overlap, reached & judged)
+    else:
         chance = tl.minimum(p_draft / tl.maximum(q_draft, _TINY, propagate_nan=tl.PropagateNan.ALL), 1.0)
         square_q = tl.sum(_of_row(sums, SQUARE_Q, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-        against = tl.minimum(q_emitted / tl.maximum(p_emitted, _TINY), 1.0)
         residual = tl.sum(_of_row(compared, LAST_OVERLAP, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
         replaced = tl.minimum(q_emitted.to(tl.float64) / tl.maximum(own, _TINY), 1.0)
-        _keep(terms, 1, row, num_rows, against - overlap, came & (p_emitted > 0))
-        _keep(terms, 2, row, num_rows, chance - overlap, here)
-        _keep(terms, 3, row, num_rows, q_draft - square_q, here)
-        _keep(terms, 4, row, num_rows, survived - overlap, came)
-        _keep(terms, 5, row, num_rows, survived - chance, came)
-        _keep(terms, 6, row, num_rows, replaced - residual, is_open & judged)
-        _keep(terms, 7, row, num_rows, 2 * below + own - 1, is_open)
-        _keep(terms, 8, row, num_rows, overlap, reached & judged)
+        _keep(terms, 2, row, num_rows, chance - overlap, coupled_counts & judged)
+        _keep(terms, 3, row, num_rows, q_draft - square_q, coupled_counts & judged)
+        _keep(terms, 4, row, num_rows, p_emitted - square_p, counts & reached)
+        _keep(terms, 5, row, num_rows, against - overlap, came & (p_emitted > 0))
+        _keep(terms, 6, row, num_rows, chance - overlap, here)
+        _keep(terms, 7, row, num_rows, q_draft - square_q, here)
+        _keep(terms, 8, row, num_rows, survived - overlap, came)
+        _keep(terms, 9, row, num_rows, survived - chance, came)
+        _keep(terms, 10, row, num_rows, replaced - residual, is_open & judged)
+        _keep(terms, 11, row, num_rows, 2 * below + own - 1, is_open)
+        _keep(terms, 12, row, num_rows, overlap, reached & judged)
 
 
 @_kernel

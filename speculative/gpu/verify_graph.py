@@ -1,9 +1,9 @@
 """From hidden states to emitted tokens, captured: LM head, distribution, verification, invariants, self-checks,
 logprobs.
 
-Only plain requests are verified here: a temperature, filters, no rules, token-wise verification. Rows are
-padded, and everything the host needs is returned in one vector (`RowJudge`). Self-checks, logprobs and filters are
-inputs: there is one graph a bucket.
+Only plain requests are verified here: a temperature, filters, no rules, token-wise or coupled verification. Rows are
+padded, and everything the host needs is returned in one vector (`RowJudge`). Self-checks, logprobs, filters and which
+entries are coupled are inputs: there is one graph a bucket.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,13 +39,15 @@ class JudgedRows:
     """A step's verify rows as the host knows them.
 
     places: [R] where each row lies in `GraphBuffers.hidden`. draft_rows: [sum(counts)] where each packed draft lies in
-    the statics; None where the host chose them. counted: [E] whose terms count. checked, reported: whether the terms
+    the statics; None where the host chose them. counted: [E] whose terms count. coupled: [E] which are judged by the
+    coupled verifier. checked, reported: whether the terms
     of the self-checks, and logprobs, are wanted."""
 
     layout: StepInput
     places: Array
     draft_rows: Array | None
     counted: Bools
+    coupled: Bools
     checked: bool
     reported: bool
 
@@ -137,7 +139,10 @@ def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
         "sample_uniforms": Field(rows, torch.float64, 0.5),
         "temperature": Field((*rows, 1), torch.float32, 1.0),
         "greedy": Field(rows, torch.bool, 1),
+        "seeds": Field(rows),
+        "positions": Field(rows),
         "counted": Field(entries, torch.bool, 0),
+        "coupled": Field(entries, torch.bool, 0),
         "checked": Field((1,), torch.bool, 0),
         "reported": Field((1,), torch.bool, 0),
         "draft_rows": Field(drafts),
@@ -158,7 +163,7 @@ def _fill(host: dict[str, Array], rows: JudgedRows, vocab_size: int) -> None:
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
     host["greedy"][:num_rows] = per_entry.greedy.numpy()[entries]
     fill_filters(host, per_entry.filters, entries)
-    host["counted"][:num_entries] = rows.counted
+    host["counted"][:num_entries], host["coupled"][:num_entries] = rows.counted, rows.coupled
     host["checked"][:], host["reported"][:] = rows.checked, rows.reported
     if rows.draft_rows is not None:
         host["draft_rows"][: len(rows.draft_rows)] = rows.draft_rows

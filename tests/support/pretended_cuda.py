@@ -35,6 +35,7 @@ from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAtte
 from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge
 from speculative.model.attention import CacheAttention
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
+from speculative.verification.coupled import NoiseRows, choose
 from speculative.vocabulary.ops import TorchOps
 
 DEVICE = torch.device("cuda:0")
@@ -57,7 +58,8 @@ _VIEWS = {
 }
 _FUSED_ON_A_GPU = {"rms_norm"}
 _ATTENTION_LAUNCHES = 2
-JUDGE_LAUNCHES = 9
+_CHOICE_LAUNCHES = 2
+JUDGE_LAUNCHES = 10
 """Of `TritonJudge`."""
 
 
@@ -217,11 +219,24 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
-            "speculative.gpu.filters.make_find_floors": lambda _: torch_floors,
+            "speculative.gpu.device_ops.make_find_floors": lambda _: torch_floors,
+            "speculative.gpu.device_ops.make_choose": lambda _: self._choose,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
             "speculative.gpu.verify_graph.make_judge": lambda _, mode: _RowJudge(self, mode),
             "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(self),
         }
+
+    def _choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Any:
+        """In the place of `triton_choose`."""
+        given = [tensor for tensor in (probs, columns, *rows, ids) if tensor is not None]
+        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        assert all(tensor.is_contiguous() for tensor in (columns, *rows))
+
+        def write(probs: Tensor, columns: Tensor, rows: list[Tensor], ids: Tensor | None) -> Tensor:
+            return columns.copy_(choose(probs, columns, NoiseRows(*rows), ids, vocab_size))
+
+        self.opaque(_CHOICE_LAUNCHES, write, probs, columns, list(rows), ids)
+        return columns
 
     @contextmanager
     def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:
@@ -414,7 +429,7 @@ class _RowJudge:
         assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
         assert all(tensor.is_contiguous() for tensor in given)
         dtypes = dict.fromkeys(("temperature", "log_min_p", "top_p"), torch.float32)
-        dtypes |= dict.fromkeys(("greedy", "counted", "checked", "reported"), torch.bool)
+        dtypes |= dict.fromkeys(("greedy", "counted", "coupled", "checked", "reported"), torch.bool)
         dtypes |= dict.fromkeys(("accept_uniforms", "sample_uniforms"), torch.float64)
         for name, tensor in rows._asdict().items():
             assert tensor.dtype == dtypes.get(name, torch.int64), name

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.gpu.filters import DeviceOps, FindFloors, torch_floors
+from speculative.gpu.device_ops import DeviceOps
+from speculative.gpu.filters import FindFloors, torch_floors
 from speculative.request import SamplingParams
 from speculative.sampling.probs import Filters, SamplingRows
 from speculative.vocabulary.ops import TorchOps
@@ -51,8 +52,12 @@ def scene() -> tuple[torch.Tensor, Filters]:
     return logits, Filters(torch.arange(len(CASES)), min_p, min_p.log(), top_k, top_p)
 
 
+def parameters(filters: Filters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return filters.log_min_p, filters.top_k, filters.top_p
+
+
 def filtered(find_floors: FindFloors, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-    floors = find_floors(logits, None, filters)
+    floors = find_floors(logits, None, *parameters(filters))
     return logits.masked_fill(logits < floors[:, None], -torch.inf)
 
 
@@ -69,7 +74,7 @@ def test_the_models_logits_are_divided_by_the_temperature(find_floors: FindFloor
     """Also where that makes ties of what is none."""
     logits, filters = scene()
     logits, temperature = (logits + torch.linspace(0, 1e-6, VOCABULARY)).to(dtype), torch.linspace(0.3, 1.7, len(CASES))
-    floors = find_floors(logits, temperature[:, None], filters)
+    floors = find_floors(logits, temperature[:, None], *parameters(filters))
     processed = logits.float() / temperature[:, None]
     assert torch.equal(processed.masked_fill(processed < floors[:, None], -torch.inf), filters.keep(processed))
 
