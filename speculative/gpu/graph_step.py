@@ -1,7 +1,7 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: prefills, rules, structures, the most likely tokens'
-logprobs, and block verification. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
+What a graph cannot hold runs eagerly, with the same distribution: prefills, rules, structures, and the most likely
+tokens' logprobs. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class GraphStep:
         paged = PagedCache(cache, room, attend)
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         self.runner = GraphRunner(decoder, cache, target, self.buckets)
-        self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config.logprobs_mode, self.capturer)
+        self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
         if neural is not None:
@@ -102,7 +102,7 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Whether the whole step can be replayed."""
-        if self._config.verifier == "block" or len(batch.entries) > self.buckets.batch_sizes[-1]:
+        if len(batch.entries) > self.buckets.batch_sizes[-1]:
             return False
         return all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
 

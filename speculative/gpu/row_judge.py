@@ -1,7 +1,7 @@
 """Judges the rows of a plain step, from logits to one vector: the interface, and one by torch's operators."""
 
 from dataclasses import fields
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from speculative.sampling.probs import SamplingRows, target_probs
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
 from speculative.step.sampler import outside_filters_of
-from speculative.verification.base import VerifyInput, emitted_at_rows
-from speculative.verification.coupled import verify_coupled
+from speculative.verification.base import Verifier, VerifyInput, emitted_at_rows
+from speculative.verification.block import verify_block
+from speculative.verification.coupled import NoiseRows, accept_choice
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
 from speculative.verification.mixed import merge
 from speculative.verification.token_wise import verify_token_wise
@@ -68,7 +69,7 @@ class SampledFrom(NamedTuple):
 
 
 class RowJudge(Protocol):
-    """Token-wise or coupled verification of R rows of E entries over V tokens."""
+    """Verification of R rows of E entries over V tokens."""
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """Judge logits [R, V]; `sampled` is None where the drafts are deterministic, or there are none.
@@ -81,23 +82,34 @@ class RowJudge(Protocol):
 
 
 class TorchJudge:
-    """By torch's operators; p is a matrix, and everything is computed, wanted or not."""
+    """By torch's operators; p is a matrix, and everything is computed, wanted or not.
 
-    def __init__(self, ops: VocabularyOps, mode: LogprobsMode) -> None:
-        self._ops, self._mode = ops, mode
+    Args:
+        ops: for filters and noise.
+        mode: of the logprobs.
+        block_drafts: how many drafts an entry may have, where entries that are not coupled are verified by block; None
+            = token-wise.
+    """
+
+    def __init__(self, ops: VocabularyOps, mode: LogprobsMode, block_drafts: int | None = None) -> None:
+        self._ops, self._mode, self._block_drafts = ops, mode, block_drafts
+        self._verify: Verifier = verify_token_wise if block_drafts is None else verify_block
+        self._verifier: Literal["token_wise", "block"] = "token_wise" if block_drafts is None else "block"
 
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
         logits = logits.float()
         sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters_of(rows._asdict()))
         processed = self._ops.process(logits, sampling)
-        step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled))
-        verified = merge(rows.coupled, verify_coupled(step), verify_token_wise(step))
+        step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled), self._block_drafts)
+        noise = NoiseRows(rows.coupled[rows.entries], rows.seeds, rows.positions)
+        choice = self._ops.choose(step.probs, torch.zeros_like(rows.drafts), noise, None, logits.shape[1])
+        verified = merge(rows.coupled, accept_choice(step, choice), self._verify(step))
         emitted = emitted_at_rows(verified, step)
         outside = outside_filters_of(sampling, logits, emitted)
         broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
         reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
-        terms = take_terms(step, verified, emitted, Scope("token_wise", rows.counted, rows.coupled))
+        terms = take_terms(step, verified, emitted, Scope(self._verifier, rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
         return copy_once([*parts, reported.values, reported.ranks, terms.achievable, terms.sums]), terms.checks
 
@@ -109,9 +121,10 @@ def columns_of(ids: Tensor, vocab_size: int) -> Tensor:
     return columns
 
 
-def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs) -> VerifyInput:
+def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs, longest: int | None) -> VerifyInput:
     shared = {field.name for field in fields(VerifyInput)} & set(RowFields._fields)
-    return VerifyInput(probs=probs, draft_probs=draft_probs, **{name: getattr(rows, name) for name in shared})
+    own = {name: getattr(rows, name) for name in shared}
+    return VerifyInput(probs=probs, draft_probs=draft_probs, longest=longest, **own)
 
 
 def _draft_probs(sampled: SampledFrom | None) -> DraftProbs:

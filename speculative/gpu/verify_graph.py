@@ -1,9 +1,9 @@
 """From hidden states to emitted tokens, captured: LM head, distribution, verification, invariants, self-checks,
 logprobs.
 
-Only plain requests are verified here: a temperature, filters, no rules, token-wise or coupled verification. Rows are
-padded, and everything the host needs is returned in one vector (`RowJudge`). Self-checks, logprobs, filters and which
-entries are coupled are inputs: there is one graph a bucket.
+Only plain requests are verified here: a temperature, filters, no rules. Rows are padded, and everything the host needs
+is returned in one vector (`RowJudge`). Self-checks, logprobs, filters and which entries are coupled are inputs, so
+there is one graph a bucket.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.config import LogprobsMode
+from speculative.config import EngineConfig
 from speculative.drafting.neural_drafter import DraftModel
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.buffers import GraphBuffers
@@ -75,13 +75,13 @@ class VerifyGraph:
         decoder: Decoder,
         buffers: GraphBuffers,
         draft_model: DraftModel | None,
-        mode: LogprobsMode,
+        config: EngineConfig,
         capturer: Capturer,
     ) -> None:
         """`draft_model` is the drafter's, whose drafts and their distributions lie in the statics; else the host knows
         the drafts."""
         self._capturer = capturer
-        self._judge = make_judge(capturer.device, mode)
+        self._judge = make_judge(capturer.device, config)
         self._decoder, self._statics = decoder, buffers
         self._samples = draft_model is not None
         self._draft_ids = ids = None if draft_model is None else draft_model.ids

@@ -16,11 +16,15 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 
 
 def verify_coupled(step: VerifyInput) -> VerifyOutput:
-    """Accept the drafts that equal the target's own choice.
+    """Accept the drafts that equal the target's own choice."""
+    return accept_choice(step, (step.probs.log() + step.noise()).argmax(dim=-1))
+
+
+def accept_choice(step: VerifyInput, choice: Tensor) -> VerifyOutput:
+    """Accept the drafts that equal what the target chose at each row, [R].
 
     The rule has no coin of its own, so what was expected is reported as what was observed.
     """
-    choice = (step.probs.log() + step.noise()).argmax(dim=-1)  # [R]
     num_accepted = step.leading(step.drafts == choice)
     return VerifyOutput(
         num_accepted=num_accepted,

@@ -27,12 +27,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speculative.config import LogprobsMode
+from speculative.config import EngineConfig, LogprobsMode
 from speculative.gpu.capture import side_stream
 from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
+from speculative.gpu.judge_choice import make_judge
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
-from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge
 from speculative.model.attention import CacheAttention
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.verification.coupled import NoiseRows, choose
@@ -222,7 +223,7 @@ class PretendedCuda(TorchFunctionMode):
             "speculative.gpu.device_ops.make_find_floors": lambda _: torch_floors,
             "speculative.gpu.device_ops.make_choose": lambda _: self._choose,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
-            "speculative.gpu.verify_graph.make_judge": lambda _, mode: _RowJudge(self, mode),
+            "speculative.gpu.verify_graph.make_judge": self._make_judge,
             "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(self),
         }
 
@@ -237,6 +238,10 @@ class PretendedCuda(TorchFunctionMode):
 
         self.opaque(_CHOICE_LAUNCHES, write, probs, columns, list(rows), ids)
         return columns
+
+    def _make_judge(self, device: torch.device, config: EngineConfig) -> RowJudge:
+        """Block verification has no kernels."""
+        return make_judge(device, config) if config.verifier == "block" else _RowJudge(self, config.logprobs_mode)
 
     @contextmanager
     def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:

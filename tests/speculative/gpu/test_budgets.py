@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -74,10 +74,22 @@ def decoding_cost(engine: EngineCore, device: PretendedCuda, odd: SamplingParams
 def test_a_decoding_step_keeps_to_its_budget(
     target: Path, drafters: dict[str, DrafterConfig], name: str, odd: str
 ) -> None:
+    assert_within(BUDGETS[name, odd], target, drafters[name], ODD[odd])
+
+
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_other_verifiers_keep_to_the_budget_of_plain_requests(
+    target: Path, drafters: dict[str, DrafterConfig], name: str, verifier: str
+) -> None:
+    assert_within(BUDGETS[name, "plain"], target, drafters[name], ODD["reproducible"], verifier=verifier)
+
+
+def assert_within(budget: Cost, target: Path, drafter: DrafterConfig, odd: SamplingParams, **changes: Any) -> None:
     with PretendedCuda(count_launches=True) as device:
-        engine = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name], self_check_sample_rate=1.0)
-        cost = decoding_cost(engine, device, ODD[odd])
-    over = [part for part, budget in zip(cost, BUDGETS[name, odd], strict=True) if part > budget]
+        changes |= {"device": "cuda", "max_num_seqs": 4, "self_check_sample_rate": 1.0}
+        cost = decoding_cost(tiny_engine(target, drafter=drafter, **changes), device, odd)
+    over = [part for part, most in zip(cost, budget, strict=True) if part > most]
     assert not over, f"{cost}, waiting at {device.waits}"
 
 
