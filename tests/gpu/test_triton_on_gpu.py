@@ -87,7 +87,9 @@ def test_rows_are_judged_as_torch_judges_them(cuda: torch.device, kind: str, siz
 
     given = padded(rows_to_judge(kind, (4, 0, 4, 1, 19, 4), size)).to(cuda)
     given = Scene(given.logits.to(dtype), given.rows, given.sampled)
-    for one in (given, filtered(given, (0.0, 0, 1.0), (0.0, 50, 1.0), (0.01, 0, 1.0))):
+    some = torch.arange(len(given.rows.counts), device=cuda) % 2 == 0
+    filters = filtered(given, (0.0, 0, 1.0), (0.0, 50, 1.0), (0.01, 0, 1.0))
+    for one in (given, filters, filters.with_rows(coupled=some)):
         for mode in ("raw_logprobs", "processed_logits"):
             assert_equal(TritonJudge(mode), one, mode)
     unwanted = torch.tensor([False], device=cuda)

@@ -364,8 +364,8 @@ def test_a_token_without_mass_is_never_drawn(judge: RowJudge) -> None:
 def test_what_is_emitted_follows_p_exactly(judge: RowJudge, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """One draft: over all drafts with their chances, accepted or replaced, tokens come as often as p has it. What
     replaces it is enumerated by uniforms on a grid, so it is exact up to the grid."""
-    monkeypatch.setattr("speculative.gpu.triton_judge.BLOCK", 2)
-    size, num_draws = 5, 20
+    monkeypatch.setattr("speculative.gpu.triton_judge.BLOCK", 4)
+    size, num_draws = 5, 10
     one = scene(kind, (1,), size)
     q, p = one.q_at(0).double(), torch.softmax(one.logits[0] / one.rows.temperature[0], dim=-1).double()
     drafts = q.nonzero()[:, 0].repeat_interleave(num_draws)
