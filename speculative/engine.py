@@ -23,7 +23,7 @@ from speculative.drafting.draft_sampler import DraftSampler
 from speculative.drafting.neural_drafter import DraftModel, ModelDrafter
 from speculative.drafting.weightless import make_weightless
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest, SequenceTooLong
-from speculative.gpu.filters import DeviceOps
+from speculative.gpu.device_ops import DeviceOps
 from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.memory import tokens_that_fit
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, decode_state, seal

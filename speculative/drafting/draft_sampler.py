@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from speculative.sampling.probs import LastRows, SamplingRows
-from speculative.sampling.rng import Purpose, gumbel, uniforms
+from speculative.sampling.rng import Purpose, uniforms
+from speculative.state.batch import Int64s
 from speculative.state.sequence import Sequence
+from speculative.verification.coupled import NoiseRows
 from speculative.vocabulary.ops import VocabularyOps
 
 
@@ -31,13 +33,13 @@ class SampledDrafts:
 class DraftRound:
     """What the drafts of a round are drawn with: made once for all of them.
 
-    uniforms: [K, E] float64, one row for each draft of the round. coupled: [E] bool; None where no request is.
+    uniforms: [K, E] float64, one row for each draft of the round. noise: that of the coupled verifier, its positions
+    [K, E]; None where no request uses it.
     """
 
-    sequences: tuple[Sequence, ...]
     rows: SamplingRows
     uniforms: Tensor
-    coupled: Tensor | None
+    noise: NoiseRows | None
 
 
 class DraftSampler:
@@ -65,12 +67,11 @@ class DraftSampler:
     def start_round(self, sequences: Sequences[Sequence], num_drafts: int, device: torch.device) -> DraftRound:
         """What up to `num_drafts` drafts of each sequence are drawn with."""
         coupled = [self.is_coupled(sequence) for sequence in sequences]
-        return DraftRound(
-            sequences=tuple(sequences),
-            rows=self.rows_of(sequences, device),
-            uniforms=_uniforms(sequences, num_drafts).to(device),
-            coupled=torch.tensor(coupled, device=device) if any(coupled) else None,
-        )
+        noise = None
+        if any(coupled):
+            keys = (np.array(coupled), *noise_keys(sequences, num_drafts))
+            noise = NoiseRows(*(torch.from_numpy(key).to(device) for key in keys))
+        return DraftRound(self.rows_of(sequences, device), _uniforms(sequences, num_drafts).to(device), noise)
 
     def is_coupled(self, sequence: Sequence) -> bool:
         """Whether its drafts are chosen with the noise of their target tokens."""
@@ -87,9 +88,9 @@ class DraftSampler:
             columns = probs.argmax(dim=-1)
             return SampledDrafts(columns, torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0))
         columns = self._ops.draw(probs, draft_round.uniforms[offset])
-        if draft_round.coupled is not None:
-            choice = self._coupled_choice(probs, draft_round.sequences, offset)
-            columns = torch.where(draft_round.coupled, choice, columns)
+        if draft_round.noise is not None:
+            rows = draft_round.noise._replace(positions=draft_round.noise.positions[offset])
+            columns = self._ops.choose(probs, columns, rows, self._ids, self._vocab_size)
         return SampledDrafts(columns, probs)
 
     def probabilities(self, logits: Tensor, draft_round: DraftRound, columns: Tensor) -> Tensor:
@@ -98,13 +99,12 @@ class DraftSampler:
         draft_probs = self._ops.process(logits, draft_round.rows).softmax(dim=-1)
         return draft_probs.gather(1, columns[:, None]).squeeze(1)
 
-    def _coupled_choice(self, probs: Tensor, sequences: Sequences[Sequence], offset: int) -> Tensor:
-        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)
-        positions = np.array([len(sequence.tokens) + offset for sequence in sequences], np.int64)
-        noise = gumbel(
-            torch.from_numpy(seeds).to(probs.device), torch.from_numpy(positions).to(probs.device), self._vocab_size
-        )
-        return (probs.log() + (noise if self._ids is None else noise[:, self._ids])).argmax(dim=-1)
+
+def noise_keys(sequences: Sequences[Sequence], num_drafts: int) -> tuple[Int64s, Int64s]:
+    """Seeds [E], and positions [num_drafts, E] of the drafts that come next, as for `gumbel`."""
+    seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64).view(np.int64)
+    lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+    return seeds, lengths + np.arange(num_drafts)[:, None]
 
 
 def _uniforms(sequences: Sequences[Sequence], num_drafts: int) -> Tensor:

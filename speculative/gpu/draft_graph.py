@@ -8,19 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.drafting.draft_sampler import DraftRound, DraftSampler
+from speculative.drafting.draft_sampler import DraftRound, DraftSampler, noise_keys
 from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
+from speculative.gpu.filters import fill_filters, filter_fields, filters_of
 from speculative.gpu.padding import PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
-from speculative.sampling.probs import LastRows
+from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
+from speculative.verification.coupled import NoiseRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +60,24 @@ class DraftLoop:
         self._room, self._statics = cache.room, buffers
         self._first = 1 if model.capture else 0
         self._rows = LastRows()
-        self._loops: dict[tuple[Bucket, bool], _Loop] = {}
+        self._loops: dict[Bucket, _Loop] = {}
 
-    def prepare(self, bucket: Bucket, *, filtered: bool) -> "_Loop":
-        """The captured loop of a bucket, of `num_queries` drafts each, with or without filters; captured now if it is
-        new."""
-        if (bucket, filtered) not in self._loops:
-            fields = row_fields(bucket, self._room) | {
+    def prepare(self, bucket: Bucket) -> "_Loop":
+        """The captured loop of a bucket, of `num_queries` drafts each; captured now if it is new."""
+        if bucket not in self._loops:
+            fields = row_fields(bucket, self._room) | filter_fields(bucket.num_seqs, self._sampler.width)
+            fields |= {
                 "uniforms": Field((bucket.num_queries, bucket.num_seqs), torch.float64, 0.5),
                 "temperature": Field((bucket.num_seqs, 1), torch.float32, 1.0),
                 "greedy": Field((bucket.num_seqs,), torch.bool, 1),
+                "coupled": Field((bucket.num_seqs,), torch.bool, 0),
+                "seeds": Field((bucket.num_seqs,)),
+                "noise_positions": Field((bucket.num_queries, bucket.num_seqs)),
             }
-            if filtered:
-                fields |= filter_fields(bucket.num_seqs, self._sampler.width)
             inputs = StagedInputs(fields, self._capturer.device)
             replay = self._capturer.capture(lambda: self._compute(bucket, inputs.on_device))
-            self._loops[bucket, filtered] = _Loop(inputs, replay)
-        return self._loops[bucket, filtered]
+            self._loops[bucket] = _Loop(inputs, replay)
+        return self._loops[bucket]
 
     def run(self, entries: Sequences[Entry], hidden: Tensor) -> Bucket:
         """Draft for every entry; `hidden` [E, hidden] is what their first drafts are drawn from, copied unless it is
@@ -83,7 +85,7 @@ class DraftLoop:
         bucket = self._buckets.fit(len(entries), max(entry.max_drafts for entry in entries))
         assert bucket is not None, "every batch that is taken fits"
         sequences = [entry.sequence for entry in entries]
-        loop = self.prepare(bucket, filtered=any(sequence.params.filtered for sequence in sequences))
+        loop = self.prepare(bucket)
         host = loop.inputs.next_host()
         lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
         drafts = np.array([entry.max_drafts for entry in entries], np.int64)
@@ -100,20 +102,19 @@ class DraftLoop:
         host["temperature"][:num_seqs] = params.temperature.numpy()
         host["greedy"][:num_seqs] = params.greedy.numpy()
         fill_filters(host, params.filters, np.arange(num_seqs))
+        host["coupled"][:num_seqs] = [self._sampler.is_coupled(sequence) for sequence in sequences]
+        host["seeds"][:num_seqs], host["noise_positions"][:, :num_seqs] = noise_keys(sequences, num_drafts)
         loop.inputs.send(num_blocks)
         if hidden.data_ptr() != self._statics.draft_hidden.data_ptr():
             self._statics.draft_hidden[:num_seqs].copy_(hidden)
         loop.replay()
         return bucket
 
-    def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts | None:
+    def make(self, entries: Sequences[Entry], hidden: Tensor, rule: EarlyExit | None) -> MadeDrafts:
         """`MakeDrafts` for a step that is not replayed whole; no draft ends early."""
-        if any(self._sampler.is_coupled(entry.sequence) for entry in entries):
-            return None
         most = self._buckets.batch_sizes[-1]
         if len(entries) > most:
             first, rest = self.make(entries[:most], hidden[:most], rule), self.make(entries[most:], hidden[most:], rule)
-            assert first is not None and rest is not None
             columns, probs = torch.cat([first.columns, rest.columns]), torch.cat([first.q, rest.q])
             return MadeDrafts([*first.tokens, *rest.tokens], columns, probs)
         bucket = self.run(entries, hidden)
@@ -130,7 +131,9 @@ class DraftLoop:
         num_seqs, num_drafts = bucket
         buffers, model, tables = self._statics, self._model, block_tables(inputs)
         hidden = buffers.draft_hidden[:num_seqs]
-        drafting = DraftRound((), sampling_rows(inputs), inputs["uniforms"], coupled=None)
+        sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters_of(inputs))
+        noise = NoiseRows(inputs["coupled"], inputs["seeds"], inputs["noise_positions"])
+        drafting = DraftRound(sampling, inputs["uniforms"], noise)
         for offset in range(num_drafts):
             drawn = self._sampler.draw(model.logits(hidden), drafting, offset)
             tokens = drawn.columns if model.ids is None else model.ids[drawn.columns]

@@ -6,48 +6,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.gpu.attention_choice import why_no_triton
 from speculative.gpu.staged_inputs import Array, Field
-from speculative.sampling.probs import Filters, SamplingRows
+from speculative.sampling.probs import Filters
 from speculative.state.batch import Int64s
-from speculative.vocabulary.ops import TorchOps
 
-FindFloors = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""logits [F, V] after temperature, log_min_p, top_k and top_p [F] as in `Filters` -> [F] the lowest logit that stays.
+FindFloors = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
+"""logits [F, V], temperature [F, 1] (None where they were divided by it), log_min_p, top_k, top_p [F] of `Filters` ->
+[F] the lowest logit after temperature that stays.
 
 Ties with it stay, too. The likeliest token always stays; -inf where nothing is filtered out."""
 
 
-def torch_floors(logits: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def torch_floors(logits: Tensor, temperature: Tensor | None, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """`FindFloors` by sorting."""
-    best = logits.sort(dim=-1, descending=True).values
+    best = (logits if temperature is None else logits.float() / temperature).sort(dim=-1, descending=True).values
     floor = best[:, 0] + log_min_p
     floor = torch.where(top_k < logits.shape[-1], floor.maximum(best.gather(1, top_k[:, None] - 1)[:, 0]), floor)
     mass = torch.softmax(best.masked_fill(best < floor[:, None], -torch.inf), dim=-1)
     before = mass.cumsum(dim=-1) - mass  # of the likelier tokens
     num_kept = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)  # a top_p may round to 0
     return torch.where(top_p < 1, floor.maximum(best.gather(1, num_kept - 1)[:, 0]), floor)
-
-
-class DeviceOps(TorchOps):
-    """torch's operators, with filters that a graph can hold."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._find_floors = make_find_floors(device)
-
-    def keep(self, filters: Filters, logits: Tensor) -> Tensor:
-        """As `Filters.keep`."""
-        floors = self._find_floors(logits, filters.log_min_p, filters.top_k, filters.top_p)
-        return logits.masked_fill(logits < floors[:, None], -torch.inf)
-
-
-def make_find_floors(device: torch.device) -> FindFloors:
-    """Triton's kernel on a CUDA device where it can be compiled, else plain torch."""
-    if device.type == "cuda" and not why_no_triton():
-        from speculative.gpu.triton_filters import triton_floors
-
-        return triton_floors
-    return torch_floors
 
 
 # -- as inputs of a captured function -------------------------------------------------------------------------------
@@ -75,11 +53,8 @@ def fill_filters(host: Mapping[str, Array], filters: Filters | None, entries: In
         host[name][filtered] = getattr(filters, name).numpy()[of_row]
 
 
-def sampling_rows(inputs: Mapping[str, Tensor]) -> SamplingRows:
-    """Temperature and, where they are among the inputs, filters of every row."""
-    filters = None
-    if "top_k" in inputs:
-        log_min_p = inputs["log_min_p"]
-        rows = torch.arange(len(log_min_p), device=log_min_p.device)
-        filters = Filters(rows, log_min_p.exp(), log_min_p, inputs["top_k"], inputs["top_p"])
-    return SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters)
+def filters_of(inputs: Mapping[str, Tensor]) -> Filters:
+    """Of every row."""
+    log_min_p = inputs["log_min_p"]
+    rows = torch.arange(len(log_min_p), device=log_min_p.device)
+    return Filters(rows, log_min_p.exp(), log_min_p, inputs["top_k"], inputs["top_p"])

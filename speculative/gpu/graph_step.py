@@ -1,7 +1,7 @@
 """A whole decoding step in captured graphs: the drafter's loop, the target, the verdict, and one copy to the host.
 
-What a graph cannot hold runs eagerly, with the same distribution: prefills, reproducible requests, and verifiers other
-than the token-wise one. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
+What a graph cannot hold runs eagerly, with the same distribution: prefills, and steps with more edits of logits than
+there is room for. Their forward pass is replayed still where it is a decoding step's (`GraphRunner`)."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,13 +21,12 @@ from speculative.gpu.capture import Capturer
 from speculative.gpu.catch_up_graph import CatchUpPass
 from speculative.gpu.draft_graph import DraftLoop
 from speculative.gpu.logit_edits import LogitEdits, StepEdits, fits
-from speculative.gpu.logprob_report import Reported
 from speculative.gpu.memory import free_bytes, graph_bytes
 from speculative.gpu.padding import CacheRoom, PagedCache
 from speculative.gpu.paged_attention import AttentionSizes
 from speculative.gpu.staged_inputs import LateCopy
 from speculative.gpu.target_graph import GraphRunner, TargetPass
-from speculative.gpu.verify_graph import JudgedRows, Kind, VerifyGraph
+from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
 from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
@@ -93,10 +92,9 @@ class GraphStep:
         target = TargetPass(decoder, paged, self.buffers, drafter.capture, self.capturer)
         prepare = make_prepare(config.block_size, 0, decoder.device)
         self.runner = GraphRunner(decoder, cache, target, self.buckets, prepare)
-        ids = None if self._draft_model is None else self._draft_model.ids
         self._vocab_size = decoder.config.vocab_size
         edits = LogitEdits(self.buckets.largest, self._vocab_size, decoder.device)
-        self.judge = VerifyGraph(decoder, self.buffers, ids, config.logprobs_mode, sampler.ops, self.capturer, edits)
+        self.judge = VerifyGraph(decoder, self.buffers, self._draft_model, config, self.capturer, edits)
         self._drafts_on_host = LateCopy(self.buffers.draft_tokens)
         self.loop: DraftLoop | None = None
         self._catch_up: CatchUpPass | None = None
@@ -113,8 +111,6 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Whether the whole step can be replayed."""
-        if self._config.verifier != "token_wise":
-            return False
         decoding = all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
         return decoding and fits(batch.entries, len(self._sampler.eos_token_ids))
 
@@ -165,10 +161,18 @@ class GraphStep:
         if self._neural is not None:
             self._neural.observe_in_buffer(batch, layout, places.on_host)
         layout, masks = self._read_drafts(batch, layout, drafts)
-        edits = StepEdits.of(layout, masks, self._sampler.eos_token_ids, self._vocab_size)
-        counted = self._sampler.self_check.counted([entry.sequence for entry in batch.entries])
-        rows = JudgedRows(layout, places.on_host[layout.verify_rows], drafts.rows, counted, edits)
-        judged = self.judge.run(rows_bucket, self._kind_of(rows), rows)
+        sequences = [entry.sequence for entry in batch.entries]
+        rows = JudgedRows(
+            layout,
+            places.on_host[layout.verify_rows],
+            drafts.rows,
+            counted=self._sampler.self_check.counted(sequences),
+            coupled=self._sampler.coupled(layout),
+            checked=self._sampler.self_check.due(),
+            reported=any(sequence.params.returns_logprobs for sequence in sequences),
+            edits=StepEdits.of(layout, masks, self._sampler.eos_token_ids, self._vocab_size),
+        )
+        judged = self.judge.run(rows_bucket, rows)
         known = _with_drafts(layout, judged.draft_ids)
         drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
         self._note_drafts(batch, known)
@@ -176,22 +180,6 @@ class GraphStep:
             results=tuple(self._sampler.check_on_host(known, drawn, masks)),
             expected_accepted=judged.verdicts.expected_accepted,
             terms=judged.terms,
-        )
-
-    def _kind_of(self, rows: JudgedRows) -> Kind:
-        params = [entry.sequence.params for entry in rows.layout.drawing]
-        filtered = any(one.filtered for one in params)
-        returned = any(one.returns_logprobs for one in params)
-        reported = Reported.asked_by(params)
-        if rows.edits is not None and returned and self._config.logprobs_mode.startswith("raw"):
-            reported = reported or Reported()  # the judge does not see the model's own logits
-        return Kind(
-            sampled=rows.draft_rows is not None,
-            checked=self._sampler.self_check.due(),
-            logprobs=(filtered or returned) and reported is None,  # fewer captures
-            filtered=filtered,
-            reported=reported,
-            edits=None if rows.edits is None else rows.edits.sizes,
         )
 
     def _read_drafts(
@@ -218,16 +206,12 @@ class GraphStep:
         """Capture all that decoding will ask for, so that no request waits for it; how many graphs there are."""
         for bucket in self.buckets:
             self.runner.target.prepare(bucket)
-            sampled = self.loop is not None and bucket.num_queries > 1
-            for checked in (False, True):
-                for logprobs, filtered in ((False, False), (True, False), (True, True)):
-                    self.judge.prepare(bucket, Kind(sampled, checked, logprobs, filtered))
+            self.judge.prepare(bucket)
         if self.loop is not None and self._catch_up is not None:
             for bucket in self.buckets:
                 self._catch_up.prepare(bucket)
             for bucket in self._lengths:
-                for filtered in (False, True):
-                    self.loop.prepare(bucket, filtered=filtered)
+                self.loop.prepare(bucket)
         return self.capturer.num_captured
 
     def _check_memory(self, decoder: Decoder, sizes: AttentionSizes) -> None:
@@ -244,7 +228,7 @@ class GraphStep:
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    return not (sequence.scored_positions or sequence.params.reproducible)
+    return not sequence.scored_positions
 
 
 def _host_reads_drafts(batch: Batch) -> bool:

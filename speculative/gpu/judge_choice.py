@@ -2,15 +2,18 @@
 
 import torch
 
+from speculative.config import EngineConfig
 from speculative.gpu.attention_choice import why_no_triton
+from speculative.gpu.device_ops import DeviceOps
 from speculative.gpu.row_judge import RowJudge, TorchJudge
-from speculative.vocabulary.ops import TorchOps
 
 
-def make_judge(device: torch.device) -> RowJudge:
-    """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
+def make_judge(device: torch.device, config: EngineConfig) -> RowJudge:
+    """The Triton kernels on a CUDA device where they can be compiled, else plain torch, as for block verification."""
+    if config.verifier == "block":
+        return TorchJudge(DeviceOps(device), config.logprobs_mode, config.drafter.max_drafts)
     if device.type == "cuda" and not why_no_triton():
         from speculative.gpu.triton_judge import TritonJudge
 
-        return TritonJudge()
-    return TorchJudge(TorchOps())
+        return TritonJudge(config.logprobs_mode)
+    return TorchJudge(DeviceOps(device), config.logprobs_mode)

@@ -1,20 +1,24 @@
 """Judges the rows of a plain step, from logits to one vector: the interface, and one by torch's operators."""
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import fields
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
+from speculative.gpu.filters import filters_of
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
-from speculative.sampling.probs import Filters, SamplingRows, target_probs
+from speculative.sampling.probs import SamplingRows, target_probs
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
 from speculative.step.sampler import outside_filters_of
-from speculative.verification.base import VerifyInput, emitted_at_rows
+from speculative.verification.base import Verifier, VerifyInput, emitted_at_rows
+from speculative.verification.block import verify_block
+from speculative.verification.coupled import NoiseRows, accept_choice
 from speculative.verification.draft_probs import Dense, DraftProbs, PointMass, SubVocabulary
+from speculative.verification.mixed import merge
 from speculative.verification.token_wise import verify_token_wise
 from speculative.vocabulary.ops import VocabularyOps
 
@@ -22,11 +26,17 @@ from speculative.vocabulary.ops import VocabularyOps
 class RowFields(NamedTuple):
     """The rows, as in `VerifyInput`; all on the device.
 
-    temperature: [R, 1] float32. greedy: [R] bool. counted: [E] bool, entries whose terms count.
+    temperature: [R, 1] float32. greedy: [R] bool. log_min_p, top_p: [R] float32, and top_k: [R] int64, as in `Filters`.
+    counted: [E] bool, entries whose terms count. coupled: [E] bool, entries that the coupled verifier judges. checked,
+    reported: [1] bool, whether the terms of the self-checks are taken, and whether logprobs are returned; where not,
+    anything stands in their place.
     """
 
     temperature: Tensor
     greedy: Tensor
+    log_min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
     drafts: Tensor
     packed: Tensor
     entries: Tensor
@@ -35,7 +45,12 @@ class RowFields(NamedTuple):
     counts: Tensor
     accept_uniforms: Tensor
     sample_uniforms: Tensor
+    seeds: Tensor
+    positions: Tensor
     counted: Tensor
+    coupled: Tensor
+    checked: Tensor
+    reported: Tensor
 
 
 class SampledFrom(NamedTuple):
@@ -53,63 +68,50 @@ class SampledFrom(NamedTuple):
     own_columns: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be found out besides verdicts: the terms of the self-checks, the logprobs of the emitted tokens."""
-
-    checked: bool
-    logprobs: LogprobsMode | None
-
-
 class RowJudge(Protocol):
-    """Token-wise verification of R rows of E entries over V tokens."""
+    """Verification of R rows of E entries over V tokens."""
 
-    def __call__(
-        self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
-    ) -> tuple[Tensor, tuple[str, ...]]:
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """Judge logits [R, V]; `sampled` is None where the drafts are deterministic, or there are none.
 
         Returns:
             One float64 vector: accepted drafts [E], last tokens [E], drafts [R], broken invariants [R], expected
-            accepted drafts [E]; with logprobs their values [R] and ranks [R]; with self-checks what could be accepted
-            [1] and the sums of `Terms` [C, S]. And the names of the C self-checks.
+            accepted drafts [E]; the logprobs' values [R] and ranks [R]; of the self-checks what could be accepted [1]
+            and the sums of `Terms` [C, S]. And the names of the C self-checks.
         """
 
 
 class TorchJudge:
-    """By torch's operators; p is a matrix."""
+    """By torch's operators; p is a matrix, and everything is computed, wanted or not.
 
-    def __init__(self, ops: VocabularyOps) -> None:
-        self._ops = ops
+    Args:
+        ops: for filters and noise.
+        mode: of the logprobs.
+        block_drafts: how many drafts an entry may have, where entries that are not coupled are verified by block; None
+            = token-wise.
+    """
 
-    def __call__(
-        self,
-        logits: Tensor,
-        rows: RowFields,
-        sampled: SampledFrom | None,
-        wanted: Wanted,
-        filters: Filters | None = None,
-    ) -> tuple[Tensor, tuple[str, ...]]:
-        """As `RowJudge`, with the filters of rows that have some."""
+    def __init__(self, ops: VocabularyOps, mode: LogprobsMode, block_drafts: int | None = None) -> None:
+        self._ops, self._mode, self._block_drafts = ops, mode, block_drafts
+        self._verify: Verifier = verify_token_wise if block_drafts is None else verify_block
+        self._verifier: Literal["token_wise", "block"] = "token_wise" if block_drafts is None else "block"
+
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
+        """As `RowJudge`."""
         logits = logits.float()
-        sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters)
+        sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters_of(rows._asdict()))
         processed = self._ops.process(logits, sampling)
-        step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled))
-        verified = verify_token_wise(step)
+        step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled), self._block_drafts)
+        noise = NoiseRows(rows.coupled[rows.entries], rows.seeds, rows.positions)
+        choice = self._ops.choose(step.probs, torch.zeros_like(rows.drafts), noise, None, logits.shape[1])
+        verified = merge(rows.coupled, accept_choice(step, choice), self._verify(step))
         emitted = emitted_at_rows(verified, step)
         outside = outside_filters_of(sampling, logits, emitted)
         broken = broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
+        reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
+        terms = take_terms(step, verified, emitted, Scope(self._verifier, rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
-        checks: tuple[str, ...] = ()
-        if wanted.logprobs is not None:
-            reported = gather_logprobs(mode_matrix(wanted.logprobs, logits, processed), emitted, 0)
-            parts += [reported.values, reported.ranks]
-        if wanted.checked:
-            scope = Scope("token_wise", rows.counted, coupled=(False,) * len(rows.counted))
-            terms = take_terms(step, verified, emitted, scope)
-            parts += [terms.achievable, terms.sums]
-            checks = terms.checks
-        return copy_once(parts), checks
+        return copy_once([*parts, reported.values, reported.ranks, terms.achievable, terms.sums]), terms.checks
 
 
 def columns_of(ids: Tensor, vocab_size: int) -> Tensor:
@@ -119,11 +121,10 @@ def columns_of(ids: Tensor, vocab_size: int) -> Tensor:
     return columns
 
 
-def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs) -> VerifyInput:
-    unused = rows.entries  # of the coupled verifier
-    names = ("drafts", "packed", "entries", "offsets", "first_rows", "counts", "accept_uniforms", "sample_uniforms")
-    named = {name: getattr(rows, name) for name in names}
-    return VerifyInput(probs=probs, draft_probs=draft_probs, seeds=unused, positions=unused, **named)
+def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs, longest: int | None) -> VerifyInput:
+    shared = {field.name for field in fields(VerifyInput)} & set(RowFields._fields)
+    own = {name: getattr(rows, name) for name in shared}
+    return VerifyInput(probs=probs, draft_probs=draft_probs, longest=longest, **own)
 
 
 def _draft_probs(sampled: SampledFrom | None) -> DraftProbs:

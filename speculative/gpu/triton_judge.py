@@ -8,12 +8,15 @@ from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu import triton_vocabulary as kernels
-from speculative.gpu.row_judge import RowFields, SampledFrom, Wanted
+from speculative.gpu.row_judge import RowFields, SampledFrom
+from speculative.gpu.triton_filters import triton_floors
 from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
 from speculative.selfcheck.terms import (
     CHECKS_OF_DETERMINISTIC,
     CHECKS_OF_SAMPLED,
+    COUPLED_CHECKS_OF_DETERMINISTIC,
+    COUPLED_CHECKS_OF_SAMPLED,
     LEAST_RESIDUAL,
     LEAST_SPREAD,
     stakes_on,
@@ -26,51 +29,67 @@ _LANES = 128  # rows whose terms are added up together
 class TritonJudge:
     """Launches the kernels: nothing waits for the host, and every grid follows from the shapes."""
 
-    def __call__(
-        self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
-    ) -> tuple[Tensor, tuple[str, ...]]:
+    def __init__(self, mode: LogprobsMode) -> None:
+        self._mode = mode
+
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
-        launches = _Launches(logits, rows, sampled, wanted)
+        launches = _Launches(logits, rows, sampled)
         launches.settle()
-        launches.report()
-        if wanted.checked:
-            launches.take_terms()
+        launches.report(self._mode)
+        launches.take_terms()
         return launches.out.vector, launches.checks
 
 
 class _Launches:
     """Those of one step."""
 
-    def __init__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted) -> None:
-        self.checks = () if not wanted.checked else CHECKS_OF_DETERMINISTIC if sampled is None else CHECKS_OF_SAMPLED
-        self._logits, self._rows, self._wanted = logits, rows, wanted
+    def __init__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> None:
+        self.checks: tuple[str, ...] = COUPLED_CHECKS_OF_DETERMINISTIC + CHECKS_OF_DETERMINISTIC
+        if sampled is not None:
+            self.checks = COUPLED_CHECKS_OF_SAMPLED + CHECKS_OF_SAMPLED
+        self._logits, self._rows = logits, rows
         self._num_rows, self._num_entries = len(rows.drafts), len(rows.first_rows)
         self._num_blocks = num_blocks = triton.cdiv(logits.shape[1], BLOCK)
-        self.out = _Outputs(self._num_rows, self._num_entries, len(self.checks), wanted, logits.device)
+        self.out = _Outputs(self._num_rows, self._num_entries, len(self.checks), logits.device)
         self._room = _Workspace(self._num_rows, self._num_entries, num_blocks, logits.device)
+        self._filters = (rows.log_min_p, rows.top_k, rows.top_p)
+        self._floors = triton_floors(logits, rows.temperature, *self._filters)
         q, self._kind = _q(sampled, rows, logits)
-        self._given = (logits, rows.temperature, rows.greedy, self._room.facts, *q, rows.drafts)  # p, q and the drafts
+        self._target = (logits, rows.temperature, rows.greedy, self._room.facts, self._floors)
+        self._given = (*self._target, *q, rows.drafts)
         self._strides = (logits.stride(0), q[0].stride(0), self._num_rows)
         self._settled = (self.out.num_accepted, self.out.token_ids)
         self._blocked = {"NUM_BLOCKS": num_blocks, "VOCABULARY": logits.shape[1], "BLOCK": BLOCK}
         self._by_row = {"NUM_BLOCKS": num_blocks, "PADDED": triton.next_power_of_2(num_blocks)}
-        self._ranked = {"RANKED": wanted.logprobs is not None}
-        self._overlapped = wanted.checked and sampled is not None
 
     def settle(self) -> None:
         """Which drafts survive, and the token after them."""
         rows, room, num_rows = self._rows, self._room, self._num_rows
         per_block = (num_rows, self._num_blocks)
-        checked = {"CHECKED": self._wanted.checked}
         kernels._reduce_blocks[per_block](
-            self._logits, rows.temperature, room.maxima, self._logits.stride(0), num_rows, **self._blocked
+            self._logits, rows.temperature, self._floors, room.maxima, self._logits.stride(0), num_rows, **self._blocked
         )
         kernels._find_facts[(num_rows,)](room.maxima, rows.temperature, room.facts, num_rows, **self._by_row)
         kernels._sum_blocks[per_block](
-            *self._given, room.sums, *self._strides, **self._blocked, **self._kind, **self._ranked, **checked
+            *self._given, *self._filters, rows.checked, room.sums, *self._strides, **self._blocked, **self._kind
+        )
+        kernels._choose_blocks[per_block](
+            *self._target,
+            rows.entries,
+            rows.coupled,
+            rows.seeds,
+            rows.positions,
+            room.choices,
+            self._logits.stride(0),
+            num_rows,
+            **self._blocked,
+            num_warps=8,
         )
         kernels._settle_entries[(self._num_entries,)](
             *self._given,
+            rows.coupled,
+            room.choices,
             room.sums,
             rows.first_rows,
             rows.counts,
@@ -84,24 +103,26 @@ class _Launches:
             **self._kind,
         )
 
-    def report(self) -> None:
+    def report(self, mode: LogprobsMode) -> None:
         """Invariants and logprobs of every row."""
         rows, room, out = self._rows, self._room, self.out
-        if self._overlapped or self._ranked["RANKED"]:
-            kernels._compare_blocks[(self._num_entries, self._num_blocks)](
-                *self._given,
-                rows.first_rows,
-                *self._settled,
-                room.drawn,
-                room.compared,
-                *self._strides,
-                **self._blocked,
-                **self._kind,
-                **self._ranked,
-                OVERLAPPED=self._overlapped,
-            )
+        kernels._compare_blocks[(self._num_entries, self._num_blocks)](
+            *self._given,
+            *self._filters,
+            rows.checked,
+            rows.reported,
+            rows.first_rows,
+            *self._settled,
+            room.drawn,
+            room.compared,
+            *self._strides,
+            **self._blocked,
+            **self._kind,
+        )
         kernels._report_rows[(self._num_rows,)](
             *self._given,
+            *self._filters,
+            rows.reported,
             room.sums,
             room.compared,
             rows.entries,
@@ -114,10 +135,11 @@ class _Launches:
             *self._strides,
             self._num_entries,
             MASS_ROUNDING,
+            VOCABULARY=self._logits.shape[1],
             **self._by_row,
             **self._kind,
-            **self._ranked,
-            **_reported(self._wanted.logprobs),
+            PROCESSED=mode.startswith("processed"),
+            NORMALIZED=mode.endswith("logprobs"),
         )
 
     def take_terms(self) -> None:
@@ -131,7 +153,9 @@ class _Launches:
             rows.entries,
             rows.offsets,
             *self._settled,
+            rows.checked,
             rows.counted,
+            rows.coupled,
             out.row_terms,
             *self._strides,
             self._num_entries,
@@ -141,6 +165,7 @@ class _Launches:
             **self._kind,
         )
         kernels._sum_terms[(len(self.checks) + 1,)](
+            rows.checked,
             out.row_terms,
             stakes_on(self._logits.device),
             out.achievable,
@@ -163,17 +188,16 @@ class _Workspace:
         self.facts = empty(kernels.NUM_FACTS, num_rows, dtype=torch.float32)
         self.sums = empty(kernels.NUM_SUMS, num_rows, num_blocks)
         self.drawn = empty(kernels.NUM_DRAWN, num_entries)
-        self.compared = empty(2, num_entries, num_blocks)
+        self.choices = empty(2, num_rows, num_blocks)
+        self.compared = empty(kernels.NUM_COMPARED, num_entries, num_blocks)
 
 
 class _Outputs:
     """The vector of `RowJudge`, and its parts as the kernels write them."""
 
-    def __init__(self, num_rows: int, num_entries: int, num_checks: int, wanted: Wanted, device: torch.device) -> None:
-        num_logprobs = num_rows if wanted.logprobs is not None else 0
-        num_sums = num_checks * (len(STAKES) + 4)
-        lengths = [num_entries, num_entries, num_rows, num_rows, num_entries, num_logprobs, num_logprobs]
-        lengths += [1 if num_checks else 0, num_sums]
+    def __init__(self, num_rows: int, num_entries: int, num_checks: int, device: torch.device) -> None:
+        lengths = [num_entries, num_entries, num_rows, num_rows, num_entries, num_rows, num_rows]
+        lengths += [1, num_checks * (len(STAKES) + 4)]
         self.vector = torch.empty(sum(lengths), dtype=torch.float64, device=device)
         (
             self.num_accepted,
@@ -196,8 +220,3 @@ def _q(sampled: SampledFrom | None, rows: RowFields, logits: Tensor) -> tuple[tu
     kind = kernels.DENSE if sampled.columns is None else kernels.PART
     columns = sampled.places if sampled.columns is None else sampled.columns
     return (sampled.probs, columns, rows.packed, sampled.places), {"Q": kind.value}
-
-
-def _reported(mode: LogprobsMode | None) -> dict[str, bool]:
-    name = mode or ""
-    return {"PROCESSED": name.startswith("processed"), "NORMALIZED": name.endswith("logprobs")}

@@ -1,17 +1,21 @@
-"""Token-wise verification straight from logits, as Triton kernels; imported only where Triton is installed.
+"""Token-wise and coupled verification straight from logits, as Triton kernels; imported only where Triton is installed.
 
-p is never written. Each row of V tokens is cut into blocks of BLOCK, and one program sums one block:
+p is never written. Where a request has filters, `triton_filters` has found the lowest logit that stays in each row, and
+p of what lies below is 0. Each row of V tokens is cut into blocks of BLOCK, and one program sums one block:
 
     _reduce_blocks   the logits once: maxima, sums of exponentials
     _find_facts      the same of whole rows
     _sum_blocks      logits and q once: mass of p and of (p - q)+, sum(min(p, q)), and what the self-checks sum up
+    _choose_blocks   the logits of coupled entries: the highest of log p + noise
     _settle_entries  a few numbers of each row: which drafts survive; then the one block that holds the threshold of the
                      inverse CDF, from which the last token is drawn
-    _compare_blocks  logits and q of each entry's last row: the rank of that token, sum(min(r, q)) of the residual r
+    _compare_blocks  logits and q of each entry's last row: the rank of that token, what is likelier than it where the
+                     request has filters, sum(min(r, q)) of the residual r
     _report_rows     a few numbers of each row: invariants, logprobs
     _take_terms      a few numbers of each row: the terms of the self-checks
     _sum_terms       those terms over all rows
 
+Whether a step wants logprobs and the terms of the self-checks is a flag on the device; what nobody wants is not read.
 p(x) is the same expression of the same numbers wherever it is needed. Blocks have one size and are added up in one
 order for every batch, so a row's result is a function of its own inputs. Masses are added up, and uniforms compared,
 in float64.
@@ -20,14 +24,17 @@ in float64.
 import triton
 import triton.language as tl
 
-from speculative.selfcheck.invariants import ROW_KINDS
+from speculative.gpu.triton_filters import has_filters
+from speculative.gpu.triton_noise import best_choice
+from speculative.selfcheck.invariants import EDGE_ROUNDING, ROW_KINDS
 
 # What one program finds of a block, by its place in the workspaces.
-HIGHEST = tl.constexpr(0)  # maxima [4, R, NUM_BLOCKS] float32; with the next two of a whole row, facts [4, R]
-SOFT_TOTAL = tl.constexpr(1)  # sum(exp((x - highest) / temperature))
-RAW_TOTAL = tl.constexpr(2)  # sum(exp(x - highest))
-BEST = tl.constexpr(3)  # the first token with the highest logit
-NUM_FACTS = 4
+HIGHEST = tl.constexpr(0)  # maxima [NUM_FACTS, R, NUM_BLOCKS] float32; of whole rows, facts [NUM_FACTS, R]
+SOFT_TOTAL = tl.constexpr(1)  # sum(exp((x - highest) / temperature)) of what filters let through
+ALL_TOTAL = tl.constexpr(2)  # the same of all tokens
+RAW_TOTAL = tl.constexpr(3)  # sum(exp(x - highest))
+BEST = tl.constexpr(4)  # the first token with the highest logit
+NUM_FACTS = 5
 
 P_MASS = tl.constexpr(0)  # sums [NUM_SUMS, R, NUM_BLOCKS] float64
 LEFT = tl.constexpr(1)  # sum((p - q)+)
@@ -35,11 +42,13 @@ OVERLAP = tl.constexpr(2)
 Q_MASS = tl.constexpr(3)
 LEAST_Q = tl.constexpr(4)
 ABOVE = tl.constexpr(5)  # how many logits are higher than the draft's
-SQUARE_P = tl.constexpr(6)  # from here on for self-checks only
-SQUARE_Q = tl.constexpr(7)
-SQUARE_LEFT = tl.constexpr(8)
-CUBE_LEFT = tl.constexpr(9)
-NUM_SUMS = 10
+NUM_LIKELIER = tl.constexpr(6)  # how many tokens are likelier than the draft by more than rounding, and their mass in
+LIKELIER = tl.constexpr(7)  # units of the likeliest token's; where there are filters, which are not heeded here
+SQUARE_P = tl.constexpr(8)  # from here on for self-checks only
+SQUARE_Q = tl.constexpr(9)
+SQUARE_LEFT = tl.constexpr(10)
+CUBE_LEFT = tl.constexpr(11)
+NUM_SUMS = 12
 
 ALIVE = tl.constexpr(0)  # drawn [NUM_DRAWN, E] float64: how many first drafts have p > 0
 LEFT_TOTAL = tl.constexpr(1)  # 0 where the token was drawn from p, since nothing is left of it
@@ -47,17 +56,20 @@ BELOW = tl.constexpr(2)  # mass of the residual distribution before the token
 OWN = tl.constexpr(3)  # its own
 NUM_DRAWN = 4
 
-LAST_ABOVE = tl.constexpr(0)  # compared [2, E, NUM_BLOCKS] float64
+LAST_ABOVE = tl.constexpr(0)  # compared [NUM_COMPARED, E, NUM_BLOCKS] float64
 LAST_OVERLAP = tl.constexpr(1)
+LAST_NUM_LIKELIER = tl.constexpr(2)
+LAST_LIKELIER = tl.constexpr(3)
+NUM_COMPARED = 4
 
 POINT_MASS = tl.constexpr(0)  # what q is: a point mass,
 DENSE = tl.constexpr(1)  # of all tokens,
 PART = tl.constexpr(2)  # or of the tokens that have a column
 
 # 1 + the index into `invariants.ROW_KINDS`.
-NOT_FINITE, NO_TOKEN, LAW, Q_ZERO, P_ZERO = (
-    tl.constexpr(1 + ROW_KINDS.index(kind)) for kind in ("not_finite", "no_token", "law", "q_zero", "p_zero")
-)
+NOT_FINITE, NO_TOKEN, LAW, Q_ZERO, P_ZERO, SUPPORT = (tl.constexpr(1 + ROW_KINDS.index(kind)) for kind in ROW_KINDS)
+
+_EDGE_ROUNDING = tl.constexpr(EDGE_ROUNDING)
 
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _LANES = tl.constexpr(16)  # drafts of a round that are looked at together
@@ -74,14 +86,35 @@ def _soft(x, temperature, highest):
 
 
 @triton.jit
-def _target(x, token, row, there, facts, temperature, greedy, num_rows):  # noqa: PLR0913
+def _kept(x, temperature, highest, floor):
+    """`_soft`, and 0 of what filters leave out."""
+    return tl.where(tl.div_rn(x, temperature) < floor, 0.0, _soft(x, temperature, highest))
+
+
+@triton.jit
+def _likelier(x, own, temperature, highest):
+    """How many tokens are likelier than one by more than rounding, and their mass; x of the others, and its own."""
+    soft = _soft(x, temperature, highest)
+    which = soft > _soft(own, temperature, highest) * (1 + _EDGE_ROUNDING)
+    mass = tl.where(which, soft.to(tl.float64), 0.0)
+    return tl.sum(which.to(tl.int32), axis=0).to(tl.float64), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _is_filtered(log_min_ps, top_ks, top_ps, row, VOCABULARY: tl.constexpr):
+    return has_filters(tl.load(log_min_ps + row), tl.load(top_ks + row), tl.load(top_ps + row), VOCABULARY)
+
+
+@triton.jit
+def _target(x, token, row, there, facts, floors, temperature, greedy, num_rows):  # noqa: PLR0913
     """p of tokens with logits x; `row` may be one row or as many as there are tokens."""
     highest = tl.load(facts + HIGHEST * num_rows + row, mask=there, other=0.0)
     total = tl.load(facts + SOFT_TOTAL * num_rows + row, mask=there, other=1.0)
     best = tl.load(facts + BEST * num_rows + row, mask=there, other=0.0).to(tl.int64)
     own = tl.load(temperature + row, mask=there, other=1.0)
+    floor = tl.load(floors + row, mask=there, other=-float("inf"))
     is_greedy = tl.load(greedy + row, mask=there, other=0) != 0
-    return tl.where(is_greedy, tl.where(token == best, 1.0, 0.0), _soft(x, own, highest) / total)
+    return tl.where(is_greedy, tl.where(token == best, 1.0, 0.0), _kept(x, own, highest, floor) / total)
 
 
 @triton.jit
@@ -137,7 +170,8 @@ def _of_row(sums, which, row, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.con
 def _reduce_blocks(  # noqa: PLR0913
     logits,  # [R, V]
     temperature,  # [R] float32
-    maxima,  # [4, R, NUM_BLOCKS] float32
+    floors,  # [R] float32: the lowest logit after temperature that filters let through
+    maxima,  # [NUM_FACTS, R, NUM_BLOCKS] float32
     stride,
     num_rows,
     VOCABULARY: tl.constexpr,
@@ -150,20 +184,21 @@ def _reduce_blocks(  # noqa: PLR0913
     sound = tl.where(x != x, -float("inf"), x)
     highest = tl.max(sound, axis=0)
     base = tl.where(highest == -float("inf"), 0.0, highest)  # -inf - -inf is NaN
-    own = tl.load(temperature + row)
+    own, floor = tl.load(temperature + row), tl.load(floors + row)
     place = row * NUM_BLOCKS + block
     size = num_rows * NUM_BLOCKS
     tl.store(maxima + HIGHEST * size + place, tl.where(is_damaged, float("nan"), highest))
-    tl.store(maxima + SOFT_TOTAL * size + place, tl.sum(_soft(x, own, base), axis=0))
+    tl.store(maxima + SOFT_TOTAL * size + place, tl.sum(_kept(x, own, base, floor), axis=0))
+    tl.store(maxima + ALL_TOTAL * size + place, tl.sum(_soft(x, own, base), axis=0))
     tl.store(maxima + RAW_TOTAL * size + place, tl.sum(tl.exp(x - base), axis=0))
     tl.store(maxima + BEST * size + place, (block * BLOCK + tl.argmax(sound, axis=0)).to(tl.float32))
 
 
 @_kernel
 def _find_facts(
-    maxima,  # [4, R, NUM_BLOCKS] float32
+    maxima,  # [NUM_FACTS, R, NUM_BLOCKS] float32
     temperature,  # [R] float32
-    facts,  # [4, R] float32
+    facts,  # [NUM_FACTS, R] float32
     num_rows,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -175,15 +210,18 @@ def _find_facts(
     highest = tl.max(sound, axis=0)
     is_damaged = tl.max((found != found).to(tl.int32), axis=0) > 0
     base = tl.where(highest == -float("inf"), 0.0, highest)
-    soft = _of_row(maxima, SOFT_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
+    kept = _of_row(maxima, SOFT_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
+    soft = _of_row(maxima, ALL_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
     raw = _of_row(maxima, RAW_TOTAL, row, num_rows, NUM_BLOCKS, PADDED)
     best = _of_row(maxima, BEST, row, num_rows, NUM_BLOCKS, PADDED)
     own = tl.load(temperature + row)
+    kept = tl.sum(tl.where(kept != 0, kept * _soft(sound, own, base), 0.0), axis=0)
     soft = tl.sum(tl.where(soft != 0, soft * _soft(sound, own, base), 0.0), axis=0)
     raw = tl.sum(tl.where(raw != 0, raw * tl.exp(sound - base), 0.0), axis=0)
     first = tl.arange(0, PADDED) == tl.argmax(sound, axis=0)
     tl.store(facts + HIGHEST * num_rows + row, tl.where(is_damaged, float("nan"), highest))
-    tl.store(facts + SOFT_TOTAL * num_rows + row, soft)
+    tl.store(facts + SOFT_TOTAL * num_rows + row, kept)
+    tl.store(facts + ALL_TOTAL * num_rows + row, soft)
     tl.store(facts + RAW_TOTAL * num_rows + row, raw)
     tl.store(facts + BEST * num_rows + row, tl.sum(tl.where(first, best, 0.0), axis=0))
 
@@ -193,12 +231,17 @@ def _sum_blocks(  # noqa: PLR0913
     logits,  # [R, V]
     temperature,  # [R] float32
     greedy,  # [R] bool
-    facts,  # [4, R] float32
+    facts,  # [NUM_FACTS, R] float32
+    floors,  # [R] float32
     q,  # [D, W] float32
     columns,  # [V] int32: of q, -1 where a token has none
     packed,  # [R] int64
     places,  # [D] int64: the row of q by packed draft
     drafts,  # [R] int64
+    log_min_ps,  # [R] float32
+    top_ks,  # [R] int64
+    top_ps,  # [R] float32
+    checked,  # [1] bool
     sums,  # [NUM_SUMS, R, NUM_BLOCKS] float64
     stride,
     q_stride,
@@ -207,14 +250,12 @@ def _sum_blocks(  # noqa: PLR0913
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     Q: tl.constexpr,
-    CHECKED: tl.constexpr,
-    RANKED: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     draft = tl.load(drafts + row)
     judged = draft >= 0
-    p = tl.where(inside, _target(x, token, row, True, facts, temperature, greedy, num_rows), 0.0)
+    p = tl.where(inside, _target(x, token, row, True, facts, floors, temperature, greedy, num_rows), 0.0)
     q_row = _draft_prob(q, columns, q_stride, _place(packed, places, row, judged, Q), draft, token, inside, Q)
     left = _left(p, q_row)
     place = row * NUM_BLOCKS + block
@@ -227,14 +268,57 @@ def _sum_blocks(  # noqa: PLR0913
         is_damaged = tl.max((q_row != q_row).to(tl.int32), axis=0) > 0
         least = tl.where(is_damaged, float("nan"), tl.min(q_row, axis=0))
         tl.store(sums + LEAST_Q * size + place, least.to(tl.float64))
-    if RANKED:
-        own = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)
-        tl.store(sums + ABOVE * size + place, tl.sum((x > own).to(tl.int32), axis=0).to(tl.float64))
-    if CHECKED:
+    own = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)
+    tl.store(sums + ABOVE * size + place, tl.sum((x > own).to(tl.int32), axis=0).to(tl.float64))
+    if _is_filtered(log_min_ps, top_ks, top_ps, row, VOCABULARY):
+        highest = tl.load(facts + HIGHEST * num_rows + row)
+        number, mass = _likelier(x, own, tl.load(temperature + row), highest)
+        tl.store(sums + NUM_LIKELIER * size + place, number)
+        tl.store(sums + LIKELIER * size + place, mass)
+    if tl.load(checked) != 0:
         tl.store(sums + SQUARE_P * size + place, tl.sum(p * p, axis=0).to(tl.float64))
         tl.store(sums + SQUARE_Q * size + place, tl.sum(q_row * q_row, axis=0).to(tl.float64))
         tl.store(sums + SQUARE_LEFT * size + place, tl.sum(left * left, axis=0).to(tl.float64))
         tl.store(sums + CUBE_LEFT * size + place, tl.sum(left * left * left, axis=0).to(tl.float64))
+
+
+@_kernel
+def _choose_blocks(  # noqa: PLR0913
+    logits,
+    temperature,
+    greedy,
+    facts,
+    floors,
+    entries,  # [R] int64
+    coupled,  # [E] bool
+    seeds,  # [R] int64
+    positions,  # [R] int64
+    choices,  # [2, R, NUM_BLOCKS] float64: the highest log p + noise, and the first token that has it
+    stride,
+    num_rows,
+    VOCABULARY: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(coupled + tl.load(entries + row)) == 0:
+        return
+    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
+    p = _target(x, token, row, True, facts, floors, temperature, greedy, num_rows)
+    highest, place = best_choice(p, tl.load(seeds + row), tl.load(positions + row), token, inside)
+    tl.store(choices + row * NUM_BLOCKS + block, highest)
+    tl.store(choices + (num_rows + row) * NUM_BLOCKS + block, (block * BLOCK + place).to(tl.float64))
+
+
+@triton.jit
+def _choices(choices, rows, there, num_rows, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    """[L] int64, the token that each of some rows [L] chooses."""
+    block = tl.arange(0, PADDED)[None, :]
+    place, exists = rows[:, None] * NUM_BLOCKS + block, there[:, None] & (block < NUM_BLOCKS)
+    highest = tl.load(choices + place, mask=exists, other=-float("inf"))
+    token = tl.load(choices + num_rows * NUM_BLOCKS + place, mask=exists, other=0.0)
+    is_best = block == tl.argmax(highest, axis=1)[:, None]
+    return tl.sum(tl.where(is_best, token, 0.0), axis=1).to(tl.int64)
 
 
 @_kernel
@@ -243,11 +327,14 @@ def _settle_entries(  # noqa: PLR0913
     temperature,
     greedy,
     facts,
+    floors,
     q,
     columns,
     packed,
     places,
     drafts,
+    coupled,
+    choices,
     sums,
     first_rows,  # [E] int64
     counts,  # [E] int64
@@ -268,6 +355,7 @@ def _settle_entries(  # noqa: PLR0913
 ):
     entry, num_entries = tl.program_id(0), tl.num_programs(0)
     first, count = tl.load(first_rows + entry), tl.load(counts + entry)
+    is_coupled = tl.load(coupled + entry) != 0
     accepted, alive = count, count
     overlap = count.to(tl.float64) * 0.0
     blocks = tl.arange(0, PADDED)
@@ -276,11 +364,13 @@ def _settle_entries(  # noqa: PLR0913
         there, row = lane < count, first + lane
         draft = tl.load(drafts + row, mask=there, other=0)
         x = tl.load(logits + row * stride + draft, mask=there, other=0.0).to(tl.float32)
-        p = _target(x, draft, row, there, facts, temperature, greedy, num_rows)
+        p = _target(x, draft, row, there, facts, floors, temperature, greedy, num_rows)
         own = _draft_prob(q, columns, q_stride, _place(packed, places, row, there, Q), draft, draft, there, Q)
         coin = tl.load(accept_uniforms + row, mask=there, other=0.0)
         # In float64 neither product underflows. A token of p = 0 or q = 0 never survives, whatever the coin.
         survives = (coin * own.to(tl.float64) < p.to(tl.float64)) & (p > 0) & (own > 0)
+        if is_coupled:
+            survives = draft == _choices(choices, row, there, num_rows, NUM_BLOCKS, PADDED)
         accepted = tl.minimum(accepted, tl.min(tl.where(there & ~survives, lane, count), axis=0))
         alive = tl.minimum(alive, tl.min(tl.where(there & ~(p > 0), lane, count), axis=0))
         reached = there & (lane <= accepted)
@@ -296,11 +386,15 @@ def _settle_entries(  # noqa: PLR0913
     block = _first_above(tl.cumsum(masses, axis=0), masses, blocks, threshold)
     before = tl.sum(tl.where(blocks < block, masses, 0.0), axis=0)
     x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
-    p = tl.where(inside, _target(x, token, row, True, facts, temperature, greedy, num_rows), 0.0)
+    p = tl.where(inside, _target(x, token, row, True, facts, floors, temperature, greedy, num_rows), 0.0)
     draft = tl.load(drafts + row)
     q_row = _draft_prob(q, columns, q_stride, _place(packed, places, row, draft >= 0, Q), draft, token, inside, Q)
     mass = tl.where(from_p, p, _left(p, q_row)).to(tl.float64)
     chosen = _first_above(tl.cumsum(mass, axis=0), mass, token, threshold - before)
+    if is_coupled:
+        last = row + tl.zeros([1], tl.int64)
+        chosen = tl.max(_choices(choices, last, last >= 0, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        overlap = accepted.to(tl.float64)  # the rule has no uniform of its own: what was expected is what happened
     tl.store(num_accepted + entry, accepted.to(tl.float64))
     tl.store(token_ids + entry, chosen.to(tl.float64))
     tl.store(expected + entry, overlap)
@@ -326,16 +420,22 @@ def _compare_blocks(  # noqa: PLR0913
     temperature,
     greedy,
     facts,
+    floors,
     q,
     columns,
     packed,
     places,
     drafts,
+    log_min_ps,
+    top_ks,
+    top_ps,
+    checked,  # [1] bool
+    reported,  # [1] bool
     first_rows,
     num_accepted,
     token_ids,
     drawn,
-    compared,  # [2, E, NUM_BLOCKS] float64
+    compared,  # [NUM_COMPARED, E, NUM_BLOCKS] float64
     stride,
     q_stride,
     num_rows,
@@ -343,26 +443,30 @@ def _compare_blocks(  # noqa: PLR0913
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     Q: tl.constexpr,
-    RANKED: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ):
     entry, block, num_entries = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(first_rows + entry) + tl.load(num_accepted + entry).to(tl.int64)
-    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
     place = entry * NUM_BLOCKS + block
-    if RANKED:
-        chosen = tl.load(token_ids + entry).to(tl.int64)
-        own = tl.load(logits + row * stride + chosen).to(tl.float32)
-        above = tl.sum((x > own).to(tl.int32), axis=0).to(tl.float64)
-        tl.store(compared + LAST_ABOVE * num_entries * NUM_BLOCKS + place, above)
-    if OVERLAPPED:
+    size = num_entries * NUM_BLOCKS
+    is_ranked = (tl.load(reported) != 0) | _is_filtered(log_min_ps, top_ks, top_ps, row, VOCABULARY)
+    is_checked = (tl.load(checked) != 0) & (Q != POINT_MASS)
+    if ~(is_ranked | is_checked):
+        return
+    x, token, inside = _load_block(logits, row, stride, block, VOCABULARY, BLOCK)
+    if is_ranked:
+        own = tl.load(logits + row * stride + tl.load(token_ids + entry).to(tl.int64)).to(tl.float32)
+        number, mass = _likelier(x, own, tl.load(temperature + row), tl.load(facts + HIGHEST * num_rows + row))
+        tl.store(compared + LAST_ABOVE * size + place, tl.sum((x > own).to(tl.int32), axis=0).to(tl.float64))
+        tl.store(compared + LAST_NUM_LIKELIER * size + place, number)
+        tl.store(compared + LAST_LIKELIER * size + place, mass)
+    if is_checked:
         draft = tl.load(drafts + row)
         q_place = _place(packed, places, row, draft >= 0, Q)
         q_row = _draft_prob(q, columns, q_stride, q_place, draft, token, inside, Q)
-        p = tl.where(inside, _target(x, token, row, True, facts, temperature, greedy, num_rows), 0.0)
+        p = tl.where(inside, _target(x, token, row, True, facts, floors, temperature, greedy, num_rows), 0.0)
         total = tl.load(drawn + LEFT_TOTAL * num_entries + entry).to(tl.float32)
         overlap = tl.sum(_minimum(_left(p, q_row) / total, q_row), axis=0).to(tl.float64)
-        tl.store(compared + LAST_OVERLAP * num_entries * NUM_BLOCKS + place, overlap)
+        tl.store(compared + LAST_OVERLAP * size + place, overlap)
 
 
 @triton.jit
@@ -379,11 +483,16 @@ def _report_rows(  # noqa: PLR0913
     temperature,
     greedy,
     facts,
+    floors,
     q,
     columns,
     packed,
     places,
     drafts,
+    log_min_ps,
+    top_ks,
+    top_ps,
+    reported,  # [1] bool
     sums,
     compared,
     entries,  # [R] int64
@@ -399,10 +508,10 @@ def _report_rows(  # noqa: PLR0913
     num_rows,
     num_entries,
     mass_rounding,
+    VOCABULARY: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     Q: tl.constexpr,
-    RANKED: tl.constexpr,
     PROCESSED: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):
@@ -411,10 +520,22 @@ def _report_rows(  # noqa: PLR0913
     draft, judged, accepted, reached, emitted = _verdict_at(drafts, num_accepted, token_ids, row, entry, offset)
     place = _place(packed, places, row, judged, Q)
     x = tl.load(logits + row * stride + emitted).to(tl.float32)
-    p_emitted = _target(x, emitted, row, True, facts, temperature, greedy, num_rows)
+    p_emitted = _target(x, emitted, row, True, facts, floors, temperature, greedy, num_rows)
     q_draft = _draft_prob(q, columns, q_stride, place, draft, draft, judged, Q)
-    highest = tl.load(facts + HIGHEST * num_rows + row)
-    code = tl.where(reached & ~(p_emitted > 0), P_ZERO, 0)  # NaN is not above 0 either
+    highest, own = tl.load(facts + HIGHEST * num_rows + row), tl.load(temperature + row)
+    top_k, top_p, log_min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(log_min_ps + row)
+    code = 0
+    if has_filters(log_min_p, top_k, top_p, VOCABULARY):
+        number = tl.sum(_of_row(sums, NUM_LIKELIER, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        mass = tl.sum(_of_row(sums, LIKELIER, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        last_number = tl.sum(_of_row(compared, LAST_NUM_LIKELIER, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+        last_mass = tl.sum(_of_row(compared, LAST_LIKELIER, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
+        number, mass = tl.where(accepted, number, last_number), tl.where(accepted, mass, last_mass)
+        total = tl.load(facts + ALL_TOTAL * num_rows + row).to(tl.float64)
+        outside = (number >= top_k) | (mass > (top_p + _EDGE_ROUNDING) * total)
+        outside |= _soft(x, own, highest) < tl.exp(log_min_p) * (1 - 10 * _EDGE_ROUNDING)
+        code = tl.where(reached & outside, SUPPORT, 0)
+    code = tl.where(reached & ~(p_emitted > 0), P_ZERO, code)  # NaN is not above 0 either
     if Q != POINT_MASS:
         mass = tl.sum(_of_row(sums, Q_MASS, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
         each = _of_row(sums, LEAST_Q, row, num_rows, NUM_BLOCKS, PADDED)
@@ -425,11 +546,11 @@ def _report_rows(  # noqa: PLR0913
     code = tl.where(reached & ~(highest < float("inf")), NOT_FINITE, code)
     tl.store(judged_drafts + row, draft.to(tl.float64))
     tl.store(broken + row, code.to(tl.float64))
-    if RANKED:
+    if tl.load(reported) != 0:
         value = x
         if PROCESSED:
-            own = tl.load(temperature + row)
             value, highest = tl.div_rn(x, own), tl.div_rn(highest, own)
+            value = tl.where(value < tl.load(floors + row), -float("inf"), value)
         if NORMALIZED:
             which = SOFT_TOTAL if PROCESSED else RAW_TOTAL
             value = value - highest - tl.log(tl.load(facts + which * num_rows + row))
@@ -445,11 +566,12 @@ def _keep(terms, which: tl.constexpr, row, num_rows, value, where):
 
 
 @_kernel
-def _take_terms(  # noqa: PLR0913
+def _take_terms(  # noqa: PLR0913, PLR0915
     logits,
     temperature,
     greedy,
     facts,
+    floors,
     q,
     columns,
     packed,
@@ -462,7 +584,9 @@ def _take_terms(  # noqa: PLR0913
     offsets,
     num_accepted,
     token_ids,
+    checked,  # [1] bool
     counted,  # [E] bool
+    coupled,
     terms,  # [NUM_TERMS + 1, R] float64: NaN where there is none; in the last row, what sum(min(p, q)) could achieve
     stride,
     q_stride,
@@ -474,17 +598,21 @@ def _take_terms(  # noqa: PLR0913
     PADDED: tl.constexpr,
     Q: tl.constexpr,
 ):
+    if tl.load(checked) == 0:
+        return
     row = tl.program_id(0).to(tl.int64)
     entry, offset = tl.load(entries + row), tl.load(offsets + row)
     draft, judged, accepted, reached, emitted = _verdict_at(drafts, num_accepted, token_ids, row, entry, offset)
     drawn_token = tl.load(token_ids + entry).to(tl.int64)
     x = tl.load(logits + row * stride + emitted).to(tl.float32)
-    p_emitted = _target(x, emitted, row, True, facts, temperature, greedy, num_rows)
+    p_emitted = _target(x, emitted, row, True, facts, floors, temperature, greedy, num_rows)
     x = tl.load(logits + row * stride + draft, mask=judged, other=0.0).to(tl.float32)
-    p_draft = tl.where(judged, _target(x, draft, row, True, facts, temperature, greedy, num_rows), 0.0)
+    p_draft = tl.where(judged, _target(x, draft, row, True, facts, floors, temperature, greedy, num_rows), 0.0)
     overlap = tl.sum(_of_row(sums, OVERLAP, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
     square_p = tl.sum(_of_row(sums, SQUARE_P, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-    counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
+    all_counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
+    is_coupled = tl.load(coupled + entry) != 0
+    counts, coupled_counts = all_counts & ~is_coupled, all_counts & is_coupled & reached
     total = tl.load(drawn + LEFT_TOTAL * num_entries + entry)
     below = tl.load(drawn + BELOW * num_entries + entry) / total
     own = tl.load(drawn + OWN * num_entries + entry) / total
@@ -494,35 +622,43 @@ def _take_terms(  # noqa: PLR0913
     is_open = is_last & (1 - cube > least_spread)
     came, here = counts & reached & judged, counts & judged
     survived = accepted.to(tl.float64)
-    _keep(terms, 0, row, num_rows, p_emitted - square_p, counts & reached)
-    if Q == POINT_MASS:
-        enough = (1 - p_draft > least_residual) & (drawn_token != draft)
-        varies = cube - square * square > least_spread * cube
-        _keep(terms, 1, row, num_rows, survived - overlap, came)
-        _keep(terms, 2, row, num_rows, own - square, is_last & judged & enough & varies)
-        _keep(terms, 3, row, num_rows, 2 * below + own - 1, is_open & enough)
-        _keep(terms, 4, row, num_rows, overlap, reached & judged)
-    else:
+    q_draft, q_emitted = judged.to(tl.float32), (judged & (emitted == draft)).to(tl.float32)
+    if Q != POINT_MASS:
         place = _place(packed, places, row, judged, Q)
         q_draft = _draft_prob(q, columns, q_stride, place, draft, draft, judged, Q)
         q_emitted = _draft_prob(q, columns, q_stride, place, draft, emitted, judged, Q)
+    against = tl.minimum(q_emitted / tl.maximum(p_emitted, _TINY), 1.0)
+    _keep(terms, 0, row, num_rows, p_emitted - square_p, coupled_counts)
+    _keep(terms, 1, row, num_rows, against - overlap, coupled_counts & judged & (p_emitted > 0))
+    if Q == POINT_MASS:
+        enough = (1 - p_draft > least_residual) & (drawn_token != draft)
+        varies = cube - square * square > least_spread * cube
+        _keep(terms, 2, row, num_rows, p_emitted - square_p, counts & reached)
+        _keep(terms, 3, row, num_rows, survived - overlap, came)
+        _keep(terms, 4, row, num_rows, own - square, is_last & judged & enough & varies)
+        _keep(terms, 5, row, num_rows, 2 * below + own - 1, is_open & enough)
+        _keep(terms, 6, row, num_rows, overlap, reached & judged)
+    else:
         chance = tl.minimum(p_draft / tl.maximum(q_draft, _TINY, propagate_nan=tl.PropagateNan.ALL), 1.0)
         square_q = tl.sum(_of_row(sums, SQUARE_Q, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
-        against = tl.minimum(q_emitted / tl.maximum(p_emitted, _TINY), 1.0)
         residual = tl.sum(_of_row(compared, LAST_OVERLAP, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
         replaced = tl.minimum(q_emitted.to(tl.float64) / tl.maximum(own, _TINY), 1.0)
-        _keep(terms, 1, row, num_rows, against - overlap, came & (p_emitted > 0))
-        _keep(terms, 2, row, num_rows, chance - overlap, here)
-        _keep(terms, 3, row, num_rows, q_draft - square_q, here)
-        _keep(terms, 4, row, num_rows, survived - overlap, came)
-        _keep(terms, 5, row, num_rows, survived - chance, came)
-        _keep(terms, 6, row, num_rows, replaced - residual, is_open & judged)
-        _keep(terms, 7, row, num_rows, 2 * below + own - 1, is_open)
-        _keep(terms, 8, row, num_rows, overlap, reached & judged)
+        _keep(terms, 2, row, num_rows, chance - overlap, coupled_counts & judged)
+        _keep(terms, 3, row, num_rows, q_draft - square_q, coupled_counts & judged)
+        _keep(terms, 4, row, num_rows, p_emitted - square_p, counts & reached)
+        _keep(terms, 5, row, num_rows, against - overlap, came & (p_emitted > 0))
+        _keep(terms, 6, row, num_rows, chance - overlap, here)
+        _keep(terms, 7, row, num_rows, q_draft - square_q, here)
+        _keep(terms, 8, row, num_rows, survived - overlap, came)
+        _keep(terms, 9, row, num_rows, survived - chance, came)
+        _keep(terms, 10, row, num_rows, replaced - residual, is_open & judged)
+        _keep(terms, 11, row, num_rows, 2 * below + own - 1, is_open)
+        _keep(terms, 12, row, num_rows, overlap, reached & judged)
 
 
 @_kernel
 def _sum_terms(  # noqa: PLR0913
+    checked,  # [1] bool
     terms,  # [NUM_TERMS + 1, R] float64
     stakes,  # [NUM_STAKES] float64
     achievable,  # [1] float64
@@ -532,6 +668,8 @@ def _sum_terms(  # noqa: PLR0913
     PADDED_STAKES: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    if tl.load(checked) == 0:
+        return
     which, num_terms = tl.program_id(0), tl.num_programs(0) - 1
     stake = tl.arange(0, PADDED_STAKES)
     bets = tl.load(stakes + stake, mask=stake < NUM_STAKES, other=0.0)

@@ -14,7 +14,7 @@ from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import PointMass
 
 MASS_ROUNDING = 1e-3  # of a distribution's mass; float32 sums of a vocabulary are far closer
-_EDGE_ROUNDING = 1e-5  # of the mass that lies before a nucleus' edge
+EDGE_ROUNDING = 1e-5  # of the mass that lies before a nucleus' edge
 
 ROW_KINDS = ("not_finite", "no_token", "law", "q_zero", "p_zero", "support")
 """What `broken_rows` reports, in its order."""
@@ -56,13 +56,13 @@ def outside_filters(adjusted: Tensor, temperature: Tensor, filters: Filters, emi
     """
     distribution = torch.softmax(adjusted / temperature, dim=-1)
     own = distribution.gather(1, emitted[:, None])
-    likelier = distribution > own * (1 + _EDGE_ROUNDING)
+    likelier = distribution > own * (1 + EDGE_ROUNDING)
     too_far = likelier.sum(dim=-1) >= filters.top_k
     # Of all mass, of what is kept it is more. A float32 softmax of a large vocabulary does not add up to 1 so closely.
     above, total = ((distribution * rows).sum(dim=-1, dtype=torch.float64) for rows in (likelier, 1))
-    too_far |= above > (filters.top_p + _EDGE_ROUNDING) * total
+    too_far |= above > (filters.top_p + EDGE_ROUNDING) * total
     if filters.min_p is not None:
-        too_far |= own[:, 0] < distribution.amax(dim=-1) * filters.min_p * (1 - 10 * _EDGE_ROUNDING)
+        too_far |= own[:, 0] < distribution.amax(dim=-1) * filters.min_p * (1 - 10 * EDGE_ROUNDING)
     return too_far
 
 

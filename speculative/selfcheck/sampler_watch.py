@@ -148,6 +148,6 @@ def round_terms(
     last = rows.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0]
     verified = VerifyOutput(num_accepted, last, probs.new_zeros(len(drafting), dtype=torch.float64))
     own = torch.tensor([counted[row] for row in drafting], device=device)
-    scope = Scope("token_wise", own, coupled=[False] * len(drafting))
+    scope = Scope("token_wise", own)
     at_rows = torch.where(known["offsets"] < num_accepted[entries], drafts, last[entries]).clamp(min=0)
     return take_terms(step, verified, at_rows, scope).to_host()

@@ -27,7 +27,6 @@ The chances are computed here from p and q, not taken from the verifier that is 
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +46,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 _RUN = 256  # tokens; far fewer than a vocabulary, far more than nothing
 CHECKS_OF_SAMPLED = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # of token-wise verification, in the kernels' order
 CHECKS_OF_DETERMINISTIC = ("d", "a", "r", "g")  # the same where drafts are deterministic
+COUPLED_CHECKS_OF_SAMPLED = ("coupled_d", "coupled_c", "coupled_a_prime", "coupled_e")
+COUPLED_CHECKS_OF_DETERMINISTIC = ("coupled_d", "coupled_c")
 LEAST_RESIDUAL = 0.05  # that p leaves beside a deterministic draft; with less, rounding in sum(p^2) is a bias
 LEAST_SPREAD = 0.01  # of what an entirely open distribution has; rounding is 1e-6 of a term
 
@@ -57,12 +58,12 @@ class Scope:
 
     verifier: of the entries that are not coupled.
     counted: [E] bool, entries whose terms count: chosen before anything of the step was drawn.
-    coupled: [E] whether the coupled verifier judges an entry, on the host.
+    coupled: [E] bool, entries that the coupled verifier judges; None where it judges none.
     """
 
     verifier: Literal["token_wise", "block"]
     counted: Tensor
-    coupled: Sequence[bool]
+    coupled: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,13 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
     facts = _gather_facts(step, verified, emitted)
     counts = scope.counted[step.entries] & facts.alive
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    if any(scope.coupled):
-        coupled = torch.tensor(scope.coupled, device=counts.device)[step.entries]
+    if scope.coupled is not None:
+        coupled = scope.coupled[step.entries]
         for name, (values, where) in _of_distributions(step, facts, chosen_twice=False).items():
             found[f"coupled_{name}"] = (values, where & counts & coupled & facts.reached)
         counts = counts & ~coupled
-    if not all(scope.coupled):
-        for name, (values, where) in _of_rejection(step, verified, emitted, facts, scope.verifier).items():
-            found[name] = (values, where & counts)
+    for name, (values, where) in _of_rejection(step, verified, emitted, facts, scope.verifier).items():
+        found[name] = (values, where & counts)
     reached_drafts = torch.where(facts.reached & step.judged, facts.overlap, 0.0)
     return Terms(tuple(found), _sum_up(list(found.values())), reached_drafts.nan_to_num().sum(dtype=torch.float64))
 

@@ -5,6 +5,7 @@ A few copies to the host end it. On the way the self-checks take their terms and
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,22 +81,27 @@ class Sampler:
         return adjust(logits, row_contexts(layout, masks), self.eos_token_ids)
 
     def _verify(self, layout: StepInput, step: VerifyInput) -> VerifyOutput:
-        coupled = self._coupled(layout)
-        if all(coupled):
+        coupled = self.coupled(layout)
+        if coupled.all():
             return verify_coupled(step)
-        if not any(coupled):
+        if not coupled.any():
             return self.verify(step)
-        return verify_mixed(step, torch.tensor(coupled, device=self._device), verify_coupled, self.verify)
+        return verify_mixed(step, torch.from_numpy(coupled).to(self._device), verify_coupled, self.verify)
 
-    def _coupled(self, layout: StepInput) -> list[bool]:
+    def coupled(self, layout: StepInput) -> Bools:
         """[E] which entries the coupled verifier judges."""
-        return [self._all_coupled or entry.sequence.params.reproducible for entry in layout.drawing]
+        return np.array([self._all_coupled or entry.sequence.params.reproducible for entry in layout.drawing], np.bool_)
 
     # -- self-checks --------------------------------------------------------------------------------------------
 
     def _terms(self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> Terms:
         counted = self.self_check.counted([entry.sequence for entry in layout.drawing])
-        scope = Scope(self._verifier, torch.from_numpy(counted).to(self._device), self._coupled(layout))
+        coupled = self.coupled(layout)
+        scope = Scope(
+            self._verifier,
+            torch.from_numpy(counted).to(self._device),
+            torch.from_numpy(coupled).to(self._device) if coupled.any() else None,
+        )
         return self.ops.take_terms(step, verified, emitted, scope).to_host()
 
     def check_on_host(

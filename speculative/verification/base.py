@@ -29,6 +29,7 @@ class VerifyInput:
     sample_uniforms: [R] float64 in (0, 1), for the token sampled at this row if it is the last one: purpose
         residual where a draft was rejected, purpose bonus in the last row.
     seeds, positions: [R] int64, the request's seed (as two's complement) and the position of the token drawn there.
+    longest: the most drafts that an entry may have; None = whatever the offsets say, which a GPU's host waits for.
     prepared: what an implementation keeps of this step between its calls; a copy of the step starts without it.
 
     Raises:
@@ -47,6 +48,7 @@ class VerifyInput:
     sample_uniforms: Tensor
     seeds: Tensor
     positions: Tensor
+    longest: int | None = None
     prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

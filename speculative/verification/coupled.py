@@ -6,18 +6,48 @@ is that token. What is emitted is a function of seed, prefix and p alone: specul
 gives the same text, at any temperature.
 """
 
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speculative.sampling.rng import gumbel
 from speculative.verification.base import VerifyInput, VerifyOutput
 
 
 def verify_coupled(step: VerifyInput) -> VerifyOutput:
-    """Accept the drafts that equal the target's own choice.
+    """Accept the drafts that equal the target's own choice."""
+    return accept_choice(step, (step.probs.log() + step.noise()).argmax(dim=-1))
+
+
+def accept_choice(step: VerifyInput, choice: Tensor) -> VerifyOutput:
+    """Accept the drafts that equal what the target chose at each row, [R].
 
     The rule has no coin of its own, so what was expected is reported as what was observed.
     """
-    choice = (step.probs.log() + step.noise()).argmax(dim=-1)  # [R]
     num_accepted = step.leading(step.drafts == choice)
     return VerifyOutput(
         num_accepted=num_accepted,
         token_ids=choice[step.first_rows + num_accepted],
         expected_accepted=num_accepted.to(step.probs.dtype),
     )
+
+
+class NoiseRows(NamedTuple):
+    """Which of E rows choose with noise, and which noise. coupled: [E] bool. seeds, positions: [E] int64, as for
+    `gumbel`."""
+
+    coupled: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+def choose(probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """[E] the column of each draft: chosen from its distribution [E, W] with the noise of its target token where the
+    row is coupled, else as in `columns` [E].
+
+    ids: [W] the token of each column; None where it is the column.
+    """
+    noise = gumbel(rows.seeds, rows.positions, vocab_size)
+    choice = (probs.log() + (noise if ids is None else noise[:, ids])).argmax(dim=-1)
+    return torch.where(rows.coupled, choice, columns)

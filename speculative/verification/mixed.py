@@ -16,3 +16,12 @@ def verify_mixed(step: VerifyInput, chosen: Tensor, theirs: Verifier, others: Ve
         token_ids[entries] = part.token_ids
         expected[entries] = part.expected_accepted.to(expected.dtype)
     return VerifyOutput(num_accepted, token_ids, expected)
+
+
+def merge(chosen: Tensor, theirs: VerifyOutput, others: VerifyOutput) -> VerifyOutput:
+    """Of two verdicts on the same entries, one for those of `chosen` [E] bool, and the other for the rest."""
+    return VerifyOutput(
+        torch.where(chosen, theirs.num_accepted, others.num_accepted),
+        torch.where(chosen, theirs.token_ids, others.token_ids),
+        torch.where(chosen, theirs.expected_accepted, others.expected_accepted),
+    )

@@ -65,7 +65,7 @@ class VerifyRows:
         """Each array by the name of its field."""
         return dict(zip(_FIELDS, (*self.rows, *self.entries, *self.uniforms), strict=True))
 
-    def on_device(self, device: torch.device) -> dict[str, Tensor]:
+    def on_device(self, device: torch.device) -> dict[str, Any]:
         """Each field as a tensor there, by three copies."""
         moved = [torch.from_numpy(array).to(device) for array in (self.rows, self.entries, self.uniforms)]
         return dict(zip(_FIELDS, (row for array in moved for row in array.unbind()), strict=True))

@@ -12,7 +12,7 @@ from speculative.selfcheck.eprocess import STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
 from speculative.selfcheck.terms import CHECKS_OF_DETERMINISTIC, CHECKS_OF_SAMPLED, LEAST_RESIDUAL, LEAST_SPREAD, Scope
 from speculative.state.batch import Terms
-from speculative.verification import block
+from speculative.verification import block, coupled
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.draft_probs import PointMass, SubVocabulary
 from speculative.vocabulary.ops import TorchOps, VocabularyOps
@@ -20,6 +20,8 @@ from speculative.vocabulary.ops import TorchOps, VocabularyOps
 
 class KernelOps:
     """`VocabularyOps` for float32 on a CPU."""
+
+    choose = staticmethod(coupled.choose)
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -68,7 +70,7 @@ class KernelOps:
         return self._kernels.broken_rows(_struct(step), *found, MASS_ROUNDING)
 
     def take_terms(self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope: Scope) -> Terms:
-        if scope.verifier != "token_wise" or any(scope.coupled):
+        if scope.verifier != "token_wise" or scope.coupled is not None:
             return terms.take_terms(step, verified, emitted, scope)
         struct = _struct(step)
         checks = CHECKS_OF_SAMPLED if struct.q else CHECKS_OF_DETERMINISTIC

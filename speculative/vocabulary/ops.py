@@ -13,8 +13,9 @@ from speculative.sampling.probs import Filters, SamplingRows
 from speculative.selfcheck import invariants, terms
 from speculative.selfcheck.terms import Scope
 from speculative.state.batch import Terms
-from speculative.verification import base, block, token_wise
+from speculative.verification import base, block, coupled, token_wise
 from speculative.verification.base import VerifyInput, VerifyOutput
+from speculative.verification.coupled import NoiseRows
 
 
 class VocabularyOps(Protocol):
@@ -31,6 +32,9 @@ class VocabularyOps(Protocol):
 
     def draw_last(self, step: VerifyInput, rows: Tensor, shares: Tensor | None = None) -> Tensor:
         """[E] int64, the token after the accepted drafts; rows: [E], which each entry came to. shares: [E] of p."""
+
+    def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
+        """[E] int64, the columns of coupled drafts, from distributions [E, W]; those of others are given."""
 
     def verify_token_wise(self, step: VerifyInput) -> VerifyOutput:
         """Accept each draft by its own coin, up to the first that is rejected."""
@@ -56,6 +60,7 @@ class TorchOps:
     target_probs = staticmethod(probs.target_probs)
     draw = staticmethod(probs.draw)
     draw_last = staticmethod(base.draw_last)
+    choose = staticmethod(coupled.choose)
     verify_token_wise = staticmethod(token_wise.verify_token_wise)
     verify_block = staticmethod(block.verify_block)
     emitted_at_rows = staticmethod(base.emitted_at_rows)

@@ -12,12 +12,12 @@ from speculative.gpu.logit_edits import LogitEdits, StepEdits
 from speculative.gpu.packed_attention import SendPacked
 from speculative.gpu.paged_attention import SPLIT_TOKENS, AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_edits import torch_edit
-from speculative.gpu.row_judge import RowFields, Wanted
+from speculative.gpu.row_judge import RowFields
 from speculative.model.attention import StepAttention
 from speculative.state.batch import AttentionRows
 from tests.support.edited_rows import ALL as EDITED_ROWS
 from tests.support.edited_rows import EOS, layout_of, logits_of, masks_of, rows_of
-from tests.support.judged_rows import KINDS, Scene, assert_equal, padded, parts
+from tests.support.judged_rows import KINDS, Scene, assert_equal, filtered, padded, parts
 from tests.support.judged_rows import scene as rows_to_judge
 
 pytestmark = pytest.mark.gpu
@@ -131,16 +131,23 @@ def test_rows_are_judged_as_torch_judges_them(cuda: torch.device, kind: str, siz
 
     given = padded(rows_to_judge(kind, (4, 0, 4, 1, 19, 4), size)).to(cuda)
     given = Scene(given.logits.to(dtype), given.rows, given.sampled)
-    for wanted in (Wanted(False, None), Wanted(True, "raw_logprobs"), Wanted(True, "processed_logits")):
-        assert_equal(TritonJudge(), given, wanted)
+    some = torch.arange(len(given.rows.counts), device=cuda) % 2 == 0
+    filters = filtered(given, (0.0, 0, 1.0), (0.0, 50, 1.0), (0.01, 0, 1.0))
+    for one in (given, filters, filters.with_rows(coupled=some)):
+        for mode in ("raw_logprobs", "processed_logits"):
+            assert_equal(TritonJudge(mode), one, mode)
+    unwanted = torch.tensor([False], device=cuda)
+    assert_equal(TritonJudge("raw_logprobs"), given.with_rows(checked=unwanted, reported=unwanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_judged_rows_bits_depend_on_neither_padding_nor_the_run(cuda: torch.device, kind: str) -> None:
     from speculative.gpu.triton_judge import TritonJudge
 
-    wanted, given = Wanted(False, "processed_logprobs"), rows_to_judge(kind, (4, 0, 4), 49152)
-    alone, again, whole = (parts(TritonJudge(), one.to(cuda), wanted) for one in (given, given, padded(given)))
+    given = filtered(rows_to_judge(kind, (4, 0, 4), 49152), (0.0, 50, 0.9), (0.0, 0, 1.0))
+    given.rows.checked[:] = False
+    judge = TritonJudge("processed_logprobs")
+    alone, again, whole = (parts(judge, one.to(cuda)) for one in (given, given, padded(given)))
     for name, values in alone.items():
         assert torch.equal(again[name], values), "two runs give the same bits"
         assert torch.equal(whole[name][: len(values)], values)
@@ -153,7 +160,7 @@ def test_filters_find_the_floors_that_sorting_finds(cuda: torch.device) -> None:
     logits = torch.randn((len(cases), vocab_size), generator=torch.Generator().manual_seed(0)).to(cuda) * 3
     log_min_p, top_p = (torch.tensor([case[part] for case in cases], device=cuda) for part in (0, 2))
     top_k = torch.tensor([case[1] for case in cases], device=cuda)
-    found, expected = (find(logits, log_min_p.log(), top_k, top_p) for find in (triton_floors, torch_floors))
+    found, expected = (find(logits, None, log_min_p.log(), top_k, top_p) for find in (triton_floors, torch_floors))
     kept = [(logits >= floors[:, None]).sum(dim=-1) for floors in (found, expected)]
     assert kept[0][0] == vocab_size
     assert kept[0][1] == 40

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge, Wanted, columns_of
+from speculative.config import LogprobsMode
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge, columns_of
 from speculative.vocabulary.ops import TorchOps
 
 VOCABULARY, WIDTH = 203, 75
@@ -27,6 +28,10 @@ class Scene:
         rows = RowFields(*(tensor.to(device) for tensor in self.rows))
         sampled = self.sampled and SampledFrom(*(part if part is None else part.to(device) for part in self.sampled))
         return Scene(self.logits.to(device), rows, sampled)
+
+    def with_rows(self, **changes: Tensor) -> "Scene":
+        """With other fields."""
+        return Scene(self.logits, self.rows._replace(**changes), self.sampled)
 
     def q_at(self, row: int) -> Tensor:
         """[V] what the draft of a row was sampled from."""
@@ -85,6 +90,12 @@ def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, s
         accept_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
         sample_uniforms=torch.rand(num_rows, generator=random, dtype=torch.float64),
         counted=torch.arange(len(counts)) % 4 != 3,
+        seeds=torch.randint(-(2**63), 2**63 - 1, (len(counts),), generator=random)[entries],
+        positions=torch.randint(0, 2**20, (len(counts),), generator=random)[entries] + offsets,
+        coupled=torch.zeros(len(counts), dtype=torch.bool),
+        checked=torch.tensor([True]),
+        reported=torch.tensor([True]),
+        **no_filters(num_rows, size),
     )
     part = (columns_of(ids, size), ids) if kind == "sub-vocabulary" else (None, None)
     return Scene(logits, rows, None if kind == "point mass" else SampledFrom(stored, places, *part, own_columns))
@@ -92,7 +103,7 @@ def scene(kind: str, counts: tuple[int, ...] = COUNTS, size: int = VOCABULARY, s
 
 def padded(given: Scene) -> Scene:
     """With entries and rows of nobody behind, as a captured step has them."""
-    rows, extra = given.rows, NOBODIES + PADDING
+    rows, extra, size = given.rows, NOBODIES + PADDING, given.logits.shape[1]
     num_rows, num_entries = len(rows.drafts), len(rows.counts)
 
     def behind(tensor: Tensor, *values: Any) -> Tensor:
@@ -111,27 +122,53 @@ def padded(given: Scene) -> Scene:
         "accept_uniforms": behind(rows.accept_uniforms, *[0.5] * extra),
         "sample_uniforms": behind(rows.sample_uniforms, *[0.5] * extra),
         "counted": behind(rows.counted, *[False] * NOBODIES),
+        "seeds": behind(rows.seeds, *[0] * extra),
+        "positions": behind(rows.positions, *[0] * extra),
+        "coupled": behind(rows.coupled, *[False] * NOBODIES),
+        "checked": rows.checked,
+        "reported": rows.reported,
+        **{name: behind(getattr(rows, name), *none) for name, none in no_filters(extra, size).items()},
     }
     sampled = given.sampled and given.sampled._replace(places=behind(given.sampled.places, *[0] * PADDING))
-    return Scene(torch.cat([given.logits, torch.zeros(extra, given.logits.shape[1])]), RowFields(**fields), sampled)
+    return Scene(torch.cat([given.logits, torch.zeros(extra, size)]), RowFields(**fields), sampled)
 
 
-def parts(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
-    """The vector's parts, by name."""
-    vector, checks = judge(given.logits, given.rows, given.sampled, wanted)
+def no_filters(num_rows: int, size: int) -> dict[str, Tensor]:
+    return {
+        "log_min_p": torch.full((num_rows,), -torch.inf),
+        "top_k": torch.full((num_rows,), size),
+        "top_p": torch.ones(num_rows),
+    }
+
+
+def filtered(given: Scene, *filters: tuple[float, int, float]) -> Scene:
+    """With min_p, top_k (0 = all) and top_p of its entries, in turn."""
+    own = [filters[entry % len(filters)] for entry in given.rows.entries.tolist()]
+    size, device = given.logits.shape[1], given.logits.device
+    return given.with_rows(
+        log_min_p=torch.tensor([min_p for min_p, _, _ in own], device=device).log(),
+        top_k=torch.tensor([min(top_k, size) or size for _, top_k, _ in own], device=device),
+        top_p=torch.tensor([top_p for _, _, top_p in own], device=device),
+    )
+
+
+def parts(judge: RowJudge, given: Scene) -> dict[str, Tensor]:
+    """The vector's parts that were wanted, by name."""
+    vector, checks = judge(given.logits, given.rows, given.sampled)
     num_rows, num_entries = len(given.rows.drafts), len(given.rows.counts)
     sizes = {"accepted": num_entries, "tokens": num_entries, "drafts": num_rows, "broken": num_rows}
-    sizes |= {"expected": num_entries}
-    if wanted.logprobs is not None:
-        sizes |= {"values": num_rows, "ranks": num_rows}
-    if wanted.checked:
-        sizes |= {"achievable": 1} | dict.fromkeys(checks, 16)
+    sizes |= {"expected": num_entries, "values": num_rows, "ranks": num_rows, "achievable": 1} | dict.fromkeys(
+        checks, 16
+    )
     assert vector.dtype == torch.float64 and len(vector) == sum(sizes.values())
-    return dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
+    found = dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
+    unwanted = () if given.rows.reported else ("values", "ranks")
+    unwanted += () if given.rows.checked else ("achievable", *checks)
+    return {name: values for name, values in found.items() if name not in unwanted}
 
 
-def assert_equal(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Tensor]:
-    ours, theirs = parts(judge, given, wanted), parts(TorchJudge(TorchOps()), given, wanted)
+def assert_equal(judge: RowJudge, given: Scene, mode: LogprobsMode = "raw_logprobs") -> dict[str, Tensor]:
+    ours, theirs = parts(judge, given), parts(torch_judge(mode), given)
     assert ours.keys() == theirs.keys()
     for name in ("accepted", "tokens", "drafts", "broken"):
         assert ours[name].tolist() == theirs[name].tolist(), name
@@ -140,3 +177,8 @@ def assert_equal(judge: RowJudge, given: Scene, wanted: Wanted) -> dict[str, Ten
         where = emitted if name in ("values", "ranks") else slice(None)
         torch.testing.assert_close(ours[name][where], theirs[name][where], rtol=1e-4, atol=3e-5, msg=name)
     return ours
+
+
+def torch_judge(mode: LogprobsMode = "raw_logprobs") -> TorchJudge:
+    """What others are compared with."""
+    return TorchJudge(TorchOps(), mode)

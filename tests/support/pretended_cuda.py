@@ -27,16 +27,19 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from speculative.config import EngineConfig, LogprobsMode
 from speculative.gpu.capture import side_stream
 from speculative.gpu.filters import torch_floors
 from speculative.gpu.graph_step import GraphStep
+from speculative.gpu.judge_choice import make_judge
 from speculative.gpu.packed_attention import PackedRows, SendPacked
 from speculative.gpu.paged_attention import AttentionSizes, PagedRows, TorchAttend
 from speculative.gpu.row_edits import EditFields, torch_edit
-from speculative.gpu.row_judge import RowFields, SampledFrom, TorchJudge, Wanted
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge
 from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
+from speculative.verification.coupled import NoiseRows, choose
 from speculative.vocabulary.ops import TorchOps
 from tests.support.packed_rows import attend_packed
 
@@ -60,6 +63,9 @@ _VIEWS = {
 }
 _FUSED_ON_A_GPU = {"rms_norm"}
 _ATTENTION_LAUNCHES = 2
+_CHOICE_LAUNCHES = 2
+JUDGE_LAUNCHES = 10
+"""Of `TritonJudge`."""
 
 
 class DeviceTensor(Tensor):
@@ -217,13 +223,14 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph_pool_handle": lambda: (0, 1),
             "torch.cuda.CUDAGraph": lambda: _Recording(self),
             "torch.cuda.graph": self._capture,
-            "speculative.gpu.filters.make_find_floors": lambda _: torch_floors,
+            "speculative.gpu.device_ops.make_find_floors": lambda _: torch_floors,
+            "speculative.gpu.device_ops.make_choose": lambda _: self._choose,
             "speculative.gpu.logit_edits.make_edit": lambda _: self._edit_logits,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
             "speculative.gpu.graph_step.make_prepare": lambda size, first, _: SendPacked(
                 size, first, self._attend_packed
             ),
-            "speculative.gpu.verify_graph.make_judge": lambda _: _RowJudge(self),
+            "speculative.gpu.verify_graph.make_judge": self._make_judge,
             "speculative.gpu.graph_step.make_layer_ops": lambda _: _LayerOps(self),
         }
 
@@ -238,6 +245,22 @@ class PretendedCuda(TorchFunctionMode):
             return attend_packed(query, keys, values, rows._replace(spans=spans, blocks=blocks))
 
         return self.opaque(1, attend, *given)  # type: ignore[no-any-return]
+
+    def _choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Any:
+        """In the place of `triton_choose`."""
+        given = [tensor for tensor in (probs, columns, *rows, ids) if tensor is not None]
+        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        assert all(tensor.is_contiguous() for tensor in (columns, *rows))
+
+        def write(probs: Tensor, columns: Tensor, rows: list[Tensor], ids: Tensor | None) -> Tensor:
+            return columns.copy_(choose(probs, columns, NoiseRows(*rows), ids, vocab_size))
+
+        self.opaque(_CHOICE_LAUNCHES, write, probs, columns, list(rows), ids)
+        return columns
+
+    def _make_judge(self, device: torch.device, config: EngineConfig) -> RowJudge:
+        """Block verification has no kernels."""
+        return make_judge(device, config) if config.verifier == "block" else _RowJudge(self, config.logprobs_mode)
 
     @contextmanager
     def _capture(self, graph: _Recording, **_: Any) -> Iterator[None]:
@@ -469,17 +492,16 @@ class _PagedAttention:
 class _RowJudge:
     """In the place of `TritonJudge`."""
 
-    def __init__(self, device: PretendedCuda) -> None:
-        self._device = device
+    def __init__(self, device: PretendedCuda, mode: LogprobsMode) -> None:
+        self._device, self._judge = device, TorchJudge(TorchOps(), mode)
 
-    def __call__(
-        self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None, wanted: Wanted
-    ) -> tuple[Tensor, tuple[str, ...]]:
+    def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
         given = [tensor for tensor in (logits, *rows, *(sampled or ())) if tensor is not None]
         assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
         assert all(tensor.is_contiguous() for tensor in given)
-        dtypes = {"temperature": torch.float32, "greedy": torch.bool, "counted": torch.bool}
+        dtypes = dict.fromkeys(("temperature", "log_min_p", "top_p"), torch.float32)
+        dtypes |= dict.fromkeys(("greedy", "counted", "coupled", "checked", "reported"), torch.bool)
         dtypes |= dict.fromkeys(("accept_uniforms", "sample_uniforms"), torch.float64)
         for name, tensor in rows._asdict().items():
             assert tensor.dtype == dtypes.get(name, torch.int64), name
@@ -491,17 +513,11 @@ class _RowJudge:
 
         def judge(logits: Tensor, rows: list[Tensor], sampled: list[Tensor] | None) -> Tensor:
             nonlocal checks
-            vector, checks = TorchJudge(TorchOps())(logits, RowFields(*rows), sampled and SampledFrom(*sampled), wanted)
+            vector, checks = self._judge(logits, RowFields(*rows), sampled and SampledFrom(*sampled))
             return vector
 
-        launches = judge_launches(wanted, sampled=sampled is not None)
-        out = self._device.opaque(launches, judge, logits, list(rows), None if sampled is None else list(sampled))
-        return out, checks
-
-
-def judge_launches(wanted: Wanted, *, sampled: bool) -> int:
-    """How many kernels `TritonJudge` launches."""
-    return 5 + (wanted.logprobs is not None or (wanted.checked and sampled)) + 2 * wanted.checked
+        sampled_from = None if sampled is None else list(sampled)
+        return self._device.opaque(JUDGE_LAUNCHES, judge, logits, list(rows), sampled_from), checks
 
 
 class _LayerOps:

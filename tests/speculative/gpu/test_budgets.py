@@ -8,7 +8,6 @@ import pytest
 
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
-from speculative.gpu.verify_graph import Kind
 from speculative.request import SamplingParams, Structure
 from tests.support.engines import NO_DRAFTS, settings, tiny_engine
 from tests.support.graph_scenes import VOCABULARY, Alternating, add_all
@@ -35,7 +34,7 @@ BUDGETS = {
     ("none", "biases"): Cost(1, 0, 2),
     ("none", "structure"): Cost(1, 0, 2),
     ("none", "prompt_logprobs"): Cost(1, 0, 2),
-    ("none", "reproducible"): Cost(39, 510, 1),
+    ("none", "reproducible"): Cost(1, 0, 2),
     ("ngram", "plain"): Cost(1, 0, 2),
     ("ngram", "five_logprobs"): Cost(1, 0, 2),
     ("ngram", "penalty"): Cost(1, 0, 2),
@@ -52,17 +51,12 @@ BUDGETS = {
     ("eagle3", "biases"): Cost(1, 0, 4),
     ("eagle3", "structure"): Cost(2, 0, 4),
     ("eagle3", "prompt_logprobs"): Cost(1, 0, 4),
-    ("eagle3", "reproducible"): Cost(62, 1314, 2),
+    ("eagle3", "reproducible"): Cost(1, 0, 4),
 }
-# Launches within graphs. The goal is 10 a layer, 10 for a verification, and 20 for one with self-checks.
+# Launches within graphs. The goal is 10 a layer, and 12 for a verification of any kind.
 LAYER_NODES = 10
 FP8 = {"quantization": "fp8", "dtype": "bfloat16"}
-VERIFY_NODES = {
-    ("none", Kind(sampled=False, checked=False, logprobs=False, filtered=False)): 7,
-    ("none", Kind(sampled=False, checked=True, logprobs=True, filtered=False)): 10,
-    ("eagle3", Kind(sampled=True, checked=False, logprobs=False, filtered=False)): 13,
-    ("eagle3", Kind(sampled=True, checked=True, logprobs=True, filtered=False)): 16,
-}
+VERIFY_NODES = {"none": 12, "eagle3": 18}
 ODD = {
     "plain": SamplingParams(logprobs=0),
     "filtered": SamplingParams(top_p=0.8, top_k=20, min_p=0.01),
@@ -97,11 +91,23 @@ def decoding_cost(engine: EngineCore, device: PretendedCuda, odd: SamplingParams
 def test_a_decoding_step_keeps_to_its_budget(
     target: Path, drafters: dict[str, DrafterConfig], name: str, odd: str
 ) -> None:
+    assert_within(BUDGETS[name, odd], target, drafters[name], ODD[odd])
+
+
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_other_verifiers_keep_to_the_budget_of_plain_requests(
+    target: Path, drafters: dict[str, DrafterConfig], name: str, verifier: str
+) -> None:
+    assert_within(BUDGETS[name, "plain"], target, drafters[name], ODD["reproducible"], verifier=verifier)
+
+
+def assert_within(budget: Cost, target: Path, drafter: DrafterConfig, odd: SamplingParams, **changes: Any) -> None:
     with PretendedCuda(count_launches=True) as device:
-        config = settings(device="cuda", max_num_seqs=4, drafter=drafters[name], self_check_sample_rate=1.0)
-        engine = EngineCore.load(target, config, make_constraint=lambda _: Alternating())
-        cost = decoding_cost(engine, device, ODD[odd])
-    over = [part for part, budget in zip(cost, BUDGETS[name, odd], strict=True) if part > budget]
+        changes |= {"device": "cuda", "max_num_seqs": 4, "self_check_sample_rate": 1.0}
+        engine = EngineCore.load(target, settings(drafter=drafter, **changes), make_constraint=lambda _: Alternating())
+        cost = decoding_cost(engine, device, odd)
+    over = [part for part, most in zip(cost, budget, strict=True) if part > most]
     assert not over, f"{cost}, waiting at {device.waits}"
 
 
@@ -117,16 +123,14 @@ def test_a_layer_keeps_to_its_budget(tmp_path: Path, weights: dict[str, Any], bu
     assert nodes[1] - nodes[0] <= budget
 
 
-@pytest.mark.parametrize(("name", "kind"), VERIFY_NODES)
-def test_verification_keeps_to_its_budget(
-    target: Path, drafters: dict[str, DrafterConfig], name: str, kind: Kind
-) -> None:
+@pytest.mark.parametrize("name", VERIFY_NODES)
+def test_verification_keeps_to_its_budget(target: Path, drafters: dict[str, DrafterConfig], name: str) -> None:
     with PretendedCuda(count_launches=True) as device:
         graphs = tiny_engine(target, device="cuda", max_num_seqs=4, drafter=drafters[name]).graphs
         assert graphs is not None
         graphs.judge._captured.clear()
-        graphs.judge.prepare(graphs.buckets.largest, kind)
-    assert device.graphs[-1].num_nodes <= VERIFY_NODES[name, kind]
+        graphs.judge.prepare(graphs.buckets.largest)
+    assert device.graphs[-1].num_nodes <= VERIFY_NODES[name]
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3", "draft_model"])
@@ -139,7 +143,7 @@ def test_beside_the_kernels_only_the_lm_head_writes_a_vocabulary(
         assert graphs is not None
         graphs.judge._captured.clear()
         bucket = graphs.buckets.largest
-        graphs.judge.prepare(bucket, Kind(sampled=name != "none", checked=True, logprobs=True, filtered=False))
+        graphs.judge.prepare(bucket)
         width, hidden = graphs.buffers.draft_probs.shape[1], graphs.buffers.hidden.shape[1]
     matrices = [
         (func.__name__, tuple(tensor.shape))

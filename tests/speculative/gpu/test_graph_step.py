@@ -21,7 +21,7 @@ from speculative.gpu.graph_step import GraphStep
 from speculative.gpu.logit_edits import EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
-from speculative.gpu.verify_graph import Kind
+from speculative.gpu.verify_graph import Extras
 from speculative.model.decoder import Decoder
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
@@ -318,17 +318,15 @@ def test_a_capture_on_a_cpu_runs_the_function_once_and_a_replay_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "eagle3", "mtp"])
-def test_padding_alone_can_be_judged_in_every_bucket_and_kind(
+def test_padding_alone_can_be_judged_in_every_bucket(
     target: Path, drafters: dict[str, DrafterConfig], name: str
 ) -> None:
     graphs = tiny_engine(target, drafter=drafters[name], cuda_graphs=True, max_num_seqs=5).graphs
     assert graphs is not None
     graphs.capture_all()
     for bucket in graphs.buckets:
-        flags = itertools.product((False, True) if graphs.loop else (False,), *[(False, True)] * 3, (False, True))
-        for *kind, edited in flags:
-            edits = EditSizes(16, 1024) if edited else None
-            vector, _ = graphs.judge.prepare(bucket, Kind(*kind, edits=edits)).replay()
+        for edits in (None, EditSizes(16, 1024)):
+            vector, _ = graphs.judge.prepare(bucket, Extras(edits=edits)).replay()
             accepted, token_ids = vector[: 2 * bucket.num_seqs].split(bucket.num_seqs)
             assert (accepted == 0).all()
             assert ((token_ids >= 0) & (token_ids < VOCABULARY)).all()

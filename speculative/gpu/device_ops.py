@@ -1,0 +1,50 @@
+"""The arithmetic over the vocabulary in captured functions: torch's operators where they neither wait for the host nor
+sort, and Triton's kernels in the place of the others."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from speculative.gpu.attention_choice import why_no_triton
+from speculative.gpu.filters import FindFloors, torch_floors
+from speculative.sampling.probs import Filters
+from speculative.verification.coupled import NoiseRows, choose
+from speculative.vocabulary.ops import TorchOps
+
+Choose = Callable[[Tensor, Tensor, NoiseRows, Tensor | None, int], Tensor]
+"""As `VocabularyOps.choose`."""
+
+
+class DeviceOps(TorchOps):
+    """torch's operators, with filters and coupled drafts that a graph can hold."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._find_floors, self._choose = make_find_floors(device), make_choose(device)
+
+    def keep(self, filters: Filters, logits: Tensor) -> Tensor:
+        """As `Filters.keep`."""
+        floors = self._find_floors(logits, None, filters.log_min_p, filters.top_k, filters.top_p)
+        return logits.masked_fill(logits < floors[:, None], -torch.inf)
+
+    def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
+        """As `VocabularyOps`."""
+        return self._choose(probs, columns, rows, ids, vocab_size)
+
+
+def make_find_floors(device: torch.device) -> FindFloors:
+    """Triton's kernel on a CUDA device where it can be compiled, else plain torch."""
+    if device.type == "cuda" and not why_no_triton():
+        from speculative.gpu.triton_filters import triton_floors
+
+        return triton_floors
+    return torch_floors
+
+
+def make_choose(device: torch.device) -> Choose:
+    """As `make_find_floors`."""
+    if device.type == "cuda" and not why_no_triton():
+        from speculative.gpu.triton_noise import triton_choose
+
+        return triton_choose
+    return choose
