@@ -370,7 +370,7 @@ def _recovered_token_is_dropped(engine: EngineCore) -> None:
     def make(results_per_entry: Any) -> Any:
         def without_last(*args: Any) -> Any:
             return [
-                replace(one, token_ids=one.token_ids[:-1]) if one.num_accepted else one
+                one._replace(token_ids=one.token_ids[:-1]) if one.num_accepted else one
                 for one in results_per_entry(*args)
             ]
 
@@ -494,7 +494,7 @@ def _change_entries(
     def make(results_per_entry: Any) -> Any:
         def drawing_entries(*args: Any) -> Any:
             return [
-                one if one.logprobs is None else replace(one, logprobs=change(one.logprobs))
+                one if one.logprobs is None else one._replace(logprobs=change(one.logprobs))
                 for one in results_per_entry(*args)
             ]
 
