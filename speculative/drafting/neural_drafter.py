@@ -25,7 +25,7 @@ from speculative.errors import HandoffRefused
 from speculative.model.attention import StepAttention
 from speculative.model.cpu.fused import FusedHead
 from speculative.model.layers import Attend
-from speculative.scheduling.draft_length import DraftLength
+from speculative.scheduling.draft_length import DraftLength, ExpectedRates
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
 from speculative.state.sequence import Sequence
@@ -41,6 +41,7 @@ class DraftModel(Protocol):
     capture: the target's layers whose inputs it reads (the LM head counts as the layer after the last); () where it
         reads none. num_features: numbers a position.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
+    held_out_rates: how often its drafts were accepted at the end of its training, where that is known.
     """
 
     name: str
@@ -48,6 +49,7 @@ class DraftModel(Protocol):
     capture: tuple[int, ...]
     num_features: int
     ids: Tensor | None
+    held_out_rates: ExpectedRates
 
     @property
     def network(self) -> nn.Module:

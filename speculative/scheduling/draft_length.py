@@ -30,6 +30,10 @@ _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch u
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
 
 
+ExpectedRates = tuple[Sequences[float], Sequences[float]]
+"""The share of drafts accepted at each position: of sampled drafts, and of greedy requests' ones."""
+
+
 class DraftLength:
     """Decides how many tokens may be drafted for each sequence; unless a method is overridden, as many as wanted."""
 
@@ -54,6 +58,15 @@ class DraftLength:
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
 
+    def knows_cost(self, num_sequences: int) -> bool:
+        """Whether it has seen enough steps with about this many sequences."""
+        del num_sequences
+        return True
+
+    def restart(self, expected: ExpectedRates | None = None) -> None:
+        """Forget how often drafts were accepted, but not what steps cost; `expected` replaces what is believed at
+        first."""
+
 
 class DynamicLength(DraftLength):
     """As many drafts as give the most tokens a second, for each sequence of a batch.
@@ -66,9 +79,15 @@ class DynamicLength(DraftLength):
     def __init__(self, most: int) -> None:
         self._most = most
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
+        self._expected_rates: ExpectedRates = (), ()
+        self.restart()
+
+    def restart(self, expected: ExpectedRates | None = None) -> None:
+        """As `DraftLength.restart`."""
+        self._expected_rates = self._expected_rates if expected is None else expected
         # Of sampled drafts and of greedy requests' ones, which differ. Made: whether what might end early was drafted.
-        self._rates = [AcceptanceRates(most, keep=0.998) for _ in range(2)]
-        self._made = [AcceptanceRates(most, keep=0.99) for _ in range(2)]
+        self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
+        self._made = [AcceptanceRates(self._most, keep=0.99) for _ in range(2)]
         self._confidence = Confidence()
         self._rule = self._confidence.rule(least=0.0)
         self._rule_is_used = False
@@ -79,6 +98,10 @@ class DynamicLength(DraftLength):
         self._num_steps = 0
         self._drafting = True
         self._probed_at, self._num_probes, self._patience = 0, 0, 1
+
+    def knows_cost(self, num_sequences: int) -> bool:
+        """As `DraftLength.knows_cost`."""
+        return self._cost(num_sequences).is_known
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
         """Choose the lengths of the next step for all decoding sequences."""
