@@ -2,6 +2,7 @@
 
 import time
 
+from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 
@@ -24,6 +25,8 @@ def warm_up(engine: EngineCore) -> None:
             break
         _run(engine, num_sequences)
     length.restart()
+    if isinstance(engine.drafter, LookupDrafter):
+        engine.drafter.restart()
     engine.scheduler.pool.drop_prefixes()
     engine.take_stats()
 

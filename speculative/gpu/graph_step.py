@@ -106,6 +106,8 @@ class GraphStep:
         """Whether the whole step can be replayed."""
         if self._config.verifier != "token_wise" or len(batch.entries) > self.buckets.batch_sizes[-1]:
             return False
+        if self._neural is not None and any(self._neural.length.repeated(entry.sequence) for entry in batch.entries):
+            return False
         return all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
 
     # -- the step -----------------------------------------------------------------------------------------------

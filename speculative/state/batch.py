@@ -5,8 +5,8 @@ draws a token are its verify rows; row j of them holds the target's distribution
 """
 
 from collections.abc import Sequence as Entries
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,19 @@ class StepInput(AttentionRows):
     drafts: Int64s
     drawing: tuple[Entry, ...]
     draft_counts: Int64s
+
+    def drawing_only(self, chosen: Bools) -> "StepInput":
+        """The same rows, of which only some of the drawing entries draw; chosen: [E]."""
+        rows = chosen[self.verify_entries]
+        return replace(
+            self,
+            verify_rows=self.verify_rows[rows],
+            verify_entries=(np.cumsum(chosen) - 1)[self.verify_entries[rows]],
+            offsets=self.offsets[rows],
+            drafts=self.drafts[rows],
+            drawing=tuple(compress(self.drawing, chosen)),
+            draft_counts=self.draft_counts[chosen],
+        )
 
 
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:
@@ -186,6 +199,13 @@ class Terms:
     def to_host(self) -> "Terms":
         """Copy to the host."""
         return Terms(self.checks, self.sums.cpu().numpy(), float(self.achievable))
+
+    def and_those(self, other: "Terms") -> "Terms":
+        """Those of both, on the host."""
+        sums = dict(zip(self.checks, self.sums, strict=True))
+        for check, own in zip(other.checks, other.sums, strict=True):
+            sums[check] = sums[check] + own if check in sums else own
+        return Terms(tuple(sums), np.stack(list(sums.values())), self.achievable + other.achievable)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ A few copies to the host end it. On the way the self-checks take their terms and
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
 from speculative.verification.coupled import verify_coupled
-from speculative.verification.draft_probs import DraftProbs
+from speculative.verification.draft_probs import DraftProbs, PointMass
 from speculative.verification.mixed import verify_mixed
 from speculative.verification.rows import VerifyRows
 from speculative.vocabulary.ops import VocabularyOps
@@ -50,7 +51,12 @@ class Sampler:
         self._rows = LastRows()
 
     def draw(
-        self, layout: StepInput, logits: Tensor, draft_probs: DraftProbs, masks: list[list[Bools] | None]
+        self,
+        layout: StepInput,
+        logits: Tensor,
+        draft_probs: DraftProbs,
+        masks: list[list[Bools] | None],
+        repeated: Bools | None = None,
     ) -> StepOutcome:
         """What each drawing entry emits, and the step's self-checks.
 
@@ -59,7 +65,34 @@ class Sampler:
             logits: [R, V] float32 of the verify rows; not written to.
             draft_probs: q of the step's drafts.
             masks: per drawing entry, the tokens its structure allows, row by row; None where it has none.
+            repeated: [E] the entries whose drafts are deterministic although others' are sampled; None = none.
         """
+        checked = self.self_check.due()
+        if repeated is None or not repeated.any():
+            return self._draw(layout, logits, draft_probs, masks, checked=checked)
+        results: list[SequenceResult | None] = [None] * len(repeated)
+        expected, terms = 0.0, None
+        for chosen, q in ((repeated, PointMass()), (~repeated, draft_probs)):
+            entries = np.flatnonzero(chosen)
+            rows = torch.from_numpy(np.flatnonzero(chosen[layout.verify_entries])).to(logits.device)
+            own_masks = [masks[entry] for entry in entries]
+            part = self._draw(layout.drawing_only(chosen), logits[rows], q, own_masks, checked=checked)
+            for entry, result in zip(entries, part.results, strict=True):
+                results[entry] = result
+            expected += part.expected_accepted
+            terms = part.terms if terms is None or part.terms is None else terms.and_those(part.terms)
+        return StepOutcome(tuple(result for result in results if result is not None), expected, terms)
+
+    def _draw(
+        self,
+        layout: StepInput,
+        logits: Tensor,
+        draft_probs: DraftProbs,
+        masks: list[list[Bools] | None],
+        *,
+        checked: bool,
+    ) -> StepOutcome:
+        """As `draw`, of entries whose drafts come from one kind of q."""
         params = [layout.drawing[entry].sequence.params for entry in layout.verify_entries.tolist()]
         rows = self._rows.of(params, logits.shape[-1], self._device)
         adjusted = self._adjust(layout, logits, masks)
@@ -70,7 +103,7 @@ class Sampler:
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
         outside = outside_filters_of(rows, adjusted, emitted)
         broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
-        terms = self._terms(layout, step, verified, emitted) if self.self_check.due() else None
+        terms = self._terms(layout, step, verified, emitted) if checked else None
         verdicts = copy_to_host(verified, broken)
         drawn = self.check_on_host(layout, results_per_entry(layout, verdicts, logprobs), masks)
         return StepOutcome(tuple(drawn), verdicts.expected_accepted, terms)
