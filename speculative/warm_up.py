@@ -6,8 +6,8 @@ from speculative.drafting.weightless import LookupDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 
-_LOADS = (1, 4, 16, 64, 256)  # sequences; other loads begin with what a neighbour costs
-_MOST_S = 1.0  # after so many seconds no further load is begun
+_LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sequences
+_MOST_S = 1.5  # after so many seconds no further load is begun; it will begin with what a smaller one costs
 _LEAST_STEPS, _MOST_STEPS = 4, 60
 _PROMPT = (0, 1, 2)
 

@@ -27,6 +27,7 @@ from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 
 _CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
+_PLAIN_FIRST = 5  # steps without drafts where half or twice the load is known: what all gains are compared with
 _PROBE_EVERY = 100  # steps
 _MOST_PATIENCE = 2  # factor by which probes become rarer while they show that drafting does not pay
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
@@ -137,6 +138,9 @@ class DynamicLength(DraftLength):
         if not cost.is_known and (not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0):
             lengths = self._calibrate(speculating)
             self._rule = self._confidence.rule(least=0.0)
+        elif cost.is_borrowed and cost.num_plain < _PLAIN_FIRST:
+            cost.num_plain += 1
+            lengths = [0] * len(speculating)
         else:
             lengths = self._best_lengths(speculating, cost)
             if not self._probe(speculating, lengths) and self._passages is not None:
@@ -220,7 +224,7 @@ class DynamicLength(DraftLength):
         kinds = self._most + (1 if self._passages is None else 3)
         length = self._num_steps % kinds
         if self._passages is not None and length > self._most:
-            for sequence in sequences:
+            for sequence in sequences[:_SEQUENCES_A_PROBE]:
                 self._passages.make_up(sequence, halved=length == self._most + 1)
             length = 0
         return [length] * len(sequences)
@@ -277,7 +281,7 @@ class DynamicLength(DraftLength):
             longest = [max(lengths)] + [others] * len(chances)
             now, *then = cost.seconds(self._num_decoding, drafts, longest, self._context)
             count, expected = best_count(chances, tokens - gained[index], then)
-            pays = expected / then[count - 1] > tokens / now
+            pays = expected / then[count - 1] > (1 + _HYSTERESIS) * tokens / now
             passages.choose(sequence, count if pays else 0)
             if pays:
                 tokens, num_drafts, lengths[index] = expected, least + count, 0

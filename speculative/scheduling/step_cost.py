@@ -7,7 +7,7 @@ from operator import mul
 import numpy as np
 
 _WARM_UP_STEPS = 2
-_CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
+_CALIBRATION_STEPS = 20  # steps that try every length, so that their cost is known
 _BORROWED = 0.1  # weight of what was seen there
 
 
@@ -40,6 +40,7 @@ class StepCost:
 
     num_observed: int = 0
     is_borrowed: bool = False  # begun with what is known of another load
+    num_plain: int = 0  # steps that were planned without drafts, to begin with
     _fastest: float = float("inf")
     _squares: list[float] = field(default_factory=lambda: [0.0] * 49)  # row after row
     _products: list[float] = field(default_factory=lambda: [0.0] * 7)
