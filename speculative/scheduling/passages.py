@@ -19,8 +19,9 @@ from speculative.state.sequence import Sequence
 _EDGES = (4, 8, 16)  # between classes of matched tokens
 _EXPECTED = (0.4, 0.6, 0.8, 0.9)  # acceptance of each draft, by class, before any was seen
 _BELIEF = 4.0  # expected tokens that a request begins with, of which as many were accepted as of others' lately
-_KEEP = 0.98  # of what a request has shown, in each step in which more is found
+_KEEP = 0.98  # of what a request has shown, each time it is asked
 _KEEP_OF_ALL = 0.998
+_LEAST_TRUST = 0.25
 
 
 @dataclass(slots=True)
@@ -73,16 +74,19 @@ class Passages:
         self._chosen.clear()
 
     def find(self, sequence: Sequence) -> list[float]:
-        """The chance, for each token of the longest known continuation, that all up to it will be accepted."""
-        tokens, num_matched = self._suffix.find(sequence, self._max_drafts)
-        if not tokens:
-            return []
-        request_id, rates = sequence.request.request_id, self._rates[bisect(_EDGES, num_matched)]
-        self._chosen[request_id] = _Passage(tokens, rates)
+        """The chance, for each token of the longest known continuation, that all up to it will be accepted.
+
+        Where passages have been accepted too seldom lately, none is looked for, until that is long ago."""
+        request_id = sequence.request.request_id
         record = self._records.setdefault(request_id, _Record())
         record.fade(_KEEP)
         self._all.fade(_KEEP_OF_ALL)
         trust = record.trust(self._all.trust())
+        tokens, num_matched = self._suffix.find(sequence, self._max_drafts if trust > _LEAST_TRUST else 0)
+        if not tokens:
+            return []
+        rates = self._rates[bisect(_EDGES, num_matched)]
+        self._chosen[request_id] = _Passage(tokens, rates)
         return [trust * chance for chance in accumulate(rates.hoped_for()[: len(tokens)], mul)]
 
     def make_up(self, sequence: Sequence, *, halved: bool) -> None:
