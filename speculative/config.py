@@ -7,6 +7,7 @@ from typing import Literal
 
 from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
+from speculative.lookup.suffix import SuffixOptions
 from speculative.options import OptionError, Options, OptionValue, SomeOptions, option, options_of
 
 CPU_CACHE_TOKENS = 16384  # of the KV cache, where nothing else is set
@@ -70,6 +71,10 @@ class DrafterConfig:
         try:
             own = {name: getattr(some, name) for some in options for name in options_of(type(some))}
             read = read_options(own | changed)
+            repeats = next(own for own in read if isinstance(own, SuffixOptions)).suffix_first
+            if repeats and not (kind in KINDS_WITH_WEIGHTS and length == "dynamic"):
+                rule = "belongs to the kinds draft_model, eagle3 and mtp, of dynamic length; set it to 0 for others."
+                raise OptionError("suffix_first", rule)
         except OptionError as error:
             raise ConfigError(f"drafter.{error}") from error
         values = (kind, model, sampled, num_draft_tokens, length, read)
@@ -83,7 +88,12 @@ class DrafterConfig:
     @property
     def max_drafts(self) -> int:
         """The most tokens drafted for a sequence in one round."""
-        return 0 if self.kind == "none" else self.num_draft_tokens
+        return 0 if self.kind == "none" else max(self.num_draft_tokens, self.max_repeated)
+
+    @property
+    def max_repeated(self) -> int:
+        """The most tokens of a repeated passage that are drafted in a model's place."""
+        return self.options_of(SuffixOptions).suffix_first
 
 
 @dataclass(frozen=True, slots=True)

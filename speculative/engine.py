@@ -144,6 +144,7 @@ class EngineCore:
         drafter = ModelDrafter(
             model, cache, self.scheduler.pool, sampler, config.block_size, self.scheduler.draft_length
         )
+        self.scheduler.draft_length.restart(model.held_out_rates)
         if model.fused and config.drafter.sampled:
             drafter.draft_loop = FusedDraftLoop(model.fused, sampler, cache, config.block_size)
         return drafter

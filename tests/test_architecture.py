@@ -35,6 +35,7 @@ ROOMS = {
         "gpu",
         "arithmetic",
         "engine",
+        "warm_up",
         "training",
     ),
     "serve_app": (

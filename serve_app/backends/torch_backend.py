@@ -31,8 +31,9 @@ from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
 from speculative.model.loading import choose_weights, resolve_model
 from speculative.model.quantized import QUANTIZED_FILE
-from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
+from speculative.request import FinishReason, Request, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
+from speculative.warm_up import warm_up
 from speculative.weights import Weights, check_same_model, load_weights
 
 _logger = logging.getLogger("truespec.engine")
@@ -41,7 +42,6 @@ _IDLE_S = 0.02  # wait for a command when there is work but nothing can run (all
 _LOOK_EVERY_S = 1.0  # checks whether an awaited engine is alive
 _STALLED_AFTER_S = 120.0  # a step that takes longer counts as hung
 _ROUNDED = ("int8", "int4", "w8a8", "w4a8", "fp8")  # values of `engine.quantization` that round the weights
-_WARM_UP = Request("warm-up", (0, 1, 2), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
 
 Command = Callable[[EngineCore], None]
 Event = TokenDelta | Handoff | Exception
@@ -319,11 +319,7 @@ class TorchBackend:
         try:
             folder = resolve_model(self._source)
             engine = self._make_engine(folder, self._config)
-            engine.add(_WARM_UP)
-            while engine.has_work:
-                engine.step()
-            engine.take_stats()
-            engine.scheduler.pool.drop_prefixes()
+            warm_up(engine)
         except Exception as error:
             _logger.exception("The engine could not start.")
             self._call(self._settle_start, error)

@@ -21,18 +21,22 @@ class DraftOutput:
     counts: [B] int64; an entry with nothing drafted takes no row.
     token_ids: [sum(counts)] int64.
     draft_probs: q, what the drafts were sampled from, row by row.
+    repeated: entries whose drafts are deterministic although others' are sampled; they have no rows of q.
     """
 
     counts: Int64s
     token_ids: Int64s
     draft_probs: DraftProbs
+    repeated: frozenset[int] = frozenset()
 
     @classmethod
-    def pack(cls, drafts: Entries[Entries[int]], draft_probs: DraftProbs) -> "DraftOutput":
+    def pack(
+        cls, drafts: Entries[Entries[int]], draft_probs: DraftProbs, repeated: frozenset[int] = frozenset()
+    ) -> "DraftOutput":
         """Pack one list of token ids per entry of the batch; `PointMass()` as q of deterministic drafts."""
         counts = np.fromiter((len(draft) for draft in drafts), np.int64, len(drafts))
         flat = np.fromiter((token for draft in drafts for token in draft), np.int64, int(counts.sum()))
-        return cls(counts, flat, draft_probs)
+        return cls(counts, flat, draft_probs, repeated)
 
     @classmethod
     def nothing(cls, num_entries: int) -> "DraftOutput":
@@ -41,9 +45,9 @@ class DraftOutput:
 
     @property
     def lacks_q(self) -> bool:
-        """Whether there is not one row of q for each draft: what they were sampled from is lost."""
+        """Whether there is not one row of q for each sampled draft: what they were sampled from is lost."""
         rows = num_rows(self.draft_probs)
-        return rows is not None and rows != len(self.token_ids)
+        return rows is not None and rows != self.counts.sum() - self.counts[list(self.repeated)].sum()
 
     def per_entry(self) -> list[list[int]]:
         """The drafts of each entry."""
@@ -135,11 +139,11 @@ def constrain(batch: Batch, draft: DraftOutput) -> tuple[DraftOutput, dict[int, 
         return draft, {}
     drafts = draft.per_entry()
     masks = allowed_masks(batch, drafts)
-    if not isinstance(draft.draft_probs, PointMass):
-        return draft, masks
+    all_deterministic = isinstance(draft.draft_probs, PointMass)
     for index, mask in masks.items():
-        drafts[index] = drafts[index][: len(mask) - 1]
-    return DraftOutput.pack(drafts, draft.draft_probs), masks
+        if all_deterministic or index in draft.repeated:
+            drafts[index] = drafts[index][: len(mask) - 1]
+    return DraftOutput.pack(drafts, draft.draft_probs, draft.repeated), masks
 
 
 def allowed_masks(batch: Batch, drafts: Entries[list[int]]) -> dict[int, list[Bools]]:

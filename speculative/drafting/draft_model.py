@@ -15,6 +15,7 @@ from speculative.model.decoder import Decoder
 from speculative.model.fingerprint import model_fingerprint
 from speculative.model.layers import Attend
 from speculative.model.loading import choose_weights, load_decoder
+from speculative.scheduling.draft_length import ExpectedRates
 
 
 class DecoderDraftModel:
@@ -23,6 +24,7 @@ class DecoderDraftModel:
     capture: tuple[int, ...] = ()
     num_features = 0
     ids: Tensor | None = None
+    held_out_rates: ExpectedRates = (), ()
     fused = None
 
     def __init__(self, decoder: Decoder, fingerprint: str) -> None:

@@ -14,14 +14,17 @@ from speculative.model.cpu.fused import FusedHead
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Head, load_eagle3
 from speculative.model.fingerprint import model_fingerprint
+from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.layers import Attend
 from speculative.model.mtp import MtpHead, load_mtp
+from speculative.scheduling.draft_length import ExpectedRates
 
 
 class _HeadDraftModel:
     """What heads share as draft models: a name, the cache of one layer, and the layer."""
 
     ids: Tensor | None = None
+    held_out_rates: ExpectedRates = (), ()
     fused: FusedHead | None = None
 
     def __init__(self, kind: str, head: Eagle3Head | MtpHead, fingerprint: str) -> None:
@@ -60,7 +63,9 @@ class Eagle3DraftModel(_HeadDraftModel):
             UnsupportedModel: it needs what this engine does not do.
         """
         head = load_eagle3(folder, target, dtype=dtype, device=device)
-        return cls(head, model_fingerprint(folder, head.config))
+        model = cls(head, model_fingerprint(folder, head.config))
+        model.held_out_rates = read_held_out_rates(folder)
+        return model
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, draft vocabulary] float32."""
@@ -80,7 +85,9 @@ class MtpDraftModel(_HeadDraftModel):
     def load(cls, folder: Path, target: Decoder, *, dtype: torch.dtype, device: torch.device) -> "MtpDraftModel":
         """Load a module for its target; raises as `Eagle3DraftModel.load`."""
         head = load_mtp(folder, target, dtype=dtype, device=device)
-        return cls(head, target, model_fingerprint(folder, head.config))
+        model = cls(head, target, model_fingerprint(folder, head.config))
+        model.held_out_rates = read_held_out_rates(folder)
+        return model
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, V] float32."""

@@ -10,7 +10,7 @@ it depends on nothing after token i, and a full block can be shared like the tar
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, Protocol
 
@@ -25,11 +25,11 @@ from speculative.errors import HandoffRefused
 from speculative.model.attention import PreparePass, prepare_pass
 from speculative.model.cpu.fused import FusedHead
 from speculative.model.layers import Attend
-from speculative.scheduling.draft_length import DraftLength
+from speculative.scheduling.draft_length import DraftLength, ExpectedRates
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import AttentionRows, Batch, Entry, Int64s, StepInput
 from speculative.state.sequence import Sequence
-from speculative.verification.draft_probs import Dense, SubVocabulary
+from speculative.verification.draft_probs import Dense, PointMass, SubVocabulary
 
 _MAX_BUFFERED = 512  # rows of features kept for a sequence before the drafter catches up on them
 
@@ -42,6 +42,7 @@ class DraftModel(Protocol):
         reads none. num_features: numbers a position.
     hidden_size: of what `run` returns.
     ids: [W] int64, the target's token of each of its logits; None = the target's vocabulary.
+    held_out_rates: how often its drafts were accepted at the end of its training, where that is known.
     """
 
     name: str
@@ -50,6 +51,7 @@ class DraftModel(Protocol):
     num_features: int
     hidden_size: int
     ids: Tensor | None
+    held_out_rates: ExpectedRates
 
     @property
     def network(self) -> nn.Module:
@@ -202,19 +204,22 @@ class ModelDrafter:
     # -- the drafter's contract ---------------------------------------------------------------------------------
 
     def propose(self, batch: Batch) -> DraftOutput:
-        """Catch up, then draft token after token."""
-        drafting, hidden = self.begin_round(batch)
+        """What sequences repeat; for the others catch up, then draft token after token."""
+        repeats = [self.length.repeated(entry.sequence)[: entry.max_drafts] for entry in batch.entries]
+        repeated = frozenset(index for index, drafts in enumerate(repeats) if drafts)
+        own = [one._replace(max_drafts=0) if index in repeated else one for index, one in enumerate(batch.entries)]
+        drafting, hidden = self.begin_round(replace(batch, entries=tuple(own)))
         if not drafting:
-            return DraftOutput.nothing(len(batch.entries))
+            return DraftOutput.pack(repeats, PointMass())
         drafts = self._draft(drafting, hidden, self.length.early_exit())
         self.end_round(drafting, drafts.tokens)
         for entry, probabilities in zip(drafting, drafts.probabilities or (), strict=False):
             self.length.drafted(entry.sequence, probabilities)
         by_entry = iter(drafts.tokens)
-        per_entry = [next(by_entry) if entry.max_drafts > 0 else [] for entry in batch.entries]
+        per_entry = [next(by_entry) if one.max_drafts > 0 else known for one, known in zip(own, repeats, strict=True)]
         ids = self.model.ids
         draft_probs = Dense(drafts.q) if ids is None else SubVocabulary(drafts.q, ids, drafts.columns)
-        return DraftOutput.pack(per_entry, draft_probs)
+        return DraftOutput.pack(per_entry, draft_probs, repeated)
 
     def begin_round(self, batch: Batch) -> tuple[list[Entry], Tensor]:
         """Catch up: the entries that draft, and the hidden states [E, hidden] their first drafts are drawn from."""

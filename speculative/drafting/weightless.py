@@ -1,5 +1,7 @@
 """Drafters without weights as the engine runs them."""
 
+from collections.abc import Callable
+
 from speculative.config import DrafterConfig
 from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, WeightlessDrafter
 from speculative.errors import ConfigError
@@ -11,8 +13,13 @@ from speculative.verification.draft_probs import PointMass
 class LookupDrafter(WeightlessDrafter):
     """Drafts what a lookup chooses, sequence by sequence."""
 
-    def __init__(self, lookup: Lookup) -> None:
-        self.lookup = lookup
+    def __init__(self, build: Callable[[], Lookup]) -> None:
+        self._build = build
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all that was seen."""
+        self.lookup = self._build()
 
     def propose(self, batch: Batch) -> DraftOutput:
         """Up to `max_drafts` tokens per entry, all of them deterministic."""
@@ -35,4 +42,4 @@ def make_weightless(config: DrafterConfig) -> Drafter:
     kind = registered().get(config.kind)
     if kind is None:
         raise ConfigError(f"drafter.kind {config.kind} needs its model; make the engine with EngineCore.load.")
-    return LookupDrafter(kind.build(config.options_of(kind.options), config.num_draft_tokens))
+    return LookupDrafter(lambda: kind.build(config.options_of(kind.options), config.num_draft_tokens))

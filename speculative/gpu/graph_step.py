@@ -111,6 +111,8 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Whether the whole step can be replayed."""
+        if self._neural is not None and any(self._neural.length.repeated(entry.sequence) for entry in batch.entries):
+            return False  # q of some drafts is a point mass, that of others is not
         decoding = all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
         return decoding and fits(batch.entries, len(self._sampler.eos_token_ids))
 

@@ -26,6 +26,13 @@ class SuffixOptions(Options):
     suffix_max_tokens: int = option(
         65536, "`suffix`: tokens of past outputs that are kept; 0 looks only into the sequence itself.", least=0
     )
+    suffix_first: int = option(
+        0,
+        "Drafters with weights and of `dynamic` length: the most tokens of a repeated passage, found as `suffix` finds "
+        "it, that are drafted in the model's place where they promise more; 0 = none.",
+        least=0,
+        most=64,
+    )
 
     def check(self) -> None:
         """The shortest suffix is no longer than the longest."""
@@ -56,18 +63,23 @@ class SuffixDrafter:
 
     def draft(self, sequence: Sequence, max_drafts: int) -> list[int]:
         """Up to `max_drafts` tokens; none where no suffix was seen before."""
+        return self.find(sequence, max_drafts)[0]
+
+    def find(self, sequence: Sequence, max_drafts: int) -> tuple[list[int], int]:
+        """As `draft`; and the length of the suffix that was seen before."""
         request_id = sequence.request.request_id
         index = self._indexes.get(request_id)
         if index is None:
             index = self._indexes[request_id] = _OwnIndex(sequence, SuffixTree(self._tree_depth))
         if max_drafts == 0:
-            return []
+            return [], 0
         index.tree.extend(sequence.tokens[index.tree.num_tokens :])
         tail = sequence.tokens[-self._options.suffix_depth :]
         trees = (index.tree, *self._past.visible_to(sequence))
         matches = [tree.longest_match(tail, self._options.suffix_min_match) for tree in trees]
         longest = max(matches)
-        return self._continue(trees[matches.index(longest)], tail, longest, max_drafts) if longest else []
+        tree = trees[matches.index(longest)]
+        return (self._continue(tree, tail, longest, max_drafts) if longest else []), longest
 
     def _continue(self, tree: "SuffixTree", tail: list[int], match: int, max_drafts: int) -> list[int]:
         """Follow the tree; where what it remembers ends, match again with the draft so far, so that loops go on."""

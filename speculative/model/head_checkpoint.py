@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.layers import PackedLinear
 from speculative.model.loading import checkpoint_files
+
+_RATES = "held_out_acceptance"  # in config.json; other programs ignore it
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -85,6 +87,33 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
     whole = {**config, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def write_held_out_rates(folder: Path, sampled: Sequence[float], greedy: Sequence[float]) -> None:
+    """Add to config.json how often drafts were accepted after training, by position: at T = 1 and in greedy answers."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config[_RATES] = {"sampled": [round(rate, 3) for rate in sampled], "greedy": [round(rate, 3) for rate in greedy]}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_held_out_rates(folder: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What `write_held_out_rates` added; nothing where somebody else trained the head.
+
+    Raises:
+        ConfigError: they are no numbers between 0 and 1.
+    """
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(_RATES, {})
+    try:
+        sampled, greedy = (tuple(map(float, found.get(kind, ()))) for kind in ("sampled", "greedy"))
+    except (AttributeError, TypeError, ValueError):
+        sampled = greedy = (-1.0,)
+    if not all(0 <= rate <= 1 for rate in sampled + greedy):
+        raise ConfigError(
+            f"{folder / 'config.json'}: {_RATES} is {found!r}, but has to be two lists of numbers between 0 and 1, "
+            "`sampled` and `greedy`; correct them, or delete the entry."
+        )
+    return sampled, greedy
 
 
 def layer_json(shape: ModelConfig) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence as Sequences
 
+_BELIEF = 16.0
+
 
 class AcceptanceRates:
     """The share of drafts accepted at each position of a draft, of those that were reached; old rounds count less.
@@ -10,12 +12,14 @@ class AcceptanceRates:
     Args:
         num_positions: length of the longest draft.
         keep: what is left of a round's weight when the next comes.
+        expected: rates of the first positions, as if `_BELIEF` rounds had shown them.
     """
 
-    def __init__(self, num_positions: int, keep: float) -> None:
+    def __init__(self, num_positions: int, keep: float, expected: Sequences[float] = ()) -> None:
         self._keep = keep
-        self._reached = [0.0] * num_positions
-        self._accepted = [0.0] * num_positions
+        unknown = [0.0] * (num_positions - len(expected))
+        self._reached = ([_BELIEF] * len(expected) + unknown)[:num_positions]
+        self._accepted = [_BELIEF * rate for rate in expected[:num_positions]] + unknown
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Count a round: the positions up to the first that was not accepted."""

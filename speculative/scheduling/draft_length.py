@@ -10,6 +10,7 @@ exit only on the drafts before it and their q, so neither changes a distribution
 so which text a seed gives, unless the request is reproducible. (Requests with the same seed share random numbers, as
 they do without any drafts.)"""
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
@@ -17,17 +18,24 @@ from itertools import accumulate
 from operator import mul, truediv
 
 from speculative.config import DrafterConfig
+from speculative.lookup.suffix import SuffixOptions
 from speculative.scheduling.acceptance_rates import AcceptanceRates
 from speculative.scheduling.early_exit import Confidence, EarlyExit
+from speculative.scheduling.passages import Passages, best_count
 from speculative.scheduling.step_cost import StepCost, Work
 from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 
 _CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
+_PLAIN_FIRST = 5  # steps without drafts where half or twice the load is known: what all gains are compared with
 _PROBE_EVERY = 100  # steps
 _MOST_PATIENCE = 2  # factor by which probes become rarer while they show that drafting does not pay
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
+
+
+ExpectedRates = tuple[Sequences[float], Sequences[float]]
+"""The share of drafts accepted at each position: of sampled drafts, and of greedy requests' ones."""
 
 
 class DraftLength:
@@ -40,6 +48,11 @@ class DraftLength:
         """How many drafts this one gets, at most `wanted`; 0 leaves the drafter alone."""
         del sequence
         return wanted
+
+    def repeated(self, sequence: Sequence) -> list[int]:
+        """What is drafted in a model's place: how a passage goes on that is being repeated; [] = the model drafts."""
+        del sequence
+        return []
 
     def early_exit(self) -> EarlyExit | None:
         """Where the drafts of this step may end early; None = none of them does."""
@@ -54,6 +67,15 @@ class DraftLength:
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
 
+    def knows_cost(self, num_sequences: int) -> bool:
+        """Whether it has seen enough steps with about this many sequences."""
+        del num_sequences
+        return True
+
+    def restart(self, expected: ExpectedRates | None = None) -> None:
+        """Forget how often drafts were accepted, but not what steps cost; `expected` replaces what is believed at
+        first."""
+
 
 class DynamicLength(DraftLength):
     """As many drafts as give the most tokens a second, for each sequence of a batch.
@@ -61,14 +83,26 @@ class DynamicLength(DraftLength):
     Where drafting does not pay, it stops. One step in one or two hundred then still drafts a little for a few sequences
     to see whether that still holds; where drafting pays, one in a hundred tries none at all, or all for a few.
     The steps are chosen by counting.
+
+    Args:
+        most: tokens that a drafter makes for a sequence.
+        passages: those that are repeated, to draft in a model's place where they promise more; None = none are.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, passages: Passages | None = None) -> None:
+        self._most, self._passages = most, passages
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
+        self._expected_rates: ExpectedRates = (), ()
+        self.restart()
+
+    def restart(self, expected: ExpectedRates | None = None) -> None:
+        """As `DraftLength.restart`."""
+        if self._passages is not None:
+            self._passages.restart()
+        self._expected_rates = self._expected_rates if expected is None else expected
         # Of sampled drafts and of greedy requests' ones, which differ. Made: whether what might end early was drafted.
-        self._rates = [AcceptanceRates(most, keep=0.998) for _ in range(2)]
-        self._made = [AcceptanceRates(most, keep=0.99) for _ in range(2)]
+        self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
+        self._made = [AcceptanceRates(self._most, keep=0.99) for _ in range(2)]
         self._confidence = Confidence()
         self._rule = self._confidence.rule(least=0.0)
         self._rule_is_used = False
@@ -79,6 +113,10 @@ class DynamicLength(DraftLength):
         self._num_steps = 0
         self._drafting = True
         self._probed_at, self._num_probes, self._patience = 0, 0, 1
+
+    def knows_cost(self, num_sequences: int) -> bool:
+        """As `DraftLength.knows_cost`."""
+        return self._cost(num_sequences).is_known
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
         """Choose the lengths of the next step for all decoding sequences."""
@@ -91,21 +129,32 @@ class DynamicLength(DraftLength):
                 history = _RequestHistory(AcceptanceRates(self._most, keep=0.97))
                 self._requests[sequence.request.request_id] = history
             history.round_start = len(sequence.tokens)
+        if self._passages is not None:
+            self._passages.begin_step()
         if not speculating:
             return
         self._num_steps += 1
         cost = self._cost(self._num_decoding)
         if not cost.is_known and (not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0):
-            lengths = [self._num_steps % (self._most + 1)] * len(speculating)
+            lengths = self._calibrate(speculating)
             self._rule = self._confidence.rule(least=0.0)
+        elif cost.is_borrowed and cost.num_plain < _PLAIN_FIRST:
+            cost.num_plain += 1
+            lengths = [0] * len(speculating)
         else:
             lengths = self._best_lengths(speculating, cost)
-            self._probe(speculating, lengths)
+            if not self._probe(speculating, lengths) and self._passages is not None:
+                self._repeat(self._passages, speculating, lengths, cost)
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
         """The planned length, at most `wanted`."""
-        return min(wanted, self._lengths.get(sequence.request.request_id, wanted))
+        planned = self._lengths.get(sequence.request.request_id, self._most)
+        return min(wanted, len(self.repeated(sequence)) or planned)
+
+    def repeated(self, sequence: Sequence) -> list[int]:
+        """As `DraftLength.repeated`."""
+        return [] if self._passages is None else self._passages.of(sequence)
 
     def early_exit(self) -> EarlyExit:
         """That of the step that was planned; in a probe no draft ends early."""
@@ -120,12 +169,15 @@ class DynamicLength(DraftLength):
 
     def observe(self, entries: Sequences[Entry], results: Sequences[SequenceResult], step_s: float) -> None:
         """Count what was accepted, and time the step if it only decoded."""
-        missed, comparable = 0, True
+        missed, num_drafts, comparable = 0, 0, True
         counts = []
         for entry, result in zip(entries, results, strict=True):
             comparable &= entry.samples and entry.num_known == 1
             history = self._requests.get(entry.sequence.request.request_id)
             if history is None or result.fault is not None or result.num_drafted == 0:
+                continue
+            num_drafts += result.num_drafted
+            if self._passages is not None and self._passages.observe(entry.sequence, result):
                 continue
             counts.append(result.num_drafted)
             wanted = self._note_probabilities(entry, history, result)
@@ -135,13 +187,15 @@ class DynamicLength(DraftLength):
             missed += history.missed(self._most)
             history.drafted_at = history.round_start
         if comparable and entries:
-            work = Work(len(entries), sum(counts), max(counts, default=0), self._context, missed)
+            work = Work(len(entries), num_drafts, max(counts, default=0), self._context, missed)
             self._cost(len(entries)).observe(work, step_s)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
         self._requests.pop(request_id, None)
         self._lengths.pop(request_id, None)
+        if self._passages is not None:
+            self._passages.forget(request_id)
 
     def _note_probabilities(self, entry: Entry, history: "_RequestHistory", result: SequenceResult) -> int:
         """How many drafts it was to get: a position after an early exit counts as not accepted."""
@@ -164,6 +218,16 @@ class DynamicLength(DraftLength):
             known = next((cost for cost in near if cost.is_known), None)
             own = self._costs[load] = own if known is None else known.lend()
         return own
+
+    def _calibrate(self, sequences: Sequences[Sequence]) -> list[int]:
+        """Every length in turn; then rows without a model's drafts, half and all that a passage may have."""
+        kinds = self._most + (1 if self._passages is None else 3)
+        length = self._num_steps % kinds
+        if self._passages is not None and length > self._most:
+            for sequence in sequences[:_SEQUENCES_A_PROBE]:
+                self._passages.make_up(sequence, halved=length == self._most + 1)
+            length = 0
+        return [length] * len(sequences)
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
         """Assign drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
@@ -203,10 +267,37 @@ class DynamicLength(DraftLength):
             none_there[position] *= 1 - chance
         return made, longest
 
-    def _probe(self, sequences: Sequences[Sequence], lengths: list[int]) -> None:
-        """Occasionally change the lengths: a few sequences try one more draft than pays, or all of them none."""
+    def _repeat(self, passages: Passages, sequences: Sequences[Sequence], lengths: list[int], cost: "StepCost") -> None:
+        """Draft what sequences repeat in the model's place, one by one where that gives more tokens a second."""
+        gained = [self._expected_tokens(one, length) for one, length in zip(sequences, lengths, strict=True)]
+        tokens, num_drafts = self._num_decoding + sum(gained), sum(lengths)  # of the step, as it is planned so far
+        for index, sequence in enumerate(sequences):
+            chances = passages.find(sequence)
+            if not chances:
+                continue
+            others = max((*lengths[:index], *lengths[index + 1 :]), default=0)
+            least = num_drafts - lengths[index]
+            drafts = [num_drafts, *range(least + 1, least + 1 + len(chances))]
+            longest = [max(lengths)] + [others] * len(chances)
+            now, *then = cost.seconds(self._num_decoding, drafts, longest, self._context)
+            count, expected = best_count(chances, tokens - gained[index], then)
+            pays = expected / then[count - 1] > (1 + _HYSTERESIS) * tokens / now
+            passages.choose(sequence, count if pays else 0)
+            if pays:
+                tokens, num_drafts, lengths[index] = expected, least + count, 0
+
+    def _expected_tokens(self, sequence: Sequence, num_drafts: int) -> float:
+        """How many of the model's drafts will be accepted."""
+        prior = self._rates[sequence.params.greedy].hoped_for()
+        rates = self._requests[sequence.request.request_id].rates.blended(prior)
+        return math.fsum(accumulate(rates[:num_drafts], mul))
+
+    def _probe(self, sequences: Sequences[Sequence], lengths: list[int]) -> bool:
+        """Occasionally change the lengths: a few sequences try one more draft than pays, or all of them none.
+
+        Whether it did."""
         if self._num_steps < self._probed_at + _PROBE_EVERY * self._patience:
-            return
+            return False
         self._patience = 1 if self._drafting else min(2 * self._patience, _MOST_PATIENCE)
         self._probed_at = self._num_steps
         self._num_probes += 1
@@ -214,11 +305,12 @@ class DynamicLength(DraftLength):
         length = ((one_more, 0) if self._drafting else (min(2, self._most), 1))[self._num_probes % 2]
         lengths[:] = [min(own, length, 1) for own in lengths]  # no draft of this step ends early
         if length == 0:
-            return
+            return True
         behind = [self._requests[sequence.request.request_id].num_behind for sequence in sequences]
         for index in sorted(range(len(sequences)), key=behind.__getitem__)[:_SEQUENCES_A_PROBE]:
             lengths[index] = length
         self._rule = self._confidence.rule(least=0.0)
+        return True
 
 
 @dataclass(slots=True)
@@ -246,4 +338,9 @@ class _RequestHistory:
 
 def make_draft_length(config: DrafterConfig) -> DraftLength:
     """The configured policy."""
-    return DynamicLength(config.num_draft_tokens) if config.length == "dynamic" else DraftLength()
+    if config.length != "dynamic":
+        return DraftLength()
+    repeated = config.max_repeated
+    return DynamicLength(
+        config.num_draft_tokens, Passages(config.options_of(SuffixOptions), repeated) if repeated else None
+    )

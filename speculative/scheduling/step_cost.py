@@ -7,7 +7,7 @@ from operator import mul
 import numpy as np
 
 _WARM_UP_STEPS = 2
-_CALIBRATION_STEPS = 26  # steps that try every length, so that their cost is known
+_CALIBRATION_STEPS = 20  # steps that try every length, so that their cost is known
 _BORROWED = 0.1  # weight of what was seen there
 
 
@@ -15,7 +15,8 @@ _BORROWED = 0.1  # weight of what was seen there
 class Work:
     """What a step did.
 
-    context: tokens of all its sequences. num_missed: tokens that the drafter had to catch up with.
+    longest: drafts that a drafter made for one sequence; 0 where it made none. context: tokens of all its sequences.
+    num_missed: tokens that the drafter had to catch up with.
     """
 
     num_sequences: int
@@ -39,6 +40,7 @@ class StepCost:
 
     num_observed: int = 0
     is_borrowed: bool = False  # begun with what is known of another load
+    num_plain: int = 0  # steps that were planned without drafts, to begin with
     _fastest: float = float("inf")
     _squares: list[float] = field(default_factory=lambda: [0.0] * 49)  # row after row
     _products: list[float] = field(default_factory=lambda: [0.0] * 7)
@@ -87,7 +89,7 @@ class StepCost:
         plain = weights[0] + weights[1] * num_sequences + weights[5] * context
         per_draft, per_position, drafting = weights[2:5]
         return [
-            (plain + per_draft * count + per_position * most + drafting * (count > 0))
+            (plain + per_draft * count + per_position * most + drafting * (most > 0))
             * self._correction(num_sequences + round(count))
             for count, most in zip(drafts, longest, strict=True)
         ]
@@ -102,8 +104,8 @@ class StepCost:
         return 1 + mean * weight / (weight + 40)
 
     def _features(self, work: Work) -> list[float]:
-        drafts = work.num_drafts > 0  # a drafter has to catch up before its first draft
-        values = (1, work.num_sequences, work.num_drafts, work.longest, drafts, work.context, work.num_missed)
+        drafting = work.longest > 0  # a drafter has to catch up before its first draft
+        values = (1, work.num_sequences, work.num_drafts, work.longest, drafting, work.context, work.num_missed)
         return [value / scale for value, scale in zip(values, _SCALES, strict=True)]
 
     def _solve(self) -> None:

@@ -5,8 +5,8 @@ draws a token are its verify rows; row j of them holds the target's distribution
 """
 
 from collections.abc import Sequence as Entries
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,19 @@ class StepInput(AttentionRows):
     drafts: Int64s
     drawing: tuple[Entry, ...]
     draft_counts: Int64s
+
+    def drawing_only(self, chosen: Bools) -> "StepInput":
+        """The same rows, of which only some of the drawing entries draw; chosen: [E]."""
+        rows = chosen[self.verify_entries]
+        return replace(
+            self,
+            verify_rows=self.verify_rows[rows],
+            verify_entries=(np.cumsum(chosen) - 1)[self.verify_entries[rows]],
+            offsets=self.offsets[rows],
+            drafts=self.drafts[rows],
+            drawing=tuple(compress(self.drawing, chosen)),
+            draft_counts=self.draft_counts[chosen],
+        )
 
 
 def build_step_input(entries: Entries[Entry], counts: Int64s, draft_ids: Int64s, block_size: int) -> StepInput:

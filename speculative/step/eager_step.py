@@ -66,7 +66,7 @@ class EagerStep:
         """The drafts of every entry, without those that came without q."""
         draft, without_q = self.drafter.propose(batch), frozenset[int]()
         if draft.lacks_q:
-            without_q = frozenset(np.flatnonzero(draft.counts).tolist())
+            without_q = frozenset(np.flatnonzero(draft.counts).tolist()) - draft.repeated
             draft = DraftOutput.nothing(len(batch.entries))
         return Proposal(*constrain(batch, draft), without_q)
 
@@ -81,7 +81,8 @@ class EagerStep:
             rows = hidden if decoding_only else hidden[torch.from_numpy(layout.verify_rows).to(hidden.device)]
             logits = self.runner.logits(rows)  # [R, V]
             masks = [drafts.masks.get(index) for index, entry in enumerate(batch.entries) if entry.samples]
-            outcome = self.sampler.draw(layout, logits, draft.draft_probs, masks)
+            repeated = [index in draft.repeated for index, entry in enumerate(batch.entries) if entry.samples]
+            outcome = self.sampler.draw(layout, logits, draft.draft_probs, masks, np.array(repeated))
         sampled = iter(outcome.results)
         results = [next(sampled) if entry.samples else SequenceResult() for entry in batch.entries]
         for index in drafts.without_q:

@@ -3,6 +3,7 @@
 A few copies to the host end it. On the way the self-checks take their terms and check every invariant of a row.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -16,12 +17,12 @@ from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import Scope
-from speculative.state.batch import SequenceResult, StepInput, StepOutcome, Terms, row_contexts
+from speculative.state.batch import SequenceResult, StepInput, StepOutcome, Terms, merge_outcomes, row_contexts
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
 from speculative.verification.coupled import verify_coupled
-from speculative.verification.draft_probs import DraftProbs
+from speculative.verification.draft_probs import DraftProbs, PointMass
 from speculative.verification.mixed import verify_mixed
 from speculative.verification.rows import VerifyRows
 from speculative.vocabulary.ops import VocabularyOps
@@ -50,7 +51,12 @@ class Sampler:
         self._rows = LastRows()
 
     def draw(
-        self, layout: StepInput, logits: Tensor, draft_probs: DraftProbs, masks: list[list[Bools] | None]
+        self,
+        layout: StepInput,
+        logits: Tensor,
+        draft_probs: DraftProbs,
+        masks: list[list[Bools] | None],
+        repeated: Bools | None = None,
     ) -> StepOutcome:
         """What each drawing entry emits, and the step's self-checks.
 
@@ -59,7 +65,31 @@ class Sampler:
             logits: [R, V] float32 of the verify rows; not written to.
             draft_probs: q of the step's drafts.
             masks: per drawing entry, the tokens its structure allows, row by row; None where it has none.
+            repeated: [E] the entries whose drafts are deterministic although others' are sampled; None = none.
         """
+        checked = self.self_check.due()
+        if repeated is None or not repeated.any():
+            return self._draw(layout, logits, draft_probs, masks, checked=checked)
+        groups, parts = (np.flatnonzero(repeated), np.flatnonzero(~repeated)), list[StepOutcome]()
+        for entries, q in zip(groups, (PointMass(), draft_probs), strict=True):
+            chosen = np.isin(np.arange(len(repeated)), entries)
+            rows = torch.from_numpy(np.flatnonzero(chosen[layout.verify_entries])).to(logits.device)
+            own_masks = [masks[entry] for entry in entries]
+            parts.append(self._draw(layout.drawing_only(chosen), logits[rows], q, own_masks, checked=checked))
+        drawn = merge_outcomes(parts)
+        in_order = np.argsort(np.concatenate(groups))
+        return replace(drawn, results=tuple(drawn.results[place] for place in in_order))
+
+    def _draw(
+        self,
+        layout: StepInput,
+        logits: Tensor,
+        draft_probs: DraftProbs,
+        masks: list[list[Bools] | None],
+        *,
+        checked: bool,
+    ) -> StepOutcome:
+        """As `draw`, of entries whose drafts come from one kind of q."""
         params = [layout.drawing[entry].sequence.params for entry in layout.verify_entries.tolist()]
         rows = self._rows.of(params, logits.shape[-1], self._device)
         adjusted = self._adjust(layout, logits, masks)
@@ -70,7 +100,7 @@ class Sampler:
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
         outside = outside_filters_of(rows, adjusted, emitted)
         broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
-        terms = self._terms(layout, step, verified, emitted) if self.self_check.due() else None
+        terms = self._terms(layout, step, verified, emitted) if checked else None
         verdicts = copy_to_host(verified, broken)
         drawn = self.check_on_host(layout, results_per_entry(layout, verdicts, logprobs), masks)
         return StepOutcome(tuple(drawn), verdicts.expected_accepted, terms)

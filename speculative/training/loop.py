@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from speculative.errors import ConfigError
+from speculative.model.head_checkpoint import write_held_out_rates
 from speculative.training.acceptance import Acceptance, judge, summary
 from speculative.training.features import Features
 from speculative.training.heads import DraftHead, LossVocabulary, drafted_ids, lm_weight, save_head
@@ -214,6 +215,8 @@ class Trainer:
     def _save_head(self, best: DraftHead) -> None:
         beside, head = self.folder / f".{HEAD}", self.folder / HEAD
         save_head(best, beside)
+        held_out = self.best.held_out
+        write_held_out_rates(beside, held_out.acceptance, held_out.top1 or ())
         head.mkdir(exist_ok=True)
         for file in beside.iterdir():
             os.replace(file, head / file.name)

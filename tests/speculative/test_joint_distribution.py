@@ -60,8 +60,23 @@ class DeterministicDrafter(WeightlessDrafter):
         )
 
 
+class RepeatingDrafter(TableDrafter):
+    """Chooses its drafts for some entries of a batch, which its prefix decides, and samples those of the others."""
+
+    def propose(self, batch: Batch) -> DraftOutput:
+        sampled, chosen = super().propose(batch), DeterministicDrafter().propose(batch)
+        repeated = {i for i, e in enumerate(batch.entries) if sum(e.sequence.tokens) % 3 == 0 and chosen.counts[i]}
+        mine, theirs = sampled.per_entry(), chosen.per_entry()
+        drafts = [theirs[index] if index in repeated else own for index, own in enumerate(mine)]
+        owners = np.repeat(np.arange(len(mine)), sampled.counts)
+        assert isinstance(sampled.draft_probs, Dense)
+        q = sampled.draft_probs.probs[torch.from_numpy(~np.isin(owners, list(repeated)))]
+        return DraftOutput.pack(drafts, Dense(q), frozenset(repeated))
+
+
 DRAFTERS: dict[str, Callable[[Tensor], object]] = {
     "sampled": lambda table: TableDrafter(deceiving(table), 3),
+    "sampled or repeated": lambda table: RepeatingDrafter(deceiving(table), 3),
     "deterministic": lambda table: DeterministicDrafter(),
     "likeliest": LikeliestDrafter,
     "ngram": lambda table: None,

@@ -17,6 +17,7 @@ from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
 from speculative.model.loading import choose_weights
 from speculative.request import Request, SamplingParams
+from speculative.warm_up import warm_up
 from speculative.weights import load_weights
 
 
@@ -36,6 +37,7 @@ class Ours:
             loaded = load_weights(folder, config, device, decoder=decoder)
             decoder = loaded.decoder
             engine = EngineCore(decoder, model, config, loaded.fingerprint, draft_model=loaded.draft_model)
+            warm_up(engine)
             self._engines[name] = engine
         weights = choose_weights(config.quantization, folder, dtype=config.dtype, device=device)
         self._names = (f"bench-{number}" for number in count())

@@ -237,7 +237,7 @@ def test_text_drawn_with_the_same_seed_is_not_looked_at() -> None:
 def test_the_distribution_is_kept_with_the_outputs_of_others(tmp_path: Path) -> None:
     table = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
     drafter = DrafterConfig(kind="suffix", num_draft_tokens=3, suffix_min_match=1, suffix_max_tokens=10**6)
-    engine = table_engine(tmp_path / "table", table, LookupDrafter(made(drafter)))
+    engine = table_engine(tmp_path / "table", table, LookupDrafter(lambda: made(drafter)))
     samples = sample(engine, (3,), 12_000, 7)
     assert worst_window(samples, table.double().softmax(-1).numpy(), 3) < 5
     stats = engine.take_stats()
@@ -263,7 +263,7 @@ def asked_again(folder: Path, distribution: torch.Tensor) -> np.ndarray:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     said = []
     for group in range(8):
-        engine.eager.drafter = LookupDrafter(made(config(suffix_max_tokens=10**6)))
+        engine.eager.drafter = LookupDrafter(lambda: made(config(suffix_max_tokens=10**6)))
         for time in ("first", "second", "third"):
             for mark in asking.tolist():
                 engine.add(Request(f"{time} {mark}", (mark,), params, seed=10_000 * group + mark))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from speculative.model.cpu.native import Kind, NativeLinear
 from speculative.model.cpu.packed import prefers_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head, default_aux_layers, load_eagle3, save_eagle3
+from speculative.model.head_checkpoint import read_held_out_rates, write_held_out_rates
 from speculative.model.loading import load_decoder
 from speculative.state.batch import AttentionRows
 from speculative.training.heads import draft_vocabulary, initial_head
@@ -169,6 +171,17 @@ def test_a_speculators_folder_loads(head: Eagle3Head, folder: Path, target: Deco
     assert torch.equal(loaded.embedding, own)
     assert torch.equal(loaded.fc.weight, head.fc.weight)
     assert len(loaded.rotary.table) == 512, "as many positions as the target"
+
+
+@pytest.mark.parametrize("rates", [{"sampled": [0.5, 1.5]}, {"greedy": "high"}, [0.5]])
+def test_held_out_rates_that_cannot_be_are_refused(folder: Path, rates: Any) -> None:
+    assert read_held_out_rates(folder) == ((), ()), "a head that somebody else trained"
+    write_held_out_rates(folder, [0.5, 0.4], [0.75])
+    assert read_held_out_rates(folder) == ((0.5, 0.4), (0.75,))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"held_out_acceptance": rates}))
+    with pytest.raises(ConfigError, match=r"held_out_acceptance is .* numbers between 0 and 1"):
+        read_held_out_rates(folder)
 
 
 def test_a_config_survives_its_file(folder: Path, target: Decoder) -> None:

@@ -163,6 +163,21 @@ def test_what_a_load_costs_is_not_taken_for_what_another_does() -> None:
     assert World(policy, dear_when_full, [0.7] * 16).run(50).share(0, last=50) > 0.8
 
 
+@pytest.mark.parametrize(("rate", "most"), [(0.95, 4), (0.02, 0)])
+def test_what_a_head_came_to_in_training_is_believed_at_first(rate: float, most: int) -> None:
+    policy = DynamicLength(MOST)
+    World(policy, on_cpu, [0.5]).run(100)
+    policy.restart(((rate,) * MOST, (1 - rate,) * MOST))
+    assert World(policy, on_cpu, [rate]).run(3).lengths == [[most]] * 3, "from the first step: costs are known"
+
+
+def test_rates_that_were_believed_are_corrected() -> None:
+    policy = DynamicLength(MOST)
+    policy.restart(((0.95, 0.95), ()))
+    assert policy._rates[False].blended() == pytest.approx([0.95] * 4, abs=0.08)
+    assert World(policy, on_cpu, [0.0]).run(400).share(0, last=100) > 0.95
+
+
 def test_a_load_that_comes_by_is_not_calibrated_again() -> None:
     policy = DynamicLength(MOST)
     world = World(policy, dear_rows, [0.5] * 16).run(150)

@@ -17,6 +17,7 @@ from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
 from speculative.model.decoder import Decoder
+from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from speculative.training.data import ChatFrame, Conversations, write_answers, write_questions
@@ -257,6 +258,9 @@ def test_what_is_trained_is_what_loads(
 ) -> None:
     """The figures of the report are those of the saved head, drafting as serving does."""
     folder, points = trained
+    best = max(points, key=lambda point: sum(point.held_out.acceptance)).held_out
+    sampled, greedy = read_held_out_rates(folder / "head")
+    assert sampled == pytest.approx(best.acceptance, abs=1e-3) and greedy == pytest.approx(best.top1, abs=1e-3)
     head = load_head(kind, folder / "head", target)
     ids, lm_head = drafted_ids(head), lm_weight(head, target.lm_head.weight)
     held_out = make_trainer(kind, target, features, tmp_path)._held_out_ids

@@ -1,0 +1,140 @@
+"""Passages that a sequence repeats: of its prompt, of itself, of earlier outputs. A model need not draft those.
+
+How far a passage goes on as before is estimated from the passages that were drafted, by how many tokens had matched: a
+long match is seldom an accident (Oliaro et al., "SuffixDecoding", arXiv 2411.04975, weighs its matches likewise). Then
+by what the request itself has made of its passages: one copies, another only resembles.
+"""
+
+from bisect import bisect
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from speculative.lookup.suffix import SuffixDrafter, SuffixOptions
+from speculative.scheduling.acceptance_rates import AcceptanceRates
+from speculative.state.batch import SequenceResult
+from speculative.state.sequence import Sequence
+
+_EDGES = (4, 8, 16)  # between classes of matched tokens
+_EXPECTED = (0.4, 0.6, 0.8, 0.9)  # acceptance of each draft, by class, before any was seen
+_BELIEF = 4.0  # expected tokens that a request begins with, of which as many were accepted as of others' lately
+_KEEP = 0.98  # of what a request has shown, each time it is asked
+_KEEP_OF_ALL = 0.998
+_LEAST_TRUST = 0.25
+
+
+@dataclass(slots=True)
+class _Passage:
+    """rates: of its class. expected: how many of its tokens will be accepted, as those rates have it."""
+
+    tokens: list[int]
+    rates: AcceptanceRates
+    expected: float = 0.0
+
+
+@dataclass(slots=True)
+class _Record:
+    """How many drafts of passages were accepted, and how many were expected to be."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def fade(self, keep: float) -> None:
+        """Let what was seen count less."""
+        self.accepted, self.expected = keep * self.accepted, keep * self.expected
+
+    def trust(self, prior: float = 1.0) -> float:
+        """What chances are multiplied by."""
+        return min(1.0, (_BELIEF * prior + self.accepted) / (_BELIEF + self.expected))
+
+
+class Passages:
+    """What is repeated in the step that is planned.
+
+    Args:
+        options: how passages are found.
+        max_drafts: tokens of a passage that are drafted.
+    """
+
+    def __init__(self, options: SuffixOptions, max_drafts: int) -> None:
+        self._options, self._max_drafts = options, max_drafts
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all that was seen."""
+        self._suffix = SuffixDrafter(self._options, self._max_drafts)
+        self._rates = [AcceptanceRates(self._max_drafts, keep=0.998, expected=(rate,)) for rate in _EXPECTED]
+        self._chosen: dict[str, _Passage] = {}
+        self._records: dict[str, _Record] = {}
+        self._all = _Record()
+
+    def begin_step(self) -> None:
+        """Nothing is repeated, until it is chosen."""
+        self._chosen.clear()
+
+    def find(self, sequence: Sequence) -> list[float]:
+        """The chance, for each token of the longest known continuation, that all up to it will be accepted.
+
+        Where passages have been accepted too seldom lately, none is looked for, until that is long ago."""
+        request_id = sequence.request.request_id
+        record = self._records.setdefault(request_id, _Record())
+        record.fade(_KEEP)
+        self._all.fade(_KEEP_OF_ALL)
+        trust = record.trust(self._all.trust())
+        tokens, num_matched = self._suffix.find(sequence, self._max_drafts if trust > _LEAST_TRUST else 0)
+        if not tokens:
+            return []
+        rates = self._rates[bisect(_EDGES, num_matched)]
+        self._chosen[request_id] = _Passage(tokens, rates)
+        return [trust * chance for chance in accumulate(rates.hoped_for()[: len(tokens)], mul)]
+
+    def make_up(self, sequence: Sequence, *, halved: bool) -> None:
+        """Draft as many tokens as may be, or half as many, whatever they are: to see what that costs."""
+        count = -(-self._max_drafts // 2) if halved else self._max_drafts
+        unused = AcceptanceRates(self._max_drafts, keep=1.0)
+        self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, unused)
+
+    def choose(self, sequence: Sequence, count: int) -> None:
+        """Draft so many tokens of what was found; 0 = none."""
+        if not count:
+            del self._chosen[sequence.request.request_id]
+            return
+        passage = self._chosen[sequence.request.request_id]
+        del passage.tokens[count:]
+        passage.expected = sum(accumulate(passage.rates.blended()[:count], mul))
+
+    def of(self, sequence: Sequence) -> list[int]:
+        """What is drafted for a sequence; [] where nothing was chosen."""
+        passage = self._chosen.get(sequence.request.request_id)
+        return [] if passage is None else passage.tokens
+
+    def observe(self, sequence: Sequence, result: SequenceResult) -> bool:
+        """Learn from a round, if a passage was drafted in it; else False."""
+        passage = self._chosen.get(sequence.request.request_id)
+        if passage is None:
+            return False
+        passage.rates.observe(result.num_drafted, result.num_accepted)
+        for record in (self._records.setdefault(sequence.request.request_id, _Record()), self._all):
+            record.accepted += result.num_accepted
+            record.expected += passage.expected
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept about a request that has left, and remember what it wrote."""
+        self._chosen.pop(request_id, None)
+        self._records.pop(request_id, None)
+        self._suffix.forget(request_id)
+
+
+def best_count(chances: Sequences[float], tokens: float, seconds: Sequences[float]) -> tuple[int, float]:
+    """How many drafts of a passage give the most tokens a second, and how many tokens that are.
+
+    Args:
+        chances: as `Passages.find` returns them.
+        tokens: of the step without them.
+        seconds: of the step with 1, 2, ... of them.
+    """
+    expected = [tokens + gained for gained in accumulate(chances)]
+    best = max(range(len(chances)), key=lambda place: expected[place] / seconds[place])
+    return best + 1, expected[best]

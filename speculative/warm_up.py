@@ -1,0 +1,45 @@
+"""Made-up requests, run before the first real one: nothing is set up, or tried out, at a user's expense."""
+
+import time
+
+from speculative.drafting.weightless import LookupDrafter
+from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
+
+_LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sequences
+_MOST_S = 1.5  # after so many seconds no further load is begun; it will begin with what a smaller one costs
+_LEAST_STEPS, _MOST_STEPS = 4, 60
+_PROMPT = (0, 1, 2)
+
+
+def warm_up(engine: EngineCore) -> None:
+    """Run a few steps of one request; where the length of drafts is dynamic, so many that it knows what steps cost.
+
+    The engine has to be idle. It keeps nothing of these requests: no prefix, no counts, no rates of acceptance.
+    """
+    length = engine.scheduler.draft_length
+    started = time.perf_counter()
+    for num_sequences in _LOADS:
+        is_late = num_sequences > engine.config.max_num_seqs or time.perf_counter() > started + _MOST_S
+        if num_sequences > 1 and (is_late or length.knows_cost(num_sequences)):
+            break
+        _run(engine, num_sequences)
+    length.restart()
+    if isinstance(engine.drafter, LookupDrafter):
+        engine.drafter.restart()
+    engine.scheduler.pool.drop_prefixes()
+    engine.take_stats()
+
+
+def _run(engine: EngineCore, num_sequences: int) -> None:
+    room = engine.max_model_len - len(_PROMPT)
+    params = SamplingParams(max_tokens=min(room, _MOST_STEPS * (1 + engine.config.drafter.max_drafts)), ignore_eos=True)
+    requests = [Request(f"warm-up-{number}", _PROMPT, params, seed=number) for number in range(num_sequences)]
+    for request in requests:
+        engine.add(request)
+    for step in range(_MOST_STEPS):
+        if step >= _LEAST_STEPS and engine.scheduler.draft_length.knows_cost(num_sequences):
+            break
+        engine.step()
+    for request in requests:
+        engine.abort(request.request_id)

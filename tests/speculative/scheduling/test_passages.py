@@ -1,0 +1,239 @@
+"""Passages that are repeated: when they are drafted in a model's place, and that nothing else changes by it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from speculative.config import DrafterConfig
+from speculative.engine import EngineCore
+from speculative.errors import ConfigError
+from speculative.lookup.suffix import SuffixOptions
+from speculative.request import Request, SamplingParams, Structure
+from speculative.scheduling.draft_length import DynamicLength, make_draft_length
+from speculative.scheduling.passages import Passages, best_count
+from speculative.state.batch import Entry, SequenceResult
+from speculative.state.sequence import Sequence
+from speculative.warm_up import warm_up
+from tests.support.engines import NO_DRAFTS, Answer, assert_idle, run, settings
+from tests.support.tiny_heads import write_tiny_head, write_tiny_module
+from tests.support.tiny_models import write_tiny_model
+
+MOST, LONGEST = 3, 8
+PASSAGE = tuple(range(20, 50))
+PARAMS = SamplingParams(max_tokens=10**6)
+
+
+def made() -> Passages:
+    return Passages(SuffixOptions(), LONGEST)
+
+
+def repeating(name: str = "a", matched: int = 12) -> Sequence:
+    """A sequence that has come so far into a passage again."""
+    sequence = Sequence(Request(name, PASSAGE, PARAMS), tokens=(*PASSAGE, 5, *PASSAGE[:matched]))
+    sequence.num_computed = len(sequence.tokens) - 1
+    return sequence
+
+
+def policy_that_knows(rate: float, seconds: Any) -> DynamicLength:
+    """With costs of all lengths known, and a model whose drafts are accepted at this rate."""
+    policy = DynamicLength(MOST, made())
+    sequence = Sequence(Request("x", (1, 2, 3), PARAMS), tokens=(1, 2, 3))
+    sequence.num_computed = 2
+    for step in range(300):
+        policy.plan([sequence])
+        count = policy.max_drafts(sequence, LONGEST)
+        accepted = count if step % 10 < 10 * rate else 0
+        result = SequenceResult((100 + step,) * (accepted + 1), count, accepted)
+        model_drafts = 0 if policy.repeated(sequence) else count
+        policy.observe([Entry(sequence, 1, MOST, samples=True)], [result], seconds(count, model_drafts))
+        sequence.advance(sequence.num_computed + accepted + 1, result.token_ids)
+    policy.forget("x")
+    return policy
+
+
+def small_steps(num_drafts: int, longest: int) -> float:
+    return 0.02 + 0.0005 * num_drafts + 0.004 * longest
+
+
+def dear_rows(num_drafts: int, longest: int) -> float:
+    return 0.002 + 0.01 * num_drafts + 0.0001 * longest
+
+
+# -- what is chosen ------------------------------------------------------------------------------------------------
+
+
+def test_a_passage_that_is_repeated_is_drafted_in_the_models_place() -> None:
+    policy, sequence = policy_that_knows(0.5, small_steps), repeating()
+    policy.plan([sequence])
+    assert policy.repeated(sequence) == list(PASSAGE[12:20])
+    assert policy.max_drafts(sequence, LONGEST) == LONGEST
+    assert policy.max_drafts(sequence, 2) == 2, "what fits"
+
+
+def test_a_text_that_repeats_nothing_is_left_to_the_model() -> None:
+    policy = policy_that_knows(0.5, small_steps)
+    sequence = Sequence(Request("a", PASSAGE, PARAMS), tokens=(*PASSAGE, 1001, 1002, 1003))
+    policy.plan([sequence])
+    assert policy.repeated(sequence) == []
+    assert 0 < policy.max_drafts(sequence, LONGEST) <= MOST
+
+
+def test_where_rows_are_dear_nothing_is_repeated() -> None:
+    policy, sequence = policy_that_knows(0.5, dear_rows), repeating(matched=3)
+    policy.plan([sequence])
+    assert policy.repeated(sequence) == []
+
+
+def test_each_sequence_of_a_batch_has_its_own() -> None:
+    policy = policy_that_knows(0.5, small_steps)
+    plain = Sequence(Request("b", (9, 8, 7), PARAMS), tokens=(9, 8, 7))
+    sequences = [repeating("a"), plain, repeating("c", matched=20)]
+    for _ in range(9):  # the first without drafts, since the load is new; one may probe, or calibrate
+        policy.plan(sequences)
+    assert [policy.repeated(sequence)[:3] for sequence in sequences] == [[32, 33, 34], [], [40, 41, 42]]
+
+
+def count_rounds(passages: Passages, sequences: list[Sequence], accepted: int) -> int:
+    """How many of them get a passage, of which so many tokens are accepted."""
+    num_rounds = 0
+    for sequence in sequences:
+        if passages.find(sequence):
+            num_rounds += 1
+            passages.choose(sequence, LONGEST)
+            passages.observe(sequence, SequenceResult((1,), LONGEST, accepted))
+    return num_rounds
+
+
+def test_passages_that_do_not_go_on_as_before_are_given_up_for_a_while() -> None:
+    passages = made()
+    assert 3 < count_rounds(passages, [repeating(str(number), matched=5) for number in range(100)], 0) < 30
+    assert passages._rates[1].blended()[0] < 0.5, "of matches of 4 to 7 tokens"
+    assert passages._rates[3].blended()[0] > 0.8, "of longer ones"
+    assert not passages.find(repeating("new", matched=20)), "other requests are not believed, either"
+    assert count_rounds(passages, [repeating(f"later {number}", matched=20) for number in range(1000)], LONGEST) > 100
+
+
+def test_a_request_that_only_resembles_what_it_repeats_is_found_out_by_itself() -> None:
+    passages, copying, resembling = made(), repeating("copies", matched=20), repeating("resembles", matched=20)
+    assert count_rounds(passages, [copying] * 10, LONGEST) == 10
+    assert count_rounds(passages, [resembling] * 20, 0) < 10
+    assert passages.find(copying)[0] > 0.6
+    assert count_rounds(passages, [resembling] * 200, LONGEST) > 100, "after a while it is tried again"
+
+
+def test_only_rounds_with_a_passage_are_counted_as_such() -> None:
+    passages, sequence = made(), repeating()
+    assert not passages.observe(sequence, SequenceResult((1,), 3, 2))
+    passages.find(sequence)
+    passages.choose(sequence, 0)
+    assert passages.of(sequence) == [] and not passages.observe(sequence, SequenceResult((1,), 3, 2))
+    passages.find(sequence)
+    passages.choose(sequence, 3)
+    assert passages.of(sequence) == list(PASSAGE[12:15]) and passages.observe(sequence, SequenceResult((1,), 3, 3))
+    passages.begin_step()
+    assert passages.of(sequence) == []
+
+
+def test_what_a_model_came_to_is_not_counted_with_what_is_repeated() -> None:
+    policy, sequence = policy_that_knows(0.0, small_steps), repeating()
+    before = policy._rates[False].blended()
+    for _ in range(5):
+        policy.plan([sequence])
+        count = len(policy.repeated(sequence))
+        assert count
+        result = SequenceResult(tuple(PASSAGE[: count + 1]), count, count)
+        policy.observe([Entry(sequence, 1, LONGEST, samples=True)], [result], small_steps(count, 0))
+    assert policy._rates[False].blended() == before
+
+
+def test_the_best_length_weighs_gain_against_time() -> None:
+    assert best_count([0.9, 0.8, 0.1], 1.0, [1.0, 1.1, 1.5]) == (2, pytest.approx(2.7))
+    assert best_count([0.9], 1.0, [1.0]) == (1, pytest.approx(1.9))
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kind": "ngram"}, {"kind": "eagle3", "model": "m"}, {"kind": "none", "length": "dynamic"}]
+)
+def test_it_belongs_to_models_of_dynamic_length(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"drafter.suffix_first belongs to .* dynamic length; set it to 0"):
+        DrafterConfig(**changes, suffix_first=4)
+
+
+def test_the_longest_draft_is_the_longer_of_both() -> None:
+    config = DrafterConfig(kind="eagle3", model="m", num_draft_tokens=3, length="dynamic", suffix_first=10)
+    assert (config.max_drafts, dataclasses.replace(config, options=(), suffix_first=2).max_drafts) == (10, 3)
+    assert isinstance(make_draft_length(config), DynamicLength)
+
+
+# -- in the engine -------------------------------------------------------------------------------------------------
+
+
+class Alternating:
+    """A structure: even and odd tokens in turn."""
+
+    def allowed(self, output: Any, drafts: Any) -> list[Any]:
+        masks = []
+        for offset in range(len(drafts) + 1):
+            masks.append(np.arange(64) % 2 == (len(output) + offset) % 2)
+            if offset < len(drafts) and not masks[-1][drafts[offset]]:
+                break
+        return masks
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("repeats") / "target", vocab_size=64, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("heads")
+    head, module = write_tiny_head(folder / "head", target), write_tiny_module(folder / "module", target)
+    return {"eagle3": head, "mtp": module, "draft_model": target}
+
+
+def answers(target: Path, drafter: DrafterConfig, **changes: Any) -> tuple[dict[str, Answer], EngineCore]:
+    engine = EngineCore.load(
+        target, settings(drafter=drafter, max_batched_tokens=128, **changes), make_constraint=lambda _: Alternating()
+    )
+    warm_up(engine)
+    prompt = tuple(range(3, 23))
+    for index in range(6):
+        params = SamplingParams(
+            max_tokens=60,
+            ignore_eos=index != 2,
+            temperature=0,
+            logit_bias=((7, 1.0),) if index == 1 else (),
+            structure=Structure("choice", "[]") if index == 2 else None,
+            logprobs=0 if index % 2 else None,
+            reproducible=index == 3,
+        )
+        engine.add(Request(f"r{index}", (*prompt, *prompt[: 3 * index]), params, seed=index))
+    found = run(engine)
+    assert_idle(engine)
+    return found, engine
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
+def test_greedy_text_is_that_of_plain_decoding(target: Path, heads: dict[str, Path], kind: str, graphs: bool) -> None:
+    """Tiny models fall into loops: what they repeat is drafted, beside what the model drafts."""
+    drafter = DrafterConfig(kind=kind, model=str(heads[kind]), num_draft_tokens=3, length="dynamic", suffix_first=8)
+    plain, _ = answers(target, NO_DRAFTS)
+    found, engine = answers(target, drafter, cuda_graphs=graphs, self_check_sample_rate=1.0)
+    assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in plain.items()}
+    assert {key: one.values for key, one in found.items()} == {
+        key: pytest.approx(one.values, abs=1e-4) for key, one in plain.items()
+    }
+    stats = engine.take_stats()
+    assert len(stats.accepted_per_position) > 3, "more than the model drafts"
+    assert not any(stats.violations.values())
+    policy = engine.scheduler.draft_length
+    assert isinstance(policy, DynamicLength)
+    assert not policy._requests and policy._passages is not None and not policy._passages._chosen

@@ -1,0 +1,70 @@
+"""Before the first request: steps are tried out, and nothing is left of them."""
+
+from pathlib import Path
+
+import pytest
+
+from speculative.config import DrafterConfig
+from speculative.engine import EngineCore
+from speculative.scheduling.draft_length import DynamicLength
+from speculative.warm_up import warm_up
+from tests.support.engines import assert_idle, settings
+from tests.support.tiny_models import write_tiny_model
+
+DYNAMIC = DrafterConfig(kind="ngram", num_draft_tokens=3, ngram_min=1, length="dynamic")
+
+
+def count_steps(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of running sequences in each step from now on."""
+    running: list[int] = []
+    step = engine.step
+
+    def counted() -> list[object]:
+        deltas = step()
+        running.append(engine.usage().num_running)
+        return deltas
+
+    monkeypatch.setattr(engine, "step", counted)
+    return running
+
+
+def test_what_steps_cost_is_known_before_the_first_request(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
+    engine = EngineCore.load(folder, settings(drafter=DYNAMIC, max_num_seqs=4))
+    policy = engine.scheduler.draft_length
+    assert isinstance(policy, DynamicLength) and not policy.knows_cost(1)
+    warm_up(engine)
+    assert policy.knows_cost(1) and policy.knows_cost(4)
+    assert policy._costs[1].seconds(1, [0], [0], 8)[0] > 0
+    assert policy._rates[False].blended() == DynamicLength(3)._rates[False].blended(), "made-up text shows nothing"
+    assert_idle(engine)
+    assert not engine.scheduler.pool._block_of, "no prefix"
+    stats = engine.take_stats()
+    assert (stats.num_steps, stats.num_emitted, stats.num_drafted) == (0, 0, 0)
+
+
+def test_fixed_lengths_need_a_few_steps_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
+    engine = EngineCore.load(folder, settings(max_num_seqs=4))
+    running = count_steps(engine, monkeypatch)
+    warm_up(engine)
+    assert len(running) < 8 and max(running) == 1
+    assert_idle(engine)
+
+
+def test_slow_steps_are_not_tried_at_every_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
+    engine = EngineCore.load(folder, settings(drafter=DYNAMIC, max_num_seqs=4))
+    running = count_steps(engine, monkeypatch)
+    clock = iter(range(1000))
+    monkeypatch.setattr("speculative.warm_up.time.perf_counter", lambda: float(next(clock)))
+    warm_up(engine)
+    assert max(running) == 1
+
+
+@pytest.mark.parametrize("max_model_len", [4, 8])
+def test_the_shortest_sequences_are_enough(tmp_path: Path, max_model_len: int) -> None:
+    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
+    engine = EngineCore.load(folder, settings(drafter=DYNAMIC, max_num_seqs=4, max_model_len=max_model_len))
+    warm_up(engine)
+    assert_idle(engine)
