@@ -8,7 +8,7 @@ from torch import Tensor
 
 from speculative.gpu.attention_choice import why_no_triton
 from speculative.gpu.filters import FindFloors, torch_floors
-from speculative.sampling.probs import Filters
+from speculative.sampling.probs import SamplingRows
 from speculative.verification.coupled import NoiseRows, choose
 from speculative.vocabulary.ops import TorchOps
 
@@ -22,10 +22,19 @@ class DeviceOps(TorchOps):
     def __init__(self, device: torch.device) -> None:
         self._find_floors, self._choose = make_find_floors(device), make_choose(device)
 
-    def keep(self, filters: Filters, logits: Tensor) -> Tensor:
-        """As `Filters.keep`."""
-        floors = self._find_floors(logits, None, filters.log_min_p, filters.top_k, filters.top_p)
-        return logits.masked_fill(logits < floors[:, None], -torch.inf)
+    def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """As `VocabularyOps`."""
+        filters = rows.filters
+        if filters is None:
+            return super().process(logits, rows)
+        every = len(filters.rows) == len(logits)
+        which = slice(None) if every else filters.rows
+        parameters = (filters.log_min_p, filters.top_k, filters.top_p)
+        floors = self._find_floors(logits[which], rows.temperature[which], *parameters)
+        if not every:
+            floors = floors.new_full((len(logits),), -torch.inf).index_copy(0, filters.rows, floors)
+        processed = logits / rows.temperature
+        return processed.masked_fill_(processed < floors[:, None], -torch.inf)
 
     def choose(self, probs: Tensor, columns: Tensor, rows: NoiseRows, ids: Tensor | None, vocab_size: int) -> Tensor:
         """As `VocabularyOps`."""

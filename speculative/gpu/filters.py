@@ -10,16 +10,16 @@ from speculative.gpu.staged_inputs import Array, Field
 from speculative.sampling.probs import Filters
 from speculative.state.batch import Int64s
 
-FindFloors = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
-"""logits [F, V], temperature [F, 1] (None where they were divided by it), log_min_p, top_k, top_p [F] of `Filters` ->
-[F] the lowest logit after temperature that stays.
+FindFloors = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""logits [F, V], temperature [F, 1], log_min_p, top_k and top_p [F] of `Filters` -> [F] the lowest logit after
+temperature that stays.
 
 Ties with it stay, too. The likeliest token always stays; -inf where nothing is filtered out."""
 
 
-def torch_floors(logits: Tensor, temperature: Tensor | None, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def torch_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """`FindFloors` by sorting."""
-    best = (logits if temperature is None else logits.float() / temperature).sort(dim=-1, descending=True).values
+    best = (logits.float() / temperature).sort(dim=-1, descending=True).values
     floor = best[:, 0] + log_min_p
     floor = torch.where(top_k < logits.shape[-1], floor.maximum(best.gather(1, top_k[:, None] - 1)[:, 0]), floor)
     mass = torch.softmax(best.masked_fill(best < floor[:, None], -torch.inf), dim=-1)

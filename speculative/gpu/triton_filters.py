@@ -102,7 +102,7 @@ def has_filters(log_min_p, top_k, top_p, size):
 @triton.jit
 def _find_floor(  # noqa: PLR0913
     logits,  # [R, V] float32, bfloat16 or float16
-    temperatures,  # [R] float32; None = 1
+    temperatures,  # [R] float32
     log_min_ps,  # [R] float32
     top_ks,  # [R] int64
     top_ps,  # [R] float32
@@ -118,9 +118,7 @@ def _find_floor(  # noqa: PLR0913
     lowest = -float("inf")
     floor = lowest
     if has_filters(log_min_p, top_k, top_p, size):
-        temperature = 1.0
-        if temperatures is not None:
-            temperature = tl.load(temperatures + row)
+        temperature = tl.load(temperatures + row)
         best = tl.full([TILE], -float("inf"), tl.float32)
         for offset in range(0, size, TILE):
             token = offset + tl.arange(0, TILE)
@@ -137,9 +135,7 @@ def _find_floor(  # noqa: PLR0913
     tl.store(floors + row, floor)
 
 
-def triton_floors(
-    logits: Tensor, temperature: Tensor | None, log_min_p: Tensor, top_k: Tensor, top_p: Tensor
-) -> Tensor:
+def triton_floors(logits: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """As `FindFloors`."""
     floors = torch.empty_like(top_p)
     _find_floor[(len(logits),)](

@@ -4,7 +4,7 @@ Nothing here writes to the logits it is given. The distribution is a function of
 parameters alone; neighbours do not enter it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,11 +100,7 @@ class LastRows:
         return self._last[1]
 
 
-Keep = Callable[[Filters, Tensor], Tensor]
-"""As `Filters.keep`."""
-
-
-def process(logits: Tensor, rows: SamplingRows, keep: Keep = Filters.keep) -> Tensor:
+def process(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Logits after temperature and filters: [R, V] float32, -inf where a token is filtered out.
 
     Where neither changes anything they are given back as they are.
@@ -114,7 +110,7 @@ def process(logits: Tensor, rows: SamplingRows, keep: Keep = Filters.keep) -> Te
     processed = logits / rows.temperature
     if rows.filters is not None:
         filtered = rows.filters.rows
-        processed[filtered] = keep(rows.filters, processed[filtered])
+        processed[filtered] = rows.filters.keep(processed[filtered])
     return processed
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from speculative.sampling import probs
-from speculative.sampling.probs import Filters, SamplingRows
+from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import invariants, terms
 from speculative.selfcheck.terms import Scope
 from speculative.state.batch import Terms
@@ -69,8 +69,4 @@ class TorchOps:
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """As `VocabularyOps`."""
-        return probs.process(logits, rows, self.keep)
-
-    def keep(self, filters: Filters, logits: Tensor) -> Tensor:
-        """As `Filters.keep`."""
-        return filters.keep(logits)
+        return probs.process(logits, rows)

@@ -160,7 +160,8 @@ def test_filters_find_the_floors_that_sorting_finds(cuda: torch.device) -> None:
     logits = torch.randn((len(cases), vocab_size), generator=torch.Generator().manual_seed(0)).to(cuda) * 3
     log_min_p, top_p = (torch.tensor([case[part] for case in cases], device=cuda) for part in (0, 2))
     top_k = torch.tensor([case[1] for case in cases], device=cuda)
-    found, expected = (find(logits, None, log_min_p.log(), top_k, top_p) for find in (triton_floors, torch_floors))
+    warm = torch.ones((len(cases), 1), device=cuda)
+    found, expected = (find(logits, warm, log_min_p.log(), top_k, top_p) for find in (triton_floors, torch_floors))
     kept = [(logits >= floors[:, None]).sum(dim=-1) for floors in (found, expected)]
     assert kept[0][0] == vocab_size
     assert kept[0][1] == 40

@@ -57,7 +57,7 @@ def parameters(filters: Filters) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def filtered(find_floors: FindFloors, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-    floors = find_floors(logits, None, *parameters(filters))
+    floors = find_floors(logits, torch.ones((len(logits), 1)), *parameters(filters))
     return logits.masked_fill(logits < floors[:, None], -torch.inf)
 
 
