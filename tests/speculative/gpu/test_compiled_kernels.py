@@ -53,7 +53,16 @@ compiled(
     "its merge, heads of 128", triton_attention._merge_parts, "*fp32 *fp32 *i64 *bf16",
     HEAD_DIM=128, NUM_PROGRAMS=32, SPLIT=256, DIM=128,
 )
-compiled("filters", triton_filters._find_floor, "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096)
+compiled(
+    "filters", triton_filters._find_floor, "*bf16 *fp32 *fp32 *i64 *fp32 *fp32 i32 i32", 8, TILE=4096, UNUSED=16
+)
+for part in (False, True):
+    compiled(
+        "drafts chosen with noise" + ", of a part of the vocabulary" * part, triton_noise._score_blocks,
+        f"*fp32 {'*i64' if part else 'constexpr'} *i1 *i64 *i64 *fp64 *i64 i32", 8,
+        WIDTH=128256, BLOCK=2048, **({} if part else {"ids": None}),
+    )
+compiled("the best of their blocks", triton_noise._choose, "*i1 *fp64 *i64 *i64", NUM_BLOCKS=63, PADDED=64)
 compiled("mask", triton_edits._copy_allowed, "*bf16 *i32 *i32 *fp32 i32 i32 i32", BLOCK=2048)
 compiled("biases", triton_edits._add_biases, "*fp32 *i32 *i32 *fp32 i32 i32 i32", CELLS=256)
 compiled(
