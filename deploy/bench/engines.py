@@ -133,7 +133,7 @@ def _ours(plan: BenchPlan, name: EngineName) -> Launch | LeftOut:
 def _engine_settings(plan: BenchPlan, drafter: Mapping[str, Any], options: "_Options") -> dict[str, Any]:
     """As `EngineConfig` takes them: every stream fits, and nothing is remembered from one round to the next."""
     most = max(plan.streams)
-    drafts = int(drafter.get("num_draft_tokens", DrafterConfig().num_draft_tokens))
+    drafts = max(int(drafter.get("num_draft_tokens", 4)), int(drafter.get("suffix_first", 0)))
     blocks = -(-plan.max_model_len // 16)
     return {
         "dtype": plan.dtype,
@@ -169,6 +169,7 @@ def _drafter(plan: BenchPlan, name: EngineName, variant: str, options: "_Options
         settings["length"] = options.text("length", "dynamic" if variant == "dynamic" else "static")
         if "model" in settings:
             settings["sampled"] = options.text("sampled", "yes") == "yes"
+            settings["suffix_first"] = options.number("passages", 0)
     return settings
 
 

@@ -1,4 +1,4 @@
-"""The prompts: conversation, code, summaries that copy from their text, and long ones made of these texts.
+"""The prompts: conversation, code, summaries and edits, which copy from their text, and long ones made of these texts.
 
 Those of the kind `held-out` are questions that SmolLM2 asked itself, of the conversations that were held out when the
 head that comes with the package was trained.
@@ -10,7 +10,7 @@ from pathlib import Path
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 
-KINDS = ("chat", "code", "summarise")
+KINDS = ("chat", "code", "summarise", "edit")
 LONG = "long"  # prompts of `LONG_TOKENS` tokens, each cut out of several texts to summarise
 LONG_TOKENS = 1000
 _FILE = Path(__file__).with_name("prompts.json")

@@ -85,6 +85,7 @@ class EchoModel:
     capture = (0,)
     kv_shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=1)
     ids: Tensor | None = None
+    held_out_rates = (), ()
     fused = None
     network = nn.Module()  # without layers
 
