@@ -75,16 +75,14 @@ def rows_of(layout: StepInput, bucket: Bucket) -> RowFields:
     def tensor(*parts: Any) -> Tensor:
         return torch.from_numpy(np.concatenate([np.asarray(part, np.int64) for part in parts]))
 
-    unused = torch.empty(0)
-    return RowFields(
-        drafts=tensor(layout.drafts, [-1] * (len(nobodies) + rest)),
-        entries=tensor(layout.verify_entries, nobodies, [bucket.num_seqs - 1] * rest),
-        offsets=tensor(layout.offsets, [0] * len(nobodies), [NEVER] * rest),
-        first_rows=tensor(starts, num_rows + np.arange(len(nobodies))),
-        counts=tensor(layout.draft_counts, [0] * len(nobodies)),
-        **dict.fromkeys(("temperature", "greedy", "packed", "counted"), unused),
-        **dict.fromkeys(("accept_uniforms", "sample_uniforms"), unused),
-    )
+    used = {
+        "drafts": tensor(layout.drafts, [-1] * (len(nobodies) + rest)),
+        "entries": tensor(layout.verify_entries, nobodies, [bucket.num_seqs - 1] * rest),
+        "offsets": tensor(layout.offsets, [0] * len(nobodies), [NEVER] * rest),
+        "first_rows": tensor(starts, num_rows + np.arange(len(nobodies))),
+        "counts": tensor(layout.draft_counts, [0] * len(nobodies)),
+    }
+    return RowFields(**dict.fromkeys(RowFields._fields, torch.empty(0)) | used)
 
 
 def logits_of(drafted: list[Drafted], size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
