@@ -4,31 +4,62 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from deploy.client import Answer, Client, ServiceError
 from serve_app.telemetry.metric_summary import MetricSummary
 
 QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
-TASKS = (  # and the temperature: sampled answers are what the self-checks count
-    ("Why is the sky blue?", 0.0),
-    ("Write a short story about a lighthouse keeper and a storm.", 1.0),
-    ("Give me five tips for learning a new language.", 0.0),
+_TEXT = (
+    "The lighthouse stands on a small island two miles from the harbour. It was built in 1856 of granite that ships "
+    "brought from the mainland, and its light can be seen from a distance of twenty miles. For more than a hundred "
+    "years a keeper and his family lived beside the tower. They kept goats, grew potatoes, and waited for the boat "
+    "that brought them letters every second week. Since 1971 the light has worked without a keeper, and the house is "
+    "open to visitors in summer."
 )
 _MAX_TOKENS = 96
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What people ask for. temperature: sampled answers are what the self-checks count."""
+
+    name: str
+    prompt: str
+    temperature: float = 0.0
+
+
+TASKS = (
+    Task("a question", "Why is the sky blue?"),
+    Task("a story, sampled", "Write a short story about a lighthouse keeper and a storm.", temperature=1.0),
+    Task("code", "Write a Python class for a stack, with push, pop and peek, and a docstring for each."),
+    Task("an edit", f"Correct any spelling mistakes in the text below, and give the whole text again.\n\n{_TEXT}"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpeed:
+    """Of one task, with speculation on and off in turns: medians. ratio: on to off; 0 where nothing was measured."""
+
+    task: str
+    tokens_per_s_off: float
+    tokens_per_s_on: float
+    ratio: float
+
+
 _REPLAY_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class DemoFigures:
-    """What the demo measured. Rates are those of the service's own metrics; speeds are medians over the tasks."""
+    """What the demo measured. Rates are those of the service's own metrics."""
 
     answer: str
     acceptance_rate: float | None
     mean_accepted_length: float | None
-    tokens_per_s_on: float
-    tokens_per_s_off: float
+    tasks: list[TaskSpeed]
     tme: float | None
     replayed_tokens: int
     verdicts: dict[str, int]  # verified, suspect, unverified
@@ -48,20 +79,18 @@ def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[
     progress(f"asking: {QUESTION}")
     answer = client.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")
-    on: list[Answer] = []
-    off: list[Answer] = []
-    for number, (task, temperature) in enumerate(TASKS, start=1):
-        progress(f"measuring task {number} of {len(TASKS)}, speculation off and on")
-        off.append(client.chat(task, max_tokens=_MAX_TOKENS, temperature=temperature, speculate=False))
-        on.append(client.chat(task, max_tokens=_MAX_TOKENS, temperature=temperature))
+    answers: dict[str, list[tuple[Answer, Answer]]] = {task.name: [] for task in TASKS}
+    for number in range(1, _ROUNDS + 1):
+        progress(f"measuring {len(TASKS)} tasks with speculation off and on, round {number} of {_ROUNDS}")
+        for task in TASKS:
+            answers[task.name].append(_ask_twice(client, task))
     progress("waiting for the answers to be computed again and compared")
     metrics = _wait_for_replay(client)
     return DemoFigures(
         answer=answer.text,
         acceptance_rate=metrics["acceptance_rate"],
         mean_accepted_length=metrics["mean_accepted_length"],
-        tokens_per_s_on=statistics.median(one.tokens_per_s for one in on),
-        tokens_per_s_off=statistics.median(one.tokens_per_s for one in off),
+        tasks=[_speed(name, pairs) for name, pairs in answers.items()],
         tme=metrics["tme"],
         replayed_tokens=int(metrics["replayed_tokens"]),
         verdicts={name: int(count) for name, count in metrics["verdicts"].items()},
@@ -80,6 +109,19 @@ def curl_line(client: Client) -> str:
     body = json.dumps({"model": client.model_name, "messages": asked, **settings})
     url = shlex.quote(f"{client.base_url}/v1/chat/completions")
     return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
+
+
+def _ask_twice(client: Client, task: Task) -> tuple[Answer, Answer]:
+    """The answers without speculation and with it."""
+    off = client.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature, speculate=False)
+    return off, client.chat(task.prompt, max_tokens=_MAX_TOKENS, temperature=task.temperature)
+
+
+def _speed(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> TaskSpeed:
+    off, on = (statistics.median(pair[which].tokens_per_s for pair in pairs) for which in (0, 1))
+    return TaskSpeed(
+        name, off, on, statistics.median(with_it.tokens_per_s / plain.tokens_per_s for plain, with_it in pairs)
+    )
 
 
 def _wait_for_replay(client: Client) -> MetricSummary:

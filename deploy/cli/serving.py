@@ -107,8 +107,6 @@ def _print_figures(figures: dict[str, Any]) -> None:
     rows = (
         ("acceptance rate", "acceptance_rate", "{:.1%}"),
         ("mean accepted length", "mean_accepted_length", "{:.2f} tokens a round"),
-        ("speed, speculation on", "tokens_per_s_on", "{:.1f} tokens/s"),
-        ("speed, speculation off", "tokens_per_s_off", "{:.1f} tokens/s"),
         ("first token after", "first_token_s", "{:.2f} s"),
         ("TME (1.00 = the logprobs are right)", "tme", "{:.4f}"),
         ("tokens replayed for it", "replayed_tokens", "{}"),
@@ -118,6 +116,9 @@ def _print_figures(figures: dict[str, Any]) -> None:
         ("breaker trips", "breaker_trips", "{}"),
         ("handoffs from prefill to decode", "handoffs", "{}"),
     )
+    for one in figures["tasks"]:
+        speeds = f"{one['tokens_per_s_off']:.0f} to {one['tokens_per_s_on']:.0f} tokens/s, {one['ratio']:.2f} times"
+        table.add_row(f"{one['task']}, speculation off and on", speeds)
     for label, key, form in rows:
         value = figures[key]
         table.add_row(label, "nothing was counted" if value is None else form.format(value))
