@@ -1,7 +1,6 @@
 """Prompt lookup against the loop one would write first."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -84,7 +83,7 @@ def test_a_batch_is_drafted_entry_by_entry_within_what_fits() -> None:
     assert output.token_ids.tolist() == [1, 2, 5]
     reversed_output = drafter.propose(Batch(entries[::-1]))
     assert reversed_output.token_ids.tolist() == [5, 1, 2], "the order of the batch is the order of the drafts"
-    assert drafter.propose(Batch((replace(entries[0], max_drafts=0),))).counts.tolist() == [0]
+    assert drafter.propose(Batch((entries[0]._replace(max_drafts=0),))).counts.tolist() == [0]
 
 
 def test_a_new_request_of_an_old_name_knows_nothing_of_it() -> None:
