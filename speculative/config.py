@@ -166,12 +166,13 @@ class EngineConfig(EngineSettings):
         """The cache holds whole blocks, and a step every running sequence."""
         if (self.kv_cache_tokens or 0) % self.block_size:
             raise OptionError("kv_cache_tokens", f"must be a multiple of block_size ({self.block_size}).")
+        longest = "suffix_first" if self.drafter.max_repeated > self.drafter.num_draft_tokens else "num_draft_tokens"
         least = self.max_num_seqs * (1 + self.drafter.max_drafts)
         if self.max_batched_tokens < least:
             raise OptionError(
                 "max_batched_tokens",
-                f"must be at least max_num_seqs x (1 + num_draft_tokens) = {least}, so that every running sequence "
-                "fits into a step.",
+                f"must be at least max_num_seqs x (1 + {longest}) = {least}, so that every running sequence fits into "
+                "a step.",
             )
 
     @property

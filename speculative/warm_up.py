@@ -15,7 +15,7 @@ _PROMPT = (0, 1, 2)
 def warm_up(engine: EngineCore) -> None:
     """Run a few steps of one request; where the length of drafts is dynamic, so many that it knows what steps cost.
 
-    The engine has to be idle. It keeps nothing of these requests: no prefix, no counts, no rates of acceptance.
+    The engine has to be idle. It keeps nothing of these requests: no prefix, no counts, no rates of acceptance, no seeds.
     """
     length = engine.scheduler.draft_length
     started = time.perf_counter()
@@ -28,13 +28,15 @@ def warm_up(engine: EngineCore) -> None:
     if isinstance(engine.drafter, LookupDrafter):
         engine.drafter.restart()
     engine.scheduler.pool.drop_prefixes()
+    engine.self_check.reset()
     engine.take_stats()
 
 
 def _run(engine: EngineCore, num_sequences: int) -> None:
-    room = engine.max_model_len - len(_PROMPT)
+    prompt = _PROMPT[: engine.max_model_len - 1]
+    room = engine.max_model_len - len(prompt)
     params = SamplingParams(max_tokens=min(room, _MOST_STEPS * (1 + engine.config.drafter.max_drafts)), ignore_eos=True)
-    requests = [Request(f"warm-up-{number}", _PROMPT, params, seed=number) for number in range(num_sequences)]
+    requests = [Request(f"warm-up-{number}", prompt, params, seed=number) for number in range(num_sequences)]
     for request in requests:
         engine.add(request)
     for step in range(_MOST_STEPS):

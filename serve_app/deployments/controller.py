@@ -57,11 +57,10 @@ class Controller:
         self._sums = PrometheusSink(source=context.replica_tag)
         metrics = Metrics([RaySink(), self._sums], model_name=config.model.served_name, pool=pool)
         rounding = Rounding(config.replay.distribution_tolerance, config.replay.edge_of(config.engine))
-        num_draft_tokens = 0 if config.drafter.kind == "none" else config.drafter.num_draft_tokens
         self._book = ReplicaBook(metrics, rounding, _dump_folder(config), config.replay.keep_verdicts)
         self._checker = ReplayChecker(
             replay,
-            Judge(metrics, rounding, config.replay.max_tme, num_draft_tokens),
+            Judge(metrics, rounding, config.replay.max_tme, config.engine_config(pool).drafter.max_drafts),
             self._book,
             metrics,
             max_queue=config.replay.max_queue,

@@ -85,7 +85,9 @@ class GraphStep:
         room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
         sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
         self._check_memory(decoder, sizes)
-        self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
+        drafts = Buckets.of(config.max_num_seqs, config.drafter.num_draft_tokens)  # passages are none of a model's
+        self._lengths = drafts.of_drafts(varying=config.drafter.length == "dynamic")
+        self.buffers = GraphBuffers.make(decoder, self.buckets, self._lengths.largest.num_rows, self._draft_model)
         attend, layer_ops = make_attend(sizes, decoder.device), make_layer_ops(decoder.device)
         use_layer_ops(decoder, layer_ops)
         paged = PagedCache(cache, room, attend)
@@ -101,7 +103,6 @@ class GraphStep:
         if neural is not None:
             use_layer_ops(neural.model.network, layer_ops)
             paged = PagedCache(neural.cache, room, attend)
-            self._lengths = self.buckets.of_drafts(varying=config.drafter.length == "dynamic")
             self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer)
             self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
             neural.catch_up, neural.draft_loop = self._catch_up, self.loop.make
@@ -111,7 +112,9 @@ class GraphStep:
 
     def takes(self, batch: Batch) -> bool:
         """Whether the whole step can be replayed."""
-        if self._neural is not None and any(self._neural.length.repeated(entry.sequence) for entry in batch.entries):
+        if self._neural is not None and any(
+            entry.max_drafts and self._neural.length.repeated(entry.sequence) for entry in batch.entries
+        ):
             return False  # q of some drafts is a point mass, that of others is not
         decoding = all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
         return decoding and fits(batch.entries, len(self._sampler.eos_token_ids))

@@ -26,11 +26,10 @@ _LEAST_TRUST = 0.25
 
 @dataclass(slots=True)
 class _Passage:
-    """rates: of its class. expected: how many of its tokens will be accepted, as those rates have it."""
+    """rates: of its class; None where it is made up."""
 
     tokens: list[int]
-    rates: AcceptanceRates
-    expected: float = 0.0
+    rates: AcceptanceRates | None
 
 
 @dataclass(slots=True)
@@ -92,17 +91,14 @@ class Passages:
     def make_up(self, sequence: Sequence, *, halved: bool) -> None:
         """Draft as many tokens as may be, or half as many, whatever they are: to see what that costs."""
         count = -(-self._max_drafts // 2) if halved else self._max_drafts
-        unused = AcceptanceRates(self._max_drafts, keep=1.0)
-        self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, unused)
+        self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, rates=None)
 
     def choose(self, sequence: Sequence, count: int) -> None:
         """Draft so many tokens of what was found; 0 = none."""
         if not count:
             del self._chosen[sequence.request.request_id]
             return
-        passage = self._chosen[sequence.request.request_id]
-        del passage.tokens[count:]
-        passage.expected = sum(accumulate(passage.rates.blended()[:count], mul))
+        del self._chosen[sequence.request.request_id].tokens[count:]
 
     def of(self, sequence: Sequence) -> list[int]:
         """What is drafted for a sequence; [] where nothing was chosen."""
@@ -110,14 +106,17 @@ class Passages:
         return [] if passage is None else passage.tokens
 
     def observe(self, sequence: Sequence, result: SequenceResult) -> bool:
-        """Learn from a round, if a passage was drafted in it; else False."""
+        """Learn from a round, if a passage was drafted in it, or as much of it as there was room for; else False."""
         passage = self._chosen.get(sequence.request.request_id)
         if passage is None:
             return False
+        if passage.rates is None:
+            return True
+        expected = sum(accumulate(passage.rates.blended()[: result.num_drafted], mul))
         passage.rates.observe(result.num_drafted, result.num_accepted)
         for record in (self._records.setdefault(sequence.request.request_id, _Record()), self._all):
             record.accepted += result.num_accepted
-            record.expected += passage.expected
+            record.expected += expected
         return True
 
     def forget(self, request_id: str) -> None:

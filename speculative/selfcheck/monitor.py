@@ -29,6 +29,10 @@ class SelfCheck:
 
     def __init__(self, share: float = 1.0) -> None:
         self._share = share
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, also which seeds there were: what was drawn so far was not for users."""
         self._choice = Random(_CHOICE_SEED)
         self._seeds: OrderedDict[int, None] = OrderedDict()
         self._processes = {check: FreshStarts(DELTA) for check in CHECKS}

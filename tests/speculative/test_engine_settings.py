@@ -1,11 +1,12 @@
 """Settings of an engine: a wrong value is refused by name, whether it comes from a file or from Python."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from speculative.config import EngineConfig
+from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError
 from speculative.options import options_of
 
@@ -28,6 +29,12 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any, message: str) -
     with pytest.raises(ConfigError) as refused:
         replace(EngineConfig(), **{name: value})
     assert str(refused.value).startswith(message)
+
+
+def test_a_step_that_is_too_small_for_passages_is_refused_by_what_made_it_so() -> None:
+    drafter = DrafterConfig("eagle3", "m", length="dynamic", suffix_first=40)
+    with pytest.raises(ConfigError, match=re.escape("max_num_seqs x (1 + suffix_first) = 656, so")):
+        EngineConfig(drafter=drafter)
 
 
 def test_what_may_be_left_open_has_no_range() -> None:

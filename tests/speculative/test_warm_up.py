@@ -6,6 +6,7 @@ import pytest
 
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
+from speculative.request import Request, SamplingParams
 from speculative.scheduling.draft_length import DynamicLength
 from speculative.warm_up import warm_up
 from tests.support.engines import assert_idle, settings
@@ -43,6 +44,16 @@ def test_what_steps_cost_is_known_before_the_first_request(tmp_path: Path) -> No
     assert (stats.num_steps, stats.num_emitted, stats.num_drafted) == (0, 0, 0)
 
 
+def test_made_up_requests_are_nothing_to_the_self_checks(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m", vocab_size=64)
+    engine = EngineCore.load(folder, settings(drafter=DYNAMIC, self_check_sample_rate=1.0))
+    before = engine.self_check.snapshot()
+    warm_up(engine)
+    assert engine.self_check.snapshot() == before
+    engine.add(Request("a", (3, 5, 3), SamplingParams(max_tokens=4), seed=0))
+    assert engine.take_stats().num_repeated_seeds == 0, "a user's seeds are new"
+
+
 def test_fixed_lengths_need_a_few_steps_of_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "m", vocab_size=64)
     engine = EngineCore.load(folder, settings(max_num_seqs=4))
@@ -62,7 +73,7 @@ def test_slow_steps_are_not_tried_at_every_load(tmp_path: Path, monkeypatch: pyt
     assert max(running) == 1
 
 
-@pytest.mark.parametrize("max_model_len", [4, 8])
+@pytest.mark.parametrize("max_model_len", [2, 3, 4, 8])
 def test_the_shortest_sequences_are_enough(tmp_path: Path, max_model_len: int) -> None:
     folder = write_tiny_model(tmp_path / "m", vocab_size=64)
     engine = EngineCore.load(folder, settings(drafter=DYNAMIC, max_num_seqs=4, max_model_len=max_model_len))

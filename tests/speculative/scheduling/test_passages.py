@@ -13,7 +13,7 @@ from speculative.errors import ConfigError
 from speculative.lookup.suffix import SuffixOptions
 from speculative.request import Request, SamplingParams, Structure
 from speculative.scheduling.draft_length import DynamicLength, make_draft_length
-from speculative.scheduling.passages import Passages, best_count
+from speculative.scheduling.passages import Passages, _Record, best_count
 from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 from speculative.warm_up import warm_up
@@ -137,6 +137,23 @@ def test_only_rounds_with_a_passage_are_counted_as_such() -> None:
     assert passages.of(sequence) == []
 
 
+def test_a_passage_that_is_cut_short_is_not_expected_to_go_on() -> None:
+    passages, sequence = made(), repeating(matched=20)
+    for _ in range(50):  # room for one token of eight, which is accepted
+        passages.find(sequence)
+        passages.choose(sequence, LONGEST)
+        passages.observe(sequence, SequenceResult((1, 2), 1, 1))
+    assert passages._records["a"].trust() > 0.95
+
+
+def test_made_up_passages_show_nothing() -> None:
+    passages, sequence = made(), repeating()
+    for accepted in (0, LONGEST):
+        passages.make_up(sequence, halved=False)
+        assert passages.observe(sequence, SequenceResult((1,) * (1 + accepted), LONGEST, accepted))
+    assert passages._all == _Record() and not passages._records
+
+
 def test_what_a_model_came_to_is_not_counted_with_what_is_repeated() -> None:
     policy, sequence = policy_that_knows(0.0, small_steps), repeating()
     before = policy._rates[False].blended()
@@ -231,6 +248,8 @@ def test_greedy_text_is_that_of_plain_decoding(target: Path, heads: dict[str, Pa
     assert {key: one.values for key, one in found.items()} == {
         key: pytest.approx(one.values, abs=1e-4) for key, one in plain.items()
     }
+    if engine.graphs is not None and engine.graphs.loop is not None:
+        assert engine.graphs.loop._buckets.largest.num_queries == 3, "passages are none of the model's drafts"
     stats = engine.take_stats()
     assert len(stats.accepted_per_position) > 3, "more than the model drafts"
     assert not any(stats.violations.values())
