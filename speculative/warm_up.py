@@ -15,7 +15,7 @@ _PROMPT = (0, 1, 2)
 def warm_up(engine: EngineCore) -> None:
     """Run a few steps of one request; where the length of drafts is dynamic, so many that it knows what steps cost.
 
-    The engine has to be idle. It keeps nothing of these requests: no prefix, no counts, no rates of acceptance, no seeds.
+    The engine has to be idle. It keeps nothing of these requests: no prefix, counts, rates of acceptance or seeds.
     """
     length = engine.scheduler.draft_length
     started = time.perf_counter()
