@@ -28,6 +28,7 @@ from speculative.config import EngineConfig
 from speculative.errors import ConfigError, TruespecError
 from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.eagle3 import Eagle3Config
+from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import checkpoint_files, choose_weights
 from speculative.model.mtp import MtpConfig
 from speculative.weights import longest_sequence
@@ -267,6 +268,7 @@ def _drafter_faults(kind: str, folder: Path, model: ModelConfig, longest: int) -
         yield from faults
     elif kind != "draft_model":
         yield from _look("drafter.model", partial(drafter.for_target, model))[0]
+        yield from _look("drafter.model", partial(read_held_out_rates, folder))[0]
     elif drafter.vocab_size != model.vocab_size:
         yield Fault(
             "drafter.model",

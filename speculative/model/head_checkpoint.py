@@ -106,7 +106,7 @@ def read_held_out_rates(folder: Path) -> tuple[tuple[float, ...], tuple[float, .
     found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(_RATES, {})
     try:
         sampled, greedy = (tuple(map(float, found.get(kind, ()))) for kind in ("sampled", "greedy"))
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, OverflowError, TypeError, ValueError):
         sampled = greedy = (-1.0,)
     if not all(0 <= rate <= 1 for rate in sampled + greedy):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """What cannot be served is refused before anything starts, with its field and the fix."""
 
+import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -172,6 +173,17 @@ def test_a_model_that_lacks_its_tokenizer_or_its_weights_is_refused(models: Mapp
         (broken / missing).unlink()
         found = only(faults(config(models, model={"source": str(broken), "name": "x"})))
         assert f"args.model.source: {broken} {reported}" in found
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_head_whose_held_out_acceptance_cannot_be_is_refused(
+    kind: str, models: Mapping[str, str], tmp_path: Path
+) -> None:
+    broken = shutil.copytree(models[kind], tmp_path / kind)
+    path = broken / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"held_out_acceptance": {"sampled": [1.5]}}))
+    found = only(faults(config(models, drafter={"kind": kind, "model": str(broken)})))
+    assert f"args.drafter.model: {path}: held_out_acceptance is" in found
 
 
 NODE = {"Alive": True, "Resources": {"CPU": 4.0}, "Labels": {"zone": "a"}}

@@ -173,7 +173,7 @@ def test_a_speculators_folder_loads(head: Eagle3Head, folder: Path, target: Deco
     assert len(loaded.rotary.table) == 512, "as many positions as the target"
 
 
-@pytest.mark.parametrize("rates", [{"sampled": [0.5, 1.5]}, {"greedy": "high"}, [0.5]])
+@pytest.mark.parametrize("rates", [{"sampled": [0.5, 1.5]}, {"greedy": "high"}, {"greedy": [10**400]}, [0.5]])
 def test_held_out_rates_that_cannot_be_are_refused(folder: Path, rates: Any) -> None:
     assert read_held_out_rates(folder) == ((), ()), "a head that somebody else trained"
     write_held_out_rates(folder, [0.5, 0.4], [0.75])
