@@ -110,7 +110,7 @@ class DynamicLength(DraftLength):
         self._lengths: dict[str, int] = {}
         self._num_decoding = 0
         self._context = 0
-        self._num_steps = 0
+        self._num_steps, self._num_calibrations = 0, 0
         self._drafting = True
         self._probed_at, self._num_probes, self._patience = 0, 0, 1
 
@@ -222,7 +222,8 @@ class DynamicLength(DraftLength):
     def _calibrate(self, sequences: Sequences[Sequence]) -> list[int]:
         """Every length in turn; then rows without a model's drafts, half and all that a passage may have."""
         kinds = self._most + (1 if self._passages is None else 3)
-        length = self._num_steps % kinds
+        self._num_calibrations += 1
+        length = self._num_calibrations % kinds
         if self._passages is not None and length > self._most:
             for sequence in sequences[:_SEQUENCES_A_PROBE]:
                 self._passages.make_up(sequence, halved=length == self._most + 1)
