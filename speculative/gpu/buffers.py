@@ -31,7 +31,7 @@ class GraphBuffers:
     def make(cls, decoder: Decoder, buckets: Buckets, draft_model: DraftModel | None) -> "GraphBuffers":
         """Room for the largest bucket."""
         device, num_rows = decoder.device, buckets.largest.num_rows
-        num_drafts = buckets.largest.num_seqs * (buckets.largest.num_queries - 1) if draft_model is not None else 1
+        num_drafts = buckets.largest.num_seqs * buckets.most_made if draft_model is not None else 1
         num_features, hidden_size, width = 0, 0, 1
         if draft_model is not None:
             num_features, hidden_size = draft_model.num_features, draft_model.hidden_size

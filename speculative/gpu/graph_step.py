@@ -75,7 +75,7 @@ class GraphStep:
         max_model_len: int,
         neural: ModelDrafter | None = None,
     ) -> None:
-        self.buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts)
+        self.buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts, config.drafter.num_draft_tokens)
         self.capturer = Capturer(decoder.device)
         self._config = config
         self._drafter = drafter
