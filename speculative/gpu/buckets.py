@@ -32,26 +32,33 @@ class Buckets:
     """All shapes of one engine: batch sizes and query lengths, each ascending.
 
     cheap_rows: batch sizes whose longest rows are no more than this have the shortest and the longest length only.
+    most_made: the most drafts that a model makes for a sequence; passages that are repeated may be longer.
     """
 
     batch_sizes: tuple[int, ...]
     query_lengths: tuple[int, ...]
     cheap_rows: int
+    most_made: int
 
     @classmethod
-    def of(cls, max_seqs: int, max_drafts: int) -> "Buckets":
-        """Small ones exactly, larger ones in steps, the largest exactly: `max_drafts + 1` rows a sequence."""
+    def of(cls, max_seqs: int, max_drafts: int, most_made: int | None = None) -> "Buckets":
+        """Small ones exactly, larger ones in steps, the largest exactly: `max_drafts + 1` rows a sequence.
+
+        most_made: None = a model makes all drafts.
+        """
         most = min(max_seqs, MAX_CAPTURED_SEQS)
         sizes = {*_BATCH_SIZES, most}
-        return cls(tuple(sorted(size for size in sizes if size <= most)), _lengths_to(max_drafts + 1), _CHEAP_ROWS)
+        batch_sizes = tuple(sorted(size for size in sizes if size <= most))
+        made = max_drafts if most_made is None else most_made
+        return cls(batch_sizes, _lengths_to(max_drafts + 1), _CHEAP_ROWS, made)
 
     def of_drafts(self, *, varying: bool) -> "Buckets":
         """The same batch sizes by drafts a sequence: a draft after the other takes its time however few the rows.
 
         varying: whether fewer than the most are planned; else they are few only where an answer ends.
         """
-        most = self.query_lengths[-1] - 1
-        return Buckets(self.batch_sizes, _lengths_to(most) if varying else (most,), cheap_rows=0)
+        most = self.most_made
+        return Buckets(self.batch_sizes, _lengths_to(most) if varying else (most,), cheap_rows=0, most_made=most)
 
     def fit(self, num_seqs: int, num_queries: int) -> Bucket | None:
         """The smallest shape that holds so much; None when none does."""

@@ -28,15 +28,12 @@ class GraphBuffers:
     draft_probs: Tensor
 
     @classmethod
-    def make(
-        cls, decoder: Decoder, buckets: Buckets, num_drafts: int, draft_model: DraftModel | None
-    ) -> "GraphBuffers":
-        """Room for the largest bucket, and for as many drafts of a model."""
+    def make(cls, decoder: Decoder, buckets: Buckets, draft_model: DraftModel | None) -> "GraphBuffers":
+        """Room for the largest bucket."""
         device, num_rows = decoder.device, buckets.largest.num_rows
+        num_drafts = buckets.largest.num_seqs * buckets.most_made if draft_model is not None else 1
         num_features, hidden_size, width = 0, 0, 1
-        if draft_model is None:
-            num_drafts = 1
-        else:
+        if draft_model is not None:
             num_features, hidden_size = draft_model.num_features, draft_model.hidden_size
             width = decoder.config.vocab_size if draft_model.ids is None else len(draft_model.ids)
         hidden = torch.zeros((num_rows, decoder.config.hidden_size), dtype=decoder.dtype, device=device)

@@ -75,7 +75,7 @@ class GraphStep:
         max_model_len: int,
         neural: ModelDrafter | None = None,
     ) -> None:
-        self.buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts)
+        self.buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts, config.drafter.num_draft_tokens)
         self.capturer = Capturer(decoder.device)
         self._config = config
         self._drafter = drafter
@@ -85,9 +85,7 @@ class GraphStep:
         room = CacheRoom(config.block_size, -(-max_model_len // config.block_size), config.num_blocks)
         sizes = AttentionSizes(config.block_size, self.buckets.largest.num_queries, room.max_blocks)
         self._check_memory(decoder, sizes)
-        drafts = Buckets.of(config.max_num_seqs, config.drafter.num_draft_tokens)  # passages are none of a model's
-        self._lengths = drafts.of_drafts(varying=config.drafter.length == "dynamic")
-        self.buffers = GraphBuffers.make(decoder, self.buckets, self._lengths.largest.num_rows, self._draft_model)
+        self.buffers = GraphBuffers.make(decoder, self.buckets, self._draft_model)
         attend, layer_ops = make_attend(sizes, decoder.device), make_layer_ops(decoder.device)
         use_layer_ops(decoder, layer_ops)
         paged = PagedCache(cache, room, attend)
@@ -103,6 +101,7 @@ class GraphStep:
         if neural is not None:
             use_layer_ops(neural.model.network, layer_ops)
             paged = PagedCache(neural.cache, room, attend)
+            self._lengths = self.buckets.of_drafts(varying=config.drafter.length == "dynamic")
             self.loop = DraftLoop(neural.model, neural.sampler, paged, self.buffers, self._lengths, self.capturer)
             self._catch_up = CatchUpPass(neural.model, paged, neural.edges, self.buffers, self.buckets, self.capturer)
             neural.catch_up, neural.draft_loop = self._catch_up, self.loop.make

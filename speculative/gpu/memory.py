@@ -31,7 +31,7 @@ def graph_bytes(decoder: Decoder, buckets: Buckets, sizes: AttentionSizes, draft
     num_tables = sum(bucket.num_seqs for bucket in buckets)
     if draft_model is not None:
         width = model.vocab_size if draft_model.ids is None else len(draft_model.ids)
-        needed += (num_rows - num_seqs + _DRAFT_MATRICES * num_seqs) * width * 4
+        needed += (buckets.most_made + _DRAFT_MATRICES) * num_seqs * width * 4
         num_tables = 2 * num_tables + sum(bucket.num_seqs for bucket in buckets.of_drafts(varying=True))
     return needed + num_tables * sizes.max_blocks * 8
 
@@ -61,7 +61,7 @@ def tokens_that_fit(config: EngineConfig, decoder: Decoder, draft_model: DraftMo
     num_values = sum(shape.num_values for shape in shapes) * config.block_size + num_features
     block_bytes: int = num_values * getattr(torch, config.dtype).itemsize
     longest = config.max_model_len or model.max_position_embeddings
-    buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts)
+    buckets = Buckets.of(config.max_num_seqs, config.drafter.max_drafts, config.drafter.num_draft_tokens)
     sizes = AttentionSizes(config.block_size, buckets.largest.num_queries, -(-longest // config.block_size))
     steps = graph_bytes(decoder, buckets, sizes, draft_model) + _activation_bytes(model, config.max_batched_tokens)
     # Steps that cannot be replayed, beside the graphs' pool.

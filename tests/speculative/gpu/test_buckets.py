@@ -10,8 +10,8 @@ SIZES = st.tuples(st.integers(1, 600), st.integers(0, 64))
 
 
 def test_small_shapes_are_exact_and_large_ones_come_in_steps() -> None:
-    assert Buckets.of(20, 7) == Buckets((1, 2, 4, 8, 16, 20), (1, 2, 3, 4, 5, 8), 128)
-    assert Buckets.of(1, 0) == Buckets((1,), (1,), 128)
+    assert Buckets.of(20, 7) == Buckets((1, 2, 4, 8, 16, 20), (1, 2, 3, 4, 5, 8), 128, 7)
+    assert Buckets.of(1, 0) == Buckets((1,), (1,), 128, 0)
     assert list(Buckets.of(3, 1)) == [(3, 2), (3, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
 
 
@@ -28,6 +28,9 @@ def test_rounds_of_a_model_have_as_many_drafts_as_are_planned() -> None:
     assert list(buckets.of_drafts(varying=False)) == [(3, 4), (2, 4), (1, 4)]
     assert [bucket.num_queries for bucket in buckets.of_drafts(varying=True)] == [4, 3, 2, 1] * 3
     assert buckets.of_drafts(varying=True).fit(2, 2) == (2, 2)
+    beside_passages = Buckets.of(3, 10, 4)
+    assert beside_passages.largest == (3, 11)
+    assert list(beside_passages.of_drafts(varying=True)) == list(buckets.of_drafts(varying=True))
 
 
 @given(SIZES)

@@ -22,6 +22,7 @@ from speculative.gpu.logit_edits import EditSizes, LogitEdits
 from speculative.gpu.memory import graph_bytes
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
 from speculative.gpu.verify_graph import Extras
+from speculative.lookup.suffix import SuffixOptions
 from speculative.model.decoder import Decoder
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams
@@ -360,6 +361,25 @@ def test_what_is_captured_beforehand_is_all_that_is_asked_for(
     assert engine.graphs.capture_all() == captured, "what is there is not captured again"
     answers(engine, PLAIN)
     assert engine.graphs.capturer.num_captured == captured
+
+
+def test_passages_that_are_longer_than_a_models_drafts_take_no_room_of_q(
+    target: Path, drafters: dict[str, DrafterConfig]
+) -> None:
+    drafter = dataclasses.replace(drafters["eagle3"], length="dynamic")
+    plain, repeating = (
+        tiny_engine(target, cuda_graphs=True, drafter=one, max_batched_tokens=128)
+        for one in (drafter, dataclasses.replace(drafter, options=(SuffixOptions(suffix_first=12),)))
+    )
+    assert plain.graphs is not None and repeating.graphs is not None
+    assert repeating.graphs.buckets.largest.num_queries == 13
+    assert repeating.graphs.buffers.draft_probs.shape == plain.graphs.buffers.draft_probs.shape
+    assert isinstance(repeating.drafter, ModelDrafter) and isinstance(plain.drafter, ModelDrafter)
+    sizes = AttentionSizes(4, 13, 64)
+    model, buckets = repeating.drafter.model, repeating.graphs.buckets
+    with_model, without = (graph_bytes(decoder_of(repeating), buckets, sizes, one) for one in (model, None))
+    made_all = graph_bytes(decoder_of(repeating), dataclasses.replace(buckets, most_made=12), sizes, model)
+    assert without < with_model < made_all
 
 
 def test_a_gpu_without_room_for_graphs_is_reported_what_to_do(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
