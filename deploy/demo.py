@@ -119,9 +119,7 @@ def _ask_twice(client: Client, task: Task) -> tuple[Answer, Answer]:
 
 def _speed(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> TaskSpeed:
     off, on = (statistics.median(pair[which].tokens_per_s for pair in pairs) for which in (0, 1))
-    return TaskSpeed(
-        name, off, on, statistics.median(with_it.tokens_per_s / plain.tokens_per_s for plain, with_it in pairs)
-    )
+    return TaskSpeed(name, off, on, ratio=on / off if off else 0.0)
 
 
 def _wait_for_replay(client: Client) -> MetricSummary:
