@@ -196,7 +196,10 @@ class GraphStep:
             own = layout.drafts.copy()
             own[own >= 0] = self._drafts_on_host.wait()[drafts.rows]
             layout = _with_drafts(layout, own)
-        masks = allowed_masks(batch, _per_entry(layout)) if drafts.masks is None else drafts.masks
+        masks = drafts.masks
+        if masks is None:
+            structured = any(entry.sequence.constraint is not None for entry in batch.entries)
+            masks = allowed_masks(batch, _per_entry(layout)) if structured else {}
         return layout, [masks.get(index) for index in range(len(batch.entries))]
 
     def _note_drafts(self, batch: Batch, layout: StepInput) -> None:

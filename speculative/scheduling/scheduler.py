@@ -52,6 +52,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._contract = contract
         self.draft_length = draft_length or DraftLength()
+        self._most_drafts = config.drafter.max_drafts
         self.drafter_reads_features = False
         self.speculation = Speculation.ON
         self.weight_version = DEFAULT_VERSION
@@ -213,7 +214,7 @@ class Scheduler:
         choice, what pays, the length limits, the token budget and the free blocks."""
         if not self._may_draft(sequence):
             return 0
-        wanted = self.draft_length.max_drafts(sequence, self._config.drafter.max_drafts)
+        wanted = self.draft_length.max_drafts(sequence, self._most_drafts)
         if wanted == 0:
             return 0
         fits = min(sequence.num_drafts_that_fit(wanted, self._max_model_len), budget)
