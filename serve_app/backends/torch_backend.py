@@ -351,7 +351,7 @@ class TorchBackend:
             kernels_off=arithmetic.kernels_off,
             unrepeatable=arithmetic.rounding,
             drafts_shift_draws=config.drafter.kind != "none" and config.verifier != "coupled",
-            couples_seeds=engine.device.type == "cpu",  # on a GPU they would leave the captured steps
+            couples_seeds=engine.device.type == "cpu",  # on a GPU a neighbour can change a bfloat16 text
             name=arithmetic.name,
         )
 

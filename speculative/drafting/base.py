@@ -51,7 +51,12 @@ class DraftOutput:
 
     def per_entry(self) -> list[list[int]]:
         """The drafts of each entry."""
-        return [part.tolist() for part in np.split(self.token_ids, np.cumsum(self.counts)[:-1])]
+        return split_drafts(self.token_ids, self.counts)
+
+
+def split_drafts(token_ids: Int64s, counts: Int64s) -> list[list[int]]:
+    """Packed drafts, as `DraftOutput` has them, by entry."""
+    return [part.tolist() for part in np.split(token_ids, np.cumsum(counts)[:-1])]
 
 
 class Drafter(Protocol):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speculative.sampling.probs import LastRows, SamplingRows
-from speculative.sampling.rng import Purpose, uniforms
+from speculative.sampling.rng import Float64s, Purpose, uniforms
 from speculative.state.batch import Int64s
 from speculative.state.sequence import Sequence
 from speculative.verification.coupled import NoiseRows
@@ -71,7 +71,8 @@ class DraftSampler:
         if any(coupled):
             keys = (np.array(coupled), *noise_keys(sequences, num_drafts))
             noise = NoiseRows(*(torch.from_numpy(key).to(device) for key in keys))
-        return DraftRound(self.rows_of(sequences, device), _uniforms(sequences, num_drafts).to(device), noise)
+        drawn = torch.from_numpy(draft_uniforms(sequences, num_drafts)).to(device)
+        return DraftRound(self.rows_of(sequences, device), drawn, noise)
 
     def is_coupled(self, sequence: Sequence) -> bool:
         """Whether its drafts are chosen with the noise of their target tokens."""
@@ -107,11 +108,11 @@ def noise_keys(sequences: Sequences[Sequence], num_drafts: int) -> tuple[Int64s,
     return seeds, lengths + np.arange(num_drafts)[:, None]
 
 
-def _uniforms(sequences: Sequences[Sequence], num_drafts: int) -> Tensor:
-    """[num_drafts, E] float64 in (0, 1)."""
+def draft_uniforms(sequences: Sequences[Sequence], num_drafts: int) -> Float64s:
+    """What the drafts that come next are drawn with, [num_drafts, E] float64 in (0, 1)."""
     key = np.empty((4, num_drafts, len(sequences)), np.uint64)
     key[0] = np.array([sequence.request.seed for sequence in sequences], np.uint64)
     key[1] = [len(sequence.tokens) for sequence in sequences]
     key[2] = np.arange(num_drafts)[:, None]
     key[3] = Purpose.DRAFT
-    return torch.from_numpy(uniforms(*key.reshape(4, -1))).view(num_drafts, len(sequences))
+    return uniforms(*key.reshape(4, -1)).reshape(num_drafts, len(sequences))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from speculative.gpu.attention_choice import why_no_triton
+from speculative.gpu.attention_choice import uses_triton
 from speculative.gpu.filters import FindFloors, torch_floors
 from speculative.sampling.probs import SamplingRows
 from speculative.verification.coupled import NoiseRows, choose
@@ -43,7 +43,7 @@ class DeviceOps(TorchOps):
 
 def make_find_floors(device: torch.device) -> FindFloors:
     """Triton's kernel on a CUDA device where it can be compiled, else plain torch."""
-    if device.type == "cuda" and not why_no_triton():
+    if uses_triton(device):
         from speculative.gpu.triton_filters import triton_floors
 
         return triton_floors
@@ -52,7 +52,7 @@ def make_find_floors(device: torch.device) -> FindFloors:
 
 def make_choose(device: torch.device) -> Choose:
     """As `make_find_floors`."""
-    if device.type == "cuda" and not why_no_triton():
+    if uses_triton(device):
         from speculative.gpu.triton_noise import triton_choose
 
         return triton_choose

@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.drafting.draft_sampler import DraftRound, DraftSampler, noise_keys
+from speculative.drafting.draft_sampler import DraftRound, DraftSampler, draft_uniforms, noise_keys
 from speculative.drafting.neural_drafter import DraftModel, MadeDrafts
 from speculative.gpu.buckets import Bucket, Buckets
 from speculative.gpu.buffers import GraphBuffers
 from speculative.gpu.capture import Capturer
-from speculative.gpu.filters import fill_filters, filter_fields, filters_of
+from speculative.gpu.filters import fill_filters, filter_fields, sampling_rows
 from speculative.gpu.padding import PagedCache, block_tables, fill_rows, row_fields
 from speculative.gpu.paged_attention import PagedRows
 from speculative.gpu.staged_inputs import Field, StagedInputs
-from speculative.sampling.probs import LastRows, SamplingRows
-from speculative.sampling.rng import Purpose, uniforms
+from speculative.sampling.probs import LastRows
 from speculative.scheduling.early_exit import EarlyExit
 from speculative.state.batch import Entry
 from speculative.verification.coupled import NoiseRows
@@ -93,11 +92,7 @@ class DraftLoop:
         contexts = [sequence.slots(stop, size) for sequence, stop in zip(sequences, stops, strict=True)]
         num_blocks = fill_rows(host, contexts, lengths, drafts - 1, self._room)
         num_seqs, num_drafts = len(entries), bucket.num_queries
-        seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
-        offsets = np.repeat(np.arange(num_drafts, dtype=np.uint64), num_seqs)
-        key = (np.tile(seeds, num_drafts), np.tile(lengths.astype(np.uint64), num_drafts), offsets)
-        drawn = uniforms(*key, np.full_like(offsets, Purpose.DRAFT))
-        host["uniforms"][:, :num_seqs] = drawn.reshape(num_drafts, num_seqs)
+        host["uniforms"][:, :num_seqs] = draft_uniforms(sequences, num_drafts)
         params = self._rows.of([sequence.params for sequence in sequences], self._sampler.width, torch.device("cpu"))
         host["temperature"][:num_seqs] = params.temperature.numpy()
         host["greedy"][:num_seqs] = params.greedy.numpy()
@@ -131,9 +126,8 @@ class DraftLoop:
         num_seqs, num_drafts = bucket
         buffers, model, tables = self._statics, self._model, block_tables(inputs)
         hidden = buffers.draft_hidden[:num_seqs]
-        sampling = SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters_of(inputs))
         noise = NoiseRows(inputs["coupled"], inputs["seeds"], inputs["noise_positions"])
-        drafting = DraftRound(sampling, inputs["uniforms"], noise)
+        drafting = DraftRound(sampling_rows(inputs), inputs["uniforms"], noise)
         for offset in range(num_drafts):
             drawn = self._sampler.draw(model.logits(hidden), drafting, offset)
             tokens = drawn.columns if model.ids is None else model.ids[drawn.columns]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speculative.gpu.staged_inputs import Array, Field
-from speculative.sampling.probs import Filters
+from speculative.sampling.probs import Filters, SamplingRows
 from speculative.state.batch import Int64s
 
 FindFloors = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -53,8 +53,9 @@ def fill_filters(host: Mapping[str, Array], filters: Filters | None, entries: In
         host[name][filtered] = getattr(filters, name).numpy()[of_row]
 
 
-def filters_of(inputs: Mapping[str, Tensor]) -> Filters:
-    """Of every row."""
+def sampling_rows(inputs: Mapping[str, Tensor]) -> SamplingRows:
+    """Temperature and filters of every row."""
     log_min_p = inputs["log_min_p"]
     rows = torch.arange(len(log_min_p), device=log_min_p.device)
-    return Filters(rows, log_min_p.exp(), log_min_p, inputs["top_k"], inputs["top_p"])
+    filters = Filters(rows, log_min_p.exp(), log_min_p, inputs["top_k"], inputs["top_p"])
+    return SamplingRows.on_device(inputs["temperature"], inputs["greedy"], filters)

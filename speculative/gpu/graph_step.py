@@ -11,7 +11,7 @@ import torch
 
 from speculative.cache.kv_cache import KVCache
 from speculative.config import EngineConfig
-from speculative.drafting.base import Drafter, allowed_masks, constrain
+from speculative.drafting.base import Drafter, allowed_masks, constrain, split_drafts
 from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.errors import ConfigError, EngineFault
 from speculative.gpu.attention_choice import make_attend, make_layer_ops, make_prepare
@@ -30,7 +30,6 @@ from speculative.gpu.verify_graph import JudgedRows, VerifyGraph
 from speculative.model.decoder import Decoder
 from speculative.model.layers import use_layer_ops
 from speculative.state.batch import Batch, Int64s, StepInput, StepOutcome, build_step_input, merge_outcomes
-from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import results_per_entry
 from speculative.step.sampler import Sampler
@@ -115,7 +114,9 @@ class GraphStep:
             entry.max_drafts and self._neural.length.repeated(entry.sequence) for entry in batch.entries
         ):
             return False  # q of some drafts is a point mass, that of others is not
-        decoding = all(entry.samples and entry.num_known == 1 and _is_plain(entry.sequence) for entry in batch.entries)
+        decoding = all(
+            entry.samples and entry.num_known == 1 and not entry.sequence.scored_positions for entry in batch.entries
+        )
         return decoding and fits(batch.entries, len(self._sampler.eos_token_ids))
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -135,8 +136,7 @@ class GraphStep:
                 raise EngineFault(
                     f"{type(self._drafter).__name__} has no model, and did not say that it chose its drafts "
                     f"(PointMass): its q is {type(drafts.draft_probs).__name__}, which a captured step cannot take. "
-                    f"Set "
-                    "cuda_graphs to false."
+                    "Set cuda_graphs to false."
                 )
             return StepDrafts(drafts.counts, drafts.token_ids, None, allowed)
         counts = np.array([entry.max_drafts for entry in batch.entries], np.int64)
@@ -234,10 +234,6 @@ class GraphStep:
             )
 
 
-def _is_plain(sequence: Sequence) -> bool:
-    return not sequence.scored_positions
-
-
 def _host_reads_drafts(batch: Batch) -> bool:
     """Whether what some request does to its logits depends on drafts, in a way that only the host can find out."""
     drafting = [entry.sequence for entry in batch.entries if entry.max_drafts > 0]
@@ -258,8 +254,7 @@ def _sources(layout: StepInput, drafts: StepDrafts) -> Int64s | None:
 
 def _per_entry(layout: StepInput) -> list[list[int]]:
     """The drafts of each entry."""
-    ends = np.cumsum(layout.draft_counts)[:-1]
-    return [own.tolist() for own in np.split(layout.drafts[layout.drafts >= 0], ends)]
+    return split_drafts(layout.drafts[layout.drafts >= 0], layout.draft_counts)
 
 
 def _with_drafts(layout: StepInput, draft_ids: Int64s) -> StepInput:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.gpu.attention_choice import why_no_triton
+from speculative.gpu.attention_choice import uses_triton
 from speculative.gpu.buckets import Bucket
 from speculative.gpu.row_edits import EditFields, EditLogits, torch_edit
 from speculative.gpu.row_judge import RowFields
@@ -93,7 +93,7 @@ class LogitEdits:
 
 def make_edit(device: torch.device) -> EditLogits:
     """The Triton kernels on a CUDA device where they can be compiled, else plain torch."""
-    if device.type == "cuda" and not why_no_triton():
+    if uses_triton(device):
         from speculative.gpu.triton_edits import triton_edit
 
         return triton_edit

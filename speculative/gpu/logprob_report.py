@@ -13,12 +13,11 @@ from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
-from speculative.gpu.filters import filters_of
+from speculative.gpu.filters import sampling_rows
 from speculative.gpu.row_judge import RowFields
 from speculative.gpu.staged_inputs import Array, Field
 from speculative.request import MAX_LOGPROBS, MAX_SCORED_IDS, SamplingParams
 from speculative.sampling.logprobs import LogprobRows, gather_logprobs, mode_matrix
-from speculative.sampling.probs import SamplingRows
 from speculative.vocabulary.ops import VocabularyOps
 
 _NUM_SCORED = (0, 16, 64, 256, MAX_SCORED_IDS)
@@ -73,8 +72,7 @@ class Reported(NamedTuple):
         named = self.num_scored > 0
         processed = original
         if mode.startswith("processed"):
-            sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters_of(rows._asdict()))
-            processed = ops.process(edited.float(), sampling)
+            processed = ops.process(edited.float(), sampling_rows(rows._asdict()))
         found = gather_logprobs(
             mode_matrix(mode, original.float(), processed),
             _emitted(rows, verdicts, original.shape[1]),

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from speculative.config import LogprobsMode
 from speculative.gpu.capture import copy_once
-from speculative.gpu.filters import filters_of
+from speculative.gpu.filters import sampling_rows
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
-from speculative.sampling.probs import SamplingRows, target_probs
+from speculative.sampling.probs import target_probs
 from speculative.selfcheck.invariants import broken_rows
 from speculative.selfcheck.terms import Scope, take_terms
 from speculative.step.sampler import outside_filters_of
@@ -99,7 +99,7 @@ class TorchJudge:
     def __call__(self, logits: Tensor, rows: RowFields, sampled: SampledFrom | None) -> tuple[Tensor, tuple[str, ...]]:
         """As `RowJudge`."""
         logits = logits.float()
-        sampling = SamplingRows.on_device(rows.temperature, rows.greedy, filters_of(rows._asdict()))
+        sampling = sampling_rows(rows._asdict())
         processed = self._ops.process(logits, sampling)
         step = _verify_input(target_probs(processed, sampling), rows, _draft_probs(sampled), self._block_drafts)
         noise = NoiseRows(rows.coupled[rows.entries], rows.seeds, rows.positions)

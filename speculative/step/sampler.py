@@ -4,6 +4,7 @@ A few copies to the host end it. On the way the self-checks take their terms and
 """
 
 from dataclasses import replace
+from itertools import compress
 from typing import Literal
 
 import numpy as np
@@ -70,15 +71,14 @@ class Sampler:
         checked = self.self_check.due()
         if repeated is None or not repeated.any():
             return self._draw(layout, logits, draft_probs, masks, checked=checked)
-        groups, parts = (np.flatnonzero(repeated), np.flatnonzero(~repeated)), list[StepOutcome]()
-        for entries, q in zip(groups, (PointMass(), draft_probs), strict=True):
-            chosen = np.isin(np.arange(len(repeated)), entries)
+        parts = []
+        for chosen, q in ((repeated, PointMass()), (~repeated, draft_probs)):
             rows = torch.from_numpy(np.flatnonzero(chosen[layout.verify_entries])).to(logits.device)
-            own_masks = [masks[entry] for entry in entries]
+            own_masks = list(compress(masks, chosen))
             parts.append(self._draw(layout.drawing_only(chosen), logits[rows], q, own_masks, checked=checked))
         drawn = merge_outcomes(parts)
-        in_order = np.argsort(np.concatenate(groups))
-        return replace(drawn, results=tuple(drawn.results[place] for place in in_order))
+        theirs, others = iter(drawn.results[: repeated.sum()]), iter(drawn.results[repeated.sum() :])
+        return replace(drawn, results=tuple(next(theirs if own else others) for own in repeated))
 
     def _draw(
         self,
@@ -95,12 +95,13 @@ class Sampler:
         adjusted = self._adjust(layout, logits, masks)
         processed = self.ops.process(adjusted, rows)  # [R, V]
         step = verify_rows(layout).input(self.ops.target_probs(processed, rows), draft_probs)
-        verified = self._verify(layout, step)
+        coupled = self.coupled(layout)
+        verified = self._verify(step, coupled)
         emitted = self.ops.emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
         outside = outside_filters_of(rows, adjusted, emitted)
         broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
-        terms = self._terms(layout, step, verified, emitted) if checked else None
+        terms = self._terms(layout, step, verified, emitted, coupled) if checked else None
         verdicts = copy_to_host(verified, broken)
         drawn = self.check_on_host(layout, results_per_entry(layout, verdicts, logprobs), masks)
         return StepOutcome(tuple(drawn), verdicts.expected_accepted, terms)
@@ -110,8 +111,7 @@ class Sampler:
             return logits
         return adjust(logits, row_contexts(layout, masks), self.eos_token_ids)
 
-    def _verify(self, layout: StepInput, step: VerifyInput) -> VerifyOutput:
-        coupled = self.coupled(layout)
+    def _verify(self, step: VerifyInput, coupled: Bools) -> VerifyOutput:
         if coupled.all():
             return verify_coupled(step)
         if not coupled.any():
@@ -124,9 +124,10 @@ class Sampler:
 
     # -- self-checks --------------------------------------------------------------------------------------------
 
-    def _terms(self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> Terms:
+    def _terms(
+        self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, coupled: Bools
+    ) -> Terms:
         counted = self.self_check.counted([entry.sequence for entry in layout.drawing])
-        coupled = self.coupled(layout)
         scope = Scope(
             self._verifier,
             torch.from_numpy(counted).to(self._device),
