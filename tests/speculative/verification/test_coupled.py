@@ -10,7 +10,8 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.base import Drafter, DraftOutput, NoDrafter, WeightlessDrafter
 from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
-from speculative.state.batch import Batch, StepInput
+from speculative.state.batch import Batch
+from speculative.state.token_constraint import Bools
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.coupled import verify_coupled
 from speculative.verification.draft_probs import Dense, PointMass
@@ -112,9 +113,9 @@ def perturbed_gap(folder: Path, request: Request, emitted: list[int]) -> float:
     seen: list[VerifyInput] = []
     verify = engine.sampler._verify
 
-    def spy(layout: StepInput, step: VerifyInput) -> VerifyOutput:
+    def spy(step: VerifyInput, coupled: Bools) -> VerifyOutput:
         seen.append(step)
-        return verify(layout, step)
+        return verify(step, coupled)
 
     engine.sampler._verify = spy  # type: ignore[method-assign]
     engine.add(request, emitted=emitted)
@@ -201,7 +202,7 @@ def test_noise_keyed_by_round_is_seen(folder: Path) -> None:
     for make in (NoDrafter, LoopDrafter):
         engine = make_engine(folder, make(), verifier="block")
         engine.sampler.verify = by_round
-        engine.sampler._verify = lambda layout, step: by_round(step)  # type: ignore[method-assign, assignment]
+        engine.sampler._verify = lambda step, coupled: by_round(step)  # type: ignore[method-assign]
         runs.append(together(engine, wanted))
     with pytest.raises(AssertionError, match="differs at"):
         assert_same(folder, wanted, runs[0], runs[1])
