@@ -46,6 +46,7 @@ class BenchOptions:
     measure: Measure
     profile: bool
     together: bool
+    own_tools: bool
     gpu: bool
     head: str | None
     draft_model: str | None
@@ -130,6 +131,7 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
         measure=options.measure,
         profile=options.profile,
         together=options.together,
+        own_tools=options.own_tools,
         gguf=gguf,
         head=head and str(resolve_model(head, SHIPPED_HEADS)),
         draft_model=options.draft_model and str(resolve_model(options.draft_model)),

@@ -57,6 +57,7 @@ class BenchPlan:
     against: the engines of which the best, case by case, is what the others are compared with.
     measure: tokens a second once every stream has its first token, or from the first prompt to the last token.
     together: our engines of the same weights share a process and one copy of them.
+    own_tools: other engines are also measured by their own benchmark programs.
     """
 
     model: Path
@@ -72,6 +73,7 @@ class BenchPlan:
     measure: Measure = "decode"
     profile: bool = False
     together: bool = False
+    own_tools: bool = False
     gguf: Path | None = None
     head: str | None = None
     draft_model: str | None = None
@@ -118,4 +120,5 @@ class BenchPlan:
             "against": list(self.against),
             "measure": self.measure,
             "together": self.together,
+            "own_tools": self.own_tools,
         }

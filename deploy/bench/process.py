@@ -47,7 +47,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=self._environment(),
+                env=engine_environment(self._launch, self._folder),
                 start_new_session=True,  # Ctrl-C is for the bench alone; a worker ends with its input
                 text=True,
             )
@@ -108,22 +108,23 @@ class EngineProcess:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return "\n".join(lines[-_LOG_LINES:]) or "it said nothing"
 
-    def _environment(self) -> dict[str, str]:
-        """This process's, with the engine's threads, and nothing of ours but `deploy` to import. How threads wait for
-        work is left to each engine."""
-        path = os.environ.get("PYTHONPATH", "")
-        if self._launch.python != sys.executable:
-            package = self._folder / "packages" / "deploy"
-            package.parent.mkdir(exist_ok=True)
-            if not package.exists():
-                package.symlink_to(Path(deploy.__file__).parent)
-            path = str(package.parent)
-        return {
-            **os.environ,
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": str(self._launch.threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            **self._launch.environment,
-        }
+
+def engine_environment(launch: Launch, folder: Path) -> dict[str, str]:
+    """This process's, with the engine's threads, and nothing of ours but `deploy` to import. How threads wait for
+    work is left to each engine."""
+    path = os.environ.get("PYTHONPATH", "")
+    if launch.python != sys.executable:
+        package = folder / "packages" / "deploy"
+        package.parent.mkdir(exist_ok=True)
+        if not package.exists():
+            package.symlink_to(Path(deploy.__file__).parent)
+        path = str(package.parent)
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": str(launch.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        **launch.environment,
+    }

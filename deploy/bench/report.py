@@ -35,7 +35,13 @@ class Grid:
 
 def grids(found: BenchResult) -> list[Grid]:
     """All tables of a run; those with nothing in them are left out."""
-    made = [*_speed_grids(found), *_step_grids(found), _engine_grid(found), _missing_grid(found)]
+    made = [
+        *_speed_grids(found),
+        *_step_grids(found),
+        _own_tools_grid(found),
+        _engine_grid(found),
+        _missing_grid(found),
+    ]
     return [grid for grid in made if grid.lines]
 
 
@@ -133,6 +139,14 @@ def _engine_grid(found: BenchResult) -> Grid:
         for engine, (resident, peak) in memory(found).items()
     ]
     return Grid("Memory of each engine's processes", ("engine", "resident", "peak", "versions"), lines)
+
+
+def _own_tools_grid(found: BenchResult) -> Grid:
+    lines = [
+        (one.engine, str(one.case), f"{one.here:.1f}", f"{one.own:.1f}", f"{one.share:.2f}") for one in found.own_tools
+    ]
+    columns = ("engine", "case", "tokens/s here", "tokens/s by its own tool", "ratio")
+    return Grid("Other engines here and in their own benchmark tools", columns, lines)
 
 
 def _missing_grid(found: BenchResult) -> Grid:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.engines import LeftOut, resolve
+from deploy.bench.own_tools import ToolSpeed, compare_with_own_tools
 from deploy.bench.plan import BenchPlan, Case
 from deploy.bench.process import EngineFailed, EngineProcess
 from deploy.bench.quiet import Others
@@ -51,6 +52,7 @@ class BenchResult:
     provenance: dict[str, Any]
     samples: list[Sample] = field(default_factory=list)
     steps: list[Sample] = field(default_factory=list)
+    own_tools: list[ToolSpeed] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -63,6 +65,7 @@ class BenchResult:
             "left_out": [{"engine": one.name, "reason": one.reason} for one in self.left_out],
             "samples": [_sample_dict(sample) for sample in self.samples],
             "steps": [_sample_dict(sample) for sample in self.steps],
+            "own_tools": [speed.as_dict() for speed in self.own_tools],
         }
 
 
@@ -98,6 +101,11 @@ def run_bench(plan: BenchPlan, provenance: dict[str, Any], progress: Progress) -
         try:
             for case in plan.cases():
                 run.case(case)
+            if plan.own_tools:
+                progress("comparing other engines with their own benchmark tools")
+                found.own_tools, missing = compare_with_own_tools(plan, launches, engines, folder)
+                for one in missing:
+                    _leave_out(found, one, progress)
         except KeyboardInterrupt:
             progress("interrupted; what was measured until now is reported")
         found.provenance["others_meanwhile"] = others.cores()

@@ -49,6 +49,11 @@ from deploy.options import check_writable, write_json
 @click.option("--profile", is_flag=True, help="Show where the time of our steps goes.")
 @click.option("--together", is_flag=True, help="Run our engines of the same weights in one process, on one copy.")
 @click.option(
+    "--own-tools",
+    is_flag=True,
+    help="Compare vllm and llama.cpp with their own benchmark tools; fail if they are slower here.",
+)
+@click.option(
     "--gpu", is_flag=True, help="Run our engines on a GPU: off, n-gram and the head, with and without CUDA graphs."
 )
 @click.option("--head", help="A trained head, for eagle3 and dynamic.")
@@ -74,6 +79,12 @@ def bench(**options: Any) -> None:
     found = run_command(BenchOptions(**options), progress_printer(), out)
     if not found.samples:
         raise Failure("Nothing was measured; the lines above say why.")
+    slower = [f"{one.engine} ({one.case}): {one.share:.2f}" for one in found.own_tools if not one.fair]
+    if slower:
+        raise Failure(
+            f"Slower here than by their own benchmark tools, so the bench handicaps them: {'; '.join(slower)}. "
+            "Measure again on a quiet machine; if that stays so, do not publish these figures."
+        )
 
 
 @click.command("bench-handoff")
