@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -13,10 +14,11 @@ from typing import Any, Self
 
 import deploy
 from deploy.bench.engines import Launch
-from deploy.bench.workers.channel import Ask
+from deploy.bench.workers.channel import Ask, descendants
 from speculative.errors import TruespecError
 
 _LOG_LINES = 12
+_SETTLE_S = 0.3  # for what an engine has missed while it was stopped
 _END_S = 60.0  # for an application on Ray to stop
 
 
@@ -25,7 +27,8 @@ class EngineFailed(TruespecError):
 
 
 class EngineProcess:
-    """Starts when entered, ends when left. While nobody asks, it waits without using the processor.
+    """Starts when entered, ends when left. Between answers it and all processes it started are stopped: a cluster of
+    Ray's is busy even when nobody asks.
 
     Args:
         launch: what to start.
@@ -57,6 +60,7 @@ class EngineProcess:
             self.close()
             raise
         self.max_streams, self.versions = reported["max_streams"], reported["versions"]
+        self._signal(signal.SIGSTOP)
         return self
 
     def __exit__(
@@ -64,13 +68,23 @@ class EngineProcess:
     ) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int | None:
+        """The process's id while it runs."""
+        return None if self._process is None else self._process.pid
+
     def run(self, ask: Ask) -> dict[str, Any]:
         """One batch of prompts.
 
         Raises:
             EngineFailed: the engine said so, or has ended.
         """
-        return self._exchange(asdict(ask))
+        self._signal(signal.SIGCONT)
+        time.sleep(_SETTLE_S)
+        try:
+            return self._exchange(asdict(ask))
+        finally:
+            self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
         """End the process; one that does not by itself is killed."""
@@ -78,6 +92,7 @@ class EngineProcess:
         if process is None:
             return
         assert process.stdin is not None and process.stdout is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         try:
@@ -87,6 +102,12 @@ class EngineProcess:
             process.wait()
         process.stdout.close()
         self._process = None
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        for pid in descendants(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         process = self._process

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import signal
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,6 @@ from speculative.errors import ConfigError
 
 Progress = Callable[[str], None]
 
-_SETTLE_S = 0.3  # for the threads of the engine before: Intel's OpenMP has them wait actively for 0.2 s
 _WARM_UP_TOKENS = 64  # an engine with dynamic draft lengths has tried every length by then
 
 
@@ -126,7 +124,6 @@ class _Run:
         self._progress(f"{case}: {len(able)} engines, {plan.rounds} rounds")
         for number in range(-1, plan.rounds):
             for name in able:
-                time.sleep(_SETTLE_S)
                 reported = self._ask(name, case, _ask(plan, case, number))
                 if reported is not None and number >= 0:
                     self._found.samples.append(Sample(name, case, number, reported))

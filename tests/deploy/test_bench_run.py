@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from deploy.bench import engines, quiet, rounds
+from deploy.bench import engines, process, quiet, rounds
 from deploy.bench.command import BenchOptions, make_plan
 from deploy.bench.engines import Launch, gpu_names, resolve
 from deploy.bench.plan import BenchPlan, EngineName
 from deploy.bench.rounds import BenchResult, run_bench
+from deploy.bench.workers.channel import Ask, descendants
 from deploy.cli.main import main
 from speculative.errors import ConfigError
 from tests.support.tiny_models import write_tiny_model
@@ -50,7 +52,7 @@ def run_fakes(
         for name, own in settings.items()
     ]
     monkeypatch.setattr(rounds, "resolve", lambda _: (launches, []))
-    monkeypatch.setattr(rounds, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(process, "_SETTLE_S", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     reported: list[str] = []
     found = run_bench(plan(*settings, **changes), {}, reported.append)
@@ -78,6 +80,28 @@ def test_each_engine_has_its_threads_and_waits_as_it_likes(monkeypatch: pytest.M
     environment = found.samples[0].reported["environment"]
     assert environment["OMP_NUM_THREADS"] == "3"
     assert not [name for name in WAITING if name in environment]
+
+
+def test_an_engine_is_stopped_with_its_children_while_others_are_asked(tmp_path: Path) -> None:
+    started = {"name": "fake/a", "log": str(tmp_path / "log"), "child": True}
+    launch = Launch(EngineName.parse("fake/a"), "tests.support.fake_bench_worker", started, 1)
+    with process.EngineProcess(launch, tmp_path) as engine:
+        assert engine.pid is not None
+        family = descendants(engine.pid)
+        assert len(family) == 2 and set(map(state, family)) == {"T"}
+        for _ in range(2):
+            assert engine.run(Ask([[1]], 2, 0.0, 0))["num_tokens"] == 2
+            assert set(map(state, family)) == {"T"}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in family[:1]), "it has ended although it was stopped"
+
+
+def state(pid: int) -> str:
+    """One letter, as Linux has it: T = stopped."""
+    deadline = time.monotonic() + 10
+    while True:  # a signal arrives a moment after it was sent
+        found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if found == "T" or time.monotonic() > deadline:
+            return found
 
 
 def test_engines_are_measured_with_each_number_of_threads(bench_model: Path) -> None:

@@ -1,6 +1,8 @@
 """A worker of the bench without an engine behind it: it notes who was asked when, and fails when asked to."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,16 @@ from deploy.bench.workers.channel import Ask, Meter, serve
 
 
 class Fake:
-    """Settings: name, log (a file), pause_s between tokens, fails_at (its how-manieth answer), dies (how it fails)."""
+    """Settings: name, log (a file), pause_s between tokens, fails_at (its how-manieth answer), dies (how it fails),
+    child (it starts a process)."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._asked = 0
         self.max_streams: int | None = settings.get("max_streams")
         self.versions = {"fake": "1"}
+        if settings.get("child"):
+            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         if settings.get("fails_at") == 0:
             raise ValueError("no such fake")
 
