@@ -409,12 +409,14 @@ struct Turn {
 
 // Asks for weights ahead of their use, line by line.
 //
-// One pass reads its panels in order. Where the processor multiplies bfloat16 (measured on AMD): bfloat16 weights for one
-// row come fastest by the processor's own prefetching, weights in few products from past the outer caches, which then
-// hold what Python runs on. Elsewhere (measured on Intel) a little ahead, into all caches, is best.
+// One pass reads its panels in order. Where the processor multiplies bfloat16 (measured on AMD), bfloat16 weights in one
+// product come fastest by the processor's own prefetching, those in few from past the outer caches, all others through
+// all caches. Elsewhere (measured on Intel) a little ahead, into all caches, is best.
 //
 // Of several passes over a panel only the first would wait for memory, so each asks for half of the next panel.
-template <int bits, int products>
+constexpr int kAllCaches = 6;  // products, or more
+
+template <int products>
 class Ahead {
    public:
     Ahead(const char* weights, int64_t panel_bytes, Turn turn) : again_(turn.count > 1), step_(again_ ? 32 : 64) {
@@ -422,13 +424,12 @@ class Ahead {
     }
 
     void fetch_line() {
-        if (kMany || again_) _mm_prefetch(place_, _MM_HINT_T0);
-        else if constexpr (products > 1 || bits < 16) _mm_prefetch(place_, _MM_HINT_NTA);
+        if (!kPairs || products >= kAllCaches || again_) _mm_prefetch(place_, _MM_HINT_T0);
+        else if constexpr (products > 1) _mm_prefetch(place_, _MM_HINT_NTA);
         place_ += step_;
     }
 
    private:
-    static constexpr bool kMany = !kPairs || products > (bits == 16 ? 5 : bits == 8 ? 4 : 2);
     static constexpr int64_t kDistance = kPairs ? 8192 : 2048;
     bool again_;
     int64_t step_;
@@ -469,7 +470,7 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
         for (int p = 0; p < planes; ++p) sums[p][r][0] = sums[p][r][1] = _mm512_setzero_ps();
     }
     const char* weight = static_cast<const char*>(linear.weight) + panel * pairs * kPanel * 4;
-    Ahead<16, R * planes> ahead(weight, pairs * kPanel * 4, turn);
+    Ahead<R * planes> ahead(weight, pairs * kPanel * 4, turn);
     for (int64_t k = 0; k < pairs; ++k, weight += kPanel * 4) {
         ahead.fetch_line(), ahead.fetch_line();
         const __m512bh w0 = (__m512bh)_mm512_loadu_si512(weight), w1 = (__m512bh)_mm512_loadu_si512(weight + 64);
@@ -501,7 +502,7 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
     }
     const int64_t panel_bytes = (size + 1) / 2 * kPanel * 4;
     const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
-    Ahead<16, R * planes> ahead(weight, panel_bytes, turn);
+    Ahead<R * planes> ahead(weight, panel_bytes, turn);
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
     for (int64_t k = 0; k < size; k += 2, weight += kPanel * 4) {
         ahead.fetch_line(), ahead.fetch_line();
@@ -546,7 +547,7 @@ void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel
     constexpr int64_t kNumbers = is_int4 ? 512 : 1024, kBytes = is_int4 ? kInt4Bytes : kInt8Bytes;
     const int64_t size = linear.num_inputs, blocks = size / kBlock;
     const char* block = static_cast<const char*>(linear.weight) + panel * blocks * kBytes;
-    Ahead<is_int4 ? 4 : 8, R * planes> ahead(block, blocks * kBytes, turn);
+    Ahead<kAllCaches> ahead(block, blocks * kBytes, turn);
     const int8_t* a[R];
     __m512 sums[R][2];
     for (int r = 0; r < R; ++r) {

@@ -1,6 +1,6 @@
 """A loaded model's modules on our own CPU kernels: float32 rows, weights of any form, each row computed on its own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct, cpu_kernels
-from speculative.kernels.huge_pages import HugePages
+from speculative.kernels.huge_pages import HugePages, give_back_freed_memory
 from speculative.model.attention import StepAttention
 from speculative.model.fp8 import Rows
 from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinear, RMSNorm
@@ -31,20 +31,25 @@ _QUANTIZED_KINDS: dict[tuple[int, ActivationBits], Kind] = {
 
 def pack_natively(
     module: nn.Module,
-    kind: Kind,
-    given: Mapping[Linear, Quantized | Kind] | None = None,
+    weight_of: Callable[[Linear], Quantized | Kind],
     activation_bits: Callable[[Linear], ActivationBits] = lambda linear: 16,
 ) -> None:
-    """Replace the layers of a model by those of our kernels, with weights of `kind`, or as `given` for some.
+    """Replace the layers of a model by those of our kernels.
 
     Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
-    stays). `activation_bits` says to how many bits the products with quantized weights round what they read.
+    stays), each as soon as its layer is packed.
+
+    Args:
+        module: the model.
+        weight_of: a layer's weights in integers, or the form they get; called once for each layer.
+        activation_bits: to how many bits a product with quantized weights rounds what it reads.
     """
-    given, pages = given or {}, HugePages()
-    for parent in list(module.modules()):
+    pages = HugePages()
+    parents = [part for part in module.modules() if not isinstance(part, Linear)]
+    for parent in parents:
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, NativeLinear(child, given.get(child, kind), activation_bits(child), pages))
+                setattr(parent, name, NativeLinear(child, weight_of(child), activation_bits(child), pages))
             elif isinstance(child, RMSNorm):
                 setattr(parent, name, NativeNorm(child))
     for parent in list(module.modules()):
@@ -53,6 +58,7 @@ def pack_natively(
                 setattr(parent, name, NativeAttention(child))
             elif isinstance(child, MLP):
                 setattr(parent, name, NativeMLP(child))
+    give_back_freed_memory()
 
 
 class NativeLinear(PackedLinear):
