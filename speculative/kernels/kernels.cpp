@@ -34,7 +34,7 @@ namespace {
 constexpr int64_t kBlock = 32;       // inputs that share a scale
 constexpr int64_t kFewRows = 16;     // up to so many rows, every thread prepares all of them itself: no barrier
 constexpr int64_t kPanel = 32;       // outputs
-constexpr int64_t kQueryTile = 6;    // queries that share one pass over the values
+constexpr int64_t kQueryTile = 6;    // queries that share one pass over keys or values
 
 // Of those with Act, activations have as many bits.
 enum Kind : int64_t {
@@ -822,11 +822,11 @@ void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int
         for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys + 16 * (k + i), columns[i]);
     }
     scores += t;
-    for (; count >= 3; count -= 3, queries += 3 * 8 * pairs, scores += 3 * scores_stride) {
-        score_pairs<3>(keys, pairs, queries, scores, scores_stride);
+    for (int64_t q = 0; q < count; q += kQueryTile) {
+        with_count<kQueryTile>(std::min(kQueryTile, count - q), [&](auto tile) {
+            score_pairs<tile()>(keys, pairs, queries + q * 8 * pairs, scores + q * scores_stride, scores_stride);
+        });
     }
-    if (count == 2) score_pairs<2>(keys, pairs, queries, scores, scores_stride);
-    if (count == 1) score_pairs<1>(keys, pairs, queries, scores, scores_stride);
 }
 
 #endif
@@ -877,18 +877,6 @@ void add_values(const Cache& cache, const Piece& piece, int64_t begin, int64_t e
     }
 }
 
-void add_values_of(int64_t count, const Cache& cache, const Piece& piece, int64_t begin, int64_t end,
-                   const float* const* weights, float* const* outs) {
-    switch (count) {
-        case 1: return add_values<1>(cache, piece, begin, end, weights, outs);
-        case 2: return add_values<2>(cache, piece, begin, end, weights, outs);
-        case 3: return add_values<3>(cache, piece, begin, end, weights, outs);
-        case 4: return add_values<4>(cache, piece, begin, end, weights, outs);
-        case 5: return add_values<5>(cache, piece, begin, end, weights, outs);
-        default: return add_values<6>(cache, piece, begin, end, weights, outs);
-    }
-}
-
 constexpr int64_t kPieceRows = 8;
 
 int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
@@ -935,7 +923,9 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
     for (int64_t q = 0; q < count; q += kQueryTile) {
         const int64_t tile = std::min(kQueryTile, count - q);
         const int64_t common = piece.length + q / group;  // the first of a tile is the shortest
-        add_values_of(tile, cache, piece, 0, common, weights.data() + q, outs.data() + q);
+        with_count<kQueryTile>(tile, [&](auto queries) {
+            add_values<queries()>(cache, piece, 0, common, weights.data() + q, outs.data() + q);
+        });
         for (int64_t i = q; i < q + tile; ++i) {
             const int64_t own = piece.length + i / group;
             if (own > common) add_values<1>(cache, piece, common, own, weights.data() + i, outs.data() + i);
