@@ -4,8 +4,8 @@
 // Activations are float32. Every row is computed on its own, in an order that depends neither on the number of rows in
 // the call nor on the number of threads: a token's hidden state is the same bits alone, in a batch, or behind drafts.
 //
-// Weights lie in panels of 16 or 32 outputs, so that one pass over a panel serves up to 8 rows; a step of a few rows
-// is bound by reading them once. Four- and eight-bit weights are multiplied as integers, exactly, with activations
+// Weights lie in panels of 32 outputs, so that one pass over a panel serves several rows; a step of a few rows is bound
+// by reading them once, one of many by its products. Four- and eight-bit weights are multiplied as integers, exactly, with activations
 // rounded in blocks of 32: to 16 bits (relative to the block's largest: 2^-16), or to 8 bits, as llama.cpp does.
 // Bfloat16 weights are multiplied with activations that are a bfloat16, or the sum of two (2^-17 relative): the
 // processor multiplies and adds pairs of those at twice the rate of float32.
@@ -20,6 +20,7 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include <omp.h>
@@ -31,11 +32,9 @@
 namespace {
 
 constexpr int64_t kBlock = 32;       // inputs that share a scale
-constexpr int64_t kRowTile = 8;      // rows that share one pass over a panel
 constexpr int64_t kFewRows = 16;     // up to so many rows, every thread prepares all of them itself: no barrier
-constexpr int64_t kPanelInts = 16;   // outputs a panel of integer weights
-constexpr int64_t kPanelFloats = 32;  // and of bfloat16 or float32 weights
-constexpr int64_t kQueryTile = 6;    // queries that share one pass over the values
+constexpr int64_t kPanel = 32;       // outputs
+constexpr int64_t kQueryTile = 6;    // queries that share one pass over keys or values
 
 // Of those with Act, activations have as many bits.
 enum Kind : int64_t {
@@ -144,7 +143,7 @@ struct Range {
     int64_t begin, end;
 };
 
-Range share(int64_t count, int thread, int num_threads) {
+Range share(int64_t count, int64_t thread, int64_t num_threads) {
     return {count * thread / num_threads, count * (thread + 1) / num_threads};
 }
 
@@ -396,26 +395,49 @@ inline void store(__m512 sum, const Linear& linear, const Target& target, int64_
 template <int R>
 void store_panel(const __m512 (&sums)[R][2], const Linear& linear, const Target& target, int64_t row, int64_t panel) {
     for (int r = 0; r < R; ++r) {
-        for (int half = 0; half < 2; ++half) store(sums[r][half], linear, target, row + r, panel * kPanelFloats + 16 * half);
+        for (int half = 0; half < 2; ++half) store(sums[r][half], linear, target, row + r, panel * kPanel + 16 * half);
     }
 }
 
-// A panel is read once, in order, and asked for ahead of its use. Where the processor multiplies bfloat16 (measured on
-// AMD): few products wait for memory; bfloat16 weights for one row come fastest by the processor's own prefetching, others
-// from past the outer caches, which then hold what Python runs on; where a weight is in many products, it must be asked
-// for earlier, and waits in the second cache. Elsewhere (measured on Intel) a little ahead, into all caches, is best.
-template <int bits, int products>
-inline void fetch_ahead(const char* weights) {
-#if defined(__AVX512BF16__)
-    if constexpr (products > (bits == 16 ? 5 : bits == 8 ? 4 : 2)) _mm_prefetch(weights + 8192, _MM_HINT_T1);
-    else if constexpr (bits < 16 || products > 1) _mm_prefetch(weights + (bits == 4 ? 4096 : 8192), _MM_HINT_NTA);
-#else
-    _mm_prefetch(weights + 2048, _MM_HINT_T0);
-#endif
-}
+// Rows that share one pass over a panel: what two sums for each and plane need of the processor's 32 registers.
+constexpr int kFloatRows = 12, kPairRows = 8, kSplitPairRows = 6, kQuadRows = 6, kSplitQuadRows = 4;
+
+// Which of the passes over a panel.
+struct Turn {
+    int64_t index, count;
+};
+
+// Asks for weights ahead of their use, line by line.
+//
+// One pass reads its panels in order. Where the processor multiplies bfloat16 (measured on AMD), bfloat16 weights in one
+// product come fastest by the processor's own prefetching, those in few from past the outer caches, all others through
+// all caches. Elsewhere (measured on Intel) a little ahead, into all caches, is best.
+//
+// Of several passes over a panel only the first would wait for memory, so each asks for half of the next panel.
+constexpr int kAllCaches = 6;  // products, or more
+
+template <int products>
+class Ahead {
+   public:
+    Ahead(const char* weights, int64_t panel_bytes, Turn turn) : again_(turn.count > 1), step_(again_ ? 32 : 64) {
+        place_ = weights + (again_ ? panel_bytes + panel_bytes * turn.index / turn.count : kDistance);
+    }
+
+    void fetch_line() {
+        if (!kPairs || products >= kAllCaches || again_) _mm_prefetch(place_, _MM_HINT_T0);
+        else if constexpr (products > 1) _mm_prefetch(place_, _MM_HINT_NTA);
+        place_ += step_;
+    }
+
+   private:
+    static constexpr int64_t kDistance = kPairs ? 8192 : 2048;
+    bool again_;
+    int64_t step_;
+    const char* place_;
+};
 
 template <int R>
-void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
+void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn, const Target& target) {
     const int64_t size = linear.num_inputs;
     const float* a[R];
     __m512 sums[R][2];
@@ -423,8 +445,8 @@ void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pan
         a[r] = rows.floats + (row + r) * rows.stride;
         sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     }
-    const float* weight = static_cast<const float*>(linear.weight) + panel * size * kPanelFloats;
-    for (int64_t k = 0; k < size; ++k, weight += kPanelFloats) {
+    const float* weight = static_cast<const float*>(linear.weight) + panel * size * kPanel;
+    for (int64_t k = 0; k < size; ++k, weight += kPanel) {
         const __m512 w0 = _mm512_loadu_ps(weight), w1 = _mm512_loadu_ps(weight + 16);
         for (int r = 0; r < R; ++r) {
             const __m512 x = _mm512_set1_ps(a[r][k]);
@@ -439,7 +461,7 @@ void float_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pan
 #if defined(__AVX512BF16__)
 
 template <int R, int planes>
-void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
+void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
     const int64_t pairs = (linear.num_inputs + 1) / 2;
     const int8_t* a[R];
     __m512 sums[planes][R][2];
@@ -447,10 +469,10 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
         a[r] = rows.bytes + (row + r) * pairs * planes * 4;
         for (int p = 0; p < planes; ++p) sums[p][r][0] = sums[p][r][1] = _mm512_setzero_ps();
     }
-    const char* weight = static_cast<const char*>(linear.weight) + panel * pairs * kPanelFloats * 4;
-    for (int64_t k = 0; k < pairs; ++k, weight += kPanelFloats * 4) {
-        fetch_ahead<16, R * planes>(weight);
-        fetch_ahead<16, R * planes>(weight + 64);
+    const char* weight = static_cast<const char*>(linear.weight) + panel * pairs * kPanel * 4;
+    Ahead<R * planes> ahead(weight, pairs * kPanel * 4, turn);
+    for (int64_t k = 0; k < pairs; ++k, weight += kPanel * 4) {
+        ahead.fetch_line(), ahead.fetch_line();
         const __m512bh w0 = (__m512bh)_mm512_loadu_si512(weight), w1 = (__m512bh)_mm512_loadu_si512(weight + 64);
         for (int r = 0; r < R; ++r) {
             for (int p = 0; p < planes; ++p) {
@@ -470,7 +492,7 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
 #else
 
 template <int R, int planes>
-void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
+void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
     const int64_t size = linear.num_inputs;
     const float* a[R];
     __m512 sums[R][2];
@@ -478,11 +500,12 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
         a[r] = rows.floats + (row + r) * rows.stride;
         sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     }
-    const char* weight = static_cast<const char*>(linear.weight) + panel * ((size + 1) / 2) * kPanelFloats * 4;
+    const int64_t panel_bytes = (size + 1) / 2 * kPanel * 4;
+    const char* weight = static_cast<const char*>(linear.weight) + panel * panel_bytes;
+    Ahead<R * planes> ahead(weight, panel_bytes, turn);
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
-    for (int64_t k = 0; k < size; k += 2, weight += kPanelFloats * 4) {
-        fetch_ahead<16, R * planes>(weight);
-        fetch_ahead<16, R * planes>(weight + 64);
+    for (int64_t k = 0; k < size; k += 2, weight += kPanel * 4) {
+        ahead.fetch_line(), ahead.fetch_line();
         const __m512i p0 = _mm512_loadu_si512(weight), p1 = _mm512_loadu_si512(weight + 64);
         const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(p0, 16));
         const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(p1, 16));
@@ -500,14 +523,10 @@ void pair_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t pane
 #endif
 
 // Adds to each of 16 sums the products of four weights (unsigned bytes) with four activations (signed).
-inline __m512i multiply_quads(__m512i sum, __m512i weights, const int8_t* quad) {
-    const int32_t* four = reinterpret_cast<const int32_t*>(quad);
+inline __m512i multiply_quads(__m512i sum, __m512i weights, __m512i activations) {
 #if defined(__AVX512VNNI__)
-    // As an intrinsic, the broadcast becomes an instruction of its own, which costs a sixth of the time at 16 rows.
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*four));
-    return sum;
+    return _mm512_dpbusd_epi32(sum, weights, activations);
 #else
-    const __m512i activations = _mm512_set1_epi32(*four);
     const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(activations, 8), 8), odd = _mm512_srai_epi16(activations, 8);
     const __m512i low = _mm512_and_si512(weights, _mm512_set1_epi16(255)), high = _mm512_srli_epi16(weights, 8);
     return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(low, even), _mm512_madd_epi16(high, odd)));
@@ -518,92 +537,121 @@ inline __m512 load_halves(const void* halves) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(halves)));
 }
 
-constexpr int64_t kInt4Bytes = 256 + 32 + 32;  // a block of a panel: 16 x 32 numbers, scales, smallest values
-constexpr int64_t kInt8Bytes = 512 + 32;       // 16 x 32 numbers, scales
+constexpr int64_t kInt4Bytes = 512 + 64 + 64;  // a block of a panel: 32 x 32 numbers, scales, smallest values
+constexpr int64_t kInt8Bytes = 1024 + 64;      // 32 x 32 numbers, scales
 
-// Blocks of a panel of four-bit weights w = scale * n + least: 64 bytes hold four inputs of every output in their low
+// Blocks of a panel of four-bit weights w = scale * n + least: 64 bytes hold four inputs of 16 outputs in their low
 // halves, four more in the high ones. Of eight-bit weights w = scale * (n - 128) they hold four inputs.
 template <int R, bool is_int4, int planes>
-void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
-    constexpr int64_t kNumbers = is_int4 ? 256 : 512, kBytes = is_int4 ? kInt4Bytes : kInt8Bytes;
+void int_tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, Turn turn, const Target& target) {
+    constexpr int64_t kNumbers = is_int4 ? 512 : 1024, kBytes = is_int4 ? kInt4Bytes : kInt8Bytes;
     const int64_t size = linear.num_inputs, blocks = size / kBlock;
     const char* block = static_cast<const char*>(linear.weight) + panel * blocks * kBytes;
+    Ahead<kAllCaches> ahead(block, blocks * kBytes, turn);
     const int8_t* a[R];
-    __m512 sums[R];
+    __m512 sums[R][2];
     for (int r = 0; r < R; ++r) {
         a[r] = rows.bytes + (row + r) * planes * size;
-        sums[r] = _mm512_setzero_ps();
+        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     }
     const __m512i low_half = _mm512_set1_epi8(15);
     for (int64_t b = 0; b < blocks; ++b, block += kBytes) {
-        for (int64_t line = 0; line < kBytes; line += 64) fetch_ahead<is_int4 ? 4 : 8, R * planes>(block + line);
-        __m512i products[R][planes];
+        for (int64_t line = 0; line < kBytes; line += 64) ahead.fetch_line();
+        __m512i products[R][planes][2];
         for (int r = 0; r < R; ++r) {
-            for (int p = 0; p < planes; ++p) products[r][p] = _mm512_setzero_si512();
-            if (!is_int4) products[r][planes - 1] = _mm512_set1_epi32(rows.zeros[(row + r) * blocks + b]);
+            for (int p = 0; p < planes; ++p) products[r][p][0] = products[r][p][1] = _mm512_setzero_si512();
+            if (is_int4) continue;
+            products[r][planes - 1][0] = _mm512_set1_epi32(rows.zeros[(row + r) * blocks + b]);
+            products[r][planes - 1][1] = products[r][planes - 1][0];
         }
 #pragma GCC unroll 8
         for (int z = 0; z < 8; ++z) {
-            __m512i weights;
-            if constexpr (is_int4) {
-                const __m512i packed = _mm512_loadu_si512(block + z / 2 * 64);
-                weights = _mm512_and_si512(z % 2 ? _mm512_srli_epi16(packed, 4) : packed, low_half);
-            } else {
-                weights = _mm512_loadu_si512(block + z * 64);
+            __m512i weights[2];
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (is_int4) {
+                    const __m512i packed = _mm512_loadu_si512(block + z / 2 * 128 + 64 * half);
+                    weights[half] = _mm512_and_si512(z % 2 ? _mm512_srli_epi16(packed, 4) : packed, low_half);
+                } else {
+                    weights[half] = _mm512_loadu_si512(block + z * 128 + 64 * half);
+                }
             }
             for (int r = 0; r < R; ++r) {
-                const int8_t* quads = a[r] + planes * (b * kBlock + 4 * z);
-                for (int p = 0; p < planes; ++p) products[r][p] = multiply_quads(products[r][p], weights, quads + 4 * p);
+                for (int p = 0; p < planes; ++p) {
+                    const int8_t* quad = a[r] + planes * (b * kBlock + 4 * z) + 4 * p;
+                    const __m512i four = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
+                    for (int half = 0; half < 2; ++half) {
+                        products[r][p][half] = multiply_quads(products[r][p][half], weights[half], four);
+                    }
+                }
             }
         }
-        const __m512 scale = load_halves(block + kNumbers);
-        for (int r = 0; r < R; ++r) {
-            const int64_t at = (row + r) * blocks + b;
-            __m512i product = products[r][planes - 1];
-            if constexpr (planes == 2) product = _mm512_add_epi32(product, _mm512_slli_epi32(products[r][0], 8));
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[at]));
-            sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), both, sums[r]);
-            if constexpr (is_int4) {
-                sums[r] = _mm512_fmadd_ps(load_halves(block + kNumbers + 32), _mm512_set1_ps(rows.sums[at]), sums[r]);
+        for (int half = 0; half < 2; ++half) {
+            const __m512 scale = load_halves(block + kNumbers + 32 * half);
+            for (int r = 0; r < R; ++r) {
+                const int64_t at = (row + r) * blocks + b;
+                __m512i product = products[r][planes - 1][half];
+                if constexpr (planes == 2) product = _mm512_add_epi32(product, _mm512_slli_epi32(products[r][0][half], 8));
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(rows.scales[at]));
+                sums[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), both, sums[r][half]);
+                if constexpr (is_int4) {
+                    const __m512 least = load_halves(block + kNumbers + 64 + 32 * half);
+                    sums[r][half] = _mm512_fmadd_ps(least, _mm512_set1_ps(rows.sums[at]), sums[r][half]);
+                }
             }
         }
     }
-    for (int r = 0; r < R; ++r) store(sums[r], linear, target, row + r, panel * kPanelInts);
+    store_panel<R>(sums, linear, target, row, panel);
 }
 
-template <int R>
-void tile(const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& target) {
-    switch (linear.kind) {
-        case kFloat32: return float_tile<R>(rows, row, linear, panel, target);
-        case kBfloat16: return pair_tile<R, 2>(rows, row, linear, panel, target);
-        case kBfloat16Act16: return pair_tile<R, 1>(rows, row, linear, panel, target);
-        case kInt8: return int_tile<R, false, 2>(rows, row, linear, panel, target);
-        case kInt4: return int_tile<R, true, 2>(rows, row, linear, panel, target);
-        case kInt8Act8: return int_tile<R, false, 1>(rows, row, linear, panel, target);
-        default: return int_tile<R, true, 1>(rows, row, linear, panel, target);
+// Calls work with `count`, at most `most`, as a constant.
+template <int most, typename Work>
+void with_count(int64_t count, const Work& work) {
+    if constexpr (most > 1) {
+        if (count < most) return with_count<most - 1>(count, work);
     }
+    work(std::integral_constant<int, most>{});
 }
 
-void some_rows(int64_t count, const Rows& rows, int64_t row, const Linear& linear, int64_t panel, const Target& to) {
-    switch (count) {
-        case 1: return tile<1>(rows, row, linear, panel, to);
-        case 2: return tile<2>(rows, row, linear, panel, to);
-        case 3: return tile<3>(rows, row, linear, panel, to);
-        case 4: return tile<4>(rows, row, linear, panel, to);
-        case 5: return tile<5>(rows, row, linear, panel, to);
-        case 6: return tile<6>(rows, row, linear, panel, to);
-        case 7: return tile<7>(rows, row, linear, panel, to);
-        default: return tile<8>(rows, row, linear, panel, to);
-    }
-}
-
-void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Target& target, int thread, int threads) {
-    const int64_t width = linear.kind >= kInt8 ? kPanelInts : kPanelFloats;
-    const Range panels = share((linear.num_outputs + width - 1) / width, thread, threads);
+// Every panel is multiplied with all rows before the next one, in tiles of about the same size, `most` rows or fewer:
+// as many as have room for their sums in the processor's registers.
+template <int most, typename Tile>
+void multiply_tiles(int64_t num_rows, Range panels, const Tile& tile) {
+    const int64_t tiles = (num_rows + most - 1) / most;
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-        for (int64_t row = 0; row < num_rows; row += kRowTile) {
-            some_rows(std::min(kRowTile, num_rows - row), rows, row, linear, panel, target);
+        for (int64_t t = 0; t < tiles; ++t) {
+            const Range rows = share(num_rows, t, tiles);
+            with_count<most>(rows.end - rows.begin, [&](auto count) {
+                tile(count, rows.begin, panel, Turn{t, tiles});
+            });
         }
+    }
+}
+
+void multiply(const Rows& rows, int64_t num_rows, const Linear& linear, const Target& to, int thread, int threads) {
+    const Range panels = share((linear.num_outputs + kPanel - 1) / kPanel, thread, threads);
+    const auto floats = [&](auto R, int64_t row, int64_t panel, Turn turn) {
+        float_tile<R()>(rows, row, linear, panel, turn, to);
+    };
+    const auto pairs = [&](auto planes) {
+        return [&](auto R, int64_t row, int64_t panel, Turn turn) {
+            pair_tile<R(), planes()>(rows, row, linear, panel, turn, to);
+        };
+    };
+    const auto ints = [&](auto is_int4, auto planes) {
+        return [&](auto R, int64_t row, int64_t panel, Turn turn) {
+            int_tile<R(), is_int4(), planes()>(rows, row, linear, panel, turn, to);
+        };
+    };
+    const std::integral_constant<int, 1> one;
+    const std::integral_constant<int, 2> two;
+    switch (linear.kind) {
+        case kFloat32: return multiply_tiles<kFloatRows>(num_rows, panels, floats);
+        case kBfloat16: return multiply_tiles<kSplitPairRows>(num_rows, panels, pairs(two));
+        case kBfloat16Act16: return multiply_tiles<kPairRows>(num_rows, panels, pairs(one));
+        case kInt8: return multiply_tiles<kSplitQuadRows>(num_rows, panels, ints(std::false_type(), two));
+        case kInt4: return multiply_tiles<kSplitQuadRows>(num_rows, panels, ints(std::true_type(), two));
+        case kInt8Act8: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::false_type(), one));
+        default: return multiply_tiles<kQuadRows>(num_rows, panels, ints(std::true_type(), one));
     }
 }
 
@@ -774,11 +822,11 @@ void score_pairs_of_block(const Cache& cache, const Piece& piece, int64_t t, int
         for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(keys + 16 * (k + i), columns[i]);
     }
     scores += t;
-    for (; count >= 3; count -= 3, queries += 3 * 8 * pairs, scores += 3 * scores_stride) {
-        score_pairs<3>(keys, pairs, queries, scores, scores_stride);
+    for (int64_t q = 0; q < count; q += kQueryTile) {
+        with_count<kQueryTile>(std::min(kQueryTile, count - q), [&](auto tile) {
+            score_pairs<tile()>(keys, pairs, queries + q * 8 * pairs, scores + q * scores_stride, scores_stride);
+        });
     }
-    if (count == 2) score_pairs<2>(keys, pairs, queries, scores, scores_stride);
-    if (count == 1) score_pairs<1>(keys, pairs, queries, scores, scores_stride);
 }
 
 #endif
@@ -829,18 +877,6 @@ void add_values(const Cache& cache, const Piece& piece, int64_t begin, int64_t e
     }
 }
 
-void add_values_of(int64_t count, const Cache& cache, const Piece& piece, int64_t begin, int64_t end,
-                   const float* const* weights, float* const* outs) {
-    switch (count) {
-        case 1: return add_values<1>(cache, piece, begin, end, weights, outs);
-        case 2: return add_values<2>(cache, piece, begin, end, weights, outs);
-        case 3: return add_values<3>(cache, piece, begin, end, weights, outs);
-        case 4: return add_values<4>(cache, piece, begin, end, weights, outs);
-        case 5: return add_values<5>(cache, piece, begin, end, weights, outs);
-        default: return add_values<6>(cache, piece, begin, end, weights, outs);
-    }
-}
-
 constexpr int64_t kPieceRows = 8;
 
 int64_t padded(int64_t length) { return (length + 15) / 16 * 16; }
@@ -887,7 +923,9 @@ void attend_piece(const Shape& shape, const Cache& cache, const Heads& heads, co
     for (int64_t q = 0; q < count; q += kQueryTile) {
         const int64_t tile = std::min(kQueryTile, count - q);
         const int64_t common = piece.length + q / group;  // the first of a tile is the shortest
-        add_values_of(tile, cache, piece, 0, common, weights.data() + q, outs.data() + q);
+        with_count<kQueryTile>(tile, [&](auto queries) {
+            add_values<queries()>(cache, piece, 0, common, weights.data() + q, outs.data() + q);
+        });
         for (int64_t i = q; i < q + tile; ++i) {
             const int64_t own = piece.length + i / group;
             if (own > common) add_values<1>(cache, piece, common, own, weights.data() + i, outs.data() + i);

@@ -1,7 +1,6 @@
 """A dense decoder of the Llama family, for inference."""
 
-from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,32 +92,33 @@ class Decoder(FusibleLayer):
         """[R, hidden_size] -> [R, vocab_size] float32."""
         return self.lm_head(hidden).float()  # type: ignore[no-any-return]
 
-    def pack(self, kind: Kind, quantized: Mapping[str, Quantized]) -> None:
+    def pack(self, kind: Kind, quantized: dict[str, Quantized]) -> None:
         """Lay the loaded weights out for our CPU kernels; from here on activations are float32.
 
         Args:
             kind: of the weights. Of int4 and w4a8, the LM head has eight bits; what it reads is rounded as little as
                 its weights allow, whatever the kind.
-            quantized: weights that are quantized already, by their names in the checkpoint; the rest is rounded.
+            quantized: weights that are quantized already, by their names in the checkpoint; the rest is rounded. Each
+                leaves it when it is packed.
         """
-        weights: dict[Linear, Quantized | Kind] = {self.lm_head: "bfloat16"} if kind == "w16a16" else {}
-        if kind not in ("float32", "bfloat16", "w16a16"):
-            weights |= self._quantized(kind, quantized)
+        lm_head, names = self.lm_head, self._linear_names()
         coarse = kind in ("w8a8", "w4a8")
-        pack_natively(self, kind, weights, lambda linear: 8 if coarse and linear is not self.lm_head else 16)
+
+        def weight_of(linear: Linear) -> Quantized | Kind:
+            own = names.pop(linear)  # held no longer than needed
+            if kind in ("float32", "bfloat16"):
+                return kind
+            if kind == "w16a16":
+                return "bfloat16" if linear is lm_head else kind
+            bits: Literal[4, 8] = 8 if kind in ("int8", "w8a8") or linear is lm_head else 4
+            given = [quantized.pop(name) for name in own if name in quantized]
+            whole = len(given) == len(own) and all(part.bits == bits for part in given)
+            return Quantized.stack(given) if whole else quantize(linear.weight, bits)
+
+        pack_natively(self, weight_of, lambda linear: 8 if coarse and linear is not lm_head else 16)
         self.packed = kind
         self.dtype = torch.float32
         self.fused = FusedLayers.of(self.layers, self.rotary, self.config)
-
-    def _quantized(self, kind: Kind, given: Mapping[str, Quantized]) -> dict[Linear, Quantized]:
-        """The weights of every Linear in integers, of `given` where the bits fit, else of the loaded weights."""
-        weights = {}
-        for linear, names in self._linear_names().items():
-            bits = 8 if kind in ("int8", "w8a8") or linear is self.lm_head else 4
-            parts = [given[name] for name in names if name in given and given[name].bits == bits]
-            whole = len(parts) == len(names)
-            weights[linear] = Quantized.stack(parts) if whole else quantize(linear.weight, bits)
-        return weights
 
     def _linear_names(self) -> dict[Linear, list[str]]:
         """The checkpoint's tensors in the rows of each Linear, in order."""

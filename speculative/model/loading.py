@@ -75,10 +75,24 @@ def load_decoder(
     if weights == "fp8":
         check_fp8_sizes(config)
     decoder = Decoder(config, fp8=weights == "fp8", dtype=dtype, device=torch.device(device))
+    _read_into(decoder, folder, files)
+    if weights == "fp8":
+        return decoder.eval()
+    if weights is not None:
+        decoder.pack(weights, load_quantized(folder) if weights in ("int4", "w4a8") else {})
+    elif can_pack_for_onednn(dtype, decoder.device):
+        pack_for_onednn(decoder)
+    return decoder.eval()
+
+
+def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
+    """Fill the parameters of a decoder. Returns with nothing left that would keep the files mapped, or the plain
+    weights alive.
+    """
     slots = decoder.checkpoint_slots()
     loaded: set[str] = set()
     for name, tensor in _read_tensors(files):
-        if name.endswith(_DERIVED) or (name == "lm_head.weight" and config.tie_word_embeddings):
+        if name.endswith(_DERIVED) or (name == "lm_head.weight" and decoder.config.tie_word_embeddings):
             continue
         if name not in slots:
             raise ConfigError(
@@ -88,14 +102,6 @@ def load_decoder(
             _fill(slots[part], part, numbers)
             loaded.add(part)
     _require_all(folder, decoder, loaded)
-    del slots  # views that would keep the plain weights alive
-    if weights == "fp8":
-        return decoder.eval()
-    if weights is not None:
-        decoder.pack(weights, load_quantized(folder) if weights in ("int4", "w4a8") else {})
-    elif can_pack_for_onednn(dtype, decoder.device):
-        pack_for_onednn(decoder)
-    return decoder.eval()
 
 
 def choose_weights(

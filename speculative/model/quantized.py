@@ -17,6 +17,7 @@ from speculative.errors import ConfigError
 
 QUANTIZED_FILE = "quantized.safetensors"
 GROUP = 32  # inputs that share a scale
+_ROWS = 4096  # quantized at a time: the float32 copies of a whole LM head would be most of what loading takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,11 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
     """The nearest four- or eight-bit weights of [O, I], as llama.cpp rounds: from the least to the largest of a group,
     or evenly around 0.
     """
-    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    return Quantized.stack([_quantize(rows, bits) for rows in weight.detach().split(_ROWS)])
+
+
+def _quantize(weight: Tensor, bits: int) -> Quantized:
+    groups = weight.float().unflatten(1, (-1, GROUP))
     if bits == 8:
         scales = (groups.abs().amax(-1) / 127).half()
         numbers = (groups / _steps(scales)).round().clamp(-127, 127)

@@ -1,6 +1,6 @@
 """A loaded model's modules on our own CPU kernels: float32 rows, weights of any form, each row computed on its own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from speculative.kernels.bindings import Kernels, LayerStruct, LinearStruct, cpu_kernels
-from speculative.kernels.huge_pages import HugePages
+from speculative.kernels.huge_pages import HugePages, give_back_freed_memory
 from speculative.model.attention import StepAttention
 from speculative.model.fp8 import Rows
 from speculative.model.layers import MLP, Attend, Attention, Linear, PackedLinear, RMSNorm
 from speculative.model.quantized import GROUP, Quantized
 
-_FLOAT_PANEL, _INT_PANEL = 32, 16  # outputs a panel
+_PANEL = 32  # outputs
 _KINDS = {"float32": 0, "bfloat16": 1, "w16a16": 2, "int8": 3, "int4": 4, "w8a8": 5, "w4a8": 6}
 
 Kind = Literal["float32", "bfloat16", "w16a16", "int8", "int4", "w8a8", "w4a8"]
@@ -31,20 +31,25 @@ _QUANTIZED_KINDS: dict[tuple[int, ActivationBits], Kind] = {
 
 def pack_natively(
     module: nn.Module,
-    kind: Kind,
-    given: Mapping[Linear, Quantized | Kind] | None = None,
+    weight_of: Callable[[Linear], Quantized | Kind],
     activation_bits: Callable[[Linear], ActivationBits] = lambda linear: 16,
 ) -> None:
-    """Replace the layers of a model by those of our kernels, with weights of `kind`, or as `given` for some.
+    """Replace the layers of a model by those of our kernels.
 
     Activations are float32 from here on, and so are the weights of norms. The plain weights go (a tied embedding
-    stays). `activation_bits` says to how many bits the products with quantized weights round what they read.
+    stays), each as soon as its layer is packed.
+
+    Args:
+        module: the model.
+        weight_of: a layer's weights in integers, or the form they get; called once for each layer.
+        activation_bits: to how many bits a product with quantized weights rounds what it reads.
     """
-    given, pages = given or {}, HugePages()
-    for parent in list(module.modules()):
+    pages = HugePages()
+    parents = [part for part in module.modules() if not isinstance(part, Linear)]
+    for parent in parents:
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, NativeLinear(child, given.get(child, kind), activation_bits(child), pages))
+                setattr(parent, name, NativeLinear(child, weight_of(child), activation_bits(child), pages))
             elif isinstance(child, RMSNorm):
                 setattr(parent, name, NativeNorm(child))
     for parent in list(module.modules()):
@@ -53,6 +58,7 @@ def pack_natively(
                 setattr(parent, name, NativeAttention(child))
             elif isinstance(child, MLP):
                 setattr(parent, name, NativeMLP(child))
+    give_back_freed_memory()
 
 
 class NativeLinear(PackedLinear):
@@ -165,36 +171,36 @@ def _required_kernels() -> Kernels:
     return kernels
 
 
-def _padded(rows: Tensor, panel: int) -> Tensor:
-    """Rows up to whole panels, in panels [P, panel, ...]."""
-    missing = -len(rows) % panel
+def _panels(rows: Tensor) -> Tensor:
+    """Rows up to whole panels, [P, 32, ...]."""
+    missing = -len(rows) % _PANEL
     whole = torch.cat((rows, rows.new_zeros((missing, *rows.shape[1:])))) if missing else rows
-    panels: Tensor = whole.view(-1, panel, *rows.shape[1:])
+    panels: Tensor = whole.view(-1, _PANEL, *rows.shape[1:])
     return panels
 
 
 def _float_panels(weight: Tensor, kind: Kind) -> Tensor:
     """[P, I, 32], outputs side by side; of bfloat16 [P, I / 2, 32, 2], pairs of inputs, the last with 0 if I is odd."""
     if kind == "float32":
-        return _padded(weight.float(), _FLOAT_PANEL).transpose(1, 2).contiguous()
+        return _panels(weight.float()).transpose(1, 2).contiguous()
     paired = functional.pad(weight.bfloat16(), (0, weight.shape[1] % 2))
-    pairs: Tensor = _padded(paired.view(torch.int32), _FLOAT_PANEL)  # [P, 32, I / 2]
+    pairs: Tensor = _panels(paired.view(torch.int32))  # [P, 32, I / 2]
     return pairs.transpose(1, 2).contiguous()
 
 
 def _int_panels(weight: Quantized) -> Tensor:
-    """[P, I / 32, bytes] uint8: the numbers of 16 outputs and 32 inputs, their scales, and their least weights."""
+    """[P, I / 32, bytes] uint8: the numbers of 32 outputs and 32 inputs, their scales, and their least weights."""
     is_int4 = weight.least is not None
-    numbers = _padded(weight.numbers, _INT_PANEL)  # [P, 16, I]
+    numbers = _panels(weight.numbers)  # [P, 32, I]
     num_panels, num_groups = len(numbers), numbers.shape[2] // GROUP
-    if is_int4:  # 64 bytes hold 8 inputs of every output: four in the low halves, four in the high ones
-        halves = numbers.reshape(num_panels, 16, num_groups, 4, 2, 4).permute(0, 2, 3, 4, 1, 5)
-        ordered = (halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)).contiguous()
+    if is_int4:  # 64 bytes hold 8 inputs of 16 outputs: four in the low halves, four in the high ones
+        halves = numbers.reshape(num_panels, 32, num_groups, 4, 2, 4).permute(0, 2, 3, 1, 4, 5)
+        ordered = halves[..., 0, :] | (halves[..., 1, :] << 4)
     else:  # 4 inputs of every output, off by 128 so that none is below 0
         above = (numbers.short() + 128).to(torch.uint8)
-        ordered = above.reshape(num_panels, 16, num_groups, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
+        ordered = above.reshape(num_panels, 32, num_groups, 8, 4).permute(0, 2, 3, 1, 4)
     parts = [ordered.reshape(num_panels, num_groups, -1)]
     for factors in (weight.scales, weight.least):
         if factors is not None:
-            parts.append(_padded(factors, _INT_PANEL).transpose(1, 2).contiguous().view(torch.uint8))
+            parts.append(_panels(factors).transpose(1, 2).contiguous().view(torch.uint8))
     return torch.cat(parts, dim=-1)

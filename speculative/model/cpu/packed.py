@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from speculative.kernels.bindings import cpu_kernels
 from speculative.model.cpu.native import Kind, pack_natively
 from speculative.model.layers import Linear, PackedLinear
-from speculative.model.quantized import GROUP, quantize
+from speculative.model.quantized import GROUP, Quantized, quantize
 
 _ROWS_HINT = 32  # rows a product the layout is chosen for: as fast as any at 1 to 16 rows, and the fastest at 512
 
@@ -46,10 +46,12 @@ def pack_weights(head: nn.Module, target: Kind | None) -> None:
     if prefers_onednn() or cpu_kernels() is None:
         pack_for_onednn(head)
         return
-    fits = {linear: linear.weight.shape[1] % GROUP == 0 for _, _, linear in _linears(head)}
     bits: Literal[4, 8] = 4 if target in ("int4", "w4a8") else 8
-    quantized = {linear: quantize(linear.weight, bits) for linear in fits if fits[linear]}
-    pack_natively(head, "bfloat16", quantized, lambda linear: 8)
+
+    def weight_of(linear: Linear) -> Quantized | Kind:
+        return "bfloat16" if linear.weight.shape[1] % GROUP else quantize(linear.weight, bits)
+
+    pack_natively(head, weight_of, lambda linear: 8)
 
 
 def pack_for_onednn(module: nn.Module) -> None:
