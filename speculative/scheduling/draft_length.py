@@ -28,8 +28,10 @@ from speculative.state.sequence import Sequence
 _CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
 _PLAIN_FIRST = 5  # steps without drafts where half or twice the load is known: what all gains are compared with
 _PROBE_EVERY = 100  # steps
+_LOOK_EVERY = 8  # steps, while drafting does not pay: little is learned from them, and looking takes time
 _MOST_PATIENCE = 2  # factor by which probes become rarer while they show that drafting does not pay
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
+_CLEAR_GAIN = 1.05  # in tokens a second, for which a passage is drafted: what is expected of it is less certain
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
 
 
@@ -71,6 +73,9 @@ class DraftLength:
         del num_sequences
         return True
 
+    def begin_trial(self) -> None:
+        """Until `restart`, all steps serve to learn what steps cost."""
+
     def restart(self, expected: ExpectedRates | None = None) -> None:
         """Forget how often drafts were accepted, but not what steps cost; `expected` replaces what is believed at
         first."""
@@ -106,11 +111,16 @@ class DynamicLength(DraftLength):
         self._rule_is_used = False
         self._requests: dict[str, _RequestHistory] = {}
         self._lengths: dict[str, int] = {}
-        self._num_decoding = 0
+        self._num_decoding, self._num_planned = 0, 0
         self._context = 0
+        self._is_trial = False
         self._num_steps, self._num_calibrations = 0, 0
         self._drafting = True
         self._probed_at, self._num_probes, self._patience = 0, 0, 1
+
+    def begin_trial(self) -> None:
+        """As `DraftLength.begin_trial`."""
+        self._is_trial = True
 
     def knows_cost(self, num_sequences: int) -> bool:
         """As `DraftLength.knows_cost`."""
@@ -132,14 +142,17 @@ class DynamicLength(DraftLength):
             return
         self._num_steps += 1
         cost = self._cost(self._num_decoding)
-        if not cost.is_known and (not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0):
+        all_lengths = self._is_trial or not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0
+        if not cost.is_known and all_lengths:
             lengths = self._calibrate(speculating)
             self._rule = self._confidence.rule(least=0.0)
-        elif cost.is_borrowed and cost.num_plain < _PLAIN_FIRST:
+        elif not cost.is_known and cost.num_plain < _PLAIN_FIRST:
             cost.num_plain += 1
             lengths = [0] * len(speculating)
         else:
-            lengths = self._best_lengths(speculating, cost)
+            rests = not self._drafting and self._num_steps % _LOOK_EVERY and self._num_planned == len(speculating)
+            lengths = [0] * len(speculating) if rests else self._best_lengths(speculating, cost)
+            self._num_planned = len(speculating)
             if not self._probe(speculating, lengths):
                 self._repeat(speculating, lengths, cost)
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
@@ -183,9 +196,10 @@ class DynamicLength(DraftLength):
             comparable &= history.drafted_at is not None  # what a drafter does about a prompt, and when, is unknown
             missed += history.missed(self._most)
             history.drafted_at = history.round_start
-        if comparable and entries:
+        cost = self._cost(len(entries))
+        if comparable and entries and (num_drafts or self._drafting or not self._num_steps % _LOOK_EVERY):
             work = Work(len(entries), num_drafts, max(counts, default=0), self._context, missed)
-            self._cost(len(entries)).observe(work, step_s)
+            cost.observe(work, step_s)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
@@ -217,13 +231,12 @@ class DynamicLength(DraftLength):
 
     def _calibrate(self, sequences: Sequences[Sequence]) -> list[int]:
         """Every length in turn; then rows without a model's drafts, as many as a passage may have."""
-        kinds = self._most + 1 + len(self._passages.lengths)
+        kinds = self._most + 1 + self._passages.num_trials
         self._num_calibrations += 1
         length = self._num_calibrations % kinds
         if length <= self._most:
             return [length] * len(sequences)
-        for sequence in sequences[:_SEQUENCES_A_PROBE]:
-            self._passages.make_up(sequence, self._passages.lengths[length - self._most - 1])
+        self._passages.make_up(sequences, length - self._most - 1)
         return [0] * len(sequences)
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
@@ -242,7 +255,9 @@ class DynamicLength(DraftLength):
         best = max(range(1, len(speeds)), key=speeds.__getitem__)
         needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
         self._drafting = speeds[best] > needed * speeds[0]
-        self._rule = self._confidence.rule(speeds[best] * cost.of_one_more(made[best], longest[best]))
+        self._rule = self._confidence.rule(
+            speeds[best] * cost.of_one_more(made[best], longest[best], self._context / self._num_decoding)
+        )
         lengths = [0] * len(sequences)
         for _, _, owner in drafts[: best if self._drafting else 0]:
             lengths[owner] += 1
@@ -278,7 +293,7 @@ class DynamicLength(DraftLength):
             longest = [max(lengths)] + [others] * len(chances)
             now, *then = cost.seconds(self._num_decoding, drafts, longest, self._context)
             count, expected = best_count(chances, tokens - gained[index], then)
-            pays = expected / then[count - 1] > (1 + _HYSTERESIS) * tokens / now
+            pays = expected / then[count - 1] > _CLEAR_GAIN * tokens / now
             self._passages.choose(sequences[index], count if pays else 0)
             if pays:
                 tokens, num_drafts, lengths[index] = expected, least + count, 0

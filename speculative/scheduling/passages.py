@@ -61,9 +61,9 @@ class Passages:
         self.restart()
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Those whose cost is measured: half and all that a passage may have."""
-        return (-(-self._max_drafts // 2), self._max_drafts) if self._max_drafts else ()
+    def num_trials(self) -> int:
+        """In how many ways `make_up` makes up passages."""
+        return 2 if self._max_drafts else 0
 
     def restart(self) -> None:
         """Forget all that was seen."""
@@ -95,9 +95,11 @@ class Passages:
         self._chosen[request_id] = _Passage(tokens, rates)
         return [trust * chance for chance in accumulate(rates.hoped_for()[: len(tokens)], mul)]
 
-    def make_up(self, sequence: Sequence, count: int) -> None:
-        """Draft so many tokens, whatever they are: to see what that costs."""
-        self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, rates=None)
+    def make_up(self, sequences: Sequences[Sequence], trial: int) -> None:
+        """Draft whatever it is, to see what that costs: all that one passage may have, or half of it for several."""
+        some, count = (sequences[:1], self._max_drafts) if trial == 0 else (sequences[:4], -(-self._max_drafts // 2))
+        for sequence in some:
+            self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, rates=None)
 
     def choose(self, sequence: Sequence, count: int) -> None:
         """Draft so many tokens of what was found; 0 = none."""

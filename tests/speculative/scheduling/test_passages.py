@@ -13,6 +13,7 @@ from speculative.errors import ConfigError
 from speculative.request import Request, SamplingParams, Structure
 from speculative.scheduling.draft_length import DynamicLength, make_draft_length
 from speculative.scheduling.passages import Passages, _Record, best_count
+from speculative.scheduling.step_cost import StepCost
 from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 from speculative.warm_up import warm_up
@@ -145,7 +146,7 @@ def test_a_passage_that_is_cut_short_is_not_expected_to_go_on() -> None:
 def test_made_up_passages_show_nothing() -> None:
     passages, sequence = Passages(LONGEST), repeating()
     for accepted in (0, LONGEST):
-        passages.make_up(sequence, LONGEST)
+        passages.make_up([sequence], 0)
         assert passages.observe(sequence, SequenceResult((1,) * (1 + accepted), LONGEST, accepted))
     assert passages._all == _Record() and not passages._records
 
@@ -235,8 +236,15 @@ def answers(target: Path, drafter: DrafterConfig, **changes: Any) -> tuple[dict[
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
-def test_greedy_text_is_that_of_plain_decoding(target: Path, heads: dict[str, Path], kind: str, graphs: bool) -> None:
+def test_greedy_text_is_that_of_plain_decoding(
+    target: Path, heads: dict[str, Path], kind: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiny models fall into loops: what they repeat is drafted, beside what the model drafts."""
+
+    def seconds(cost: StepCost, num_sequences: int, drafts: Any, longest: Any, context: int) -> list[float]:
+        return [0.02 + 0.0005 * count + 0.02 * most for count, most in zip(drafts, longest, strict=True)]
+
+    monkeypatch.setattr(StepCost, "seconds", seconds)
     drafter = DrafterConfig(kind=kind, model=str(heads[kind]), num_draft_tokens=3, length="dynamic", suffix_first=8)
     plain, _ = answers(target, NO_DRAFTS)
     found, engine = answers(target, drafter, cuda_graphs=graphs, self_check_sample_rate=1.0)
