@@ -9,7 +9,7 @@ import numpy as np
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 20  # steps that try every length, so that their cost is known
 _BORROWED = 0.1  # weight of what was seen there
-_BELIEF = 6.0  # steps that the regression counts as, for a number of rows that was seen
+_BELIEF = 2.0  # steps that the regression counts as, for a number of rows that was seen
 
 
 @dataclass(frozen=True, slots=True)
