@@ -7,9 +7,11 @@ from speculative.engine import EngineCore
 from speculative.request import Request, SamplingParams
 
 _LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # sequences
-_MOST_S = 1.5  # after so many seconds no further load is begun; it will begin with what a smaller one costs
+_MOST_S = 2.5  # after so many seconds no further load is begun; it will begin with what a smaller one costs
 _LEAST_STEPS, _MOST_STEPS = 4, 60
 _PROMPT = (0, 1, 2)
+_LONG_PROMPT = _PROMPT * 128
+_SHORT_STEPS = 12  # of one sequence; then it is tried with a long prompt, which shows what a token of context costs
 
 
 def warm_up(engine: EngineCore) -> None:
@@ -18,12 +20,15 @@ def warm_up(engine: EngineCore) -> None:
     The engine has to be idle. It keeps nothing of these requests: no prefix, counts, rates of acceptance or seeds.
     """
     length = engine.scheduler.draft_length
+    length.begin_trial()
     started = time.perf_counter()
     for num_sequences in _LOADS:
         is_late = num_sequences > engine.config.max_num_seqs or time.perf_counter() > started + _MOST_S
         if num_sequences > 1 and (is_late or length.knows_cost(num_sequences)):
             break
-        _run(engine, num_sequences)
+        _run(engine, num_sequences, steps=_SHORT_STEPS if num_sequences == 1 else _MOST_STEPS)
+        if not length.knows_cost(num_sequences):
+            _run(engine, num_sequences, _LONG_PROMPT)
     length.restart()
     if isinstance(engine.drafter, LookupDrafter):
         engine.drafter.restart()
@@ -32,14 +37,14 @@ def warm_up(engine: EngineCore) -> None:
     engine.take_stats()
 
 
-def _run(engine: EngineCore, num_sequences: int) -> None:
-    prompt = _PROMPT[: engine.max_model_len - 1]
+def _run(engine: EngineCore, num_sequences: int, prompt: tuple[int, ...] = _PROMPT, steps: int = _MOST_STEPS) -> None:
+    prompt = prompt[: engine.max_model_len // 2]
     room = engine.max_model_len - len(prompt)
-    params = SamplingParams(max_tokens=min(room, _MOST_STEPS * (1 + engine.config.drafter.max_drafts)), ignore_eos=True)
+    params = SamplingParams(max_tokens=min(room, steps * (1 + engine.config.drafter.max_drafts)), ignore_eos=True)
     requests = [Request(f"warm-up-{number}", prompt, params, seed=number) for number in range(num_sequences)]
     for request in requests:
         engine.add(request)
-    for step in range(_MOST_STEPS):
+    for step in range(steps):
         if step >= _LEAST_STEPS and engine.scheduler.draft_length.knows_cost(num_sequences):
             break
         engine.step()

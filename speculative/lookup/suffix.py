@@ -28,8 +28,8 @@ class SuffixOptions(Options):
     )
     suffix_first: int = option(
         0,
-        "Drafters with weights and of `dynamic` length: the most tokens of a repeated passage, found as `suffix` finds "
-        "it, that are drafted in the model's place where they promise more; 0 = none.",
+        "Drafters with weights and of `dynamic` length: the most tokens of a passage that the sequence repeats, that "
+        "are drafted in the model's place where they promise more; 0 = none.",
         least=0,
         most=64,
     )

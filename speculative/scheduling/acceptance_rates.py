@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence as Sequences
 
 _BELIEF = 16.0
+_HOPE = 0.25  # standard errors
 
 
 class AcceptanceRates:
@@ -39,6 +40,6 @@ class AcceptanceRates:
         return rates
 
     def hoped_for(self) -> list[float]:
-        """The rates, each higher by its standard error: a length that might pay is tried until it is known not to."""
+        """The rates, each higher by a part of its standard error: a length that might pay is tried for a while."""
         known = zip(self.blended(), self._reached, strict=True)
-        return [min(1.0, rate + math.sqrt(rate * (1 - rate) / (reached + 2))) for rate, reached in known]
+        return [min(1.0, rate + _HOPE * math.sqrt(rate * (1 - rate) / (reached + 2))) for rate, reached in known]

@@ -18,7 +18,6 @@ from itertools import accumulate
 from operator import mul, truediv
 
 from speculative.config import DrafterConfig
-from speculative.lookup.suffix import SuffixOptions
 from speculative.scheduling.acceptance_rates import AcceptanceRates
 from speculative.scheduling.early_exit import Confidence, EarlyExit
 from speculative.scheduling.passages import Passages, best_count
@@ -29,8 +28,10 @@ from speculative.state.sequence import Sequence
 _CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
 _PLAIN_FIRST = 5  # steps without drafts where half or twice the load is known: what all gains are compared with
 _PROBE_EVERY = 100  # steps
+_LOOK_EVERY = 8  # steps, while drafting does not pay: little is learned from them, and looking takes time
 _MOST_PATIENCE = 2  # factor by which probes become rarer while they show that drafting does not pay
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
+_CLEAR_GAIN = 1.05  # in tokens a second, for which a passage is drafted: what is expected of it is less certain
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
 
 
@@ -72,6 +73,9 @@ class DraftLength:
         del num_sequences
         return True
 
+    def begin_trial(self) -> None:
+        """Until `restart`, all steps serve to learn what steps cost."""
+
     def restart(self, expected: ExpectedRates | None = None) -> None:
         """Forget how often drafts were accepted, but not what steps cost; `expected` replaces what is believed at
         first."""
@@ -86,19 +90,18 @@ class DynamicLength(DraftLength):
 
     Args:
         most: tokens that a drafter makes for a sequence.
-        passages: those that are repeated, to draft in a model's place where they promise more; None = none are.
+        most_repeated: tokens of a repeated passage that are drafted in a model's place where they promise more.
     """
 
-    def __init__(self, most: int, passages: Passages | None = None) -> None:
-        self._most, self._passages = most, passages
+    def __init__(self, most: int, most_repeated: int = 0) -> None:
+        self._most, self._passages = most, Passages(most_repeated)
         self._costs: dict[int, StepCost] = {}  # by the number of binary digits of the number of sequences
         self._expected_rates: ExpectedRates = (), ()
         self.restart()
 
     def restart(self, expected: ExpectedRates | None = None) -> None:
         """As `DraftLength.restart`."""
-        if self._passages is not None:
-            self._passages.restart()
+        self._passages.restart()
         self._expected_rates = self._expected_rates if expected is None else expected
         # Of sampled drafts and of greedy requests' ones, which differ. Made: whether what might end early was drafted.
         self._rates = [AcceptanceRates(self._most, keep=0.998, expected=rates) for rates in self._expected_rates]
@@ -108,11 +111,16 @@ class DynamicLength(DraftLength):
         self._rule_is_used = False
         self._requests: dict[str, _RequestHistory] = {}
         self._lengths: dict[str, int] = {}
-        self._num_decoding = 0
+        self._num_decoding, self._num_planned = 0, 0
         self._context = 0
+        self._is_trial = False
         self._num_steps, self._num_calibrations = 0, 0
         self._drafting = True
         self._probed_at, self._num_probes, self._patience = 0, 0, 1
+
+    def begin_trial(self) -> None:
+        """As `DraftLength.begin_trial`."""
+        self._is_trial = True
 
     def knows_cost(self, num_sequences: int) -> bool:
         """As `DraftLength.knows_cost`."""
@@ -129,22 +137,24 @@ class DynamicLength(DraftLength):
                 history = _RequestHistory(AcceptanceRates(self._most, keep=0.97))
                 self._requests[sequence.request.request_id] = history
             history.round_start = len(sequence.tokens)
-        if self._passages is not None:
-            self._passages.begin_step()
+        self._passages.begin_step()
         if not speculating:
             return
         self._num_steps += 1
         cost = self._cost(self._num_decoding)
-        if not cost.is_known and (not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0):
+        all_lengths = self._is_trial or not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0
+        if not cost.is_known and all_lengths:
             lengths = self._calibrate(speculating)
             self._rule = self._confidence.rule(least=0.0)
-        elif cost.is_borrowed and cost.num_plain < _PLAIN_FIRST:
+        elif not cost.is_known and cost.num_plain < _PLAIN_FIRST:
             cost.num_plain += 1
             lengths = [0] * len(speculating)
         else:
-            lengths = self._best_lengths(speculating, cost)
-            if not self._probe(speculating, lengths) and self._passages is not None:
-                self._repeat(self._passages, speculating, lengths, cost)
+            rests = not self._drafting and self._num_steps % _LOOK_EVERY and self._num_planned == len(speculating)
+            lengths = [0] * len(speculating) if rests else self._best_lengths(speculating, cost)
+            self._num_planned = len(speculating)
+            if not self._probe(speculating, lengths):
+                self._repeat(speculating, lengths, cost)
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
@@ -154,7 +164,7 @@ class DynamicLength(DraftLength):
 
     def repeated(self, sequence: Sequence) -> list[int]:
         """As `DraftLength.repeated`."""
-        return [] if self._passages is None else self._passages.of(sequence)
+        return self._passages.of(sequence)
 
     def early_exit(self) -> EarlyExit:
         """That of the step that was planned; in a probe no draft ends early."""
@@ -177,7 +187,7 @@ class DynamicLength(DraftLength):
             if history is None or result.fault is not None or result.num_drafted == 0:
                 continue
             num_drafts += result.num_drafted
-            if self._passages is not None and self._passages.observe(entry.sequence, result):
+            if self._passages.observe(entry.sequence, result):
                 continue
             counts.append(result.num_drafted)
             wanted = self._note_probabilities(entry, history, result)
@@ -186,16 +196,16 @@ class DynamicLength(DraftLength):
             comparable &= history.drafted_at is not None  # what a drafter does about a prompt, and when, is unknown
             missed += history.missed(self._most)
             history.drafted_at = history.round_start
-        if comparable and entries:
+        cost = self._cost(len(entries))
+        if comparable and entries and (num_drafts or self._drafting or not self._num_steps % _LOOK_EVERY):
             work = Work(len(entries), num_drafts, max(counts, default=0), self._context, missed)
-            self._cost(len(entries)).observe(work, step_s)
+            cost.observe(work, step_s)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
         self._requests.pop(request_id, None)
         self._lengths.pop(request_id, None)
-        if self._passages is not None:
-            self._passages.forget(request_id)
+        self._passages.forget(request_id)
 
     def _note_probabilities(self, entry: Entry, history: "_RequestHistory", result: SequenceResult) -> int:
         """How many drafts it was to get: a position after an early exit counts as not accepted."""
@@ -220,15 +230,14 @@ class DynamicLength(DraftLength):
         return own
 
     def _calibrate(self, sequences: Sequences[Sequence]) -> list[int]:
-        """Every length in turn; then rows without a model's drafts, half and all that a passage may have."""
-        kinds = self._most + (1 if self._passages is None else 3)
+        """Every length in turn; then rows without a model's drafts, as many as a passage may have."""
+        kinds = self._most + 1 + self._passages.num_trials
         self._num_calibrations += 1
         length = self._num_calibrations % kinds
-        if self._passages is not None and length > self._most:
-            for sequence in sequences[:_SEQUENCES_A_PROBE]:
-                self._passages.make_up(sequence, halved=length == self._most + 1)
-            length = 0
-        return [length] * len(sequences)
+        if length <= self._most:
+            return [length] * len(sequences)
+        self._passages.make_up(sequences, length - self._most - 1)
+        return [0] * len(sequences)
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:
         """Assign drafts one by one, the likeliest to be accepted first; stop where tokens a second are highest."""
@@ -246,7 +255,9 @@ class DynamicLength(DraftLength):
         best = max(range(1, len(speeds)), key=speeds.__getitem__)
         needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
         self._drafting = speeds[best] > needed * speeds[0]
-        self._rule = self._confidence.rule(speeds[best] * cost.of_one_more(made[best], longest[best]))
+        self._rule = self._confidence.rule(
+            speeds[best] * cost.of_one_more(made[best], longest[best], self._context / self._num_decoding)
+        )
         lengths = [0] * len(sequences)
         for _, _, owner in drafts[: best if self._drafting else 0]:
             lengths[owner] += 1
@@ -268,22 +279,22 @@ class DynamicLength(DraftLength):
             none_there[position] *= 1 - chance
         return made, longest
 
-    def _repeat(self, passages: Passages, sequences: Sequences[Sequence], lengths: list[int], cost: "StepCost") -> None:
+    def _repeat(self, sequences: Sequences[Sequence], lengths: list[int], cost: "StepCost") -> None:
         """Draft what sequences repeat in the model's place, one by one where that gives more tokens a second."""
+        found = {index: chances for index, one in enumerate(sequences) if (chances := self._passages.find(one))}
+        if not found:
+            return
         gained = [self._expected_tokens(one, length) for one, length in zip(sequences, lengths, strict=True)]
         tokens, num_drafts = self._num_decoding + sum(gained), sum(lengths)  # of the step, as it is planned so far
-        for index, sequence in enumerate(sequences):
-            chances = passages.find(sequence)
-            if not chances:
-                continue
+        for index, chances in found.items():
             others = max((*lengths[:index], *lengths[index + 1 :]), default=0)
             least = num_drafts - lengths[index]
             drafts = [num_drafts, *range(least + 1, least + 1 + len(chances))]
             longest = [max(lengths)] + [others] * len(chances)
             now, *then = cost.seconds(self._num_decoding, drafts, longest, self._context)
             count, expected = best_count(chances, tokens - gained[index], then)
-            pays = expected / then[count - 1] > (1 + _HYSTERESIS) * tokens / now
-            passages.choose(sequence, count if pays else 0)
+            pays = expected / then[count - 1] > _CLEAR_GAIN * tokens / now
+            self._passages.choose(sequences[index], count if pays else 0)
             if pays:
                 tokens, num_drafts, lengths[index] = expected, least + count, 0
 
@@ -341,7 +352,4 @@ def make_draft_length(config: DrafterConfig) -> DraftLength:
     """The configured policy."""
     if config.length != "dynamic":
         return DraftLength()
-    repeated = config.max_repeated
-    return DynamicLength(
-        config.num_draft_tokens, Passages(config.options_of(SuffixOptions), repeated) if repeated else None
-    )
+    return DynamicLength(config.num_draft_tokens, config.max_repeated)

@@ -1,4 +1,4 @@
-"""Passages that a sequence repeats: of its prompt, of itself, of earlier outputs. A model need not draft those.
+"""Passages that a sequence repeats: of its prompt or of itself. A model need not draft those.
 
 How far a passage goes on as before is estimated from the passages that were drafted, by how many tokens had matched: a
 long match is seldom an accident (Oliaro et al., "SuffixDecoding", arXiv 2411.04975, weighs its matches likewise). Then
@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from speculative.lookup.suffix import SuffixDrafter, SuffixOptions
+from speculative.lookup.ngram import NgramDrafter, NgramOptions
 from speculative.scheduling.acceptance_rates import AcceptanceRates
 from speculative.state.batch import SequenceResult
 from speculative.state.sequence import Sequence
 
-_EDGES = (4, 8, 16)  # between classes of matched tokens
-_EXPECTED = (0.4, 0.6, 0.8, 0.9)  # acceptance of each draft, by class, before any was seen
+_MATCHED = NgramOptions(ngram_min=4, ngram_max=32)  # tokens that are the same before a passage
+_EDGES = (8, 16)  # between classes of them
+_EXPECTED = (0.6, 0.8, 0.9)  # acceptance of each draft, by class, before any was seen
 _BELIEF = 4.0  # expected tokens that a request begins with, of which as many were accepted as of others' lately
-_KEEP = 0.98  # of what a request has shown, each time it is asked
+_KEEP = 0.98  # of what a request has shown, each time it repeats something
 _KEEP_OF_ALL = 0.998
 _LEAST_TRUST = 0.25
 
@@ -52,17 +53,21 @@ class Passages:
     """What is repeated in the step that is planned.
 
     Args:
-        options: how passages are found.
-        max_drafts: tokens of a passage that are drafted.
+        max_drafts: tokens of a passage that are drafted; 0 = nothing ever is.
     """
 
-    def __init__(self, options: SuffixOptions, max_drafts: int) -> None:
-        self._options, self._max_drafts = options, max_drafts
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
         self.restart()
+
+    @property
+    def num_trials(self) -> int:
+        """In how many ways `make_up` makes up passages."""
+        return 2 if self._max_drafts else 0
 
     def restart(self) -> None:
         """Forget all that was seen."""
-        self._suffix = SuffixDrafter(self._options, self._max_drafts)
+        self._lookup = NgramDrafter(_MATCHED, self._max_drafts)
         self._rates = [AcceptanceRates(self._max_drafts, keep=0.998, expected=(rate,)) for rate in _EXPECTED]
         self._chosen: dict[str, _Passage] = {}
         self._records: dict[str, _Record] = {}
@@ -75,23 +80,26 @@ class Passages:
     def find(self, sequence: Sequence) -> list[float]:
         """The chance, for each token of the longest known continuation, that all up to it will be accepted.
 
-        Where passages have been accepted too seldom lately, none is looked for, until that is long ago."""
+        Where passages have been accepted too seldom lately, there are none, until that is long ago."""
+        tokens, num_matched = self._lookup.find(sequence, self._max_drafts)
+        if not tokens:
+            return []
         request_id = sequence.request.request_id
         record = self._records.setdefault(request_id, _Record())
         record.fade(_KEEP)
         self._all.fade(_KEEP_OF_ALL)
         trust = record.trust(self._all.trust())
-        tokens, num_matched = self._suffix.find(sequence, self._max_drafts if trust > _LEAST_TRUST else 0)
-        if not tokens:
+        if trust <= _LEAST_TRUST:
             return []
         rates = self._rates[bisect(_EDGES, num_matched)]
         self._chosen[request_id] = _Passage(tokens, rates)
         return [trust * chance for chance in accumulate(rates.hoped_for()[: len(tokens)], mul)]
 
-    def make_up(self, sequence: Sequence, *, halved: bool) -> None:
-        """Draft as many tokens as may be, or half as many, whatever they are: to see what that costs."""
-        count = -(-self._max_drafts // 2) if halved else self._max_drafts
-        self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, rates=None)
+    def make_up(self, sequences: Sequences[Sequence], trial: int) -> None:
+        """Draft whatever it is, to see what that costs: all that one passage may have, or half of it for several."""
+        some, count = (sequences[:1], self._max_drafts) if trial == 0 else (sequences[:4], -(-self._max_drafts // 2))
+        for sequence in some:
+            self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, rates=None)
 
     def choose(self, sequence: Sequence, count: int) -> None:
         """Draft so many tokens of what was found; 0 = none."""
@@ -120,10 +128,10 @@ class Passages:
         return True
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept about a request that has left, and remember what it wrote."""
+        """Drop what is kept about a request that has left."""
         self._chosen.pop(request_id, None)
         self._records.pop(request_id, None)
-        self._suffix.forget(request_id)
+        self._lookup.forget(request_id)
 
 
 def best_count(chances: Sequences[float], tokens: float, seconds: Sequences[float]) -> tuple[int, float]:

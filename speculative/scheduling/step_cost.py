@@ -9,6 +9,7 @@ import numpy as np
 _WARM_UP_STEPS = 2
 _CALIBRATION_STEPS = 20  # steps that try every length, so that their cost is known
 _BORROWED = 0.1  # weight of what was seen there
+_BELIEF = 2.0  # steps that the regression counts as, for a number of rows that was seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,11 @@ class Work:
     num_missed: int = 0
 
 
-_SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 16.0)  # that make the features of a step about 1
+# What makes the features of a step about 1: one, sequences, drafts, longest draft, whether a drafter has to catch up
+# before its first draft, context, the contexts of all drafts, tokens that the drafter missed.
+_SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 1024.0, 16.0)
+_COUNT = len(_SCALES)
+_OF_CONTEXT = slice(5, 7)
 _SOLVE_EVERY = 4  # steps, once they are known
 
 
@@ -42,9 +47,10 @@ class StepCost:
     is_borrowed: bool = False  # begun with what is known of another load
     num_plain: int = 0  # steps that were planned without drafts, to begin with
     _fastest: float = float("inf")
-    _squares: list[float] = field(default_factory=lambda: [0.0] * 49)  # row after row
-    _products: list[float] = field(default_factory=lambda: [0.0] * 7)
-    _weights: list[float] = field(default_factory=lambda: [0.0] * 7)  # of the last solution
+    _squares: list[float] = field(default_factory=lambda: [0.0] * _COUNT**2)  # row after row
+    _products: list[float] = field(default_factory=lambda: [0.0] * _COUNT)
+    _weights: list[float] = field(default_factory=lambda: [0.0] * _COUNT)  # of the last solution
+    _calibrating: list[tuple[list[float], float]] = field(default_factory=list)  # features and seconds
     _residuals: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, relative mean
 
     @property
@@ -68,18 +74,22 @@ class StepCost:
         if self.num_observed <= _CALIBRATION_STEPS:
             self._fastest = min(self._fastest, seconds)
             seconds = min(seconds, 4 * self._fastest)
+            if self.is_borrowed:
+                seconds -= sum(map(mul, self._weights[_OF_CONTEXT], features[_OF_CONTEXT]))
+                features[_OF_CONTEXT] = [0.0, 0.0]
         else:
-            expected = sum(map(mul, self._weights, features))
-            seconds = min(seconds, 2 * expected)
-            rows = work.num_sequences + work.num_drafts
-            weight, mean = self._residuals.get(rows, (0.0, 0.0))
-            weight, total = 0.95 * weight + 1, 0.95 * weight * mean + seconds / expected - 1
-            self._residuals[rows] = (weight, total / weight)
+            seconds = self._correct(features, seconds)
         products = [one * other for one in features for other in features]
         self._squares = [0.995 * old + new for old, new in zip(self._squares, products, strict=True)]
         self._products = [0.995 * old + one * seconds for old, one in zip(self._products, features, strict=True)]
+        if self.num_observed <= _CALIBRATION_STEPS:
+            self._calibrating.append((features, seconds))
         if self.num_observed <= _CALIBRATION_STEPS or self.num_observed % _SOLVE_EVERY == 0:
             self._solve()
+        if self.num_observed == _CALIBRATION_STEPS:
+            for one in self._calibrating:
+                self._correct(*one)
+            self._calibrating.clear()
 
     def seconds(
         self, num_sequences: int, drafts: Sequences[float], longest: Sequences[float], context: int
@@ -87,30 +97,41 @@ class StepCost:
         """Expected seconds of steps with so many drafts, of which the longest have so many tokens."""
         weights = [weight / scale for weight, scale in zip(self._weights, _SCALES, strict=True)]
         plain = weights[0] + weights[1] * num_sequences + weights[5] * context
-        per_draft, per_position, drafting = weights[2:5]
+        per_draft, per_position, drafting = weights[2] + weights[6] * context / num_sequences, *weights[3:5]
         return [
             (plain + per_draft * count + per_position * most + drafting * (most > 0))
             * self._correction(num_sequences + round(count))
             for count, most in zip(drafts, longest, strict=True)
         ]
 
-    def of_one_more(self, num_drafts: float, longest: float) -> float:
+    def of_one_more(self, num_drafts: float, longest: float, mean_context: float) -> float:
         """Expected seconds of one more draft, in the mean over those of a step: they share the drafter's runs."""
-        per_draft, per_position = (self._weights[i] / _SCALES[i] for i in (2, 3))
-        return per_draft + per_position * longest / max(num_drafts, 1e-9)
+        per_draft, per_position, per_read = (self._weights[i] / _SCALES[i] for i in (2, 3, 6))
+        return per_draft + per_read * mean_context + per_position * longest / max(num_drafts, 1e-9)
+
+    def _correct(self, features: list[float], seconds: float) -> float:
+        """Learn how far a step was from what was expected; the seconds that it counts as."""
+        expected = sum(map(mul, self._weights, features))
+        seconds = min(seconds, 2 * expected)
+        rows = round(features[1] * _SCALES[1] + features[2] * _SCALES[2])
+        weight, mean = self._residuals.get(rows, (0.0, 0.0))
+        weight, total = 0.95 * weight + 1, 0.95 * weight * mean + seconds / expected - 1
+        self._residuals[rows] = (weight, total / weight)
+        return seconds
 
     def _correction(self, rows: int) -> float:
         weight, mean = self._residuals.get(rows, (0.0, 0.0))
-        return 1 + mean * weight / (weight + 40)
+        return 1 + mean * weight / (weight + _BELIEF)
 
     def _features(self, work: Work) -> list[float]:
-        drafting = work.longest > 0  # a drafter has to catch up before its first draft
-        values = (1, work.num_sequences, work.num_drafts, work.longest, drafting, work.context, work.num_missed)
+        count, num_drafts, context = work.num_sequences, work.num_drafts, work.context
+        read = context * num_drafts / count
+        values = (1, count, num_drafts, work.longest, work.longest > 0, context, read, work.num_missed)
         return [value / scale for value, scale in zip(values, _SCALES, strict=True)]
 
     def _solve(self) -> None:
         """A regression that leaves its last solution only as far as recent steps tell; no slope is negative."""
-        squares, ridge = np.array(self._squares).reshape(7, 7), np.diag([0.0] + [1.0] * 6)
+        squares, ridge = np.array(self._squares).reshape(_COUNT, _COUNT), np.diag([0.0] + [1.0] * (_COUNT - 1))
         products = self._products + ridge @ np.array(self._weights)
         slopes = np.maximum(np.linalg.solve(squares + ridge, products)[1:], 0.0)
         count, sums = squares[0, 0], squares[0, 1:]
@@ -119,4 +140,7 @@ class StepCost:
         if explained > 0.9 * mean:  # it cannot be that a step costs nothing before there is work
             slopes *= 0.9 * mean / explained
             explained = 0.9 * mean
+        of_context = self._weights[_OF_CONTEXT]
         self._weights = [float(mean - explained), *slopes.tolist()]
+        if self.is_borrowed and self.num_observed <= _CALIBRATION_STEPS:  # it costs the same at any load
+            self._weights[_OF_CONTEXT] = of_context

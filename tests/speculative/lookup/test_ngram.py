@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from speculative.config import DrafterConfig
 from speculative.drafting.weightless import make_weightless
-from speculative.lookup.ngram import NgramDrafter, NgramIndex, NgramOptions
+from speculative.lookup.ngram import NgramDrafter, NgramOptions, longest_repeat
 from speculative.request import Request, SamplingParams
 from speculative.state.batch import Batch, Entry
 from speculative.state.sequence import Sequence
@@ -28,6 +28,15 @@ def naive_continuation(tokens: list[int], max_tokens: int, sizes: range = SIZES)
     return []
 
 
+def sequence(request_id: str, tokens: list[int]) -> Sequence:
+    return Sequence(Request(request_id, (0,), SamplingParams(), seed=0), tokens=tokens)
+
+
+def continuation(tokens: list[int], max_tokens: int, sizes: range = SIZES) -> list[int]:
+    drafter = NgramDrafter(NgramOptions(ngram_max=sizes[0], ngram_min=sizes[-1]), max_tokens)
+    return drafter.draft(sequence("a", tokens), max_tokens)
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     tokens=st.lists(st.integers(0, 3), max_size=40),
@@ -35,38 +44,34 @@ def naive_continuation(tokens: list[int], max_tokens: int, sizes: range = SIZES)
     sizes=st.sampled_from([range(4, 1, -1), range(4, 0, -1), range(1, 0, -1), range(3, 2, -1)]),
 )
 def test_it_drafts_what_the_naive_search_finds(tokens: list[int], max_tokens: int, sizes: range) -> None:
-    assert NgramIndex(sizes).continuation(tokens, max_tokens) == naive_continuation(tokens, max_tokens, sizes)
+    assert continuation(tokens, max_tokens, sizes) == naive_continuation(tokens, max_tokens, sizes)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(runs=st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12))
 def test_tokens_may_come_in_runs(runs: list[list[int]]) -> None:
-    """An index that saw the text grow by runs of any length knows what one that sees it whole knows."""
-    index, tokens = NgramIndex(SIZES), []
+    """A drafter that saw the text grow by runs of any length knows what one that sees it whole knows."""
+    drafter, growing = NgramDrafter(NgramOptions(), 5), sequence("a", [])
     for run in runs:
-        tokens += run
-        assert index.continuation(tokens, 5) == naive_continuation(tokens, 5)
+        growing.tokens += run
+        assert drafter.draft(growing, 5) == naive_continuation(growing.tokens, 5)
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5])
 def test_a_loop_is_drafted_to_full_length(period: int) -> None:
     tokens = [index % period for index in range(3 * period + 4)]
     expected = [index % period for index in range(len(tokens), len(tokens) + 12)]
-    assert NgramIndex(SIZES).continuation(tokens, 12) == expected
+    assert continuation(tokens, 12) == expected
 
 
 def test_the_longest_suffix_wins_and_of_its_places_the_last() -> None:
-    assert NgramIndex(SIZES).continuation([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 1) == [9], "[1 2 3], not [2 3]"
-    assert NgramIndex(SIZES).continuation([2, 3, 9, 5, 2, 3, 8, 7, 2, 3], 2) == [8, 7], "the later [2 3]"
+    assert continuation([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 1) == [9], "[1 2 3], not [2 3]"
+    assert continuation([2, 3, 9, 5, 2, 3, 8, 7, 2, 3], 2) == [8, 7], "the later [2 3]"
 
 
 def test_short_and_new_texts_draft_nothing() -> None:
     for tokens in ([], [1], [1, 1], [1, 2], [1, 2, 3, 4, 5]):
-        assert NgramIndex(SIZES).continuation(tokens, 4) == []
-
-
-def sequence(request_id: str, tokens: list[int]) -> Sequence:
-    return Sequence(Request(request_id, tuple(tokens), SamplingParams(), seed=0))
+        assert continuation(tokens, 4) == []
 
 
 def test_a_batch_is_drafted_entry_by_entry_within_what_fits() -> None:
@@ -100,9 +105,30 @@ def test_a_new_request_of_an_old_name_knows_nothing_of_it() -> None:
 
 
 def test_growing_a_long_text_token_by_token_stays_fast() -> None:
-    """In O(1) a token; the naive search would need minutes for this."""
+    """The naive search would need minutes for this."""
     generator = random.Random(0)
-    index, tokens = NgramIndex(range(4, 0, -1)), []
+    drafter, growing = NgramDrafter(NgramOptions(ngram_min=1), 3), sequence("a", [])
     for _ in range(20_000):
-        tokens.append(generator.randrange(50))
-        assert len(index.continuation(tokens, 3)) in (0, 3)
+        growing.tokens.append(generator.randrange(50))
+        assert len(drafter.draft(growing, 3)) in (0, 3)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 300, 50_000, 1_000_000])
+def test_the_longest_repeat_of_a_random_text_is_the_one_that_trying_all_lengths_finds(vocabulary: int) -> None:
+    """Texts that begin again in places, and one-byte, two-byte and four-byte characters."""
+    generator = random.Random(vocabulary)
+    for _ in range(300):
+        tokens: list[int] = []
+        while len(tokens) < 60:
+            begin = generator.randrange(len(tokens) + 1)
+            tokens += tokens[begin : begin + generator.randrange(12)] or [generator.randrange(vocabulary)]
+        expected = next(
+            (
+                (size, end)
+                for size in range(10, 2, -1)
+                for end in range(len(tokens) - 1, size - 1, -1)
+                if tokens[end - size : end] == tokens[-size:]
+            ),
+            (0, 0),
+        )
+        assert longest_repeat("".join(map(chr, tokens)), 3, 10) == expected

@@ -10,10 +10,10 @@ import pytest
 from speculative.config import DrafterConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError
-from speculative.lookup.suffix import SuffixOptions
 from speculative.request import Request, SamplingParams, Structure
 from speculative.scheduling.draft_length import DynamicLength, make_draft_length
 from speculative.scheduling.passages import Passages, _Record, best_count
+from speculative.scheduling.step_cost import StepCost
 from speculative.state.batch import Entry, SequenceResult
 from speculative.state.sequence import Sequence
 from speculative.warm_up import warm_up
@@ -26,10 +26,6 @@ PASSAGE = tuple(range(20, 50))
 PARAMS = SamplingParams(max_tokens=10**6)
 
 
-def made() -> Passages:
-    return Passages(SuffixOptions(), LONGEST)
-
-
 def repeating(name: str = "a", matched: int = 12) -> Sequence:
     """A sequence that has come so far into a passage again."""
     sequence = Sequence(Request(name, PASSAGE, PARAMS), tokens=(*PASSAGE, 5, *PASSAGE[:matched]))
@@ -39,7 +35,7 @@ def repeating(name: str = "a", matched: int = 12) -> Sequence:
 
 def policy_that_knows(rate: float, seconds: Any) -> DynamicLength:
     """With costs of all lengths known, and a model whose drafts are accepted at this rate."""
-    policy = DynamicLength(MOST, made())
+    policy = DynamicLength(MOST, LONGEST)
     sequence = Sequence(Request("x", (1, 2, 3), PARAMS), tokens=(1, 2, 3))
     sequence.num_computed = 2
     for step in range(300):
@@ -82,7 +78,7 @@ def test_a_text_that_repeats_nothing_is_left_to_the_model() -> None:
 
 
 def test_where_rows_are_dear_nothing_is_repeated() -> None:
-    policy, sequence = policy_that_knows(0.5, dear_rows), repeating(matched=3)
+    policy, sequence = policy_that_knows(0.5, dear_rows), repeating(matched=4)
     policy.plan([sequence])
     assert policy.repeated(sequence) == []
 
@@ -108,16 +104,17 @@ def count_rounds(passages: Passages, sequences: list[Sequence], accepted: int) -
 
 
 def test_passages_that_do_not_go_on_as_before_are_given_up_for_a_while() -> None:
-    passages = made()
+    passages = Passages(LONGEST)
     assert 3 < count_rounds(passages, [repeating(str(number), matched=5) for number in range(100)], 0) < 30
-    assert passages._rates[1].blended()[0] < 0.5, "of matches of 4 to 7 tokens"
-    assert passages._rates[3].blended()[0] > 0.8, "of longer ones"
+    assert passages._rates[0].blended()[0] < 0.5, "of matches of 4 to 7 tokens"
+    assert passages._rates[2].blended()[0] > 0.8, "of longer ones"
     assert not passages.find(repeating("new", matched=20)), "other requests are not believed, either"
     assert count_rounds(passages, [repeating(f"later {number}", matched=20) for number in range(1000)], LONGEST) > 100
 
 
 def test_a_request_that_only_resembles_what_it_repeats_is_found_out_by_itself() -> None:
-    passages, copying, resembling = made(), repeating("copies", matched=20), repeating("resembles", matched=20)
+    passages = Passages(LONGEST)
+    copying, resembling = repeating("copies", matched=20), repeating("resembles", matched=20)
     assert count_rounds(passages, [copying] * 10, LONGEST) == 10
     assert count_rounds(passages, [resembling] * 20, 0) < 10
     assert passages.find(copying)[0] > 0.6
@@ -125,7 +122,7 @@ def test_a_request_that_only_resembles_what_it_repeats_is_found_out_by_itself() 
 
 
 def test_only_rounds_with_a_passage_are_counted_as_such() -> None:
-    passages, sequence = made(), repeating()
+    passages, sequence = Passages(LONGEST), repeating()
     assert not passages.observe(sequence, SequenceResult((1,), 3, 2))
     passages.find(sequence)
     passages.choose(sequence, 0)
@@ -138,7 +135,7 @@ def test_only_rounds_with_a_passage_are_counted_as_such() -> None:
 
 
 def test_a_passage_that_is_cut_short_is_not_expected_to_go_on() -> None:
-    passages, sequence = made(), repeating(matched=20)
+    passages, sequence = Passages(LONGEST), repeating(matched=20)
     for _ in range(50):  # room for one token of eight, which is accepted
         passages.find(sequence)
         passages.choose(sequence, LONGEST)
@@ -147,9 +144,9 @@ def test_a_passage_that_is_cut_short_is_not_expected_to_go_on() -> None:
 
 
 def test_made_up_passages_show_nothing() -> None:
-    passages, sequence = made(), repeating()
+    passages, sequence = Passages(LONGEST), repeating()
     for accepted in (0, LONGEST):
-        passages.make_up(sequence, halved=False)
+        passages.make_up([sequence], 0)
         assert passages.observe(sequence, SequenceResult((1,) * (1 + accepted), LONGEST, accepted))
     assert passages._all == _Record() and not passages._records
 
@@ -239,8 +236,15 @@ def answers(target: Path, drafter: DrafterConfig, **changes: Any) -> tuple[dict[
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
-def test_greedy_text_is_that_of_plain_decoding(target: Path, heads: dict[str, Path], kind: str, graphs: bool) -> None:
+def test_greedy_text_is_that_of_plain_decoding(
+    target: Path, heads: dict[str, Path], kind: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiny models fall into loops: what they repeat is drafted, beside what the model drafts."""
+
+    def seconds(cost: StepCost, num_sequences: int, drafts: Any, longest: Any, context: int) -> list[float]:
+        return [0.02 + 0.0005 * count + 0.02 * most for count, most in zip(drafts, longest, strict=True)]
+
+    monkeypatch.setattr(StepCost, "seconds", seconds)
     drafter = DrafterConfig(kind=kind, model=str(heads[kind]), num_draft_tokens=3, length="dynamic", suffix_first=8)
     plain, _ = answers(target, NO_DRAFTS)
     found, engine = answers(target, drafter, cuda_graphs=graphs, self_check_sample_rate=1.0)
@@ -255,4 +259,4 @@ def test_greedy_text_is_that_of_plain_decoding(target: Path, heads: dict[str, Pa
     assert not any(stats.violations.values())
     policy = engine.scheduler.draft_length
     assert isinstance(policy, DynamicLength)
-    assert not policy._requests and policy._passages is not None and not policy._passages._chosen
+    assert not policy._requests and not policy._passages._chosen and not policy._passages._lookup._texts
