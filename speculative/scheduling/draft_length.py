@@ -28,7 +28,7 @@ from speculative.state.sequence import Sequence
 _CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
 _PLAIN_FIRST = 5  # steps without drafts where half or twice the load is known: what all gains are compared with
 _PROBE_EVERY = 100  # steps
-_LOOK_EVERY = 8  # steps, while drafting does not pay: little is learned from them, and looking takes time
+_LOOK_EVERY = {True: 4, False: 8}  # steps, while drafting pays and while it does not: looking takes time
 _MOST_PATIENCE = 2  # factor by which probes become rarer while they show that drafting does not pay
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
 _CLEAR_GAIN = 1.05  # in tokens a second, for which a passage is drafted: what is expected of it is less certain
@@ -111,7 +111,9 @@ class DynamicLength(DraftLength):
         self._rule_is_used = False
         self._requests: dict[str, _RequestHistory] = {}
         self._lengths: dict[str, int] = {}
-        self._num_decoding, self._num_planned = 0, 0
+        self._kept = _Kept([], [], self._rule)
+        self._looks = True
+        self._num_decoding = 0
         self._context = 0
         self._is_trial = False
         self._num_steps, self._num_calibrations = 0, 0
@@ -142,6 +144,7 @@ class DynamicLength(DraftLength):
             return
         self._num_steps += 1
         cost = self._cost(self._num_decoding)
+        self._looks = True
         all_lengths = self._is_trial or not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0
         if not cost.is_known and all_lengths:
             lengths = self._calibrate(speculating)
@@ -150,10 +153,14 @@ class DynamicLength(DraftLength):
             cost.num_plain += 1
             lengths = [0] * len(speculating)
         else:
-            rests = not self._drafting and self._num_steps % _LOOK_EVERY and self._num_planned == len(speculating)
-            lengths = [0] * len(speculating) if rests else self._best_lengths(speculating, cost)
-            self._num_planned = len(speculating)
-            if not self._probe(speculating, lengths):
+            owners = [sequence.request.request_id for sequence in speculating]
+            self._looks = owners != self._kept.owners or self._num_steps % _LOOK_EVERY[self._drafting] == 0
+            if self._looks:
+                self._kept = _Kept(owners, self._best_lengths(speculating, cost), self._rule)
+            lengths, self._rule = list(self._kept.lengths), self._kept.rule
+            if self._probe(speculating, lengths):
+                self._looks = True
+            else:
                 self._repeat(speculating, lengths, cost)
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
 
@@ -196,15 +203,15 @@ class DynamicLength(DraftLength):
             comparable &= history.drafted_at is not None  # what a drafter does about a prompt, and when, is unknown
             missed += history.missed(self._most)
             history.drafted_at = history.round_start
-        cost = self._cost(len(entries))
-        if comparable and entries and (num_drafts or self._drafting or not self._num_steps % _LOOK_EVERY):
+        if comparable and entries and (num_drafts or self._drafting or self._looks):
             work = Work(len(entries), num_drafts, max(counts, default=0), self._context, missed)
-            cost.observe(work, step_s)
+            self._cost(len(entries)).observe(work, step_s)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
         self._requests.pop(request_id, None)
         self._lengths.pop(request_id, None)
+        self._kept = _Kept([], [], self._rule)
         self._passages.forget(request_id)
 
     def _note_probabilities(self, entry: Entry, history: "_RequestHistory", result: SequenceResult) -> int:
@@ -323,6 +330,15 @@ class DynamicLength(DraftLength):
             lengths[index] = length
         self._rule = self._confidence.rule(least=0.0)
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What was planned when it was last looked at: for which requests, the tokens of each, and where they end early."""
+
+    owners: Sequences[str]
+    lengths: Sequences[int]
+    rule: EarlyExit
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ class Work:
 _SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 1024.0, 16.0)
 _COUNT = len(_SCALES)
 _OF_CONTEXT = slice(5, 7)
-_SOLVE_EVERY = 4  # steps, once they are known
+_SOLVE_EVERY = 8  # steps, once they are known
 
 
 @dataclass(slots=True)
