@@ -4,7 +4,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ Prompt = tuple[int, ...]
 # What numpy raises for a file that is cut short, altered, or no archive at all.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, TypeError, KeyError, ValueError, OSError)
 
-ANSWER_TEMPERATURES = (0.0, 1.0, 0.7, 1.0)  # as served: greedy, and the model's own distribution
+ANSWER_TEMPERATURES = (0.0, 1.0, 0.3, 0.7)  # as served: greedy, the model's own distribution, and what lies between
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +98,11 @@ class Conversations:
             np.array([len(prompt) for prompt in prompts], np.int64),
             np.array(temperatures, np.float32),
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence["Conversations"]) -> "Conversations":
+        """All of the parts, one after another."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     @classmethod
     def load(cls, path: Path) -> "Conversations":
