@@ -5,9 +5,10 @@ On a Ray cluster: `ray job submit -- truespec train-drafter --model M --data sel
 
 import dataclasses
 import importlib
+import itertools
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,8 +49,10 @@ from speculative.training.loop import (
     write_report,
 )
 
+Messages = list[dict[str, str]]
+
 SELF = "self"
-_MAX_QUESTION, _MAX_ANSWER = 96, 448  # tokens
+_MAX_QUESTION, _MAX_ANSWER = 96, 256  # tokens; of an answer, the first ones are the hardest to draft
 _PLOT = "acceptance.png"
 
 # The option of each provenance entry of a report that a resumed run may not change.
@@ -127,7 +130,7 @@ def describe(point: Point) -> str:
     return line + (f", top-1 {_rates(held_out.top1)}" if held_out.top1 else "")
 
 
-def read_prompts(path: Path, encode: Callable[[list[dict[str, str]]], list[int]]) -> list[tuple[int, ...]]:
+def read_prompts(path: Path, encode: Callable[[Messages], Sequence[int]]) -> list[Messages]:
     """Prompts of a .jsonl file: each line an object with `prompt` (a text) or `messages` (a conversation).
 
     Raises:
@@ -144,18 +147,51 @@ def read_prompts(path: Path, encode: Callable[[list[dict[str, str]]], list[int]]
         try:
             entry = json.loads(line)
             messages = entry["messages"] if "messages" in entry else [{"role": "user", "content": entry["prompt"]}]
+            asked = _to_answer(messages)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f'{path} line {number} is neither {{"prompt": ...}} nor {{"messages": [...]}} ({error!r}).'
             ) from error
         try:
             json.dumps(messages, ensure_ascii=False).encode()
-            prompts.append(tuple(encode(messages)))
+            encode(asked)
+            prompts.append(messages)
         except UnicodeEncodeError as error:
             raise ConfigError(f"{path} line {number} holds half a character (a lone surrogate); fix it.") from error
         except InvalidRequest as error:
             raise ConfigError(f"{path} line {number}: {error}") from error
     return prompts
+
+
+def answer_prompts(
+    engine: EngineCore, tokenizer: Tokenizer, prompts: Sequence[Messages], progress: Callable[[int, int], None]
+) -> Conversations:
+    """Let the model answer. A message of the user that another one follows is answered, too, and that answer is part of
+    the prompt of the next: a conversation for each answer. One ends early where it would outgrow the model."""
+
+    def fits(messages: Messages) -> bool:
+        return len(tokenizer.encode_chat(messages)) + _MAX_ANSWER <= engine.max_model_len
+
+    parts: list[Conversations] = []
+    waiting = list(prompts)
+    while waiting:
+        asked = [_to_answer(messages) for messages in waiting]
+        encoded = [tuple(tokenizer.encode_chat(messages)) for messages in asked]
+        part = write_answers(engine, encoded, max_tokens=_MAX_ANSWER, seed=len(parts) * len(prompts), progress=progress)
+        parts.append(part)
+        answers = zip(part.starts + part.prompt_lengths, part.starts + part.lengths, strict=True)
+        said = [{"role": "assistant", "content": tokenizer.decode(part.token_ids[a:b].tolist())} for a, b in answers]
+        turns = zip(waiting, asked, said, strict=True)
+        longer = ([*done, answer, *whole[len(done) :]] for whole, done, answer in turns if len(whole) > len(done))
+        waiting = [messages for messages in longer if fits(_to_answer(messages))]
+    return Conversations.joined(parts)
+
+
+def _to_answer(messages: Messages) -> Messages:
+    """The conversation up to the first message of the user that has to be answered."""
+    roles = [message["role"] for message in messages]
+    followed = (index for index, pair in enumerate(itertools.pairwise(roles)) if pair == ("user", "user"))
+    return messages[: next(followed, len(messages)) + 1]
 
 
 def _resolved(job: TrainJob) -> TrainJob:
@@ -235,11 +271,13 @@ def _conversations(
     if job.data == SELF:
         view.stage("the model asks")
         frame = ChatFrame.between(*(tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("A", "7")))
-        prompts = write_questions(engine, frame, job.conversations, max_tokens=_MAX_QUESTION, progress=view.count)
+        questions = write_questions(engine, frame, job.conversations, max_tokens=_MAX_QUESTION, progress=view.count)
+        view.stage("the model answers")
+        conversations = write_answers(engine, questions, max_tokens=_MAX_ANSWER, progress=view.count)
     else:
         prompts = read_prompts(path, tokenizer.encode_chat)
-    view.stage("the model answers")
-    conversations = write_answers(engine, prompts, max_tokens=_MAX_ANSWER, progress=view.count)
+        view.stage("the model answers")
+        conversations = answer_prompts(engine, tokenizer, prompts, view.count)
     if not _resumes(job):
         write_report(job.out, {"provenance": dict(origin), "curve": []})  # whose conversations they are
     conversations.save(written)

@@ -4,7 +4,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,11 @@ class Conversations:
             np.array([len(prompt) for prompt in prompts], np.int64),
             np.array(temperatures, np.float32),
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence["Conversations"]) -> "Conversations":
+        """All of the parts, one after another."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     @classmethod
     def load(cls, path: Path) -> "Conversations":

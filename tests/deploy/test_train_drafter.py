@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from deploy.cli.main import main
-from deploy.jobs.train_drafter import read_prompts
+from deploy.jobs.train_drafter import answer_prompts, read_prompts
 from deploy.models import fetch_model
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
@@ -98,6 +98,29 @@ def test_prompts_of_the_user_are_answered_and_learnt_from(model: Path, tmp_path:
     result = train(model, tmp_path / "out", "--data", prompts, "--steps", 2)
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "out" / "report.json").read_text())["provenance"]["conversations"] == 10
+
+
+def test_each_turn_is_answered_on_top_of_the_answers_before(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path, tokenizer=True, max_position_embeddings=2560)
+    target, tokenizer = decoder(model), Tokenizer.from_folder(model)
+    engine = EngineCore(target, target.config, EngineConfig(dtype="float32", device="cpu", kv_cache_tokens=4096))
+    turns: list[dict[str, str]] = [{"role": "user", "content": text} for text in ("One?", "Two?", "Three?")]
+    given = [turns[0], {"role": "assistant", "content": "Yes."}, turns[1]]
+    found = answer_prompts(engine, tokenizer, [turns, given], lambda done, total: None)
+    starts, stops = found.starts, found.starts + found.lengths
+    prompts, answers = (
+        [tokenizer.decode(found.token_ids[a:b].tolist()) for a, b in zip(begins, ends, strict=True)]
+        for begins, ends in ((starts, starts + found.prompt_lengths), (starts + found.prompt_lengths, stops))
+    )
+    assert len(found) == 4, "three turns, and the one that is still to be answered"
+    said = {"role": "assistant", "content": answers[0]}
+    assert prompts[2] == tokenizer.decode(tokenizer.encode_chat([turns[0], said, turns[1]]))
+    said_again = {"role": "assistant", "content": answers[2]}
+    assert prompts[3] == tokenizer.decode(tokenizer.encode_chat([turns[0], said, turns[1], said_again, turns[2]]))
+    assert prompts[:2] == [tokenizer.decode(tokenizer.encode_chat(one)) for one in (turns[:1], given)]
+    for _ in range(3):
+        turns += turns  # outgrows the model
+    assert 1 < len(answer_prompts(engine, tokenizer, [turns], lambda done, total: None)) < len(turns)
 
 
 @pytest.mark.parametrize(
