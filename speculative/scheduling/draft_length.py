@@ -237,13 +237,13 @@ class DynamicLength(DraftLength):
         return own
 
     def _calibrate(self, sequences: Sequences[Sequence]) -> list[int]:
-        """Every length in turn; then rows without a model's drafts, as many as a passage may have."""
-        kinds = self._most + 1 + self._passages.num_trials
+        """Every length in turn, the longest first: behind a step without drafts a drafter has more to catch up with,
+        and a short length would seem dear. Then rows without a model's drafts, as many as a passage may have."""
+        trial = self._num_calibrations % (self._most + 1 + self._passages.num_trials) - self._most
         self._num_calibrations += 1
-        length = self._num_calibrations % kinds
-        if length <= self._most:
-            return [length] * len(sequences)
-        self._passages.make_up(sequences, length - self._most - 1)
+        if trial <= 0:
+            return [-trial] * len(sequences)
+        self._passages.make_up(sequences, trial - 1)
         return [0] * len(sequences)
 
     def _best_lengths(self, sequences: Sequences[Sequence], cost: "StepCost") -> list[int]:

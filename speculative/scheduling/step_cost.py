@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from operator import mul
+from statistics import median
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Work:
 _SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 1024.0, 16.0)
 _COUNT = len(_SCALES)
 _OF_CONTEXT = slice(5, 7)
+_SLOW = 1.5  # times what was expected: what a step that took longer counts as
 _SOLVE_EVERY = 8  # steps, once they are known
 
 
@@ -87,9 +89,7 @@ class StepCost:
         if self.num_observed <= _CALIBRATION_STEPS or self.num_observed % _SOLVE_EVERY == 0:
             self._solve()
         if self.num_observed == _CALIBRATION_STEPS:
-            for one in self._calibrating:
-                self._correct(*one)
-            self._calibrating.clear()
+            self._settle()
 
     def seconds(
         self, num_sequences: int, drafts: Sequences[float], longest: Sequences[float], context: int
@@ -109,11 +109,25 @@ class StepCost:
         per_draft, per_position, per_read = (self._weights[i] / _SCALES[i] for i in (2, 3, 6))
         return per_draft + per_read * mean_context + per_position * longest / max(num_drafts, 1e-9)
 
+    def _settle(self) -> None:
+        """Once every length was tried: a step that took far longer than others of its kind counts as a slow one."""
+        typical = {
+            _rows(own): median(seconds for features, seconds in self._calibrating if _rows(features) == _rows(own))
+            for own, _ in self._calibrating
+        }
+        capped = [(own, min(seconds, _SLOW * typical[_rows(own)])) for own, seconds in self._calibrating]
+        for (own, seconds), (_, less) in zip(self._calibrating, capped, strict=True):
+            self._products = [one - (seconds - less) * value for one, value in zip(self._products, own, strict=True)]
+        self._solve()
+        for own, seconds in capped:
+            self._correct(own, seconds)
+        self._calibrating.clear()
+
     def _correct(self, features: list[float], seconds: float) -> float:
         """Learn how far a step was from what was expected; the seconds that it counts as."""
         expected = sum(map(mul, self._weights, features))
-        seconds = min(seconds, 2 * expected)
-        rows = round(features[1] * _SCALES[1] + features[2] * _SCALES[2])
+        seconds = min(seconds, _SLOW * expected)
+        rows = _rows(features)
         weight, mean = self._residuals.get(rows, (0.0, 0.0))
         weight, total = 0.95 * weight + 1, 0.95 * weight * mean + seconds / expected - 1
         self._residuals[rows] = (weight, total / weight)
@@ -144,3 +158,8 @@ class StepCost:
         self._weights = [float(mean - explained), *slopes.tolist()]
         if self.is_borrowed and self.num_observed <= _CALIBRATION_STEPS:  # it costs the same at any load
             self._weights[_OF_CONTEXT] = of_context
+
+
+def _rows(features: list[float]) -> int:
+    """Those of the step that they describe."""
+    return round(features[1] * _SCALES[1] + features[2] * _SCALES[2])

@@ -225,7 +225,7 @@ def test_it_notices_when_drafts_begin_to_be_accepted_and_when_they_cease() -> No
     world.rates = [1.0]
     assert world.run(2500).share(MOST, last=100) > 0.9
     world.rates = [0.0]
-    assert world.run(600).share(0, last=100) > 0.9
+    assert world.run(900).share(0, last=100) > 0.9
 
 
 def test_a_limit_is_kept_and_a_request_without_speculation_left_alone() -> None:
