@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -53,17 +53,22 @@ class ToolSpeed:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        case = {"kind": self.case.kind, "streams": self.case.streams, "temperature": self.case.temperature}
-        return {"engine": self.engine, **case, "tokens_per_s": self.here, "own_tool_tokens_per_s": self.own}
+        return {
+            "engine": self.engine,
+            **asdict(self.case),
+            "tokens_per_s": self.here,
+            "own_tool_tokens_per_s": self.own,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """An engine's own benchmark program. temperature: at which it samples. speed: of a worker's samples, as the tool
-    counts. run: what the tool reports, of these prompts and with so many streams."""
+    """An engine's own benchmark program. temperature: at which it samples. tokens, seconds: what of a worker's samples
+    it counts. run: the tokens a second it reports, of these prompts and with so many streams."""
 
     temperature: float
-    speed: Callable[[Sequence[Mapping[str, Any]]], float]
+    tokens: str
+    seconds: str
     run: Callable[[Sequence[Sequence[int]], int], float]
 
 
@@ -101,18 +106,17 @@ def compare_with_own_tools(
 
 def _compare(plan: BenchPlan, case: Case, tool: _Tool, name: str, engine: EngineProcess) -> ToolSpeed:
     here, own = [], []
-    prompts, streams = plan.prompts[case.kind], case.streams
-    batches = [list(prompts[begin : begin + streams]) for begin in range(0, len(prompts) - streams + 1, streams)]
-    if not batches:  # more streams than prompts: some are asked twice
-        batches = [[prompts[stream % len(prompts)] for stream in range(streams)]]
+    num_batches = max(1, len(plan.prompts[case.kind]) // case.streams)
+    batches = [plan.round_prompts(case, number) for number in range(num_batches)]
     for number in range(_ROUNDS):
         asks = [Ask(batch, plan.tokens, case.temperature, number + 1, engine=name) for batch in batches]
-        here.append(tool.speed([engine.run(ask) for ask in asks]))
-        own.append(tool.run([prompt for batch in batches for prompt in batch], streams))
+        samples = [engine.run(ask) for ask in asks]
+        here.append(sum(one[tool.tokens] for one in samples) / sum(one[tool.seconds] for one in samples))
+        own.append(tool.run([prompt for batch in batches for prompt in batch], case.streams))
     return ToolSpeed(name, case, median(here), median(own))
 
 
-def _vllm_tool(plan: BenchPlan, launch: Launch, folder: Path) -> _Tool | LeftOut:
+def _vllm_tool(plan: BenchPlan, launch: Launch, folder: Path) -> _Tool:
     """`vllm bench throughput`: the same prompts, as text, at T = 1; the time of the whole, prompts included."""
     tokenizer = Tokenizer.from_folder(plan.model)
     llm = launch.settings["llm"]
@@ -137,7 +141,7 @@ def _vllm_tool(plan: BenchPlan, launch: Launch, folder: Path) -> _Tool | LeftOut
             raise EngineFailed(f"it read {measured['total_num_tokens']} tokens, not the {num_tokens} of these prompts.")
         return float(plan.tokens * len(prompts) / measured["elapsed_time"])
 
-    return _Tool(1.0, _whole_speed, run)
+    return _Tool(1.0, "num_tokens", "wall_s", run)
 
 
 def _llama_tool(plan: BenchPlan, launch: Launch, folder: Path) -> _Tool | LeftOut:
@@ -162,15 +166,7 @@ def _llama_tool(plan: BenchPlan, launch: Launch, folder: Path) -> _Tool | LeftOu
             raise EngineFailed(f"{_LLAMA_TOOL} printed no figures.")
         return float(lines[-1]["speed_tg"])
 
-    return _Tool(0.0, _decode_speed, run)
-
-
-def _whole_speed(samples: Sequence[Mapping[str, Any]]) -> float:
-    return float(sum(one["num_tokens"] for one in samples) / sum(one["wall_s"] for one in samples))
-
-
-def _decode_speed(samples: Sequence[Mapping[str, Any]]) -> float:
-    return float(sum(one["decode_tokens"] for one in samples) / sum(one["decode_s"] for one in samples))
+    return _Tool(0.0, "decode_tokens", "decode_s", run)
 
 
 def _run(command: Sequence[str], launch: Launch, folder: Path) -> str:

@@ -174,13 +174,10 @@ def _leave_out(found: BenchResult, one: LeftOut, progress: Progress) -> None:
 
 
 def _sample_dict(sample: Sample) -> dict[str, Any]:
-    case = sample.case
     reported = sample.reported | {"decode_tokens_per_s": sample.decode_speed, "tokens_per_s": sample.whole_speed}
     return {
         "engine": sample.engine,
-        "kind": case.kind,
-        "streams": case.streams,
-        "temperature": case.temperature,
+        **dataclasses.asdict(sample.case),
         "round": sample.round,
         **reported,
     }

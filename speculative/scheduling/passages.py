@@ -23,6 +23,7 @@ _BELIEF = 4.0  # expected tokens that a request begins with, of which as many we
 _KEEP = 0.98  # of what a request has shown, each time it repeats something
 _KEEP_OF_ALL = 0.998
 _LEAST_TRUST = 0.25
+_TRIED = 4  # sequences that get a made-up passage at once
 
 
 @dataclass(slots=True)
@@ -97,8 +98,8 @@ class Passages:
 
     def make_up(self, sequences: Sequences[Sequence], trial: int) -> None:
         """Draft whatever it is, to see what that costs: all that one passage may have, or half of it for several."""
-        some, count = (sequences[:1], self._max_drafts) if trial == 0 else (sequences[:4], -(-self._max_drafts // 2))
-        for sequence in some:
+        owners, count = (1, self._max_drafts) if trial == 0 else (_TRIED, -(-self._max_drafts // 2))
+        for sequence in sequences[:owners]:
             self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, rates=None)
 
     def choose(self, sequence: Sequence, count: int) -> None:
