@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from serve_app.telemetry.metric_names import PREFIX, REFUSALS, STRATA, Metric
-from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
+from speculative.stats import CHECKS, DRAW_CHECKS, INVARIANTS, LOGPROB_RULES
 
 Meaning = Mapping[str, str] | str
 """Each value with its meaning; one text where the set of values is open."""
@@ -20,6 +20,19 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
         }
     },
     "replica": {"": "Ray Serve's name of the replica. Only gauges carry it, since they do not add up."},
+    "answered_by": {"": "Ray Serve's name of the replica that answered."},
+    "since_handoff": {
+        "": {
+            "none": "computed where the prompt was",
+            "0": "the first round after the handoff",
+            "1": "the second",
+            "2_3": "the next two",
+            "4_7": "the next four",
+            "8_up": "all later rounds",
+        }
+    },
+    "weight_version": {"": "Of the weights that proposed and verified; `/admin/weights` sets it."},
+    "sampling": {"": {"sampled": "temperature 1, without filters", "greedy": "temperature 0"}},
     "position": {"": "Position of the draft token in its round, 0 = first."},
     "nats": {"": "The drift that was exceeded. The thresholds overlap: a token counts at each that it exceeds."},
     "version": {"": "Of truespec."},
@@ -46,10 +59,19 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
         "resumes_total": {"resumed": "continues on another replica", "failed": "ended with an error"},
         "replays_total": {
             "ok": "computed and compared",
-            "failed": "could not be computed or submitted: the answer stays unverified",
+            "failed": "could not be submitted, or two attempts did not compute it: the answer stays unverified",
             "skipped": "not tried: too many were waiting",
             "outdated": "not comparable: the weights have been changed since",
             "refused": "not computed: the model cannot have produced that answer (too long, or invalid token ids)",
+        },
+        "independent_replays_total": {
+            "agrees": "`transformers` finds what was served",
+            "disagrees": "it does not, though the engine's own replay did: the engine's model code or its weights are "
+            "wrong",
+            "skipped": "not tried: others were waiting, or it has more than 4096 tokens",
+            "outdated": "not comparable: the weights have been changed since",
+            "unsupported": "`transformers` cannot have the weights that are served (the log says why)",
+            "failed": "not computed: its process died, or no replica could start it",
         },
         "canaries_total": {
             "passed": "no fault was found: speculation is re-enabled",
@@ -59,6 +81,11 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
         "key_file_reloads_total": {
             "ok": "the new keys are in effect",
             "failed": "the file is invalid: the old keys stay in effect",
+        },
+        "replay_draws_total": {
+            "follows": "the token is the one that the request's seed demands",
+            "near": "it would be, if rounding had moved the replayed logits a little",
+            "wrong": "no rounding explains it",
         },
         "weight_updates_total": {"ok": "the new weights are served", "failed": "the old weights are still served"},
     },
@@ -100,7 +127,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "law": "replays show that tokens do not follow the distribution they should",
         },
     },
-    "check": {"": CHECKS},
+    "check": {"": CHECKS, "replay_draws_total": DRAW_CHECKS},
     "kind": {"selfcheck_violations_total": INVARIANTS, "logprob_violations_total": LOGPROB_RULES},
     "stratum": {"": STRATA},
     "term": {
@@ -117,13 +144,15 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "support": "tokens that the request's rules or filters exclude",
             "greedy": "tokens of greedy requests that are not the most likely ones",
             "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",
+            "draws": "tokens that are not those which the request's seed demands",
         }
     },
     "distribution": {
         "": {
             "tested": "sampled with random numbers not seen before: evidence on the distribution of the tokens",
             "greedy": "nothing was sampled; each token was compared with the most likely one",
-            "repeated_seed": "its seed was seen before, so its tokens add no evidence and were not tested",
+            "repeated_seed": "its seed was seen before, so its tokens add no evidence on the distribution; its draws "
+            "are checked like any other's",
             "untested": "the replay returned logprobs only",
         }
     },

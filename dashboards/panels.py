@@ -26,7 +26,7 @@ class Query:
     expr: str
     legend: str
     instant: bool = False  # one figure, at the end of the visible time
-    sparse: bool = False  # having no series is the healthy state
+    sparse: bool = False  # having no series may be the healthy state
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,17 @@ def conditional_acceptance_by_position(scope: Scope) -> str:
     return scope.ratio("accepted_tokens_per_position_total", "draft_tokens_per_position_total", "position")
 
 
+def held_out_acceptance(scope: Scope, *by: str) -> str:
+    """What training measured of a draft head, the least of sampled and greedy answers."""
+    return scope.gauge("held_out_acceptance_ratio", *by, how="min")
+
+
+def acceptance_since_handoff(scope: Scope, *by: str, where: str = "") -> str:
+    """Accepted / drafted tokens of clients' requests."""
+    counters = "accepted_tokens_since_handoff_total", "draft_tokens_since_handoff_total"
+    return scope.ratio(*counters, *by, over_where=where, under_where=where)
+
+
 def acceptance_z(scope: Scope) -> str:
     """Accepted minus expected in standard deviations, at least as many as they are.
 
@@ -129,6 +140,11 @@ def selfcheck_z(scope: Scope) -> str:
     """Sum of a check's zero-mean terms in standard deviations."""
     positive, negative = (scope.increase(f"selfcheck_{sign}_total", "check") for sign in _SIGNS)
     return f"({positive} - {negative}) / sqrt({scope.increase('selfcheck_square_total', 'check')} > 0)"
+
+
+def untested(scope: Scope) -> str:
+    """The share of checked rounds that no term counts, because another request used their random numbers."""
+    return scope.ratio("selfcheck_untested_rounds_total", "selfcheck_rounds_total")
 
 
 def tme(scope: Scope, where: str = "") -> str:

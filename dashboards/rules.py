@@ -25,6 +25,10 @@ _POOL_5M = Scope("", "5m", (*_KEEP, "pool"))
 _ERROR = 'outcome="error"'
 _FAILED = 'result="failed"'
 _BUILD = _5M.series("build_info")
+_MIN_FAILED_REPLAYS = 5
+_MIN_DRAFTS = 1000
+_EARLY, _LATE = 'since_handoff=~"0|1|2_3"', 'since_handoff="8_up"'
+_WITH_WEIGHTS = 'drafter=~"draft_model|eagle3|mtp"'  # others draft better as a text grows
 _OPEN = BREAKER_STATES.index("open")
 
 
@@ -125,6 +129,38 @@ ALERTS = (
         "departs from expected, treat it as TruespecAcceptanceNotAsExpected.",
     ),
     Alert(
+        "TruespecAcceptanceBelowHeldOut",
+        f"{queries.conditional_acceptance_by_position(_1H)} < "
+        f"0.5 * {queries.held_out_acceptance(_1H, 'position')} "
+        f"and {_1H.increase('draft_tokens_per_position_total', 'position')} > {_MIN_DRAFTS}",
+        "15m",
+        "warning",
+        "Acceptance of {{ $labels.model_name }} at position {{ $labels.position }} is "
+        "{{ $value | humanizePercentage }}, below half of what training measured.",
+        "The draft head drafts far worse than on held-out answers; output stays correct, but is slower.",
+        "Acceptance by rounds since the handoff and by weight version on the acceptance page: low only after handoffs, "
+        "the drafter's keys and values are lost there; low since a weight update, the head belongs to other weights; "
+        "low throughout, the head gets wrong features, or the traffic is far from its training (temperature above 1).",
+        "Roll back what changed, or update the head with the weights; if only the traffic differs, train the head on "
+        "it.",
+    ),
+    Alert(
+        "TruespecAcceptanceLowAfterHandoffs",
+        f"{queries.acceptance_since_handoff(_1H, where=_EARLY)} < "
+        f"0.5 * {queries.acceptance_since_handoff(_1H, where=_LATE)} "
+        f"and {_1H.increase('draft_tokens_since_handoff_total', where=_EARLY)} > {_MIN_DRAFTS} "
+        f"and {_1H.increase('draft_tokens_since_handoff_total', where=_LATE)} > {_MIN_DRAFTS} "
+        f"and on ({', '.join(_KEEP)}) {_1H.gauge('build_info', where=_WITH_WEIGHTS, how='count')}",
+        "15m",
+        "warning",
+        "Acceptance of {{ $labels.model_name }} right after handoffs is {{ $value | humanizePercentage }}, below half "
+        "of that later on.",
+        "The drafter starts without its keys and values, or with wrong ones, after each handoff; output stays correct, "
+        "but is slower.",
+        "Acceptance by rounds since the handoff on the acceptance page; versions and drafters of both pools.",
+        "Bring both pools to one version and one drafter; roll back the last release if it changed the handoff.",
+    ),
+    Alert(
         "TruespecAcceptanceNotAsExpected",
         f"abs(model:truespec_acceptance:z_increase1h) > {BEYOND_CHANCE:g} and abs("
         f"{_1H.increase('accepted_tokens_total')} / ({_1H.increase('expected_accepted_tokens_total')} > 0) - 1) > 0.01",
@@ -160,11 +196,26 @@ ALERTS = (
         "critical",
         "Replays of {{ $labels.model_name }} raised the alarm {{ $labels.alarm }} in stratum {{ $labels.stratum }}.",
         "Replayed requests show, beyond chance, that logprobs are off (drift) or that the text does not follow the "
-        "model's distribution (probability, surprisal, support, greedy, impossible).",
+        "model's distribution (probability, surprisal, support, greedy, impossible), or is not what its seeds demand "
+        "(draws).",
         "The logprob sanity page, and the dump that the referee wrote: request ids, positions, served and replayed "
         "values.",
         "Check that the breaker has switched speculation off where it should. Mask answers from that window whose "
         "verdict is suspect, and look for the fault in the dump.",
+    ),
+    Alert(
+        "TruespecIndependentRefereeDisagrees",
+        _15M.events("independent_replays_total", where='result="disagrees"') + " > 0",
+        "0m",
+        "critical",
+        "transformers does not find what {{ $labels.model_name }} answers.",
+        "An answer that the engine's own replay verified is not what transformers computes with the same weights: what "
+        "both forward passes of the engine share is wrong (model code, kernels, a setting read from config.json), or "
+        "rounding is larger than this model's should be.",
+        "The log of the referee and the dump it wrote: the reason, the tokens and how far their logprobs are off. "
+        "`truespec verify --engine transformers` repeats the check from a receipt of any answer, on any machine.",
+        "Roll back the last release, or the kernels that came with it; mask answers since then for training. If only "
+        "rounding is large (all logprobs a little off, FP8 or a new GPU), raise replay.edge_nats to what it is.",
     ),
     Alert(
         "TruespecLogprobViolations",
@@ -201,6 +252,17 @@ ALERTS = (
         "The breaker switches speculation off and reports it; leave it off, keep the dump, and look for what changed.",
     ),
     Alert(
+        "TruespecUntestedShare",
+        f"{queries.untested(_1H)} > 0.9 and {_1H.increase('selfcheck_rounds_total')} > 1000",
+        "30m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the rounds of {{ $labels.model_name }} add nothing to its self-checks.",
+        "Nearly all requests repeat random numbers: their clients send the same few seeds. The zero-mean terms have no "
+        "new evidence; whether each draw is the one that its random number gives is checked all the same.",
+        "The logprob sanity page: rounds untested, and since when; which clients send a constant seed.",
+        "Ask clients to send no seed, or one of their own for each request; rely on replays meanwhile.",
+    ),
+    Alert(
         "TruespecBreakerOpen",
         f"{Scope('', '5m', (*_KEEP, 'pool', 'replica')).gauge('breaker_state', how='max')} >= {_OPEN}",
         "1m",
@@ -213,13 +275,28 @@ ALERTS = (
     ),
     Alert(
         "TruespecReplaysFail",
-        f"{_recorded_share(_REPLAYS, NOT_OK)} > 0.5",
+        f"{_recorded_share(_REPLAYS, NOT_OK)} > 0.5 "
+        f"and sum by ({', '.join(_KEEP)}) ({_REPLAYS}) >= {_MIN_FAILED_REPLAYS}",
         "15m",
         "warning",
         "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} did not complete.",
         "The logprob check covers less than half of what it should: wrong logprobs may go unnoticed.",
-        "Replays by result: skipped means the queue is full, failed means no prefill replica could compute them.",
+        "Replays by result: skipped means the queue is full, failed means that two attempts did not compute them.",
         "Lower `replay.sample_rate`, or add prefill replicas.",
+    ),
+    Alert(
+        "TruespecReplaysOfOneReplicaFail",
+        f"{_1H.share('replays_total', _FAILED, 'answered_by')} > 0.5 "
+        f"and {_1H.events('replays_total', 'answered_by', where=_FAILED)} >= {_MIN_FAILED_REPLAYS}",
+        "5m",
+        "critical",
+        "{{ $value | humanizePercentage }} of the replays of answers by {{ $labels.answered_by }} "
+        "({{ $labels.model_name }}) failed twice.",
+        "Answers of this replica cannot be replayed, so nothing checks them, and the answers may be the reason.",
+        "The controller's log: `replay of ... failed` names the replica that replayed, and its error. The same error "
+        "each time: reproduce it with one of these requests. All replicas alike: TruespecReplaysFail.",
+        "Replace the replica if others' answers are replayed without errors; until the cause is known, treat its "
+        "answers as unverified.",
     ),
     Alert(
         "TruespecHandoffsFail",

@@ -1,7 +1,7 @@
 """The logprob sanity page: whether served logprobs are right and the output follows the model's distribution."""
 
 from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Steps
-from dashboards.queries import distribution_mean, replay_mean, selfcheck_z, tme
+from dashboards.queries import distribution_mean, replay_mean, selfcheck_z, tme, untested
 from dashboards.speculation import Z_STEPS
 from serve_app.telemetry.metric_names import BREAKER_STATES
 
@@ -140,11 +140,30 @@ _CALIBRATION = Panel(
 _REPLAYS = Panel(
     title="Replays",
     description="Replays of finished requests per second, by result. Skipped: the queue was full; lower the share or "
-    "add prefill replicas. Failed: no replica could compute them. Without replays, wrong logprobs go unnoticed.",
+    "add prefill replicas. Failed: two attempts did not compute them. Without replays, wrong logprobs go unnoticed.",
     unit="ops",
     queries=(Query(PAGE.rate("replays_total", "result"), "{{result}}"),),
     stacked=True,
     minimum=0,
+)
+_INDEPENDENT = Panel(
+    title="Independent replays",
+    description="Answers that `transformers` checked after the engine's own replay had verified them, per second. "
+    "Disagrees: the engine's model code is wrong everywhere. Unsupported: it cannot have the weights that are served, "
+    "and nothing would notice such a fault.",
+    unit="ops",
+    queries=(Query(PAGE.rate("independent_replays_total", "result"), "{{result}}"),),
+    stacked=True,
+    minimum=0,
+)
+_FAILED_REPLAYS = Panel(
+    title="Replays that failed, by the replica that answered",
+    description="Share of a replica's answers whose replay failed twice. One replica far above the others: what it "
+    "answers cannot be replayed, so nothing checks it, and its answers may be wrong.",
+    unit="percentunit",
+    queries=(Query(PAGE.share("replays_total", 'result="failed"', "answered_by"), "{{answered_by}}"),),
+    minimum=0,
+    maximum=1,
 )
 _REPLAY_TOKENS = Panel(
     title="Tokens replayed",
@@ -182,10 +201,20 @@ _SELFCHECK_TERMS = Panel(
     queries=(Query(PAGE.rate("selfcheck_terms_total", "check"), "{{check}}"),),
     minimum=0,
 )
+_UNTESTED = Panel(
+    title="Rounds untested",
+    description="Share of checked rounds whose random numbers another request with the same seed had used, so that no "
+    "term counts them. Near 1 all clients send one seed: each draw is still checked against its random number, and "
+    "replays still work.",
+    unit="percentunit",
+    queries=(Query(untested(PAGE), "untested"),),
+    minimum=0,
+    maximum=1,
+)
 _REPEATED_SEEDS = Panel(
     title="Requests with a repeated seed",
-    description="They reuse the same random numbers, so no self-check counts them. If all clients send one seed, the "
-    "self-checks see nothing; replays still work.",
+    description="An earlier request had the same seed. Where it stood at the same positions, it had the same random "
+    "numbers.",
     unit="reqps",
     queries=(Query(PAGE.rate("repeated_seeds_total"), "repeated"),),
     minimum=0,
@@ -247,10 +276,22 @@ _VERDICTS = Panel(
 _DISTRIBUTION = Panel(
     title="Replays as evidence on the distribution",
     description="Replayed answers per second. Tested: their tokens count as evidence on whether tokens follow the "
-    "model's distribution. If nearly all are repeated_seed, clients keep sending the same seed, and nothing is tested.",
+    "model's distribution. If nearly all are repeated_seed, clients keep sending the same seed: each answer's draws "
+    "are still checked, the distribution of all together is not.",
     unit="ops",
     queries=(Query(PAGE.rate("replay_distributions_total", "distribution"), "{{distribution}}"),),
     stacked=True,
+    minimum=0,
+)
+_DRAWS = Panel(
+    title="Draws that a replay does not repeat",
+    description="Share of the checked draws that are near an edge (rounding explains it) or wrong (nothing does: the "
+    "token is not the one that the request's seed demands, and its answer is suspect).",
+    unit="percentunit",
+    queries=tuple(
+        Query(PAGE.share("replay_draws_total", f'result="{result}"'), result, sparse=True)
+        for result in ("near", "wrong")
+    ),
     minimum=0,
 )
 _SPECULATION = Panel(
@@ -271,10 +312,23 @@ LOGPROB_SANITY = Page(
     rows=(
         Row("At a glance", (TME, ALARMS, VIOLATIONS, BREAKER)),
         Row("Replay", (_TME_BY_STRATUM, _DRIFT_QUANTILES, _DRIFT_HEATMAP, _DRIFT_OVER, _IMPORTANCE, _KL, _CALIBRATION)),
-        Row("Replay volume", (_REPLAYS, _REPLAY_TOKENS, _QUEUE, _SPECULATION, _VERDICTS, _DISTRIBUTION)),
+        Row(
+            "Replay volume",
+            (
+                _REPLAYS,
+                _INDEPENDENT,
+                _FAILED_REPLAYS,
+                _REPLAY_TOKENS,
+                _QUEUE,
+                _SPECULATION,
+                _VERDICTS,
+                _DISTRIBUTION,
+                _DRAWS,
+            ),
+        ),
         Row(
             "Self-checks",
-            (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _REPEATED_SEEDS),
+            (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _UNTESTED, _REPEATED_SEEDS),
         ),
         Row("Breaker", (_BREAKER_BY_REPLICA, _TRIPS)),
     ),

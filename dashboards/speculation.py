@@ -4,11 +4,13 @@ from dashboards.panels import PAGE, VISIBLE, Page, Panel, Query, Row, Steps
 from dashboards.queries import (
     acceptance,
     acceptance_by_position,
+    acceptance_since_handoff,
     acceptance_z,
     accepted_length,
     achievable_acceptance,
     conditional_acceptance_by_position,
     expected_acceptance,
+    held_out_acceptance,
 )
 
 BEYOND_CHANCE = 5.0  # standard deviations: exceeded by chance less than once in a million evaluations
@@ -89,9 +91,31 @@ _POSITIONS = Panel(
 _CONDITIONAL_POSITIONS = Panel(
     title="Conditional acceptance by position",
     description="Accepted / drafted at a position: also valid when the draft length varies. A sharp drop at one "
-    "position, rather than a gentle slope, points to the drafter's state at that position.",
+    "position, rather than a gentle slope, points to the drafter's state at that position. Held out: what training "
+    "measured of the head. Below half of it, the head gets wrong inputs or does not belong to the model.",
     unit="percentunit",
-    queries=(Query(conditional_acceptance_by_position(PAGE), "position {{position}}"),),
+    queries=(
+        Query(conditional_acceptance_by_position(PAGE), "position {{position}}"),
+        Query(held_out_acceptance(PAGE, "position", "sampling"), "held out, {{sampling}}, {{position}}", sparse=True),
+    ),
+    minimum=0,
+    maximum=1,
+)
+_SINCE_HANDOFF = Panel(
+    title="Acceptance by rounds since the handoff",
+    description="Accepted / drafted tokens of clients' requests. Lower right after the handoff than later: the "
+    "drafter's keys and values did not come with it, or are wrong.",
+    unit="percentunit",
+    queries=(Query(acceptance_since_handoff(PAGE, "since_handoff"), "{{since_handoff}}"),),
+    minimum=0,
+    maximum=1,
+)
+_BY_WEIGHTS = Panel(
+    title="Acceptance by weight version",
+    description="Accepted / drafted tokens of clients' requests. A version far below the one before: the drafter does "
+    "not fit the new weights; update it with them.",
+    unit="percentunit",
+    queries=(Query(acceptance_since_handoff(PAGE, "weight_version"), "{{weight_version}}"),),
     minimum=0,
     maximum=1,
 )
@@ -174,7 +198,18 @@ ACCEPTANCE = Page(
     description="Whether drafting pays off, and whether the verifier accepts what its own probabilities predict.",
     rows=(
         Row("Rate", (ACCEPTANCE_RATE, ACCEPTED_LENGTH, _POSITIONS_VISIBLE, _OBSERVED_AND_EXPECTED, _ACCEPTANCE_Z)),
-        Row("Positions", (_POSITIONS, _CONDITIONAL_POSITIONS, _LENGTHS, _WITH_LOGPROBS, _BY_DRAFTER)),
+        Row(
+            "Positions",
+            (
+                _POSITIONS,
+                _CONDITIONAL_POSITIONS,
+                _SINCE_HANDOFF,
+                _BY_WEIGHTS,
+                _LENGTHS,
+                _WITH_LOGPROBS,
+                _BY_DRAFTER,
+            ),
+        ),
         Row("Cost and benefit", (_COST, _TIME_A_TOKEN, _FROM_DRAFTS)),
     ),
 )

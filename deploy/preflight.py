@@ -23,6 +23,7 @@ from serve_app.access.access import read_token
 from serve_app.access.keys import read_keys
 from serve_app.config.app_config import AppConfig, PoolSection
 from serve_app.config.base import PoolName
+from serve_app.integrity.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig
 from speculative.errors import ConfigError, TruespecError
@@ -174,11 +175,13 @@ def _is_installed(package: str) -> bool:
 
 def _file_faults(config: AppConfig) -> Iterator[Fault]:
     """Files that the replicas read."""
-    keys, token = config.access.keys_file, config.admin.token_file
+    keys, token, signing_key = config.access.keys_file, config.admin.token_file, config.receipts.key_file
     if keys is not None:
         yield from _look("access.keys_file", partial(read_keys, Path(keys)))[0]
     if token is not None:
         yield from _look("admin.token_file", partial(read_token, Path(token)))[0]
+    if signing_key is not None:
+        yield from _look("receipts.key_file", partial(SigningKey, Path(signing_key)))[0]
     for name, folder in config.vllm.lora_modules.items():
         if not Path(folder).expanduser().is_dir():
             yield Fault(f"vllm.lora_modules.{name}", f"{folder} is no folder; give the folder of the adapter.")

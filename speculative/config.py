@@ -143,8 +143,9 @@ class EngineSettings(Options):
         "How drafts are verified; reproducible requests (docs/concepts.md, Seeds) get `coupled` in any case.",
     )
     self_check_sample_rate: float = option(
-        0.5,
-        "Share of the steps whose zero-mean terms the self-checks take; invariants hold in all of them.",
+        0.25,
+        "Share of the steps whose draws are checked against their random numbers, and whose zero-mean terms the "
+        "self-checks take; the other invariants hold in all of them.",
         least=0,
         most=1,
     )

@@ -363,11 +363,15 @@ class EngineCore:
         for delta in deltas:
             self.stats.num_emitted += len(delta.token_ids)
             if delta.finished:
-                self.drafter.forget(delta.request_id)
+                self._forget(delta.request_id)
 
     def _release(self, sequence: Sequence) -> None:
         self.scheduler.release(sequence)
-        self.drafter.forget(sequence.request.request_id)
+        self._forget(sequence.request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self.drafter.forget(request_id)
+        self.self_check.forget(request_id)
 
     def _slots(self, sequence: Sequence, start: int, stop: int) -> Tensor:
         return torch.from_numpy(sequence.slots(stop, self.config.block_size)[start:]).to(self.device)

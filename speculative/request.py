@@ -36,6 +36,37 @@ class TokenKind(enum.StrEnum):
     BONUS = "bonus"  # follows if every draft was accepted (or none was drafted)
 
 
+class Round(NamedTuple):
+    """What a referee must know of one round, beside p and the request's seed, to make its draws again.
+
+    verifier: that judged it. num_tokens: emitted. num_drafted: all that were judged together. drafts: those accepted,
+    and the first that was not. draft_probs: q of each of them, float32; None where they are deterministic. last_prob: q
+    of the token that replaced a sampled draft.
+    """
+
+    verifier: Literal["token_wise", "block", "coupled"]
+    num_tokens: int
+    num_drafted: int = 0
+    drafts: tuple[int, ...] = ()
+    draft_probs: tuple[float, ...] | None = None
+    last_prob: float = 0.0
+
+
+class Draw(NamedTuple):
+    """How one token of a scoring request is to be drawn again.
+
+    rule: `bonus` = from p by inverse CDF; `residual` = so from p without the rejected draft; `noise` = the largest
+    log p + Gumbel noise; `none` = it was not drawn here (an accepted draft), or not from p alone. round_start: tokens
+    before its round; with the offset, the rule and the request's seed it names the random number. rejected: the draft
+    that was rejected there, -1 = none.
+    """
+
+    rule: Literal["bonus", "residual", "noise", "none"]
+    round_start: int
+    offset: int
+    rejected: int = -1
+
+
 class Speculation(enum.StrEnum):
     """Who may currently draft; no request's token distribution depends on it."""
 
@@ -180,7 +211,8 @@ class Request:
     requests the one with the lower `priority` value comes first; waiting makes up for a higher one. `timeout_s` is the
     longest that the client waits for the whole answer. With `resume` the request continues elsewhere when its decode
     replica is lost; the engine uses neither. An `adapter` changes the model; engines without adapters refuse it. A
-    `replay` is a finished request that is recomputed for the referee: no client waits for it.
+    `replay` is a finished request that is recomputed for the referee: no client waits for it. Its `draws`, one a scored
+    token, are made again; () = they are not.
     """
 
     request_id: str
@@ -194,6 +226,7 @@ class Request:
     resume: bool = False  # if it is decoded behind a stream router
     adapter: str = ""  # its name; "" = the model itself
     replay: bool = False
+    draws: tuple[Draw, ...] = ()
 
     def __post_init__(self) -> None:
         _require(bool(self.prompt_token_ids), "prompt", "must hold at least one token", [])
@@ -211,6 +244,8 @@ class Request:
             self.priority,
         )
         _require(self.timeout_s is None or 0 < self.timeout_s < math.inf, "timeout", "must be above 0", self.timeout_s)
+        num_scored = len(self.prompt_token_ids) - (self.score_from or len(self.prompt_token_ids))
+        _require(len(self.draws) in (0, num_scored), "draws", "must be one for each scored token", len(self.draws))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +259,27 @@ class TokenLogprobs:
     scored: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of logprob_token_ids, in the request's order
 
 
+class Redrawn(NamedTuple):
+    """What comes of a draw that is made again from replayed logits.
+
+    miss: nats by which the logits would have to move for the draw to give this token, in standard deviations of 1 nat
+    on each logit; 0 where it does. loose: the same where tokens near an edge of the filters may be on either side of
+    it. rejected_probability: p of `Draw.rejected`. coins: the uniforms in (0, 1) that decide on the draft at its
+    offset, and at the next.
+    """
+
+    miss: float = 0.0
+    loose: float = 0.0
+    rejected_probability: float = 0.0
+    coins: tuple[float, float] = (0.5, 0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayedToken:
     """What a teacher-forced pass reports of one token: its place in the distribution p of the request's parameters.
 
-    Surprisals are nats, clipped at SURPRISAL_CLIP_NATS. For a greedy request only `gap` is informative.
+    Surprisals are nats, clipped at SURPRISAL_CLIP_NATS. For a greedy request only `gap` is informative. `redrawn` is of
+    its draw, if the request names it.
     """
 
     probability: float  # p(y)
@@ -237,6 +288,7 @@ class ReplayedToken:
     expected_surprisal: float  # its mean
     gap: float  # nats by which y is less likely than the likeliest token
     outside: float  # nats by which y lies outside the filters; 0 = inside, inf = forbidden by a rule or the structure
+    redrawn: Redrawn | None = None
 
 
 class TokenDelta(NamedTuple):
@@ -253,6 +305,7 @@ class TokenDelta(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of prompt tokens 1.., with the first delta
     num_drafted: int = 0
     num_accepted: int = 0
+    round: Round | None = None  # None where the engine does not keep them, and where nothing was emitted
     num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
     queue_s: float = 0.0  # how long the request waited for its first blocks
     preempted: bool = False  # the request had lost its blocks and was recomputed

@@ -27,12 +27,26 @@ CHECKS = {
     "f": "q of recovered tokens, minus its mean: the residual distribution and its noise",
     "g": "the rank of a round's last token within its distribution, minus its mean: the noise it is sampled with",
     "r": "residual probability of recovered tokens after a deterministic draft, minus its mean",
+    "lag_b": "b times the sign of the request's previous b at that offset: accept uniforms used again in a later round",
+    "lag_g": "g times the sign of the request's previous g at that offset: sample uniforms used again in a later round",
     "coupled_a_prime": "a_prime of reproducible requests",
     "coupled_c": "c of reproducible requests",
     "coupled_d": "d of reproducible requests",
     "coupled_e": "e of reproducible requests",
 }
 """The self-checks: terms whose mean is 0 as long as an engine samples from the distributions it claims to."""
+
+DRAW_CHECKS = {
+    "interval": "the uniform lies in the interval of a first, bonus or undrafted token",
+    "residual": "the uniform lies in the interval of the token that replaced a deterministic draft",
+    "support": "the token that replaced a sampled draft is likelier under p than under q",
+    "draft": "an accepted token is the draft that was offered",
+    "accepted": "the coin of an accepted draft is below p / q",
+    "rejected": "the coin of a rejected draft is not below p / q",
+    "block": "the coins of block verification succeed as far as the drafts were accepted, and not further",
+    "choice": "the token of a reproducible request has the highest log p plus noise",
+}
+"""What a replay checks of a draw that it makes again."""
 
 INVARIANTS = {
     "not_finite": "the logits were not finite",
@@ -42,6 +56,8 @@ INVARIANTS = {
     "q_zero": "a draft has probability 0 under its own distribution",
     "p_zero": "a token of probability 0 would have been emitted",
     "support": "a token that the request forbids would have been emitted",
+    "draw": "a draft was sampled, accepted or rejected, or a token drawn, against its random number",
+    "greedy": "the token of a greedy request was not the likeliest",
     "positions": "rows of drafts are at the wrong positions",
     "conservation": "tokens, keys and values do not add up",
     "length": "more tokens than the model's maximum sequence length would have been emitted",
@@ -86,7 +102,8 @@ class CheckSums:
 class CheckState:
     """State of one self-check over an engine's life.
 
-    log_e, log_threshold: nats, of the e-process closest to an alarm.
+    log_e, log_threshold: nats, of the e-process closest to an alarm. evidence_since: when the evidence of the last
+    alarm began, unix seconds; 0 = there was none.
     """
 
     check: str
@@ -96,6 +113,7 @@ class CheckState:
     log_e: float
     log_threshold: float
     num_alarms: int
+    evidence_since: float = 0.0
 
 
 @dataclass(slots=True)
@@ -123,7 +141,9 @@ class StepStats:
     violations: dict[str, int] = field(default_factory=dict)  # broken invariants, by kind
     checks: dict[str, CheckSums] = field(default_factory=dict)  # terms of the self-checks
     alarms: dict[str, int] = field(default_factory=dict)  # self-checks that found the engine at fault
-    num_repeated_seeds: int = 0  # requests that share random numbers with an earlier one; no term counts them
+    num_repeated_seeds: int = 0  # requests whose seed an earlier one had
+    num_checked_rounds: int = 0  # of requests that sample, in the steps whose terms are taken
+    num_untested_rounds: int = 0  # of these, whose random numbers another request had: no term counts them
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
     draft_s: float = 0.0
@@ -154,9 +174,9 @@ class StepStats:
         for position in range(num_accepted):
             self.accepted_per_position[position] += times
 
-    def count_violation(self, kind: str) -> None:
+    def count_violation(self, kind: str, number: int = 1) -> None:
         """Count a broken invariant."""
-        self.violations[kind] = self.violations.get(kind, 0) + 1
+        self.violations[kind] = self.violations.get(kind, 0) + number
 
     def take(self) -> "StepStats":
         """What was counted since the last call; all counts start again."""

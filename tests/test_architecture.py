@@ -73,6 +73,7 @@ LEAVES = {
         "sampling.logprob_checks",
         "selfcheck.eprocess",
         "selfcheck.replay",
+        "selfcheck.replayed_draws",
     )
 }
 MAX_FUNCTION_LINES = 100
@@ -80,6 +81,7 @@ MAX_FUNCTION_LINES = 100
 # Whose modules (a package stands for all in it) may import a library or one of our packages.
 OWNERS = {
     "click": {"deploy"},
+    "cryptography": {"serve_app.integrity.signatures"},
     "ctypes": {"speculative.kernels", "deploy.bench.engines"},  # the bench looks for libraries
     "fastapi": {"serve_app.http", "serve_app.page.page_routes"},
     "gguf": {"speculative.model"},
@@ -90,7 +92,13 @@ OWNERS = {
     "openai": set(),
     "opentelemetry": {"serve_app.telemetry.tracing", "serve_app.streams.spans"},
     "prometheus_client": {"serve_app.telemetry", "deploy.audit.blackbox.counters"},
-    "pydantic": {"serve_app.access.keys", "serve_app.config", "serve_app.http", "serve_app.openai"},
+    "pydantic": {
+        "serve_app.access.keys",
+        "serve_app.config",
+        "serve_app.http",
+        "serve_app.integrity.receipts",
+        "serve_app.openai",
+    },
     "pytest": set(),
     "ray": {
         "serve_app.app",
@@ -107,6 +115,7 @@ OWNERS = {
     "torch": {
         "speculative",
         "serve_app.backends.torch_backend",
+        "serve_app.backends.transformers_referee",
         "serve_app.backends.vllm_parts.block_sums",
         "serve_app.backends.vllm_parts.connector",
         "serve_app.transport.nixl",
@@ -116,8 +125,8 @@ OWNERS = {
         "serve_app.text.tokenizer",
         "speculative.model.loading",
         "deploy.bench.workers.transformers_engine",
-        "deploy.audit.blackbox.reference",
         "deploy.audit.blackbox.tiny",
+        "serve_app.backends.transformers_referee",
     },
     "vllm": {"serve_app.backends.vllm_backend", "serve_app.backends.vllm_parts", "deploy.bench.workers.vllm_engine"},
     "xxhash": {"speculative"},
@@ -169,9 +178,11 @@ def within(module: str, places: set[str]) -> bool:
 OF_VLLM = {
     "serve_app.backends.vllm_backend": {
         "speculative.state.batch",
+        "speculative.model.head_checkpoint",
         "speculative.model.loading",
         "speculative.selfcheck.monitor",
     },
+    "serve_app.backends.vllm_parts.checkpoint": {"speculative.model.config"},
     "serve_app.backends.vllm_parts.worker": {"speculative.selfcheck.sampler_watch"},
 }
 
@@ -218,7 +229,7 @@ def test_no_two_modules_have_one_name() -> None:
 
 @pytest.mark.parametrize("module", [name for name in TREES if name.startswith(("serve_app", "dashboards"))])
 def test_the_server_sees_only_the_leaves_of_the_engine(module: str) -> None:
-    if module == "serve_app.backends.torch_backend":
+    if module in ("serve_app.backends.torch_backend", "serve_app.backends.transformers_referee"):
         return
     assert (
         not {name for name in imports(module) if name.startswith("speculative")} - LEAVES - OF_VLLM.get(module, set())

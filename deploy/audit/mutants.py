@@ -7,18 +7,21 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deploy.audit.traffic import WARM
+from speculative.cache.prefix import hash_block
 from speculative.drafting.base import DraftOutput
 from speculative.engine import EngineCore
-from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from speculative.request import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprobs
 from speculative.sampling.probs import draw
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.scheduling.scheduler import Scheduler
+from speculative.selfcheck import terms
 from speculative.state.batch import Batch, StepInput
 from speculative.state.sequence import Sequence
 from speculative.stats import StepStats
@@ -26,6 +29,7 @@ from speculative.step import host_copy, sampler
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.block import verify_block
 from speculative.verification.draft_probs import Dense, PointMass
+from speculative.verification.rows import VerifyRows
 from speculative.verification.token_wise import verify_token_wise
 
 Install = Callable[[EngineCore], None]
@@ -35,16 +39,17 @@ Install = Callable[[EngineCore], None]
 class Mutant:
     """A fault, and the traffic in which it shows.
 
-    traffic: "sampled" and "deterministic" sample from a table with such drafts, "stopping" with deterministic ones
-        and many tokens that end an answer; "requests" are requests of all kinds to a tiny decoder, "handoffs" the same
-        by way of a second engine, "drafted requests" and "drafted handoffs" where a model drafts.
+    traffic: one of `TABLES` or `DECODERS`.
     settings: of the engine, where the fault needs some.
+    place: "referee" = the engine that replays has the fault, too; "self-checks" = they have it, and the engine is
+        sound.
     """
 
     name: str
     install: Install
     traffic: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    place: Literal["engine", "referee", "self-checks"] = "engine"
 
     @property
     def fault(self) -> str:
@@ -55,11 +60,17 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(name: str, traffic: str = "sampled", **settings: Any) -> Callable[[Install], Install]:
+def mutant(
+    name: str,
+    traffic: str = "sampled",
+    *,
+    place: Literal["engine", "referee", "self-checks"] = "engine",
+    **settings: Any,
+) -> Callable[[Install], Install]:
     """Register a mutant."""
 
     def register(install: Install) -> Install:
-        MUTANTS[name] = Mutant(name, install, traffic, settings)
+        MUTANTS[name] = Mutant(name, install, traffic, settings, place)
         return install
 
     return register
@@ -206,6 +217,97 @@ def _wrong_cached_block(engine: EngineCore) -> None:
         return found if len(found) < 2 else [*found[:-1], found[0]]
 
     engine.scheduler.pool.find = finding  # type: ignore[method-assign]
+
+
+@mutant("F14 a block's name leaves out what stands before it", "requests")
+def _name_without_the_prefix(engine: EngineCore) -> None:
+    def make(_: Any) -> Any:
+        def names(sequence: Sequence, num_tokens: int, block_size: int) -> list[bytes]:
+            ends = range(block_size, num_tokens + 1, block_size)
+            return [hash_block(b"", sequence.tokens[end - block_size : end]) for end in ends]
+
+        return names
+
+    _patch_module(engine, Sequence, "block_hashes", make)
+
+
+@mutant("F14 a block is shared before its last token is computed", "conversations")
+def _block_shared_too_soon(engine: EngineCore) -> None:
+    """Harmless as long as the sequence goes on: its next step computes the token. After an abort there is none."""
+    publish = engine.scheduler.publish
+
+    def publishing(sequence: Sequence) -> None:
+        known = min(len(sequence.tokens), len(sequence.blocks) * engine.config.block_size)
+        computed, sequence.num_computed = sequence.num_computed, known
+        publish(sequence)
+        sequence.num_computed = computed
+
+    engine.scheduler.publish = publishing  # type: ignore[method-assign]
+
+
+@mutant("F5 the step after an abort reads the last token of the request that left", "drafted requests")
+def _stale_slot_after_an_abort(engine: EngineCore) -> None:
+    left: list[int] = []
+    abort = engine.abort
+
+    def aborting(request_id: str) -> bool:
+        sequence = engine.scheduler.find(request_id)
+        left.extend([] if sequence is None else sequence.tokens[-1:])
+        return abort(request_id)
+
+    def change(layout: StepInput, batch: Batch) -> StepInput:
+        ids = layout.input_ids.copy()
+        for entry, row in zip(batch.entries, layout.row_starts.tolist(), strict=False):
+            if left and entry.sequence.decoding:
+                ids[row] = left[-1]
+        left.clear()
+        return replace(layout, input_ids=ids)
+
+    engine.abort = aborting  # type: ignore[method-assign]
+    _change_layout(engine, change)
+
+
+@mutant("F15 a preemption repeats the random numbers of the round before it", "drafted requests", kv_cache_tokens=192)
+def _random_numbers_again_after_a_preemption(engine: EngineCore) -> None:
+    last: dict[str, tuple[int, np.ndarray[Any, Any]]] = {}
+
+    def make(number: Any) -> Any:
+        def numbering(layout: StepInput) -> VerifyRows:
+            rows: VerifyRows = number(layout)
+            for index, entry in enumerate(layout.drawing):
+                own, name = layout.verify_entries == index, entry.sequence.request.request_id
+                admission, before = last.get(name, (entry.sequence.admission, None))
+                if before is not None and admission < entry.sequence.admission:
+                    common = min(before.shape[1], int(own.sum()))
+                    rows.uniforms[:, np.flatnonzero(own)[:common]] = before[:, :common]
+                last[name] = entry.sequence.admission, rows.uniforms[:, own]
+            return rows
+
+        return numbering
+
+    _patch_module(engine, VerifyRows, "of", make)
+
+
+@mutant("F20 the prefix cache outlives an update of the weights", "switched requests")
+def _prefix_cache_outlives_an_update(engine: EngineCore) -> None:
+    engine.scheduler.pool.drop_prefixes = lambda: None  # type: ignore[method-assign]
+
+
+@mutant("F28 the drafter keeps its weights through an update", "drafted switched requests")
+def _drafter_of_old_weights(engine: EngineCore) -> None:
+    drafter: Any = engine.drafter
+    model, switch = drafter.model, engine.switch
+    engine.switch = (  # type: ignore[method-assign]
+        lambda weights, version: switch(replace(weights, draft_model=model), version)
+    )
+
+
+@mutant("F30 positions shift by one behind token 32, in the referee, too", "requests", place="referee")
+def _shifted_positions(engine: EngineCore) -> None:
+    forward = engine.runner.forward_with_features
+    engine.runner.forward_with_features = (  # type: ignore[method-assign]
+        lambda layout, capture: forward(replace(layout, positions=layout.positions + (layout.positions > 32)), capture)
+    )
 
 
 @mutant("F15 penalties forget what was said before a preemption", "requests", kv_cache_tokens=192, max_model_len=160)
@@ -427,11 +529,70 @@ def _drawn_drafts_said_to_be_chosen(engine: EngineCore) -> None:
     _change_draft(engine, lambda draft: replace(draft, draft_probs=PointMass()))
 
 
+def _reuse_uniforms(engine: EngineCore, which: int) -> None:
+    """Every other round of a request gets the accept (0) or sample (1) uniforms of the round before, where it has as
+    many rows; whoever checks them is given the same."""
+    last: dict[str, np.ndarray[Any, Any]] = {}
+
+    def make(number: Any) -> Any:
+        def numbering(layout: StepInput) -> VerifyRows:
+            rows: VerifyRows = number(layout)
+            for index, entry in enumerate(layout.drawing):
+                own = layout.verify_entries == index
+                before = last.pop(entry.sequence.request.request_id, None)
+                if before is None:
+                    last[entry.sequence.request.request_id] = rows.uniforms[which, own]
+                elif len(before) == own.sum():
+                    rows.uniforms[which, own] = before
+            return rows
+
+        return numbering
+
+    _patch_module(engine, VerifyRows, "of", make)
+
+
+@mutant("F24 accept uniforms of the round before")
+def _accept_uniforms_again(engine: EngineCore) -> None:
+    _reuse_uniforms(engine, 0)
+
+
+@mutant("F24 sample uniforms of the round before", "deterministic")
+def _sample_uniforms_again(engine: EngineCore) -> None:
+    _reuse_uniforms(engine, 1)
+
+
+@mutant("F23 the residual is drawn from p, and every client sends one seed", "one seed")
+def _residual_from_p_with_one_seed(engine: EngineCore) -> None:
+    _residual_from_p(engine)
+
+
+@mutant("F29 the temperature counts twice behind the last draft of a round", "close")
+def _temperature_twice_on_the_bonus(engine: EngineCore) -> None:
+    def make(of_rows: Any) -> Any:
+        def giving(rows: VerifyRows, probs: Tensor, draft_probs: Any) -> VerifyInput:
+            step: VerifyInput = of_rows(rows, probs, draft_probs)
+            sharper = probs ** (1 / WARM.temperature)
+            last = (~step.judged & (step.offsets > 0))[:, None]
+            return replace(step, probs=torch.where(last, sharper / sharper.sum(-1, keepdim=True), probs))
+
+        return giving
+
+    _patch_module(engine, VerifyRows, "input", make)
+
+
+@mutant("F31 rounding counts where a term is certain", "uniform", place="self-checks")
+def _rounding_counts(engine: EngineCore) -> None:
+    """Terms as they were before: p(y) - sum(p^2) of tokens that are equally likely differs from 0 by rounding, always
+    to the same side."""
+    _change_ops(engine, "take_terms", lambda _: terms.take_terms)
+    _patch_module(engine, terms, "_minus", lambda _: lambda values, mean: values - mean)
+
+
 # -- sampling parameters, logprobs, ends ---------------------------------------------------------------------------
 
 
 def _patch_module(engine: EngineCore, module: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a function of a module, but only while this engine steps."""
+    """Replace a function of a module or class, but only while this engine steps."""
     step = engine.step
     original = getattr(module, name)
 
@@ -474,6 +635,43 @@ def _penalties_blind_to_drafts(engine: EngineCore) -> None:
         return adjusting
 
     _patch_module(engine, sampler, "adjust", make)
+
+
+@mutant("F9 the structure is skipped on drafted positions", "drafted requests")
+def _structure_on_first_row_only(engine: EngineCore) -> None:
+    def make(contexts_of: Any) -> Any:
+        return lambda layout, masks: [
+            replace(one, allowed=None) if one.drafts else one for one in contexts_of(layout, masks)
+        ]
+
+    _patch_module(engine, sampler, "row_contexts", make)
+
+
+@mutant("F9 penalties are skipped where nothing else is asked for", "drafted requests")
+def _penalties_alone_are_skipped(engine: EngineCore) -> None:
+    def without(params: SamplingParams) -> SamplingParams:
+        alone = not (params.greedy or params.filtered)
+        if not alone:
+            return params
+        return replace(params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+
+    _change_params(engine, without)
+
+
+@mutant("F27 no filters where no logprobs are asked for", "requests")
+def _no_filters_without_logprobs(engine: EngineCore) -> None:
+    def without(params: SamplingParams) -> SamplingParams:
+        return params if params.returns_logprobs else replace(params, top_k=0, top_p=1.0, min_p=0.0)
+
+    _change_params(engine, without)
+
+
+def _change_params(engine: EngineCore, change: Callable[[SamplingParams], SamplingParams]) -> None:
+    """Have the engine read other parameters than the client sent."""
+    add = engine.add
+    engine.add = (  # type: ignore[method-assign]
+        lambda request, **rest: add(replace(request, params=change(request.params)), **rest)
+    )
 
 
 @mutant("F2 scored ids gathered from the logits", "requests")

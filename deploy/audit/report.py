@@ -13,17 +13,10 @@ from speculative.stats import CHECKS
 
 _NOTHING = "NOT FOUND"
 _COMMAND = "audit"
-_HEAD = """# Who finds which fault, and when
+_HEAD = """# Which fault is found by what, and when
 
-Every section below was written by the command that stands in it. Faults that were seen in real systems are put back
-into an engine, which then serves until somebody finds them, and as long again; engines without a fault serve for a long
-time, and nothing may alarm.
-
-A fault that only makes drafts worse (a drafter that is dead, of other weights, or without its keys and values) emits
-nothing wrong. Only the level of acceptance shows it, and the audit has one detector for that: acceptance below half of
-what the same traffic has without the fault. Not put back: a random number that is used again in a later round, clients
-that all send one seed (their draws count once), faults where no logprobs are asked for or at one kind of position only,
-features of the target that a draft head gets from another position, and a referee with the fault of what it judges.
+Faults that were seen in real systems are put back into an engine, which then serves until they are found, and as long
+again. Correct engines serve for a long time, and nothing may alarm. Each section was written by the command it names.
 """
 
 
@@ -45,10 +38,13 @@ def write_detection(findings: Sequence[Finding], page: Path) -> None:
         _origin(),
         "",
         f"Faults of sampling are served from a table of {VOCAB_SIZE} tokens for at most {MAX_POSITIONS:,} positions, "
-        f"all others by a tiny decoder for at most {MAX_REQUESTS} requests, of which {REPLAY_SHARE:.0%} are replayed "
-        f"by an engine without the fault. `term x` is a self-check that alarmed (false alarms: at most {DELTA:g} each "
-        "over an engine's life), `invariant` a rule that every step must keep: the request that broke it was failed. "
-        "Each fault was served once, so a delay shows its order of magnitude.",
+        f"all others by a tiny decoder for at most {MAX_REQUESTS} requests. The decoder's clients abort requests and "
+        "continue conversations, and its KV cache is too small for all of them; where a fault needs it, a model "
+        "drafts, prompts are handed off, or the weights are updated time and again. "
+        f"{REPLAY_SHARE:.0%} of the answers are replayed by an engine without the fault (in F30 with it). `term x` is "
+        f"a self-check that alarmed (false alarms: at most {DELTA:g} each over an engine's life), `invariant` a rule "
+        "that every step must keep: the request that broke it was failed. Each fault was served once, so a delay shows "
+        "its order of magnitude.",
         "",
         "| fault | detectors, with the delay of each | found after | acceptance (without the fault) |",
         "|---|---|---|---|",

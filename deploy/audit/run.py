@@ -1,31 +1,41 @@
 """Runs the audits: sound engines raise no alarm; every known fault is found."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import islice
 from typing import Any
 
-from deploy.audit.mutants import MUTANTS, Install
-from deploy.audit.toy import table_engine, tiny_engine
-from deploy.audit.traffic import FILTERED, PLAIN, STOPPING, mixed, sampling
-from deploy.audit.watch import Answer, Replayer, Watch
+from deploy.audit.mutants import MUTANTS, Mutant
+from deploy.audit.toy import table_engine, tiny_engine, tiny_weights
+from deploy.audit.traffic import (
+    DECODERS,
+    FILTERED,
+    PLAIN,
+    TABLES,
+    DecoderTraffic,
+    TableTraffic,
+    mixed,
+    sampling,
+)
+from deploy.audit.watch import MAX_Z, Answer, Recompute, Replayer, Watch, by_engine, by_transformers
 from speculative.config import VerifierName
 from speculative.engine import EngineCore
-from speculative.request import Request, SamplingParams
+from speculative.request import DEFAULT_VERSION, Request, SamplingParams
 from speculative.stats import CHECKS, CheckSums, StepStats
+from speculative.weights import Weights
 
 VOCAB_SIZE = 1024
 MAX_POSITIONS = 200_000
 MAX_REQUESTS = 200
 REPLAY_SHARE = 0.1
-MAX_Z = 5.0  # of the mean of a term over all clean runs
-SAMPLED = {"sampled": PLAIN, "deterministic": PLAIN, "stopping": STOPPING}
-"""Traffic that a table serves, and how it is sampled."""
 
 _AT_ONCE = 128
+_HANGS_UP = 7  # every seventh client
+_REMEMBERED = 8  # conversations that may be continued
+_UPDATE_EVERY = 24  # requests
 _SOUND_POSITIONS = 5_000  # that tell the acceptance of a sound engine
-_SOUND_REQUESTS = 24
+_SOUND_REQUESTS = 32
 
 Report = Callable[[str], None]
 Until = Callable[[Watch, int], bool]
@@ -55,24 +65,28 @@ class Finding:
 def audit_mutant(name: str, patience: float = 2.0) -> Finding:
     """Put one fault into an engine and serve until somebody has found it; then on, to `patience` times as much."""
     mutant = MUTANTS[name]
-    samples = mutant.traffic in SAMPLED
+    samples = mutant.traffic in TABLES
     most = MAX_POSITIONS if samples else MAX_REQUESTS
-    sound = sound_acceptance(mutant.traffic, tuple(mutant.settings.items()))
+    sound = sound_watch(mutant.traffic, tuple(mutant.settings.items())).acceptance
 
     def until(watch: Watch, count: int) -> bool:
         return count >= min(most, patience * min(watch.found.values(), default=most))
 
-    watch = _watch(mutant.traffic, mutant.settings, mutant.install, until, sound)
+    watch = _watch(mutant, until, sound)
     found = dict(sorted(watch.found.items(), key=lambda item: item[1]))
     unit = "positions" if samples else "requests"
     return Finding(name, found, unit, min(found.values(), default=None), watch.acceptance, sound)
 
 
 @cache
-def sound_acceptance(traffic: str, settings: tuple[tuple[str, Any], ...]) -> float:
-    """The acceptance of an engine without a fault."""
-    few = _SOUND_POSITIONS if traffic in SAMPLED else _SOUND_REQUESTS
-    return _watch(traffic, dict(settings), lambda _: None, lambda _, count: count >= few, None).acceptance
+def sound_watch(traffic: str, settings: tuple[tuple[str, Any], ...]) -> Watch:
+    """Of an engine without a fault: its acceptance, and what was found all the same."""
+    few = _SOUND_POSITIONS if traffic in TABLES else _SOUND_REQUESTS
+    return _watch(_sound(traffic, **dict(settings)), lambda _, count: count >= few, None)
+
+
+def _sound(traffic: str, **settings: Any) -> Mutant:
+    return Mutant("sound", lambda _: None, traffic, settings)
 
 
 def audit_mutants(
@@ -133,16 +147,30 @@ Serve = Callable[[CleanSetting, int], tuple[EngineCore, Iterator[Request]]]
 def audit_clean(num_positions: int, report: Report = lambda _: None, serve: Serve | None = None) -> list[CleanRun]:
     """Serve `num_positions` with sound engines, all verifiers, kinds of drafts and filters taken together.
 
-    serve: makes the engines; without it they are tables of VOCAB_SIZE tokens.
+    serve: makes the engines; without it they are tables of VOCAB_SIZE tokens, and the traffic in which the faults are
+    looked for is served as well, and replayed.
     """
+    kinds = () if serve else (*TABLES, *DECODERS)
+    share = num_positions / (len(CLEAN_SETTINGS) + len(kinds))
+
+    def until(watch: Watch, _: int) -> bool:
+        return watch.total.num_emitted >= share
+
     runs = []
+
+    def note(setting: str, watch: Watch) -> None:
+        total = watch.total
+        replays = {detector: 1 for detector in watch.found if detector.startswith("replay")}
+        runs.append(CleanRun(setting, total.num_emitted, total.alarms | replays, total.violations, total.checks))
+        report(f"{setting}: {total.num_emitted} positions, worst z {runs[-1].worst_z:.2f}, alarms {runs[-1].alarms}")
+
     for index, setting in enumerate(CLEAN_SETTINGS):
         engine, requests = (serve or serve_table)(setting, 1000 + index)
-        watch = Watch()
-        _serve(engine, requests, watch, lambda _, count: count >= num_positions / len(CLEAN_SETTINGS), unit="positions")
-        total = watch.total
-        runs.append(CleanRun(str(setting), total.num_emitted, total.alarms, total.violations, total.checks))
-        report(f"{setting}: {total.num_emitted} positions, worst z {runs[-1].worst_z:.2f}, alarms {total.alarms}")
+        clients = _Clients(engine, requests, Watch())
+        clients.serve(until)
+        note(str(setting), clients.watch)
+    for kind in kinds:
+        note(f"faults' traffic: {kind}", _watch(_sound(kind, self_check_sample_rate=1.0), until, None))
     return runs
 
 
@@ -175,61 +203,113 @@ def alarms_of(runs: Sequence[CleanRun]) -> list[str]:
 # -- serving ---------------------------------------------------------------------------------------------------------
 
 
-def _watch(
-    traffic: str, settings: Mapping[str, Any], install: Install, until: Until, sound_acceptance: float | None
-) -> Watch:
-    """Serve one kind of traffic with an engine that `install` has changed."""
-    watch = Watch(sound_acceptance)
-    if traffic in SAMPLED:
-        engine = table_engine(VOCAB_SIZE, deterministic=traffic != "sampled", **settings)
-        install(engine)
-        _serve(engine, sampling(VOCAB_SIZE, SAMPLED[traffic]), watch, until, unit="positions")
-        return watch
-    own_drafts = traffic.startswith("drafted")
-    engine = tiny_engine(own_drafts=own_drafts, **settings)
-    install(engine)
-    requests = mixed(engine.model.vocab_size, longest=settings.get("max_model_len"))
-    prefill = tiny_engine(own_drafts=own_drafts) if traffic.endswith("handoffs") else None
-    replayer = Replayer(tiny_engine(max_model_len=engine.max_model_len), REPLAY_SHARE, engine.max_model_len)
-    _serve(engine, requests, watch, until, unit="requests", replayer=replayer, prefill=prefill)
+def _watch(mutant: Mutant, until: Until, sound_acceptance: float | None) -> Watch:
+    """Serve a mutant's traffic with an engine that has its fault."""
+    if mutant.traffic in TABLES:
+        return _watch_table(mutant, TABLES[mutant.traffic], until, sound_acceptance)
+    return _watch_decoder(mutant, DECODERS[mutant.traffic], until, sound_acceptance)
+
+
+def _watch_table(mutant: Mutant, traffic: TableTraffic, until: Until, sound_acceptance: float | None) -> Watch:
+    watch = Watch(sound_acceptance, one_seed=traffic.seed is not None, sound=mutant.place == "self-checks")
+    engine, referee = (table_engine(VOCAB_SIZE, **traffic.table, **mutant.settings) for _ in range(2))
+    mutant.install(engine)
+    replayer = Replayer(lambda _: by_engine(referee), REPLAY_SHARE, engine.max_model_len)
+    requests = sampling(VOCAB_SIZE, traffic.params, one_seed=traffic.seed)
+    _Clients(engine, requests, watch, [replayer], counts_requests=False).serve(until)
     return watch
 
 
-def _serve(
-    engine: EngineCore,
-    requests: Iterator[Request],
-    watch: Watch,
-    until: Until,
-    *,
-    unit: str,
-    replayer: Replayer | None = None,
-    prefill: EngineCore | None = None,
-) -> None:
-    """Keep an engine busy, and look at every step."""
-    answers: dict[str, Answer] = {}
-    count = 0
-    at_once = min(_AT_ONCE, engine.config.max_num_seqs)
-    while not until(watch, count):
-        for request in islice(requests, at_once - len(answers)):
-            answers[request.request_id] = Answer(request, handed_off=prefill is not None)
-            _begin(engine, prefill, answers[request.request_id])
-        deltas = engine.step()
-        for delta in deltas:
-            answers[delta.request_id].deltas.append(delta)
-        finished = [answers.pop(delta.request_id) for delta in deltas if delta.finished]
-        count += sum(len(delta.token_ids) for delta in deltas) if unit == "positions" else len(finished)
-        watch.look(engine.take_stats(), count)
-        if replayer is not None:
-            watch.note([detector for answer in finished for detector in replayer.check(answer)], count)
+def _watch_decoder(mutant: Mutant, traffic: DecoderTraffic, until: Until, sound_acceptance: float | None) -> Watch:
+    watch = Watch(sound_acceptance)
+    engine = tiny_engine(own_drafts=traffic.drafted, **{"kv_cache_tokens": traffic.room, **mutant.settings})
+    mutant.install(engine)
+
+    @cache
+    def referee(version: str) -> Recompute:
+        seed = 1 if version == DEFAULT_VERSION else int(version)
+        again = tiny_engine(seed=seed, max_model_len=engine.max_model_len)
+        if mutant.place == "referee":
+            mutant.install(again)
+        return by_engine(again)
+
+    replayers = [Replayer(referee, REPLAY_SHARE, engine.max_model_len)]
+    if mutant.place == "referee":
+        independent = by_transformers(tiny_weights().decoder)
+        replayers.append(Replayer(lambda _: independent, REPLAY_SHARE, engine.max_model_len, "transformers: "))
+    earlier: list[tuple[int, ...]] = []
+    longest = mutant.settings.get("max_model_len")
+    requests = mixed(engine.model.vocab_size, longest=longest, earlier=earlier, continues=traffic.continues)
+    clients = _Clients(engine, requests, watch, replayers, earlier=earlier)
+    if traffic.handoffs:
+        clients.prefill = tiny_engine(own_drafts=traffic.drafted)
+    if traffic.switched:
+        clients.update = lambda version: tiny_weights(seed=int(version), own_drafts=traffic.drafted)
+    clients.serve(until)
+    return watch
 
 
-def _begin(engine: EngineCore, prefill: EngineCore | None, answer: Answer) -> None:
-    """Hand a request to the engine, by way of another that computes its prompt and first token where there is one."""
-    request = answer.request
-    if prefill is None:
-        engine.add(request)
-        return
-    prefill.add(request, prefill_only_after=1)
-    while prefill.has_work:
-        answer.deltas += prefill.step()
-    engine.insert(request, prefill.export(request.request_id))
+@dataclass
+class _Clients:
+    """They keep an engine busy and look at every step; some hang up before their answer is complete.
+
+    earlier: what was said so far, for the requests to continue; None = nobody hangs up. prefill: computes prompt and
+    first token of each request. update: makes the weights of versions 2, 3 and so on, of which the engine gets the next
+    after every `_UPDATE_EVERY` requests.
+    """
+
+    engine: EngineCore
+    requests: Iterator[Request]
+    watch: Watch
+    replayers: Sequence[Replayer] = ()
+    counts_requests: bool = True
+    earlier: list[tuple[int, ...]] | None = None
+    prefill: EngineCore | None = None
+    update: Callable[[str], Weights] | None = None
+    _answers: dict[str, Answer] = field(default_factory=dict)
+    _num_begun: int = 0
+
+    def serve(self, until: Until) -> None:
+        """Until it says so, given what was found and the positions or requests served."""
+        count, version = 0, 1
+        at_once = min(_AT_ONCE, self.engine.config.max_num_seqs)
+        while not until(self.watch, count):
+            for request in islice(self.requests, at_once - len(self._answers)):
+                self._begin(request)
+            deltas = self.engine.step()
+            for delta in deltas:
+                self._answers[delta.request_id].deltas.append(delta)
+            finished = [self._answers.pop(delta.request_id) for delta in deltas if delta.finished]
+            count += len(finished) if self.counts_requests else sum(len(delta.token_ids) for delta in deltas)
+            self.watch.look(self.engine.take_stats(), count)
+            for replayer in self.replayers:
+                self.watch.note([detector for answer in finished for detector in replayer.check(answer)], count)
+            self._hang_up(finished)
+            if self.update is not None and count >= version * _UPDATE_EVERY:
+                version += 1
+                self.engine.switch(self.update(str(version)), str(version))
+
+    def _begin(self, request: Request) -> None:
+        """Hand a request to the engine, by way of another that computes its prompt and first token where there is
+        one."""
+        self._num_begun += 1
+        answer = Answer(request, self.prefill is not None, hangs_up=self._num_begun % _HANGS_UP == 0)
+        self._answers[request.request_id] = answer
+        if self.prefill is None:
+            self.engine.add(request)
+            return
+        self.prefill.add(request, prefill_only_after=1)
+        while self.prefill.has_work:
+            answer.deltas += self.prefill.step()
+        self.engine.insert(request, self.prefill.export(request.request_id))
+
+    def _hang_up(self, finished: list[Answer]) -> None:
+        """Abort the requests of clients that leave; what was said is there to be continued."""
+        if self.earlier is None:
+            return
+        leaving = [answer for answer in self._answers.values() if answer.hangs_up and len(answer.deltas) > 2]
+        for answer in leaving:
+            self.engine.abort(answer.request.request_id)
+            del self._answers[answer.request.request_id]
+        self.earlier += [answer.sequence for answer in (*finished, *leaving) if answer.token_ids]
+        del self.earlier[:-_REMEMBERED]

@@ -3,10 +3,14 @@
 Scheduler, batches, verification, commit, self-checks and random streams are the engine's own. Their texts mean nothing.
 """
 
+import json
+from collections.abc import Sequence as Tokens
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from speculative.config import DrafterConfig, EngineConfig
@@ -17,14 +21,18 @@ from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.state.batch import Batch, Int64s, StepInput
+from speculative.state.token_constraint import Bools
 from speculative.step.runner import ModelRunner
 from speculative.verification.draft_probs import Dense, PointMass
+from speculative.weights import Weights
 
 NUM_DRAFTS = 3
 EOS = 1
 
-_SPREAD = 3.0  # standard deviation of the table's logits: its distributions are about as peaked as a language model's
-_DRAFT_NOISE = 1.0
+SPREAD = 3.0  # a table's distributions are then about as peaked as a language model's
+DRAFT_NOISE = 1.0
+_WEIGHT_NOISE = 0.005  # of a draft model: nearly all of its drafts are accepted
+_STRUCTURED = 12  # tokens of an answer that keeps to a structure
 
 
 class TableRunner(ModelRunner):
@@ -95,29 +103,61 @@ def draw_rows(cdf: Any, uniform: Any) -> Any:
     return np.minimum((cdf <= (uniform * cdf[:, -1])[:, None]).sum(-1), cdf.shape[1] - 1)
 
 
-def table_engine(vocab_size: int, *, deterministic: bool = False, seed: int = 1, **changes: Any) -> EngineCore:
-    """An engine over a random table, with sampled drafts of one like it, or its likeliest tokens."""
+class EvenAndOdd:
+    """A structure for any vocabulary: even and odd tokens by turns, and then the end (a `TokenConstraint`)."""
+
+    def __init__(self, vocab_size: int) -> None:
+        tokens = np.arange(vocab_size)
+        self._masks: list[Bools] = [(tokens % 2 == rest) & (tokens != EOS) for rest in range(2)]
+        self._end: Bools = tokens == EOS
+
+    def allowed(self, output: Tokens[int], drafts: Tokens[int]) -> list[Bools]:
+        """Masks [vocab_size], up to the first draft that is not allowed."""
+        masks = [self._mask(len(output))]
+        for place, draft in enumerate(drafts, len(output) + 1):
+            if not masks[-1][draft]:
+                break
+            masks.append(self._mask(place))
+        return masks
+
+    def _mask(self, place: int) -> Bools:
+        return self._end if place >= _STRUCTURED else self._masks[place % 2]
+
+
+def table_engine(
+    vocab_size: int,
+    *,
+    deterministic: bool = False,
+    spread: float = SPREAD,
+    draft_noise: float = DRAFT_NOISE,
+    seed: int = 1,
+    **changes: Any,
+) -> EngineCore:
+    """An engine over a random table, with sampled drafts of one like it, or its likeliest tokens.
+
+    spread, draft_noise: standard deviations of the table's logits, and of what the drafter's differ from them by.
+    """
     noise = torch.Generator().manual_seed(seed)
-    table = torch.randn(vocab_size, vocab_size, generator=noise) * _SPREAD
-    near = table + torch.randn(vocab_size, vocab_size, generator=noise) * _DRAFT_NOISE
+    table = torch.randn(vocab_size, vocab_size, generator=noise) * spread
+    near = table + torch.randn(vocab_size, vocab_size, generator=noise) * draft_noise
     settings = {"max_num_seqs": 128, "max_batched_tokens": 1024, "kv_cache_tokens": 32768, "prefix_caching": False}
-    engine, decoder = _engine(vocab_size, {**settings, **changes}, seed)
-    engine.eager.runner = TableRunner(decoder, engine, table)
+    weights = tiny_weights(vocab_size, seed=seed)
+    engine = _engine(weights, {**settings, **changes})
+    engine.eager.runner = TableRunner(weights.decoder, engine, table)
     engine.eager.drafter = LikeliestDrafter(table) if deterministic else TableDrafter(near.softmax(-1))
     return engine
 
 
 def tiny_engine(vocab_size: int = 64, *, seed: int = 1, own_drafts: bool = False, **changes: Any) -> EngineCore:
-    """An engine over a real decoder with random weights, drafting by n-grams; with `own_drafts` by that decoder, which
-    has keys and values of its own for it.
+    """An engine over a real decoder with random weights, drafting by n-grams; with `own_drafts` by another that
+    nearly equals it.
     """
     settings = {"max_num_seqs": 8, "max_batched_tokens": 64, "kv_cache_tokens": 4096, "block_size": 8}
-    return _engine(vocab_size, {**settings, **changes}, seed, own_drafts=own_drafts)[0]
+    return _engine(tiny_weights(vocab_size, seed=seed, own_drafts=own_drafts), {**settings, **changes})
 
 
-def _engine(
-    vocab_size: int, settings: dict[str, Any], seed: int, *, own_drafts: bool = False
-) -> tuple[EngineCore, Decoder]:
+def tiny_weights(vocab_size: int = 64, *, seed: int = 1, own_drafts: bool = False) -> Weights:
+    """A tiny decoder with random weights; with `own_drafts` one that nearly equals it drafts."""
     model = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
@@ -132,12 +172,51 @@ def _engine(
         max_position_embeddings=512,
         eos_token_ids=(EOS,),
     )
-    decoder = Decoder(model, dtype=torch.float32, device=torch.device("cpu"))
     noise = torch.Generator().manual_seed(seed)
+    decoder = Decoder(model, dtype=torch.float32, device=torch.device("cpu"))
     for name, parameter in decoder.named_parameters():
         values = torch.randn(parameter.shape, generator=noise)
         parameter.copy_(1 + 0.2 * values if "norm" in name else 0.25 * values)
+    if not own_drafts:
+        return Weights(decoder, f"toy {seed}", None)
+    drafter = Decoder(model, dtype=torch.float32, device=torch.device("cpu"))
+    for own, parameter in zip(drafter.parameters(), decoder.parameters(), strict=True):
+        own.copy_(parameter + _WEIGHT_NOISE * torch.randn(parameter.shape, generator=noise))
+    return Weights(decoder, f"toy {seed}", DecoderDraftModel(drafter, "toy"))
+
+
+def write_checkpoint(decoder: Decoder, folder: Path) -> None:
+    """Write a tiny decoder as others can load it."""
+    model = decoder.config
+    known = {
+        "model_type": "llama",
+        "architectures": [model.architecture],
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope_theta,
+        "max_position_embeddings": model.max_position_embeddings,
+        "eos_token_id": EOS,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(known), encoding="utf-8")
+    tensors = {name: slot.clone() for name, slot in decoder.checkpoint_slots().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _engine(weights: Weights, settings: dict[str, Any]) -> EngineCore:
+    model = weights.decoder.config
     drafter = DrafterConfig(kind="ngram", num_draft_tokens=NUM_DRAFTS, ngram_max=3, ngram_min=1)
     fixed = {"dtype": "float32", "device": "cpu", "drafter": drafter}
-    draft_model = DecoderDraftModel(decoder, "toy") if own_drafts else None
-    return EngineCore(decoder, model, EngineConfig(**{**fixed, **settings}), draft_model=draft_model), decoder
+    return EngineCore(
+        weights.decoder,
+        model,
+        EngineConfig(**{**fixed, **settings}),
+        make_constraint=lambda _: EvenAndOdd(model.vocab_size),
+        draft_model=weights.draft_model,
+    )

@@ -12,6 +12,7 @@ from deploy.cli.console import MainGroup
 from deploy.cli.dashboards import dashboards
 from deploy.cli.keys import keys
 from deploy.cli.models import model
+from deploy.cli.receipts import verify
 from deploy.cli.reliability import chaos, load
 from deploy.cli.serving import demo, serve
 from deploy.cli.training import train_drafter
@@ -30,6 +31,7 @@ for _command in (
     config,
     keys,
     dashboards,
+    verify,
     audit,
     batch,
     bench,

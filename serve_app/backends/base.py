@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from speculative.errors import EngineFault
+from speculative.errors import EngineFault, TruespecError
 from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
 
@@ -42,6 +42,32 @@ class Replayed:
     replayed: tuple[ReplayedToken, ...] | None = None
     replica: str = ""  # that computed it
     weight_version: str = DEFAULT_VERSION  # it was computed with
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """What an independent referee must load to compute with the weights that a replica serves.
+
+    source: a folder, a catalogue name, or a hub id; None = they came over the wire. tokenizer_folder: the folder with
+    the model's tokenizer. form, fingerprint: as `Computing.weights` and `ModelInfo.fingerprint`. version: of them.
+    """
+
+    source: str | None
+    tokenizer_folder: str
+    form: str
+    fingerprint: str
+    version: str
+
+
+class ReplayFailed(TruespecError):
+    """A replica did not complete a replay: which one, and what it raised."""
+
+    def __init__(self, replica: str, why: Exception) -> None:
+        super().__init__(replica, why)
+        self.replica, self.why = replica, why
+
+    def __str__(self) -> str:
+        return f"{self.replica}: {self.why}"
 
 
 async def replayed(deltas: AsyncGenerator[TokenDelta, None]) -> Replayed:
@@ -78,6 +104,10 @@ class Computing:
     drafts_shift_draws: whether drafts change which text a seed gives a sampled request that is not reproducible.
     couples_seeds: whether a sampled request that names a seed is reproducible unless it says otherwise.
     name: two replicas of one name and the same weights round alike.
+    weights: the form of the weights: a dtype, or what they were rounded to as they were loaded.
+    dtype: of activations.
+    logprobs_mode: which logprobs are returned.
+    keeps_rounds: whether deltas come with the rounds that made them.
     """
 
     kernels: str = ""
@@ -86,6 +116,10 @@ class Computing:
     drafts_shift_draws: bool = False
     couples_seeds: bool = True
     name: str = ""
+    weights: str = ""
+    dtype: str = ""
+    logprobs_mode: str = ""
+    keeps_rounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +133,8 @@ class ModelInfo:
     folder: str  # where the checkpoint and its tokenizer lie on this machine
     eos_token_ids: tuple[int, ...]
     drafter_folder: str = ""  # where the drafter's weights lie, "" = it has none
+    held_out_acceptance: tuple[tuple[float, ...], tuple[float, ...]] = (), ()
+    """Of the drafter, by position, where its training measured it: at temperature 1, and of greedy answers."""
     adapters: tuple[Adapter, ...] = ()
     computing: Computing = Computing()
     quantization: str | None = None  # of the weights, whoever rounded them: "int4" or another name; None = not rounded

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serve_app.backends.base import (
@@ -29,6 +29,7 @@ from speculative.config import EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import EngineFault
 from speculative.model.config import ModelConfig
+from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import choose_weights, resolve_model
 from speculative.model.quantized import QUANTIZED_FILE
 from speculative.request import FinishReason, Request, Speculation, TokenDelta
@@ -93,8 +94,8 @@ class TorchBackend:
         self._fault: Exception | None = None
         self._step_began: float | None = None
         self._folder = Path()
-        self._loaded: tuple[Weights, str | None] | None = None  # and their quantization
-        self._quantization: str | None = None
+        self._loaded: tuple[Weights, _Form] | None = None
+        self._form = _Form()
         self._begun: set[str] = set()  # requests the engine may know
         self._open = asyncio.Event()  # new requests may begin
         self._open.set()
@@ -167,13 +168,13 @@ class TorchBackend:
         """Load new weights alongside those being served, on a separate thread."""
         engine = self._live_engine()
 
-        def load() -> tuple[Weights, str | None]:
+        def load() -> tuple[Weights, _Form]:
             folder = resolve_model(source)
             check_same_model(folder, engine.model)
             has_head = engine.config.drafter.model is not None  # else `load_weights` refuses any, found or not
             head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
             weights = load_weights(folder, engine.config, engine.device, head)
-            return weights, _quantization(folder, engine)
+            return weights, _Form.of(folder, engine)
 
         self._loaded = None  # free what was loaded before
         loaded = self._loaded = await asyncio.to_thread(load)
@@ -185,13 +186,13 @@ class TorchBackend:
         if loaded is None:
             raise EngineFault("There are no weights to switch to; load them first.")
 
-        weights, quantization = loaded
+        weights, form = loaded
 
         def switch(engine: EngineCore) -> None:
             engine.switch(weights, version)
 
         await self._run_between_steps(switch)
-        self._quantization = quantization
+        self._form = form
         return self._info(self._live_engine())
 
     def drop_weights(self) -> None:
@@ -326,12 +327,13 @@ class TorchBackend:
             return
         self._engine = engine
         self._folder = folder
-        self._quantization = _quantization(folder, engine)
+        self._form = _Form.of(folder, engine)
         self._call(self._settle_start, self._info(engine))
         self._serve(engine)
 
     def _info(self, engine: EngineCore) -> ModelInfo:
         drafter = self._config.drafter.model
+        folder = None if drafter is None else resolve_model(drafter, SHIPPED_HEADS)
         return ModelInfo(
             model_name=self._model_name,
             max_model_len=engine.max_model_len,
@@ -339,8 +341,9 @@ class TorchBackend:
             fingerprint=engine.manifest.fingerprint,
             folder=str(self._folder),
             eos_token_ids=engine.model.eos_token_ids,
-            drafter_folder="" if drafter is None else str(resolve_model(drafter, SHIPPED_HEADS)),
-            quantization=self._quantization,
+            drafter_folder="" if folder is None else str(folder),
+            held_out_acceptance=held_out_rates(self._config.drafter.kind, folder),
+            quantization=self._form.quantization,
             computing=self._computing(engine),
         )
 
@@ -353,6 +356,10 @@ class TorchBackend:
             drafts_shift_draws=config.drafter.kind != "none" and config.verifier != "coupled",
             couples_seeds=engine.device.type == "cpu",  # on a GPU a neighbour can change a bfloat16 text
             name=arithmetic.name,
+            weights=self._form.weights,
+            dtype=config.dtype,
+            logprobs_mode=config.logprobs_mode,
+            keeps_rounds=True,
         )
 
     def _settle_start(self, result: ModelInfo | Exception) -> None:
@@ -426,13 +433,23 @@ class TorchBackend:
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _quantization(folder: Path, engine: EngineCore) -> str | None:
-    """How this engine rounds a folder's weights; None = as given by `dtype`."""
-    config = engine.config
-    kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device)
-    if kept in _ROUNDED:
-        return kept
-    return "int4" if (folder / QUANTIZED_FILE).is_file() else None  # the plain weights are those values, dequantized
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Of a folder's weights in an engine. weights: as it has loaded them. quantization: how they are rounded, whoever
+    did it; None = as given by `dtype`."""
+
+    weights: str = ""
+    quantization: str | None = None
+
+    @classmethod
+    def of(cls, folder: Path, engine: EngineCore) -> "_Form":
+        """As this engine loads a folder."""
+        config = engine.config
+        kept = choose_weights(config.quantization, folder, dtype=config.dtype, device=engine.device) or config.dtype
+        if kept in _ROUNDED:
+            return cls(kept, kept)
+        # Where there are others beside them, the plain weights are those values, dequantized.
+        return cls(kept, "int4" if (folder / QUANTIZED_FILE).is_file() else None)
 
 
 def _export(engine: EngineCore, request_id: str) -> Handoff | EngineFault:

@@ -39,6 +39,7 @@ from serve_app.backends.vllm_parts.checkpoint import (
     folder_fingerprint,
     most_tokens,
     plain_view,
+    why_not_ours,
 )
 from serve_app.backends.vllm_parts.deltas import GAVE_UP, DeltaReader, prompt_logprobs, queue_s, scored
 from serve_app.backends.vllm_parts.scratch import Scratch
@@ -55,12 +56,13 @@ from serve_app.backends.vllm_parts.settings import (
 )
 from serve_app.backends.vllm_parts.vllm_handoff import Manifest, Readings, pack, source_of, unpack
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
+from speculative.model.head_checkpoint import held_out_rates
 from speculative.model.loading import resolve_model
 from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta
 from speculative.sampling.logprob_checks import LogprobContract
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.state.batch import Terms
-from speculative.stats import LOGPROB_RULES, CheckState, EngineUsage, StepStats
+from speculative.stats import INVARIANTS, LOGPROB_RULES, CheckState, EngineUsage, StepStats
 
 _logger = logging.getLogger("truespec.vllm")
 
@@ -68,10 +70,14 @@ _STALLED_AFTER_S = 300.0
 _FORGET_WITHIN_S = 2.0 * LEASE_S
 _FORGET_EVERY_S = 0.02
 _TERMS_EVERY_S = 1.0
+_ADVICE = {
+    "q_missing": " vLLM's log says for which requests; set drafter.sampled to false until vLLM keeps the distribution."
+}
 _ENVIRONMENT = {  # unless set otherwise
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `vllm_parts.worker` knows the other one
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all replicas would take the same cores
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the number of blocks is set separately
 }
@@ -85,13 +91,23 @@ class VllmBackend:
         model_name: the name clients use.
         settings: how vLLM is set up.
         replayer: an engine of our own that replays in vLLM's place.
+        only_known: whether vLLM replays where our engine does not know the model; else that is an error.
     """
 
-    def __init__(self, source: str, model_name: str, settings: VllmSettings, replayer: Backend | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        model_name: str,
+        settings: VllmSettings,
+        replayer: Backend | None = None,
+        *,
+        only_known: bool = False,
+    ) -> None:
         self._source = source
         self._model_name = model_name
         self._settings = settings
         self._replayer = replayer
+        self._only_known = only_known
         self._llm: Any = None
         self._live = 0  # requests under way
         self._live_replays = 0  # those of them that are replays
@@ -111,6 +127,14 @@ class VllmBackend:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._folder = await asyncio.to_thread(resolve_model, self._source)
+        why_not = why_not_ours(self._folder, self._settings.engine_args)
+        if self._replayer is not None and self._only_known and why_not:
+            _logger.warning(
+                "vLLM replays its own answers, which compares logprobs, and the distribution of greedy answers only: "
+                "our own engine does not compute what this vLLM does (%s).",
+                why_not,
+            )
+            self._replayer = None
         drafter = self._settings.engine.drafter
         self._drafter_folder = None
         if drafter.model is not None:
@@ -488,26 +512,23 @@ class VllmBackend:
         self._order(self._report(self._params.order(transfer=transfer)))
 
     async def _take_terms_forever(self) -> None:
-        """Fetch the self-checks' terms; all workers see the same, so one is enough."""
+        """Fetch what the self-checks found; all workers see the same, so one is enough."""
         while self._llm is not None:
             await asyncio.sleep(_TERMS_EVERY_S)
             try:
-                reported = await self._llm.collective_rpc("take_terms")
+                reported = await self._llm.collective_rpc("take_checked")
             except Exception as error:
                 if self._llm is not None:
                     self._fault = error
                 return
-            terms, num_without_q = reported[0]
+            terms, violations, excess = reported[0]
             for checks, sums, achievable in terms:
                 self._self_check.take(Terms(tuple(checks), np.array(sums), achievable), self._counts.stats)
-            for _ in range(num_without_q):
-                self._counts.stats.count_violation("q_missing")
-            if num_without_q:
-                _logger.error(
-                    "vLLM verified the drafts of %d steps without the distribution they were drawn from. Its log says "
-                    "for which requests; set drafter.sampled to false until vLLM keeps them.",
-                    num_without_q,
-                )
+            self._counts.add_excess(excess)
+            for kind, number in violations.items():
+                self._counts.stats.count_violation(kind, number)
+                what = "vLLM's sampler broke an invariant %d times: %s.%s"
+                _logger.error(what, number, INVARIANTS[kind], _ADVICE.get(kind, ""))
 
     async def _forget(self) -> None:
         """Empty the prefix cache, after waiting for handoffs being read."""
@@ -559,7 +580,7 @@ class VllmBackend:
 
     @property
     def _watches(self) -> bool:
-        return self._speculates and self._settings.self_check_sample_rate > 0
+        return self._settings.self_check_sample_rate > 0
 
     def _info(self) -> ModelInfo:
         model = self._llm.model_config
@@ -571,6 +592,7 @@ class VllmBackend:
             folder=str(self._folder),
             eos_token_ids=eos_token_ids(self._folder),
             drafter_folder="" if self._drafter_folder is None else str(self._drafter_folder),
+            held_out_acceptance=held_out_rates(self._settings.engine.drafter.kind, self._drafter_folder),
             adapters=tuple(one.adapter for one in self._adapters),
             computing=self._computing,
             quantization=model.quantization or ("int4" if self._came_quantized else None),

@@ -5,12 +5,14 @@ fix. The engine's own settings, `speculative.config.EngineConfig`, are made from
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
+from serve_app.backends.vllm_parts.checkpoint import why_not_ours
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings
 from serve_app.config.base import (
     POOLS_OF_TOPOLOGY,
@@ -35,8 +37,10 @@ from speculative.config import (
 from speculative.errors import ConfigError
 from speculative.lookup.registry import read_options, registered
 from speculative.options import OptionError, Options, options_of
+from speculative.request import Request
 
-_EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "fp8": 2.0}
+EDGE_NATS = {"float32": 1e-3, "bfloat16": 0.25, "fp8": 2.0}
+"""What rounding may shift a logit by, by what an engine computes in."""
 
 
 class ModelSection(Section):
@@ -99,10 +103,11 @@ class VllmSection(Section):
     """Further arguments of vLLM's `AsyncEngineArgs`, such as `tensor_parallel_size`; not those that this file sets."""
     lora_modules: dict[str, Annotated[str, Field(min_length=1)]] = {}
     """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
-    replays: Literal["vllm", "torch"] = "vllm"
-    """What replays finished requests; `torch`: our own engine beside vLLM, except for requests of an adapter."""
-    self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the steps of which self-checks see what vLLM's rejection sampler draws from; 0 = none."""
+    replays: Literal["vllm", "torch"] | None = None
+    """What replays finished requests; `torch`: our own engine beside vLLM, except for requests of an adapter. If not
+    set, that is so on CPUs, for a model that our engine knows; on a GPU it would need room that vLLM has taken."""
+    self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of the steps in which self-checks see what vLLM's sampler draws from, and what it draws; 0 = none."""
     tool_parser: Annotated[str, Field(min_length=1)] | None = None
     """vLLM's parser of the tool calls that the model makes, such as `hermes` (`--tool-call-parser`)."""
     reasoning_parser: Annotated[str, Field(min_length=1)] | None = None
@@ -247,6 +252,8 @@ class ReplaySection(Section):
 
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the finished requests that are replayed without speculation and compared."""
+    independent_rate: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Share of the replayed requests that `transformers` checks, too (`engine.kind: torch`); 0 = it is not loaded."""
     max_queue: AtLeastOne = 64
     """Requests that may wait for their replay; more are counted as skipped."""
     max_running: AtLeastOne = 2
@@ -265,7 +272,11 @@ class ReplaySection(Section):
     def edge_of(self, engine: EngineSection) -> float:
         """`edge_nats`, or the default for what this engine computes in."""
         rounding = "fp8" if engine.quantization == "fp8" else engine.dtype
-        return self.edge_nats if self.edge_nats is not None else _EDGE_NATS[rounding]
+        return self.edge_nats if self.edge_nats is not None else EDGE_NATS[rounding]
+
+    def independent_edge_of(self, engine: EngineSection) -> float:
+        """The same between this engine and `transformers` in float32, which sums in yet another order."""
+        return self.edge_of(engine) * (1 if engine.dtype == "float32" else 2)
 
 
 class BreakerSection(Section):
@@ -278,7 +289,7 @@ class BreakerSection(Section):
     window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     """A second trip within it takes the replica out of service, so that Serve replaces it."""
     suspect_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    """Answers that ended at most this long before a trip are suspect."""
+    """Answers that ended at most this long before a trip are suspect; all since its evidence began are in any case."""
     canary_requests: Annotated[int, Field(ge=1, le=64)] = 4
     """A replica's own requests that try speculation out."""
 
@@ -317,6 +328,13 @@ class AccessSection(Section):
             if self.keys_file is None and not getattr(self, name):
                 raise FieldError(name, "is false, but there are no keys to open it; set keys_file, or leave it true.")
         return self
+
+
+class ReceiptsSection(Section):
+    """The receipts of answers (docs/proof.md)."""
+
+    key_file: Annotated[str, Field(min_length=1)] | None = None
+    """A PEM file with the Ed25519 key that signs them (`openssl genpkey -algorithm ed25519`); unsigned when not set."""
 
 
 class ObservabilitySection(Section):
@@ -410,6 +428,8 @@ class AppConfig(Section):
     """Who may use what."""
     admin: AdminSection = AdminSection()
     """The admin endpoints."""
+    receipts: ReceiptsSection = ReceiptsSection()
+    """The receipts of answers."""
     observability: ObservabilitySection = ObservabilitySection()
     """Log lines and traces."""
     recovery: RecoverySection = RecoverySection()
@@ -481,6 +501,12 @@ class AppConfig(Section):
                 f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
                 f"{self.engine.logprobs_mode}; set replay.sample_rate to 0 or the mode to raw_logprobs.",
             )
+        if self.engine.kind == "vllm" and "independent_rate" in self.replay.model_fields_set:
+            yield FieldError(
+                "replay.independent_rate",
+                "is set, but engine.kind is vllm; remove it, and set vllm.replays to torch: our engine is independent "
+                "of vLLM.",
+            )
 
     @property
     def pool_names(self) -> tuple[PoolName, ...]:
@@ -522,6 +548,20 @@ class AppConfig(Section):
         """The torch engine's settings where it replays beside vLLM: the same weights, unpacked."""
         drafter = DrafterConfig(kind="none")
         return replace(self.engine_config(pool), quantization=self.engine.dtype, drafter=drafter)
+
+    def may_replay_vllm(self, pool: PoolName) -> bool:
+        """Whether replicas of `pool` load our own engine beside vLLM, if it knows the model or is told to."""
+        unset = self.vllm.replays is None and self.pool(pool).num_gpus == 0
+        return pool != "decode" and (unset or self.vllm.replays == "torch")
+
+    def replays_show_distribution(self, folder: str) -> Callable[[Request], bool]:
+        """Whether a replay of a request gives the distribution of its tokens, and not their logprobs alone; `folder`
+        holds the model."""
+        if self.engine.kind == "torch":
+            return lambda request: True
+        ours = self.may_replay_vllm(self.pool_names[0])
+        ours = ours and (self.vllm.replays == "torch" or not why_not_ours(Path(folder), self.vllm.engine_args))
+        return lambda request: ours and not (request.adapter or request.params.structure)
 
     @property
     def parcels(self) -> Literal["plasma", "inline", "nixl"]:

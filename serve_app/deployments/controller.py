@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import time
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from serve_app.integrity.breaker import Mode
 from serve_app.integrity.detectors import Rounding
 from serve_app.integrity.dumps import DumpFolder
 from serve_app.integrity.heartbeat import Orders, Report
+from serve_app.integrity.independent_checks import IndependentChecks
 from serve_app.integrity.judgement import Judge
 from serve_app.integrity.replay_checker import ReplayChecker
 from serve_app.integrity.replays import ReplayJob
@@ -43,14 +46,21 @@ class Controller:
         replayer = "PrefillServer" if pool == "prefill" else "MonolithServer"
         tracing = observe(config, "referee", context.replica_tag)
 
-        handles: list[DeploymentHandle[Any]] = []  # one, made when first needed: by then the replayer is there
+        @cache  # made when first needed: by then the replayer is there
+        def replayers() -> DeploymentHandle[Any]:
+            return serve.get_deployment_handle(replayer, context.app_name)
 
-        async def replay(request: Request) -> Replayed:
-            if not handles:
-                handles.append(serve.get_deployment_handle(replayer, context.app_name))
+        async def replay_independently(request: Request) -> Replayed:
+            try:
+                referee, weights = await replayers().independent_referee.remote()
+                return await referee.replay.remote(request, weights)  # type: ignore[no-any-return]
+            except RayTaskError as error:
+                raise own_error(error) from error
+
+        async def replay(request: Request, avoid: Collection[str]) -> Replayed:
             with tracing.call("replay.call", {"truespec.choice": request.request_id}):
                 try:
-                    return await handles[0].replay.remote(request, carried())  # type: ignore[no-any-return]
+                    return await replayers().replay.remote(request, carried(), avoid=avoid)  # type: ignore[no-any-return]
                 except RayTaskError as error:
                     raise own_error(error) from error
 
@@ -58,13 +68,24 @@ class Controller:
         metrics = Metrics([RaySink(), self._sums], model_name=config.model.served_name, pool=pool)
         rounding = Rounding(config.replay.distribution_tolerance, config.replay.edge_of(config.engine))
         self._book = ReplicaBook(metrics, rounding, _dump_folder(config), config.replay.keep_verdicts)
+        num_draft_tokens = config.engine_config(pool).drafter.max_drafts
+        self._independent = IndependentChecks(
+            replay_independently,
+            Rounding(config.replay.distribution_tolerance, config.replay.independent_edge_of(config.engine)),
+            self._book,
+            metrics,
+            rate=config.replay.independent_rate if config.engine.kind == "torch" else 0.0,
+            max_tme=config.replay.max_tme,
+            num_draft_tokens=num_draft_tokens,
+        )
         self._checker = ReplayChecker(
             replay,
-            Judge(metrics, rounding, config.replay.max_tme, config.engine_config(pool).drafter.max_drafts),
+            Judge(metrics, rounding, config.replay.max_tme, num_draft_tokens),
             self._book,
             metrics,
             max_queue=config.replay.max_queue,
             max_running=config.replay.max_running,
+            verified=self._independent.offer,
         )
         self._status = StatusBook(_about(config), time.time)
         self._weights = WeightCoordinator()
@@ -74,6 +95,7 @@ class Controller:
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._checker.run())
+            tasks.create_task(self._independent.run())
             tasks.create_task(self._note_forever())
 
     async def _note_forever(self) -> None:

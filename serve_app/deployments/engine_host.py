@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from serve_app.backends.base import Backend, ModelInfo, Replayed
+from serve_app.backends.base import Backend, ModelInfo, Replayed, ReplayFailed, ServedWeights
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.config.app_config import AppConfig
@@ -53,9 +56,14 @@ def make_backend(config: AppConfig, pool: PoolName) -> Backend:
     source, name = config.model.source, config.model.served_name
     if config.engine.kind == "torch":
         return TorchBackend(source, name, config.engine_config(pool))
-    replays = pool != "decode" and config.vllm.replays == "torch"
-    replayer = TorchBackend(source, name, config.replay_config(pool)) if replays else None
-    return VllmBackend(source, name, config.vllm_settings(pool), replayer)
+    replayer = TorchBackend(source, name, config.replay_config(pool)) if config.may_replay_vllm(pool) else None
+    if replayer is None and pool != "decode" and config.vllm.replays is None:
+        _logger.warning(
+            "vLLM replays its own answers, which compares logprobs, and the distribution of greedy answers only. To "
+            "have our own engine replay them on the same GPU, leave it room by "
+            "vllm.engine_args.gpu_memory_utilization, and set vllm.replays to torch."
+        )
+    return VllmBackend(source, name, config.vllm_settings(pool), replayer, only_known=config.vllm.replays is None)
 
 
 class EngineHost:
@@ -84,6 +92,7 @@ class EngineHost:
         self.finished: deque[Finished] = deque(maxlen=_MOST_UNREPORTED)
         self._weights_switched = weights_switched
         self._guard: Guard | None = None
+        self._referee: ActorHandle | None = None
 
     async def start(self, make_source: MakeSource) -> ModelInfo:
         """Load the engine, and report to the controller from then on; what is served."""
@@ -94,7 +103,7 @@ class EngineHost:
             "fingerprint": info.fingerprint,
             "drafter": config.drafter.kind,
         }
-        self._computing = info.computing
+        self._computing, self._held_out_acceptance = info.computing, info.held_out_acceptance
         if info.computing.kernels_off:
             slow = "%s computes without its kernels, which is slow: %s"
             _logger.warning(slow, runtime.name, info.computing.kernels_off)
@@ -122,11 +131,41 @@ class EngineHost:
         self.finished.append(Finished(own_name(request.request_id), began_at, time.time(), prefilled_by))
 
     async def replay(self, request: Request, reported: Carried) -> Replayed:
-        """Compute a teacher-forced request, for the referee."""
+        """Compute a teacher-forced request, for the referee.
+
+        Raises:
+            ReplayFailed: it was refused, or the engine failed on it.
+        """
         adopt(reported)
-        return dataclasses.replace(
-            await spans.replay(self.runtime.tracing, self.backend, request), replica=self.runtime.name
+        name = self.runtime.name
+        try:
+            return dataclasses.replace(await spans.replay(self.runtime.tracing, self.backend, request), replica=name)
+        except Exception as error:
+            raise ReplayFailed(name, error) from error
+
+    def independent_referee(self) -> tuple[ActorHandle, ServedWeights]:
+        """The app's one referee that is not our engine, started on this node if there is none; and what it must load.
+
+        It has a process of its own, since it must not delay a step of the engine.
+
+        Raises:
+            EngineFault: the engine is not loaded yet.
+        """
+        from serve_app.backends.transformers_referee import TransformersReferee  # only where it is asked for
+
+        if self.keeper is None:
+            raise EngineFault("The replica is not started.")
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(TransformersReferee).options(
+            num_cpus=0,
+            scheduling_strategy=here,  # where the weights can be read
+            name=f"{self.runtime.app_name}-independent-referee",
+            get_if_exists=True,
         )
+        referee = actor.remote(background=True)
+        if referee != self._referee:  # it ends with the handle that began it; one that was found by name keeps nothing
+            self._referee = referee
+        return self._referee, self.keeper.served
 
     def load(self) -> dict[str, float]:
         """This replica's load, by the names of `AutoscalingSection.targets`."""
@@ -175,15 +214,21 @@ class EngineHost:
         runtime.metrics.record_steps(stats, self.backend.usage())
         self.backlog.observe(stats.num_prompt_tokens + stats.prefix_cache_hits, stats.draft_s + stats.verify_s)
         runtime.metrics.gauge("truespec_build_info", 1, **self._build)  # Ray's agent forgets what is not set again
+        for sampling, rates in zip(("sampled", "greedy"), self._held_out_acceptance, strict=True):
+            for position, rate in enumerate(rates):
+                runtime.metrics.gauge(
+                    "truespec_held_out_acceptance_ratio", rate, sampling=sampling, position=str(position)
+                )
         computing = self._computing
         if computing.kernels:
             runtime.metrics.gauge("truespec_kernels_active", not computing.kernels_off, kernels=computing.kernels)
-        guard.inspect(stats)
+        checks = self.backend.self_checks()
+        guard.inspect(stats, checks)
         guard.act()
         batch, trips, finished = runtime.buffer.drain(), guard.take_trips(), tuple(self.finished)
         self.finished.clear()
         try:
-            checks, keeper = self.backend.self_checks(), self.keeper
+            keeper = self.keeper
             weights = keeper.status if keeper else None
             report = Report(guard.status, batch, finished, trips, checks, weights, computing)
             orders: Orders = await runtime.controller().report.remote(report)

@@ -20,6 +20,7 @@ from serve_app.http.routes import Operations, build_ingress
 from serve_app.integrity.breaker import Mode
 from serve_app.integrity.replay_selection import Checks, chosen
 from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.integrity.signatures import SigningKey
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.scoring import ScoreLimits, Scorer
@@ -53,6 +54,8 @@ class HttpFront:
         self._front_end: FrontEnd | None = None
         self._scorer: Scorer | None = None
         self._check_parsers()
+        key_file = self._config.receipts.key_file
+        self._signing_key = None if key_file is None else SigningKey(Path(key_file))
         self._access = self._make_access()
         self._admin = self._make_admin()
 
@@ -62,6 +65,7 @@ class HttpFront:
         comparable = self._config.engine.logprobs_mode == "raw_logprobs"
         self._checks = Checks(
             lambda request_id: chosen(request_id, replay.sample_rate),
+            self._config.replays_show_distribution(info.folder),
             self._submit,
             self._runtime.check,
             replay.verify_timeout_s,
@@ -72,7 +76,7 @@ class HttpFront:
             tokens,
             self._runtime.metrics,
             records,
-            choose=self._checks.chooses,
+            select=self._checks.select,
             ended=self._request_ended,
             limits=SourceLimits(
                 most,
@@ -97,6 +101,7 @@ class HttpFront:
             ),
             checks=self._checks if comparable else None,
             parsers=self._make_parsers(info.folder),
+            signing_key=self._signing_key,
         )
         self._scorer = Scorer(
             source,
@@ -213,7 +218,7 @@ class HttpFront:
         try:
             await self._runtime.controller().submit.remote(job, carried())
         except (RayError, RayServeException) as error:
-            self._runtime.metrics.count("truespec_replays_total", result="failed")
+            self._runtime.metrics.count("truespec_replays_total", result="failed", answered_by=job.replica)
             _logger.warning("%s could not be submitted for replay: %s", job.request.request_id, error)
 
 

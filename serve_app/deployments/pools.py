@@ -8,12 +8,14 @@ sums of the whole app for `/metrics`.
 """
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from ray import serve
+from ray.actor import ActorHandle
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.backends.base import ModelInfo, Replayed
+from serve_app.backends.base import ModelInfo, Replayed, ServedWeights
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments.engine_host import EngineHost, make_backend
@@ -36,9 +38,14 @@ class EngineServer:
     host: EngineHost
     make_backend = staticmethod(make_backend)
 
-    async def replay(self, request: Request, reported: Carried) -> Replayed:
-        """Compute a teacher-forced request, for the referee."""
+    async def replay(self, request: Request, reported: Carried, avoid: Collection[str] = ()) -> Replayed:
+        """Compute a teacher-forced request, for the referee; `avoid` is for the router that chose this replica."""
+        del avoid
         return await self.host.replay(request, reported)
+
+    async def independent_referee(self) -> tuple[ActorHandle, ServedWeights]:
+        """Where the controller has answers replayed by other code than this replica's, and with which weights."""
+        return self.host.independent_referee()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: this replica's load."""

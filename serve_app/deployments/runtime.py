@@ -32,7 +32,7 @@ class ReplicaRuntime:
     def __init__(self, config: AppConfig, role: PoolName | Literal["router"]) -> None:
         self.config = config
         context = serve.get_replica_context()
-        self._app_name = context.app_name
+        self.app_name = context.app_name
         self.name = context.replica_tag
         self.tracing = observe(config, role, self.name)
         self.buffer = BufferSink(self.name)
@@ -50,7 +50,7 @@ class ReplicaRuntime:
     def controller(self) -> DeploymentHandle[Any]:
         """The app's one controller. The handle is kept: each has a router of its own."""
         if self._controller is None:
-            handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, self._app_name)
+            handle: DeploymentHandle[Any] = serve.get_deployment_handle(CONTROLLER, self.app_name)
             self._controller = handle.options(_by_reference=True)  # weights come as references to objects
         return self._controller
 

@@ -153,7 +153,7 @@ class StreamRouter:
         """
         session = _get_serve_request_context().session_id  # the client's `x-session-id`, "" without one
         workers = self._workers.options(stream=True, session_id=session)
-        response = workers.stream.remote(requests, dict(emitted), carried(), avoid)
+        response = workers.stream.remote(requests, dict(emitted), carried(), avoid=avoid)
         try:
             async for streamed in response:
                 self._learn(streamed.fingerprint)

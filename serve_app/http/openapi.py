@@ -40,7 +40,14 @@ def _reply(kind: str, *choice_fields: str) -> Schema:
         reproducible_reason=_TEXT,
     )
     about = {"id": _TEXT, "object": {"const": kind}, "created": _COUNT, "model": _TEXT, "choices": _list(choice)}
-    return _object(about, usage=_ref("Usage"), verdict=_TEXT, verdicts=_list(_TEXT), checked=_list(_TEXT))
+    return _object(
+        about,
+        usage=_ref("Usage"),
+        verdict=_TEXT,
+        verdicts=_list(_TEXT),
+        checked=_list(_TEXT),
+        receipts=_list({"type": "object"}),
+    )
 
 
 _REPLIES: dict[str, Schema] = {

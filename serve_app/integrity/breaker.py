@@ -42,7 +42,7 @@ class BreakerSettings:
 
     cooldown_s: float = 30.0  # from a trip to the first canary; doubled with each canary that fails
     window_s: float = 600.0  # a second trip within it takes the replica out
-    suspect_s: float = 60.0  # what ended so long before a trip is suspect
+    suspect_s: float = 60.0  # what ended so long before a trip is suspect, however young the evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Breaker:
         """Whether the replica is to be replaced."""
         return self.state is BreakerState.OUT and self.mode is Mode.AUTO
 
-    def trip(self, reason: str, evidence_began: float) -> Trip | None:
+    def trip(self, reason: str, shown_at: float, evidence_since: float) -> Trip | None:
         """Something is wrong; None where that is known already.
 
         While speculation is on trial it may be what is wrong, even with requests that do not speculate: they share
@@ -98,9 +98,10 @@ class Breaker:
 
         Args:
             reason: one word for the metric.
-            evidence_began: when what shows it began; what began before the last change counts no more.
+            shown_at: when the last of what shows it began; what began before the last change counts no more.
+            evidence_since: when the first of it began.
         """
-        if self.state is BreakerState.OUT or evidence_began <= self._changed_at:
+        if self.state is BreakerState.OUT or shown_at <= self._changed_at:
             return None
         if self.state is BreakerState.CANARY:
             return self.end_canary(passed=False)
@@ -113,7 +114,7 @@ class Breaker:
         if self.mode is not Mode.ON:
             self._num_failed = 0
             self._go(BreakerState.OUT if again else BreakerState.OPEN)
-        return Trip(reason, now, max(self._began, now - self._settings.suspect_s))
+        return Trip(reason, now, max(self._began, min(evidence_since, now - self._settings.suspect_s)))
 
     @property
     def canary_due(self) -> bool:

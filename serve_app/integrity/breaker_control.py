@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 
 from serve_app.backends.base import Backend
@@ -13,7 +13,7 @@ from serve_app.telemetry.metric_names import BREAKER_STATES, TRIP_REASONS
 from serve_app.telemetry.metrics import Metrics
 from speculative.errors import EngineFault
 from speculative.request import Speculation
-from speculative.stats import CLIENTS_FAULT, StepStats
+from speculative.stats import CLIENTS_FAULT, CheckState, StepStats
 
 _logger = logging.getLogger("truespec.breaker")
 
@@ -66,23 +66,25 @@ class Guard:
         breaker = self._breaker
         return ReplicaStatus(self._replica, self._pool, breaker.state, breaker.mode, breaker.since, breaker.reason)
 
-    def inspect(self, stats: StepStats) -> None:
-        """Check what the engine found out about itself since the last call."""
+    def inspect(self, stats: StepStats, checks: Sequence[CheckState] = ()) -> None:
+        """Check what the engine found out about itself since the last call; `checks`: how its self-checks stand."""
         began, self._inspected_at = self._inspected_at, self._clock()
+        since = min((check.evidence_since for check in checks if check.check in stats.alarms), default=began)
         broken = [kind for kind in stats.violations if kind != CLIENTS_FAULT]
-        for reason, found in (
-            ("selfcheck", stats.alarms),
-            ("invariant", broken),
-            ("logprobs", stats.logprob_violations),
+        for reason, found, evidence_since in (
+            ("selfcheck", stats.alarms, since),
+            ("invariant", broken, began),
+            ("logprobs", stats.logprob_violations, began),
         ):
             if found:
-                self._trip(reason, f"the engine's own checks: {', '.join(found)}", began)
+                self._trip(reason, f"the engine's own checks: {', '.join(found)}", began, evidence_since)
 
     def obey(self, orders: Orders) -> None:
         """Carry out the orders in the referee's answer."""
         for finding in orders.findings:
             reason = "drift" if finding.alarm == "drift" else "law"
-            self._trip(reason, f"replays: {finding.alarm} in stratum {finding.stratum}", finding.began_at)
+            what = f"replays: {finding.alarm} in stratum {finding.stratum}"
+            self._trip(reason, what, finding.began_at, finding.evidence_since)
         if orders.mode is not None and orders.mode is not self._breaker.mode:
             _logger.warning("an operator sets speculation to %s", orders.mode)
             self._breaker.set_mode(orders.mode)
@@ -115,9 +117,9 @@ class Guard:
         if self._breaker.out_of_service:
             raise EngineFault(f"This replica was found wrong twice ({self._breaker.reason}); it is to be replaced.")
 
-    def _trip(self, reason: str, what: str, evidence_began: float) -> None:
+    def _trip(self, reason: str, what: str, shown_at: float, evidence_since: float) -> None:
         on_trial = self._breaker.state is BreakerState.CANARY
-        trip = self._breaker.trip(reason, evidence_began)
+        trip = self._breaker.trip(reason, shown_at, evidence_since)
         if trip is None:
             _logger.warning("%s; the breaker is %s", what, self._breaker.state)
         else:

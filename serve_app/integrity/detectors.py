@@ -1,16 +1,17 @@
 """Detectors over the replayed tokens of one replica, one set for each stratum."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from serve_app.integrity.draws import DrawResult, DrawTest
 from serve_app.integrity.drift import Cusum, TokenDrift
 from serve_app.integrity.replays import KNOWN_AFTERWARDS
 from serve_app.telemetry.metric_names import STRATA
 from speculative.request import ReplayedToken
 from speculative.selfcheck.replay import CalibrationTest, DriftTest
 
-_DELTA = 1e-6 / (2 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
+_DELTA = 1e-6 / (3 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
 _REQUEST_DELTA = 1e-6
 _JUMP_NATS = 1.0  # rounding moves a logprob this far
 _JUMP_RATE = 1e-3  # in at most this share of the tokens
@@ -21,9 +22,10 @@ class SeenToken:
     """One replayed token."""
 
     strata: tuple[str, ...]
-    drift: TokenDrift
+    drift: TokenDrift | None  # None if it was served without a logprob
     row: ReplayedToken | None  # the distribution it should follow; None if nothing was drawn
-    made_by: str  # the replica that reported its logprob
+    made_by: str  # the replica that emitted it
+    draw: DrawResult | None = None  # None = its draw was not made again
 
     @property
     def distribution_terms(self) -> tuple[float, float] | None:
@@ -46,6 +48,15 @@ class Rounding:
         return CalibrationTest(tolerance=self.distribution_tolerance, edge_nats=self.edge_nats, delta=delta)
 
 
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What a detector found in a stratum, and when the evidence of it began (unix seconds)."""
+
+    name: str
+    stratum: str
+    evidence_since: float
+
+
 class ReplicaWatch:
     """What was observed of one replica since it was last trusted again."""
 
@@ -53,36 +64,52 @@ class ReplicaWatch:
         self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)
         self._jumps: defaultdict[str, DriftTest] = defaultdict(lambda: DriftTest(_JUMP_NATS, _JUMP_RATE, _DELTA))
         self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: rounding.calibration_test(_DELTA))
+        self._draws: defaultdict[str, DrawTest] = defaultdict(lambda: DrawTest(_DELTA))
 
-    def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float) -> list[tuple[str, str]]:
-        """Add one request's tokens; returns the alarms they raised, each with its stratum."""
-        alarms = []
+    def see(self, tokens: Sequence[SeenToken], *, greedy: bool, drift_tolerance: float, at: float = 0.0) -> list[Alarm]:
+        """Add one request's tokens, begun at that time (unix seconds); returns the alarms they raised."""
+        alarms: list[Alarm] = []
         for stratum, members in by_stratum(tokens).items():
-            if self._drifts(stratum, members, drift_tolerance):
-                alarms.append(("drift", stratum))
-            alarm = None if stratum in KNOWN_AFTERWARDS else self._breaks_distribution(stratum, members, greedy)
-            if alarm is not None:
-                alarms.append((alarm, stratum))
+            alarms += self._drifts(stratum, members, drift_tolerance, at)
+            alarms += self._is_drawn_wrongly(stratum, members, at)
+            if stratum not in KNOWN_AFTERWARDS:
+                alarms += self._breaks_distribution(stratum, members, greedy, at)
         return alarms
 
-    def _drifts(self, stratum: str, tokens: Sequence[SeenToken], tolerance: float) -> bool:
-        cusum, jumps = self._cusums[stratum], self._jumps[stratum]
-        risen = cusum.add((token.drift.excess for token in tokens), tolerance)
-        jumps.add(token.drift.nats for token in tokens)
-        jumped = jumps.alarm
-        if jumped:
+    def _drifts(self, stratum: str, tokens: Sequence[SeenToken], tolerance: float, at: float) -> Iterator[Alarm]:
+        cusum, jumps, drifts = self._cusums[stratum], self._jumps[stratum], drifts_of(tokens)
+        risen = cusum.add((drift.excess for drift in drifts), tolerance, at)
+        jumps.add((drift.nats for drift in drifts), at)
+        found = [cusum.evidence_since] if risen else []
+        if jumps.alarm:
+            found.append(jumps.evidence_since)
             del self._jumps[stratum]
-        return risen or jumped
+        if found:
+            yield Alarm("drift", stratum, min(found))
 
-    def _breaks_distribution(self, stratum: str, tokens: Sequence[SeenToken], greedy: bool) -> str | None:
+    def _is_drawn_wrongly(self, stratum: str, tokens: Sequence[SeenToken], at: float) -> Iterator[Alarm]:
+        test = self._draws[stratum]
+        test.add([token.draw for token in tokens if token.draw is not None], at)
+        if test.alarm:
+            yield Alarm("draws", stratum, test.evidence_since)
+            del self._draws[stratum]
+
+    def _breaks_distribution(
+        self, stratum: str, tokens: Sequence[SeenToken], greedy: bool, at: float
+    ) -> Iterator[Alarm]:
         rows = [token.row for token in tokens if token.row is not None]
         if not rows:
-            return None
-        self._distributions[stratum].add(rows, greedy=greedy)
-        alarm = self._distributions[stratum].alarm
-        if alarm is not None:
+            return
+        test = self._distributions[stratum]
+        test.add(rows, greedy=greedy, at=at)
+        if test.alarm is not None:
+            yield Alarm(test.alarm, stratum, test.evidence_since)
             del self._distributions[stratum]
-        return alarm
+
+
+def drifts_of(tokens: Iterable[SeenToken]) -> list[TokenDrift]:
+    """The drift of each token that was served with a logprob."""
+    return [token.drift for token in tokens if token.drift is not None]
 
 
 def by_stratum(tokens: Iterable[SeenToken]) -> dict[str, list[SeenToken]]:

@@ -73,14 +73,19 @@ class Cusum:
     def __init__(self, bound: float = 3.0) -> None:
         self._bound = bound
         self._sum = 0.0
+        self._zero_at: float | None = None
+        self.evidence_since = 0.0
+        """When the sum of the last alarm began to rise, in seconds."""
 
-    def add(self, values: Iterable[float], tolerance: float) -> bool:
-        """Take in values in their order; whether the alarm was raised. It start again then."""
+    def add(self, values: Iterable[float], tolerance: float, at: float = 0.0) -> bool:
+        """Take in values of that time, in their order; whether the alarm was raised. It starts again then."""
         raised = False
         for value in values:
+            if self._sum == 0.0 or self._zero_at is None:
+                self._zero_at = at
             self._sum = max(0.0, self._sum + min(value, 1.0) - tolerance)
             if self._sum >= self._bound:
-                raised, self._sum = True, 0.0
+                raised, self._sum, self.evidence_since = True, 0.0, self._zero_at
         return raised
 
 

@@ -73,6 +73,7 @@ class Finding:
     alarm: str  # drift, or what the calibration test names
     stratum: str
     began_at: float  # of the request that raised it
+    evidence_since: float  # when the evidence began, at or before that
 
 
 @dataclass(frozen=True, slots=True)

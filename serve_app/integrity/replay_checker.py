@@ -5,10 +5,10 @@ import dataclasses
 import logging
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextvars import Context, copy_context
 
-from serve_app.backends.base import Replayed
+from serve_app.backends.base import Replayed, ReplayFailed
 from serve_app.integrity.judgement import Judge
 from serve_app.integrity.replays import ReplayJob, Verdict
 from serve_app.integrity.replica_book import Case, ReplicaBook
@@ -19,8 +19,8 @@ from speculative.request import Request
 
 _logger = logging.getLogger("truespec.referee")
 
-Replay = Callable[[Request], Awaitable[Replayed]]
-"""Computes a teacher-forced request on a replica."""
+Replay = Callable[[Request, Collection[str]], Awaitable[Replayed]]
+"""Computes a teacher-forced request on a replica, on one of those given only where there is no other."""
 
 _Queued = tuple[ReplayJob, asyncio.Future[Checked], Context]
 """A job, the future it settles, and its context, which identifies the client's request and trace."""
@@ -36,6 +36,7 @@ class ReplayChecker:
         metrics: replays by result, and the length of the queue.
         max_queue: jobs that wait; as many more may wait that somebody waits for.
         max_running: replays at once.
+        verified: called for each answer of a client that was found correct.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ReplayChecker:
         *,
         max_queue: int = 64,
         max_running: int = 2,
+        verified: Callable[[ReplayJob], None] = lambda job: None,
     ) -> None:
         self._replay = replay
         self._judge = judge
@@ -54,11 +56,10 @@ class ReplayChecker:
         self._metrics = metrics
         self._max_queue = max_queue
         self._max_running = max_running
+        self._verified = verified
         self._urgent: deque[_Queued] = deque()
         self._queue: deque[_Queued] = deque()
         self._wake = asyncio.Semaphore(0)  # one permit per job in either queue
-        for result in ("ok", "failed", "skipped", "outdated", "refused"):
-            metrics.count("truespec_replays_total", 0, result=result)
 
     def submit(self, job: ReplayJob) -> None:
         """Queue a job for replay when there is time; returns at once."""
@@ -75,7 +76,7 @@ class ReplayChecker:
 
     def _enqueue(self, queue: deque[_Queued], job: ReplayJob) -> asyncio.Future[Checked] | None:
         if len(queue) >= self._max_queue:
-            self._metrics.count("truespec_replays_total", result="skipped")
+            self._count(job, "skipped")
             return None
         settled: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
         queue.append((job, settled, copy_context()))
@@ -102,42 +103,51 @@ class ReplayChecker:
             if set(job.weight_versions) != {replayed.weight_version}:
                 return self._outdated(job, replayed)
             judgement = self._judge.judge(job, replayed)
-            self._metrics.count("truespec_replays_total", result="ok")
+            self._count(job, "ok")
             checked = judgement.checked
             if not job.request.canary:  # its own replica judges by it; clients never saw it
                 checked = self._book.add(Case(job, replayed, checked), judgement.tokens, judgement.drift_tolerance)
+                if checked.verdict is Verdict.VERIFIED:
+                    self._verified(job)
             _logger.debug("%s is %s: %s", job.request.request_id, checked.verdict.value, checked.reason)
             return checked
         except Exception as error:  # a replica died, or was too busy: the check is lost, the referee is not
             if _is_impossible(job, error):
-                return self._refused(job, error)
-            self._metrics.count("truespec_replays_total", result="failed")
+                return self._refused(job, _cause(error))
+            self._count(job, "failed")
             self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
             _logger.warning("replay of %s failed: %s", job.request.request_id, error)
             return Checked(reason="the replay failed")
 
     async def _replayed(self, job: ReplayJob) -> Replayed:
+        """The replay of what was served; one that failed for no fault of the answer's is tried again, elsewhere."""
+        try:
+            return await self._attempt(job)
+        except Exception as error:
+            if _is_impossible(job, error):
+                raise
+            avoid = (error.replica,) if isinstance(error, ReplayFailed) else ()
+            _logger.info("replay of %s failed, and is tried again: %s", job.request.request_id, error)
+        return await self._attempt(job, avoid)
+
+    async def _attempt(self, job: ReplayJob, avoid: Collection[str] = ()) -> Replayed:
         """The replay of what was served, including the prompt if its logprobs were returned."""
-        prompt = job.request.prompt_token_ids
-        adapter, seed = job.request.adapter, job.request.seed
-        params = dataclasses.replace(job.request.params, prompt_logprobs=None, logprob_token_ids=())
         name = f"replay-{uuid.uuid4().hex}"
-        if job.num_tokens > job.max_model_len:
-            limit = f"longer than the longest sequence of {job.replica}, {job.max_model_len} tokens"
-            raise SequenceTooLong("prompt", f"Prompt and answer have {job.num_tokens} tokens, {limit}.")
-        forced = Request(
-            name, (*prompt, *job.token_ids), params, seed, score_from=len(prompt), adapter=adapter, replay=True
-        )
-        replayed = await self._replay(forced)
+        replayed = await self._replay(job.scored(name), avoid)
         if not job.prompt_logprobs:
             return replayed
-        reported = await self._replay(Request(f"{name}-prompt", prompt, score_from=1, adapter=adapter, replay=True))
+        prompt, adapter = job.request.prompt_token_ids, job.request.adapter
+        scored = Request(f"{name}-prompt", prompt, score_from=1, adapter=adapter, replay=True)
+        reported = await self._replay(scored, avoid)
         version = replayed.weight_version if reported.weight_version == replayed.weight_version else ""
         return dataclasses.replace(replayed, logprobs=(*reported.logprobs, *replayed.logprobs), weight_version=version)
 
+    def _count(self, job: ReplayJob, result: str) -> None:
+        self._metrics.count("truespec_replays_total", result=result, answered_by=job.replica)
+
     def _outdated(self, job: ReplayJob, replayed: Replayed) -> Checked:
         """A replay by other weights proves nothing about the answer."""
-        self._metrics.count("truespec_replays_total", result="outdated")
+        self._count(job, "outdated")
         self._metrics.count("truespec_verdicts_total", verdict=Verdict.UNVERIFIED.value)
         made, now = ", ".join(job.weight_versions), replayed.weight_version
         _logger.info("%s was made with weights %s, and was replayed with %s", job.request.request_id, made, now)
@@ -145,9 +155,13 @@ class ReplayChecker:
 
     def _refused(self, job: ReplayJob, error: Exception) -> Checked:
         """No engine takes the answer: whoever made it is wrong."""
-        self._metrics.count("truespec_replays_total", result="refused")
+        self._count(job, "refused")
         checked = Checked(verdict=Verdict.SUSPECT, reason=f"impossible: {error}")
         return checked if job.request.canary else self._book.add_impossible(Case(job, None, checked))
+
+
+def _cause(error: Exception) -> Exception:
+    return error.why if isinstance(error, ReplayFailed) else error
 
 
 def _is_impossible(job: ReplayJob, error: Exception) -> bool:
@@ -156,6 +170,7 @@ def _is_impossible(job: ReplayJob, error: Exception) -> bool:
     An engine with a shorter limit than the one that answered may refuse a correct answer; and a replica that is busy,
     gone, or cannot do what the request asks for has not checked the answer.
     """
-    if not isinstance(error, InvalidRequest) or error.field != "prompt":
+    cause = _cause(error)
+    if not isinstance(cause, InvalidRequest) or cause.field != "prompt":
         return False
-    return not isinstance(error, SequenceTooLong) or job.num_tokens > job.max_model_len
+    return not isinstance(cause, SequenceTooLong) or job.num_tokens > job.max_model_len

@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import enum
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from serve_app.integrity.replays import ReplayJob
 from serve_app.integrity.verdicts import Checked
+from speculative.request import Request
+
+_AS_SENT_SHARE = 0.25
 
 Submit = Callable[[ReplayJob], None]
 """Hands a job to the referee; must not block."""
@@ -21,18 +25,35 @@ def chosen(request_id: str, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2.0**64
 
 
+class Selection(enum.Enum):
+    """Whether a request is checked, and how it is computed then."""
+
+    NOT_CHECKED = enum.auto()
+    AS_SENT = enum.auto()  # without logprobs if its client asked for none: a fault may exist only there
+    WITH_LOGPROBS = enum.auto()
+
+
 class Checks:
     """The checks of one replica's requests.
 
     Args:
         chosen: whether a request, by its id, is checked in any case.
+        shows_distribution: whether a replay of a request gives more than logprobs.
         submit: for jobs that nobody waits for.
         check: for those that somebody does.
         timeout_s: the longest an answer waits.
     """
 
-    def __init__(self, chosen: Callable[[str], bool], submit: Submit, check: Check, timeout_s: float) -> None:
+    def __init__(
+        self,
+        chosen: Callable[[str], bool],
+        shows_distribution: Callable[[Request], bool],
+        submit: Submit,
+        check: Check,
+        timeout_s: float,
+    ) -> None:
         self._chosen = chosen
+        self._shows_distribution = shows_distribution
         self._submit = submit
         self._check = check
         self._timeout_s = timeout_s
@@ -50,9 +71,15 @@ class Checks:
                 if check is not None:
                     check.cancel()
 
-    def chooses(self, request_id: str) -> bool:
-        """Whether a request is to be checked."""
-        return request_id in self._awaited or self._chosen(request_id)
+    def select(self, request: Request) -> Selection:
+        """Whether a request is to be checked; with its logprobs, if its client waits for the verdict."""
+        request_id = request.request_id
+        if request_id in self._awaited:
+            return Selection.WITH_LOGPROBS
+        if not self._chosen(request_id):
+            return Selection.NOT_CHECKED
+        as_sent = self._shows_distribution(request) and chosen(f"as sent {request_id}", _AS_SENT_SHARE)
+        return Selection.AS_SENT if as_sent else Selection.WITH_LOGPROBS
 
     def ended(self, job: ReplayJob) -> None:
         """A request that was chosen has ended."""

@@ -7,9 +7,11 @@ handoff means a bad handoff. A token belongs to several strata, so their counts 
 import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from speculative.request import DEFAULT_VERSION, Request, TokenDelta, TokenKind
+from speculative.errors import SequenceTooLong
+from speculative.request import DEFAULT_VERSION, Request, Round, TokenDelta, TokenKind
+from speculative.selfcheck.replayed_draws import Rounds
 
 KNOWN_AFTERWARDS = frozenset({"speculative", "plain", "accepted", "recovered"})
 """Strata to which a token belongs because of what was drawn, there or after it. Accepted tokens follow min(p, q) and
@@ -49,7 +51,7 @@ class ReplayJob:
     began_at: float  # unix seconds, by the clock of `replica`
     max_model_len: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # as served, nats
+    logprobs: tuple[float, ...]  # as served, nats; () if the engine was asked for none
     kinds: tuple[TokenKind, ...]
     made_by: tuple[str, ...]  # the replica that emitted it
     rounds_since_handoff: tuple[int | None, ...]  # None = computed where the prompt was
@@ -59,11 +61,39 @@ class ReplayJob:
     num_drafted: int = 0
     num_cached: int = 0  # prompt tokens found in a prefix cache
     weight_versions: tuple[str, ...] = (DEFAULT_VERSION,)  # that made its tokens
+    rounds: tuple[Round, ...] = ()  # that made its tokens; fewer where the engine does not keep them
+
+    @property
+    def drawn(self) -> Rounds | None:
+        """Its draws, to be made again; None where nothing was drawn, or how is not known."""
+        rounds = Rounds(len(self.request.prompt_token_ids), self.rounds, self.token_ids, self.kinds)
+        return None if self.request.params.greedy or not rounds.complete else rounds
 
     @property
     def num_tokens(self) -> int:
         """Of prompt and output."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    def scored(self, name: str) -> Request:
+        """The request that computes its tokens again.
+
+        Raises:
+            SequenceTooLong: no engine like the one that answered takes so many tokens.
+        """
+        if self.num_tokens > self.max_model_len:
+            limit = f"longer than the longest sequence of {self.replica}, {self.max_model_len} tokens"
+            raise SequenceTooLong("prompt", f"Prompt and answer have {self.num_tokens} tokens, {limit}.")
+        request = self.request
+        return Request(
+            name,
+            (*request.prompt_token_ids, *self.token_ids),
+            replace(request.params, prompt_logprobs=None, logprob_token_ids=()),
+            request.seed,
+            score_from=len(request.prompt_token_ids),
+            adapter=request.adapter,
+            replay=True,
+            draws=() if self.drawn is None else self.drawn.draws(),
+        )
 
     @property
     def replicas(self) -> frozenset[str]:
@@ -113,6 +143,20 @@ class Record:
     num_drafted: int = 0
     num_cached: int = 0
     weight_versions: dict[str, None] = field(default_factory=dict)  # a set in order
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def since_handoff(self) -> str:
+        """The next round's, as the metrics name it."""
+        rounds = self.num_rounds
+        if rounds is None:
+            return "none"
+        return str(rounds) if rounds < 2 else "2_3" if rounds < 4 else "4_7" if rounds < 8 else "8_up"
+
+    def skip(self, delta: TokenDelta) -> None:
+        """Count a round of a request that is not replayed."""
+        if self.num_rounds is not None and delta.token_ids:
+            self.num_rounds += 1
 
     def take(self, delta: TokenDelta) -> None:
         """Add what one step emitted."""
@@ -128,15 +172,16 @@ class Record:
         self.rounds_since_handoff += [self.num_rounds] * count
         self.preempted += [delta.preempted] * count
         self.num_drafted += delta.num_drafted
+        self.rounds += [] if delta.round is None else [delta.round]
         self.weight_versions[delta.weight_version] = None
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
-        if self.num_rounds is not None and count:
-            self.num_rounds += 1
+        self.skip(delta)
 
     def job(self) -> ReplayJob | None:
         """The job for the referee; None if there is nothing to compare."""
-        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+        if not self.token_ids:
             return None
+        complete = len(self.token_ids) == len(self.logprobs)
         return ReplayJob(
             request=self.request,
             replica=self.replica,
@@ -144,7 +189,7 @@ class Record:
             began_at=self.began_at,
             max_model_len=self.max_model_len,
             token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
+            logprobs=tuple(self.logprobs) if complete else (),
             kinds=tuple(self.kinds),
             made_by=tuple(self.made_by),
             rounds_since_handoff=tuple(self.rounds_since_handoff),
@@ -154,6 +199,7 @@ class Record:
             num_drafted=self.num_drafted,
             num_cached=self.num_cached,
             weight_versions=tuple(self.weight_versions),
+            rounds=tuple(self.rounds),
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from serve_app.backends.base import Computing, Replayed
 from serve_app.integrity.breaker import Mode, Trip
-from serve_app.integrity.detectors import ReplicaWatch, Rounding, SeenToken
+from serve_app.integrity.detectors import Alarm, ReplicaWatch, Rounding, SeenToken
 from serve_app.integrity.dumps import DumpFolder
 from serve_app.integrity.heartbeat import Finding, Orders, ReplicaStatus, Report
 from serve_app.integrity.replays import Distribution, ReplayJob, Verdict
@@ -121,7 +121,8 @@ class ReplicaBook:
             replica = self._known(name)
             replica.cases.append(case)
             if replica.trusts(job.began_at):
-                for found in replica.watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance):
+                seen = replica.watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=job.began_at)
+                for found in seen:
                     self._alarm(name, replica, found, job.began_at)
         return self._record(case)
 
@@ -131,13 +132,17 @@ class ReplicaBook:
             replica = self._known(name)
             replica.cases.append(case)
             if replica.trusts(case.job.began_at):
-                self._alarm(name, replica, ("impossible", "all"), case.job.began_at)
+                self._alarm(name, replica, Alarm("impossible", "all", case.job.began_at), case.job.began_at)
         return self._record(case)
 
     def _record(self, case: Case) -> Checked:
-        """Record the verdict; returns what to report of the answer."""
+        """Record a replay; returns what to report of the answer."""
+        self._metrics.count("truespec_replay_distributions_total", distribution=case.checked.distribution.value)
+        return self.report(case)
+
+    def report(self, case: Case) -> Checked:
+        """Record a verdict, in the place of an earlier one on the same answer. Returns what to report of the answer."""
         job, checked = case.job, case.checked
-        self._metrics.count("truespec_replay_distributions_total", distribution=checked.distribution.value)
         reported = self.verdicts.record(job, checked, self._clock())
         self._latest.appendleft({"at": self._clock(), "replica": job.replica, **reported.to_wire()})
         self._metrics.count("truespec_verdicts_total", verdict=reported.verdict.value)
@@ -146,12 +151,11 @@ class ReplicaBook:
             self._dump(checked.reason, case.to_dump)
         return reported
 
-    def _alarm(self, name: str, replica: _Replica, found: tuple[str, str], began_at: float) -> None:
-        """Count an alarm in a stratum, and notify the replica with the answer to its next report."""
-        alarm, stratum = found
-        self._metrics.count("truespec_replay_alarms_total", alarm=alarm, stratum=stratum)
-        _logger.warning("replays show that %s is wrong: %s in stratum %s", name, alarm, stratum)
-        replica.findings.append(Finding(name, alarm, stratum, began_at))
+    def _alarm(self, name: str, replica: _Replica, found: Alarm, began_at: float) -> None:
+        """Count an alarm, and notify the replica with the answer to its next report."""
+        self._metrics.count("truespec_replay_alarms_total", alarm=found.name, stratum=found.stratum)
+        _logger.warning("replays show that %s is wrong: %s in stratum %s", name, found.name, found.stratum)
+        replica.findings.append(Finding(name, found.name, found.stratum, began_at, found.evidence_since))
 
     def _decoded_plainly(self, name: str, began_at: float) -> bool:
         """Whether a replica drafted nothing at all for what began then (unix seconds)."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.integrity.breaker import Trip
+from serve_app.integrity.draws import NOT_REPLAYED, DrawsChecked
 from serve_app.integrity.heartbeat import Finished
 from serve_app.integrity.replays import Distribution, ReplayJob, Verdict, worst
 
@@ -19,7 +20,8 @@ class Checked:
 
     `checks` are those that were run, whatever they found: `logprobs` (each against the replay's), `support` (each
     token is one that the request's rules and filters allow), `likeliest` (each token of a greedy answer is the
-    likeliest), `distribution` (the tokens count as evidence on whether tokens follow the model's distribution).
+    likeliest), `distribution` (the tokens count as evidence on whether tokens follow the model's distribution), `draws`
+    (tokens are those that the request's seed demands; `draws` says of how many).
     """
 
     verdict: Verdict = Verdict.UNVERIFIED
@@ -30,6 +32,7 @@ class Checked:
     replayed_by: str = ""
     checks: tuple[str, ...] = ()
     distribution: Distribution = Distribution.UNTESTED
+    draws: DrawsChecked = NOT_REPLAYED
 
     def to_wire(self) -> dict[str, Any]:
         """As the API returns it."""
@@ -42,6 +45,7 @@ class Checked:
             "tme": self.tme,
             "max_drift_nats": self.max_drift_nats,
             "replayed_by": self.replayed_by,
+            "draws": self.draws.to_wire(),
         }
 
 

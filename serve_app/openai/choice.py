@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from serve_app.backends.base import ParsedDelta
 from serve_app.errors import RequestAborted
+from serve_app.integrity.replays import Record
 from serve_app.openai.chat import ResponseParser
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
 from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
@@ -36,6 +37,7 @@ class _Choice:
         self._job_unrepeatable = job.unrepeatable
         self._held: list[ChoiceDelta] = []  # tokens that had nothing to say; the next piece has them too
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
+        self.record = Record(request, "", 0.0, 0) if job.receipt else None
         self.num_delivered = 0
         self.num_accepted = 0
         self.num_rejected = 0
@@ -54,6 +56,8 @@ class _Choice:
             RequestAborted: the engine let go of it.
         """
         refuse_failure(delta)
+        if self.record is not None:
+            self.record.take(delta)
         self._take_prompt_logprobs(delta)
         texts, released, offsets = self._release(delta)
         reason = self._end(delta, released)
@@ -201,6 +205,10 @@ class ChoiceRun:
     def ended_here(self, request_id: str) -> bool:
         """Whether a choice was ended by its front end."""
         return self._choices[request_id].ended_here
+
+    def records(self) -> list[tuple[Record, int]]:
+        """What was recorded for receipts, of each choice, and how many of its tokens were delivered."""
+        return [(one.record, one.num_delivered) for one in self._choices.values() if one.record is not None]
 
     def price(self, delta: TokenDelta) -> int:
         """Tokens to pay for: those of the delta, and those of its prompt where it is the first that came of it."""

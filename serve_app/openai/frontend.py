@@ -17,8 +17,10 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo, Parsers, TokenSource
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, UnsupportedParameter, reply_for
+from serve_app.integrity.receipts import receipt_of
 from serve_app.integrity.replay_selection import Checks
 from serve_app.integrity.replays import worst
+from serve_app.integrity.signatures import SigningKey
 from serve_app.integrity.verdicts import checks_of_all
 from serve_app.openai.chat import ChatDesk, ResponseParser
 from serve_app.openai.choice import ChoiceRun, read_choice
@@ -71,12 +73,14 @@ class FrontEnd:
         *,
         checks: Checks | None = None,
         parsers: Parsers | None = None,
+        signing_key: SigningKey | None = None,
     ) -> None:
         """Without `checks`, `verify` is refused; without `parsers` nobody reads reasoning, or calls that the model
-        makes as it likes."""
+        makes as it likes; without `signing_key` receipts are not signed."""
         self._source = source
         self._chats = ChatDesk(tokenizer, parsers)
         self._checks = checks
+        self._signing_key = signing_key
         self._tokenizer = tokenizer
         self._model = model
         self.limits = limits or Limits()
@@ -127,6 +131,10 @@ class FrontEnd:
             raise UnsupportedParameter(
                 "verify", "verify needs a server whose logprobs_mode is raw_logprobs: only these are compared."
             )
+        if wire.receipt and not self._model.computing.keeps_rounds:
+            raise UnsupportedParameter(
+                "receipt", "receipt needs engine.kind: torch; this engine does not report how it draws."
+            )
         if wire.resume and self.limits.resumes is None:
             raise UnsupportedParameter(
                 "resume", "resume needs a server with a stream router; set pools.router in its configuration."
@@ -170,6 +178,7 @@ class FrontEnd:
             stops,
             stream=bool(wire.stream),
             verify=bool(wire.verify),
+            receipt=bool(wire.receipt),
             answers=answers,
             form_field=form_field,
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
@@ -216,9 +225,9 @@ class FrontEnd:
                 async with aclosing(self._pieces(job, run, spend)) as arriving:
                     async for piece in arriving:
                         pieces[piece.index].append(piece)
-            verdicts = await self._verdicts(job)
+            reported = await self._verdicts(job) | self._receipts(job, run)
         choices = [await read_choice(join(parts), job.answers) for parts in pieces]
-        return job.format.whole(self._current(job.head), choices, run.usage()) | verdicts
+        return job.format.whole(self._current(job.head), choices, run.usage()) | reported
 
     async def events(self, job: PreparedRequest, spend: Spend = free) -> AsyncGenerator[bytes, None]:
         """Generate and give server-sent events, one for each delta that has something to say. `spend` is called with
@@ -238,7 +247,7 @@ class FrontEnd:
                             event = _event(job.format.chunk(head, piece))
                             yield event if begun else b"".join(map(_event, job.format.opening(head))) + event
                             begun = True
-                reported = await self._verdicts(job)
+                reported = await self._verdicts(job) | self._receipts(job, run)
         except Exception as error:
             if not begun:
                 raise
@@ -266,6 +275,13 @@ class FrontEnd:
             "verdicts": [verdict.value for verdict in verdicts],
             "checked": checks_of_all(checked),
         }
+
+    def _receipts(self, job: PreparedRequest, run: ChoiceRun) -> dict[str, Any]:
+        """The receipts of all choices, where they were asked for."""
+        if not job.receipt:
+            return {}
+        made = [receipt_of(*known, self._model, job.head.created, self._signing_key) for known in run.records()]
+        return {"receipts": [receipt.to_wire() for receipt in made]}
 
     async def _prompts(
         self, wire: CompletionRequest | ChatCompletionRequest, talk: ChatPrompt | None

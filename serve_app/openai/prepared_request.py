@@ -85,6 +85,7 @@ class PreparedRequest:
     stops: StopStrings
     stream: bool
     verify: bool
+    receipt: bool = False
     answers: ResponseParser | None = None  # None: all text is content
     form_field: str = FORM  # that asks for the form of the answers
     unrepeatable: str | None = None  # why its seed may give another text again; "" = it gives the same, None = no seed

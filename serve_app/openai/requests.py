@@ -186,6 +186,7 @@ class WireRequest(Wire):
     return_token_kinds: bool | None = None
     speculate: bool | None = None
     verify: bool | None = None  # the answer waits for its replay, and includes the verdict
+    receipt: bool | None = None  # the answer comes with what a third party needs to make its draws again
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # the lower, the earlier
     timeout: Seconds | None = None  # for the whole request, from its arrival
     resume: bool | None = None  # continues elsewhere when its decode replica is lost

@@ -48,15 +48,17 @@ class DecodeLoad:
         return max(self.kv_usage, self.running_share)
 
 
-def rank_prefill(loads: Mapping[str, PrefillLoad], num_tokens: int, name: str) -> list[str]:
+def rank_prefill(
+    loads: Mapping[str, PrefillLoad], num_tokens: int, name: str, avoid: Collection[str] = ()
+) -> list[str]:
     """Replicas for a prompt of so many tokens, the earliest done first; of equals, the one with less to compute for it.
 
-    Remaining ties are broken by `name`, so that different prompts go to different replicas.
+    Remaining ties are broken by `name`, so that different prompts go to different replicas. Those to `avoid` come last.
     """
 
-    def standing(one: str) -> tuple[int, int, int]:
+    def standing(one: str) -> tuple[bool, int, int, int]:
         load = loads[one]
-        return num_tokens - load.cached + load.backlog, -load.cached, _lot(name, one)
+        return one in avoid, num_tokens - load.cached + load.backlog, -load.cached, _lot(name, one)
 
     return sorted(loads, key=standing)
 
@@ -254,7 +256,8 @@ class PrefillRouter(_Ranking):
             return list(replicas)
         call = self._calls.of(pending)
         self._book.done(call)  # where it was meant to go before
-        ranked = rank_prefill(self._book.loads(replicas, prompt, adapter), len(prompt), str(call))
+        loads = self._book.loads(replicas, prompt, adapter)
+        ranked = rank_prefill(loads, len(prompt), str(call), _to_avoid(pending))
         self._book.meant(ranked[0], call, len(prompt))
         return ranked
 
@@ -311,5 +314,5 @@ def _request(pending: Any) -> Request | None:
 
 
 def _to_avoid(pending: Any) -> Collection[str]:
-    """The replicas to avoid: the last argument of `DecodeWorker.stream`."""
-    return pending.args[3] if len(pending.args) > 3 else ()
+    """The replicas that come last: an argument of `DecodeWorker.stream` and `EngineServer.replay`."""
+    return pending.kwargs.get("avoid", ())  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from serve_app.backends.base import TokenSource
 from serve_app.errors import NoRoom
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Record, Records, ReplayJob
 from serve_app.streams.backlog import Backlog, Clock, Returns
 from serve_app.telemetry.metrics import Metrics
@@ -34,11 +35,23 @@ class _Watched:
 
     request: Request
     record: Record
-    replayed: bool
+    selection: Selection
     began_at: float
     last_at: float
     outcome: str = "abort"  # unless it comes to an end of its own
     waiting: bool = True  # for its first token
+
+    @property
+    def replayed(self) -> bool:
+        """Whether it is to be."""
+        return self.selection is not Selection.NOT_CHECKED
+
+    @property
+    def as_computed(self) -> Request:
+        """The request, with logprobs where only the referee wants them."""
+        if self.selection is not Selection.WITH_LOGPROBS or _asked_for_logprobs(self.request):
+            return self.request
+        return dataclasses.replace(self.request, params=dataclasses.replace(self.request.params, logprobs=0))
 
 
 class ObservedSource:
@@ -48,7 +61,7 @@ class ObservedSource:
         source: where the tokens come from.
         metrics: latencies and outcomes are recorded here.
         records: what is served, request by request.
-        choose: whether a request, by its id, is to be replayed.
+        select: whether a request is to be replayed, and how it is computed then.
         ended: called for each request that came to an end: the record of it, and what is to be replayed of it, if
             anything is; must not block.
         limits: how many requests may run at once, and how long each.
@@ -61,7 +74,7 @@ class ObservedSource:
         metrics: Metrics,
         records: Records,
         *,
-        choose: Callable[[str], bool],
+        select: Callable[[Request], Selection],
         ended: Callable[[Record, ReplayJob | None], None],
         limits: SourceLimits,
         clock: Clock = time.monotonic,
@@ -69,7 +82,7 @@ class ObservedSource:
         self._source = source
         self._metrics = metrics
         self._records = records
-        self._choose = choose
+        self._select = select
         self._ended = ended
         self._limits = limits
         self._watched: dict[str, _Watched] = {}
@@ -89,11 +102,10 @@ class ObservedSource:
         self._admit(requests)
         now = self._clock()
         watched = {
-            one.request_id: _Watched(one, self._records.begin(one), self._choose(one.request_id), now, now)
-            for one in requests
+            one.request_id: _Watched(one, self._records.begin(one), self._select(one), now, now) for one in requests
         }
         self._watched |= watched
-        asked = [_with_logprobs(entry.request) if entry.replayed else entry.request for entry in watched.values()]
+        asked = [entry.as_computed for entry in watched.values()]
         ticket = self._backlog.join(len(requests[0].prompt_token_ids), _owner(requests[0]))
         try:
             async with contextlib.aclosing(self._source.stream(asked)) as deltas:
@@ -207,8 +219,11 @@ class ObservedSource:
             entry.last_at, entry.waiting = now, False
         if entry.outcome == "abort" and delta.finish_reason not in (None, FinishReason.ABORT):
             entry.outcome = str(delta.finish_reason)
-        if entry.replayed:
-            entry.record.take(delta)
+        if delta.num_drafted:
+            labels = {"since_handoff": entry.record.since_handoff, "weight_version": delta.weight_version}
+            self._metrics.count("truespec_draft_tokens_since_handoff_total", delta.num_drafted, **labels)
+            self._metrics.count("truespec_accepted_tokens_since_handoff_total", delta.num_accepted, **labels)
+        (entry.record.take if entry.replayed else entry.record.skip)(delta)
 
     def _end(self, entry: _Watched) -> None:
         self._returns.ended(self._clock() - entry.began_at)
@@ -225,12 +240,6 @@ def _owner(request: Request) -> str:
 
 def _asked_for_logprobs(request: Request) -> bool:
     return request.params.returns_logprobs or request.score_from is not None
-
-
-def _with_logprobs(request: Request) -> Request:
-    if _asked_for_logprobs(request):
-        return request
-    return dataclasses.replace(request, params=dataclasses.replace(request.params, logprobs=0))
 
 
 async def _next(deltas: AsyncGenerator[TokenDelta, None], deadline: float, limit_s: float) -> TokenDelta | None:

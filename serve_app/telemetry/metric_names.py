@@ -27,7 +27,8 @@ REFUSALS = {  # why a valid request is refused, and what each reason means
     "time_to_first_token": "the requests ahead would keep it waiting longer than the service allows",
     "deadline": "the requests ahead would keep it waiting past its own deadline",
 }
-REPLAY_ALARMS = ("drift", "probability", "surprisal", "support", "greedy", "impossible")
+INDEPENDENT_RESULTS = ("agrees", "disagrees", "skipped", "outdated", "unsupported", "failed")
+REPLAY_ALARMS = ("drift", "probability", "surprisal", "support", "greedy", "impossible", "draws")
 DRIFT_CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -80,6 +81,28 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("draft_tokens_per_position_total", "tokens", "Draft tokens proposed, by position, 0 = first.", "position"),
     _counter(
         "accepted_tokens_per_position_total", "tokens", "Draft tokens accepted, by position, 0 = first.", "position"
+    ),
+    _gauge(
+        "held_out_acceptance_ratio",
+        "ratio",
+        "Acceptance that training measured for a draft head on held-out answers, at each position if all earlier "
+        "drafts are accepted, 0 = first. Exported for heads that come with it.",
+        "position",
+        "sampling",
+    ),
+    _counter(
+        "draft_tokens_since_handoff_total",
+        "tokens",
+        "Draft tokens proposed for clients' requests, by the rounds since the handoff and the weights.",
+        "since_handoff",
+        "weight_version",
+    ),
+    _counter(
+        "accepted_tokens_since_handoff_total",
+        "tokens",
+        "Draft tokens accepted in clients' requests, by the rounds since the handoff and the weights.",
+        "since_handoff",
+        "weight_version",
     ),
     _counter(
         "expected_accepted_tokens_total",
@@ -174,14 +197,25 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "selfcheck_violations_total",
         "requests",
-        "Requests failed because a step broke an invariant, and vLLM steps that verified sampled drafts without q, by "
-        f"kind: {', '.join(INVARIANTS)}.",
+        "Requests failed because a step broke an invariant; of vLLM, steps that verified sampled drafts without q "
+        f"(q_missing), and tokens (greedy, draw); by kind: {', '.join(INVARIANTS)}.",
         "kind",
     ),
     _counter(
         "repeated_seeds_total",
         "requests",
-        "Requests whose seed the engine had seen before: they reuse its random numbers, so no self-check counts them.",
+        "Requests whose seed the engine had seen before: where they stand at positions that an earlier one used, they "
+        "reuse its random numbers.",
+    ),
+    _counter(
+        "selfcheck_rounds_total",
+        "rounds",
+        "Rounds of requests that sample, in the steps whose self-check terms are taken.",
+    ),
+    _counter(
+        "selfcheck_untested_rounds_total",
+        "rounds",
+        "Those of them whose random numbers another request with the same seed had used: no term counts them.",
     ),
     _counter("rounds_with_logprobs_total", "rounds", "Rounds of requests that ask for logprobs."),
     _counter(
@@ -199,8 +233,15 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "replays_total",
         "replays",
-        "Replays of finished requests, by result: ok, failed, skipped, outdated (weights changed since), refused (an "
-        "answer that the model cannot have produced).",
+        "Replays of finished requests, by result: ok, failed (twice), skipped, outdated (weights changed since), "
+        "refused (an answer that the model cannot have produced), and by the replica that answered.",
+        "result",
+        "answered_by",
+    ),
+    _counter(
+        "independent_replays_total",
+        "replays",
+        f"Answers that an independent referee checked again, by result: {', '.join(INDEPENDENT_RESULTS)}.",
         "result",
     ),
     _gauge("replay_queue_length", "replays", "Finished requests waiting to be replayed."),
@@ -255,6 +296,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "Sum of the absolute values of the negative parts of the calibration test's terms, by term.",
         "term",
         "stratum",
+    ),
+    _counter(
+        "replay_draws_total",
+        "checks",
+        "Checks of draws that were made again with the request's seed, by check, and by result: follows (the token is "
+        "the one that the seed demands), near (it would be if rounding had moved the logits a little), wrong.",
+        "check",
+        "result",
     ),
     _counter(
         "replay_alarms_total",

@@ -110,6 +110,8 @@ class Metrics:
 
     def _record_checks(self, stats: StepStats) -> None:
         self.count("truespec_repeated_seeds_total", stats.num_repeated_seeds)
+        self.count("truespec_selfcheck_rounds_total", stats.num_checked_rounds)
+        self.count("truespec_selfcheck_untested_rounds_total", stats.num_untested_rounds)
         self.count("truespec_rounds_with_logprobs_total", stats.num_rounds_with_logprobs)
         self.count("truespec_draft_tokens_with_logprobs_total", stats.num_drafted_with_logprobs)
         for kind in LOGPROB_RULES:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
-from serve_app.backends.base import Backend, ModelInfo, PauseMode
+from serve_app.backends.base import Backend, ModelInfo, PauseMode, ServedWeights
 from serve_app.telemetry.metrics import Metrics
 from serve_app.weights.desired_state import CONFIGURED, DesiredState, WeightsRef, WeightsStatus
 from speculative.errors import EngineFault
@@ -68,6 +68,13 @@ class WeightsKeeper:
             reason,
             self._paused,
         )
+
+    @property
+    def served(self) -> ServedWeights:
+        """What is served, and where it lies."""
+        info, ref = self.info, self._serving
+        source = info.folder if ref == CONFIGURED else ref.path
+        return ServedWeights(source, info.folder, info.computing.weights, info.fingerprint, ref.version)
 
     @property
     def behind(self) -> bool:

@@ -10,10 +10,13 @@ from speculative.gpu.attention_choice import uses_triton
 from speculative.gpu.filters import FindFloors, torch_floors
 from speculative.sampling.probs import SamplingRows
 from speculative.verification.coupled import NoiseRows, choose
+from speculative.verification.draft_probs import mass_before
 from speculative.vocabulary.ops import TorchOps
 
 Choose = Callable[[Tensor, Tensor, NoiseRows, Tensor | None, int], Tensor]
 """As `VocabularyOps.choose`."""
+MassBefore = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""As `mass_before`."""
 
 
 class DeviceOps(TorchOps):
@@ -21,6 +24,7 @@ class DeviceOps(TorchOps):
 
     def __init__(self, device: torch.device) -> None:
         self._find_floors, self._choose = make_find_floors(device), make_choose(device)
+        self.mass_before = make_mass_before(device)
 
     def process(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """As `VocabularyOps`."""
@@ -48,6 +52,15 @@ def make_find_floors(device: torch.device) -> FindFloors:
 
         return triton_floors
     return torch_floors
+
+
+def make_mass_before(device: torch.device) -> MassBefore:
+    """As `make_find_floors`."""
+    if uses_triton(device):
+        from speculative.gpu.triton_places import triton_mass_before
+
+        return triton_mass_before
+    return mass_before
 
 
 def make_choose(device: torch.device) -> Choose:

@@ -34,6 +34,7 @@ from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import results_per_entry
 from speculative.step.sampler import Sampler
 from speculative.verification.draft_probs import PointMass
+from speculative.verification.rows import VerifyRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,25 +166,29 @@ class GraphStep:
         if self._neural is not None:
             self._neural.observe_in_buffer(batch, layout, places.on_host)
         layout, masks = self._read_drafts(batch, layout, drafts)
-        sequences = [entry.sequence for entry in batch.entries]
+        sequences, checked = [entry.sequence for entry in batch.entries], self._sampler.self_check.due()
         rows = JudgedRows(
             layout,
             places.on_host[layout.verify_rows],
             drafts.rows,
-            counted=self._sampler.self_check.counted(sequences),
+            counted=self._sampler.self_check.counted(batch.entries, checked=checked),
             coupled=self._sampler.coupled(layout),
-            checked=self._sampler.self_check.due(),
+            checked=checked,
             reported=any(sequence.params.returns_logprobs for sequence in sequences),
             edits=StepEdits.of(layout, masks, self._sampler.eos_token_ids, self._vocab_size),
         )
         judged = self.judge.run(rows_bucket, rows)
         known = _with_drafts(layout, judged.draft_ids)
-        drawn = results_per_entry(known, judged.verdicts, judged.logprobs)
+        drawn, terms = results_per_entry(known, judged.verdicts, judged.logprobs), judged.terms
+        drawn = self._sampler.check_on_host(known, drawn, masks)
+        if terms is not None:
+            own = VerifyRows.of(known)
+            terms, drawn = self._sampler.check_rounds(known, own, judged.verdicts, drawn, terms, rows.counted)
         self._note_drafts(batch, known)
         return StepOutcome(
-            results=tuple(self._sampler.check_on_host(known, drawn, masks)),
+            results=tuple(drawn),
             expected_accepted=judged.verdicts.expected_accepted,
-            terms=judged.terms,
+            terms=terms,
         )
 
     def _read_drafts(

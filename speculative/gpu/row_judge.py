@@ -76,8 +76,8 @@ class RowJudge(Protocol):
 
         Returns:
             One float64 vector: accepted drafts [E], last tokens [E], drafts [R], broken invariants [R], expected
-            accepted drafts [E]; the logprobs' values [R] and ranks [R]; of the self-checks what could be accepted [1]
-            and the sums of `Terms` [C, S]. And the names of the C self-checks.
+            accepted drafts [E]; the logprobs' values [R] and ranks [R]; of the self-checks what could be accepted [1],
+            and rows [3, R] and sums [C, S] of `Terms`. And the names of the C self-checks.
         """
 
 
@@ -111,14 +111,8 @@ class TorchJudge:
         reported = gather_logprobs(mode_matrix(self._mode, logits, processed), emitted, 0)
         terms = take_terms(step, verified, emitted, Scope(self._verifier, rows.counted, rows.coupled))
         parts = [verified.num_accepted, verified.token_ids, step.drafts, broken, verified.expected_accepted]
-        return copy_once([*parts, reported.values, reported.ranks, terms.achievable, terms.sums]), terms.checks
-
-
-def columns_of(ids: Tensor, vocab_size: int) -> Tensor:
-    """[V] int32, the column of each token where `ids` [W] has one, else -1."""
-    columns = torch.full((vocab_size,), -1, dtype=torch.int32, device=ids.device)
-    columns[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    return columns
+        parts += [reported.values, reported.ranks, terms.achievable, terms.rows, terms.sums]
+        return copy_once(parts), terms.checks
 
 
 def _verify_input(probs: Tensor, rows: RowFields, draft_probs: DraftProbs, longest: int | None) -> VerifyInput:

@@ -17,8 +17,6 @@ from speculative.selfcheck.terms import (
     CHECKS_OF_SAMPLED,
     COUPLED_CHECKS_OF_DETERMINISTIC,
     COUPLED_CHECKS_OF_SAMPLED,
-    LEAST_RESIDUAL,
-    LEAST_SPREAD,
     stakes_on,
 )
 
@@ -157,10 +155,9 @@ class _Launches:
             rows.counted,
             rows.coupled,
             out.row_terms,
+            out.rows,
             *self._strides,
             self._num_entries,
-            LEAST_RESIDUAL,
-            LEAST_SPREAD,
             **self._by_row,
             **self._kind,
         )
@@ -197,7 +194,7 @@ class _Outputs:
 
     def __init__(self, num_rows: int, num_entries: int, num_checks: int, device: torch.device) -> None:
         lengths = [num_entries, num_entries, num_rows, num_rows, num_entries, num_rows, num_rows]
-        lengths += [1, num_checks * (len(STAKES) + 4)]
+        lengths += [1, 3 * num_rows, num_checks * (len(STAKES) + 4)]
         self.vector = torch.empty(sum(lengths), dtype=torch.float64, device=device)
         (
             self.num_accepted,
@@ -208,6 +205,7 @@ class _Outputs:
             self.values,
             self.ranks,
             self.achievable,
+            self.rows,
             self.sums,
         ) = self.vector.split(lengths)
         self.row_terms = torch.empty((num_checks + 1, num_rows), dtype=torch.float64, device=device)

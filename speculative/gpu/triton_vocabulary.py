@@ -26,7 +26,9 @@ import triton.language as tl
 
 from speculative.gpu.triton_filters import has_filters
 from speculative.gpu.triton_noise import best_choice
+from speculative.selfcheck.eprocess import ROUNDING
 from speculative.selfcheck.invariants import EDGE_ROUNDING, ROW_KINDS
+from speculative.selfcheck.terms import EQUAL, LEAST_RESIDUAL, LEAST_SPREAD
 
 # What one program finds of a block, by its place in the workspaces.
 HIGHEST = tl.constexpr(0)  # maxima [NUM_FACTS, R, NUM_BLOCKS] float32; of whole rows, facts [NUM_FACTS, R]
@@ -47,8 +49,7 @@ LIKELIER = tl.constexpr(7)  # units of the likeliest token's; where there are fi
 SQUARE_P = tl.constexpr(8)  # from here on for self-checks only
 SQUARE_Q = tl.constexpr(9)
 SQUARE_LEFT = tl.constexpr(10)
-CUBE_LEFT = tl.constexpr(11)
-NUM_SUMS = 12
+NUM_SUMS = 11
 
 ALIVE = tl.constexpr(0)  # drawn [NUM_DRAWN, E] float64: how many first drafts have p > 0
 LEFT_TOTAL = tl.constexpr(1)  # 0 where the token was drawn from p, since nothing is left of it
@@ -70,6 +71,8 @@ PART = tl.constexpr(2)  # or of the tokens that have a column
 NOT_FINITE, NO_TOKEN, LAW, Q_ZERO, P_ZERO, SUPPORT = (tl.constexpr(1 + ROW_KINDS.index(kind)) for kind in ROW_KINDS)
 
 _EDGE_ROUNDING = tl.constexpr(EDGE_ROUNDING)
+_ROUNDING, _EQUAL = tl.constexpr(ROUNDING), tl.constexpr(EQUAL)
+_LEAST_RESIDUAL, _LEAST_SPREAD = tl.constexpr(LEAST_RESIDUAL), tl.constexpr(LEAST_SPREAD)
 
 _TINY = tl.constexpr(1.1754943508222875e-38)
 _LANES = tl.constexpr(16)  # drafts of a round that are looked at together
@@ -279,7 +282,6 @@ def _sum_blocks(  # noqa: PLR0913
         tl.store(sums + SQUARE_P * size + place, tl.sum(p * p, axis=0).to(tl.float64))
         tl.store(sums + SQUARE_Q * size + place, tl.sum(q_row * q_row, axis=0).to(tl.float64))
         tl.store(sums + SQUARE_LEFT * size + place, tl.sum(left * left, axis=0).to(tl.float64))
-        tl.store(sums + CUBE_LEFT * size + place, tl.sum(left * left * left, axis=0).to(tl.float64))
 
 
 @_kernel
@@ -561,8 +563,24 @@ def _report_rows(  # noqa: PLR0913
 
 
 @triton.jit
-def _keep(terms, which: tl.constexpr, row, num_rows, value, where):
-    tl.store(terms + which * num_rows + row, tl.where(where, value.to(tl.float64), float("nan")))
+def _keep(terms, which: tl.constexpr, row, num_rows, value, mean, where):
+    """A term: what a value differs from its mean by; 0 where that is rounding."""
+    value, mean = value.to(tl.float64), mean.to(tl.float64)
+    difference = value - mean
+    difference = tl.where(tl.abs(difference) <= tl.maximum(value, mean) * _EQUAL, 0.0, difference)
+    tl.store(terms + which * num_rows + row, tl.where(where, difference, float("nan")))
+
+
+@triton.jit
+def _is_open(certain):
+    """Whether what is certain at 1 may still turn out one way or the other; not where it is NaN."""
+    return certain < 1 - _LEAST_SPREAD
+
+
+@triton.jit
+def _is_undecided(chance):
+    """Whether what has this chance may turn out one way or the other; not where it is NaN."""
+    return (chance > _LEAST_SPREAD) & _is_open(chance)
 
 
 @_kernel
@@ -588,12 +606,11 @@ def _take_terms(  # noqa: PLR0913, PLR0915
     counted,  # [E] bool
     coupled,
     terms,  # [NUM_TERMS + 1, R] float64: NaN where there is none; in the last row, what sum(min(p, q)) could achieve
+    row_places,  # [3, R] float64: the rows of `Terms`
     stride,
     q_stride,
     num_rows,
     num_entries,
-    least_residual,
-    least_spread,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     Q: tl.constexpr,
@@ -613,13 +630,12 @@ def _take_terms(  # noqa: PLR0913, PLR0915
     all_counts = tl.load(counted + entry) & (offset <= tl.load(drawn + ALIVE * num_entries + entry).to(tl.int64))
     is_coupled = tl.load(coupled + entry) != 0
     counts, coupled_counts = all_counts & ~is_coupled, all_counts & is_coupled & reached
-    total = tl.load(drawn + LEFT_TOTAL * num_entries + entry)
+    total = tl.load(drawn + LEFT_TOTAL * num_entries + entry)  # 0 where a token was drawn from p
     below = tl.load(drawn + BELOW * num_entries + entry) / total
     own = tl.load(drawn + OWN * num_entries + entry) / total
     square = tl.sum(_of_row(sums, SQUARE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total)
-    cube = tl.sum(_of_row(sums, CUBE_LEFT, row, num_rows, NUM_BLOCKS, PADDED), axis=0) / (total * total * total)
-    is_last = counts & reached & ~accepted & (total > 0)
-    is_open = is_last & (1 - cube > least_spread)
+    is_last = reached & ~accepted & (total > _LEAST_RESIDUAL)
+    is_open = is_last & counts & _is_open(square)
     came, here = counts & reached & judged, counts & judged
     survived = accepted.to(tl.float64)
     q_draft, q_emitted = judged.to(tl.float32), (judged & (emitted == draft)).to(tl.float32)
@@ -628,32 +644,37 @@ def _take_terms(  # noqa: PLR0913, PLR0915
         q_draft = _draft_prob(q, columns, q_stride, place, draft, draft, judged, Q)
         q_emitted = _draft_prob(q, columns, q_stride, place, draft, emitted, judged, Q)
     against = tl.minimum(q_emitted / tl.maximum(p_emitted, _TINY), 1.0)
-    _keep(terms, 0, row, num_rows, p_emitted - square_p, coupled_counts)
-    _keep(terms, 1, row, num_rows, against - overlap, coupled_counts & judged & (p_emitted > 0))
+    chance = tl.minimum(p_draft / tl.maximum(q_draft, _TINY, propagate_nan=tl.PropagateNan.ALL), 1.0)
+    nothing, one = float("nan"), survived * 0 + 1
+    tl.store(row_places + row, tl.where(reached & judged & ~is_coupled, chance.to(tl.float64), nothing))
+    tl.store(row_places + num_rows + row, tl.where(is_last & ~is_coupled, below, nothing))
+    tl.store(row_places + 2 * num_rows + row, tl.where(is_last & ~is_coupled, own, nothing))
+    p_opens, overlap_opens = _is_open(square_p), _is_undecided(overlap)
+    _keep(terms, 0, row, num_rows, p_emitted, square_p, coupled_counts & p_opens)
+    _keep(terms, 1, row, num_rows, against, overlap, coupled_counts & judged & overlap_opens & (p_emitted > 0))
     if Q == POINT_MASS:
-        enough = (1 - p_draft > least_residual) & (drawn_token != draft)
-        varies = cube - square * square > least_spread * cube
-        _keep(terms, 2, row, num_rows, p_emitted - square_p, counts & reached)
-        _keep(terms, 3, row, num_rows, survived - overlap, came)
-        _keep(terms, 4, row, num_rows, own - square, is_last & judged & enough & varies)
-        _keep(terms, 5, row, num_rows, 2 * below + own - 1, is_open & enough)
-        _keep(terms, 6, row, num_rows, overlap, reached & judged)
+        is_open &= drawn_token != draft
+        _keep(terms, 2, row, num_rows, p_emitted, square_p, counts & reached & p_opens)
+        _keep(terms, 3, row, num_rows, survived, overlap, came & overlap_opens)
+        _keep(terms, 4, row, num_rows, own, square, is_open & judged)
+        _keep(terms, 5, row, num_rows, 2 * below + own, one, is_open)
+        _keep(terms, 6, row, num_rows, overlap, one * 0, reached & judged)
     else:
-        chance = tl.minimum(p_draft / tl.maximum(q_draft, _TINY, propagate_nan=tl.PropagateNan.ALL), 1.0)
         square_q = tl.sum(_of_row(sums, SQUARE_Q, row, num_rows, NUM_BLOCKS, PADDED), axis=0)
+        q_opens = _is_open(square_q)
         residual = tl.sum(_of_row(compared, LAST_OVERLAP, entry, num_entries, NUM_BLOCKS, PADDED), axis=0)
         replaced = tl.minimum(q_emitted.to(tl.float64) / tl.maximum(own, _TINY), 1.0)
-        _keep(terms, 2, row, num_rows, chance - overlap, coupled_counts & judged)
-        _keep(terms, 3, row, num_rows, q_draft - square_q, coupled_counts & judged)
-        _keep(terms, 4, row, num_rows, p_emitted - square_p, counts & reached)
-        _keep(terms, 5, row, num_rows, against - overlap, came & (p_emitted > 0))
-        _keep(terms, 6, row, num_rows, chance - overlap, here)
-        _keep(terms, 7, row, num_rows, q_draft - square_q, here)
-        _keep(terms, 8, row, num_rows, survived - overlap, came)
-        _keep(terms, 9, row, num_rows, survived - chance, came)
-        _keep(terms, 10, row, num_rows, replaced - residual, is_open & judged)
-        _keep(terms, 11, row, num_rows, 2 * below + own - 1, is_open)
-        _keep(terms, 12, row, num_rows, overlap, reached & judged)
+        _keep(terms, 2, row, num_rows, chance, overlap, coupled_counts & judged & overlap_opens)
+        _keep(terms, 3, row, num_rows, q_draft, square_q, coupled_counts & judged & q_opens)
+        _keep(terms, 4, row, num_rows, p_emitted, square_p, counts & reached & p_opens)
+        _keep(terms, 5, row, num_rows, against, overlap, came & overlap_opens & (p_emitted > 0))
+        _keep(terms, 6, row, num_rows, chance, overlap, here & overlap_opens)
+        _keep(terms, 7, row, num_rows, q_draft, square_q, here & q_opens)
+        _keep(terms, 8, row, num_rows, survived, overlap, came & overlap_opens)
+        _keep(terms, 9, row, num_rows, survived, chance, came & _is_undecided(chance))
+        _keep(terms, 10, row, num_rows, replaced, residual, is_open & judged)
+        _keep(terms, 11, row, num_rows, 2 * below + own, one, is_open)
+        _keep(terms, 12, row, num_rows, overlap, one * 0, reached & judged)
 
 
 @_kernel
@@ -682,11 +703,12 @@ def _sum_terms(  # noqa: PLR0913
         there = tl.abs(z) < float("inf")
         total += tl.where(there, z, 0.0)
         z = tl.where(there, tl.minimum(tl.maximum(z, -1.0), 1.0), 0.0)
+        gain = tl.log(1 + bets[:, None] * z[None, :] - (tl.abs(bets) * _ROUNDING)[:, None])
+        gains += tl.sum(tl.where(there[None, :], gain, 0.0), axis=1)
         number += there.to(tl.float64)
         positive += tl.maximum(z, 0.0)
         negative += tl.maximum(-z, 0.0)
         squares += z * z
-        gains += tl.sum(tl.log(1 + bets[:, None] * z[None, :]), axis=1)
     if which == num_terms:
         tl.store(achievable, tl.sum(total, axis=0))
     else:

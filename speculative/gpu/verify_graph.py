@@ -24,7 +24,7 @@ from speculative.gpu.filters import fill_filters, filter_fields
 from speculative.gpu.judge_choice import make_judge
 from speculative.gpu.logit_edits import EditSizes, LogitEdits, StepEdits
 from speculative.gpu.logprob_report import Reported
-from speculative.gpu.row_judge import RowFields, SampledFrom, columns_of
+from speculative.gpu.row_judge import RowFields, SampledFrom
 from speculative.gpu.staged_inputs import Array, Field, StagedInputs
 from speculative.model.decoder import Decoder
 from speculative.request import SamplingParams
@@ -33,7 +33,8 @@ from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.state.batch import StepInput, Terms
 from speculative.state.token_constraint import Bools
 from speculative.step.host_copy import Verdicts
-from speculative.step.sampler import verify_rows
+from speculative.verification.draft_probs import columns_of
+from speculative.verification.rows import VerifyRows
 
 _NEVER = 1 << 20  # offset of a padding row: after every draft
 
@@ -106,6 +107,9 @@ class VerifyGraph:
         self._samples = draft_model is not None
         self._draft_ids = ids = None if draft_model is None else draft_model.ids
         self._columns = None if ids is None else columns_of(ids, decoder.config.vocab_size)
+        self._is_drafted = np.ones(decoder.config.vocab_size, np.bool_)  # [V], whether a drafter's column is the token
+        if self._columns is not None:
+            self._is_drafted = (self._columns >= 0).cpu().numpy()
         self._rows = LastRows()
         self._captured: dict[tuple[Bucket, Extras], _Captured] = {}
 
@@ -137,10 +141,19 @@ class VerifyGraph:
         if rows.edits is not None:
             self._edits.send(rows.edits)
         vector, checks = captured.replay()
-        values, reported = vector.cpu().numpy(), None
+        values, reported, own_q = vector.cpu().numpy(), None, None
+        if self._samples and bucket.num_queries > 1:
+            values, own_q = np.split(values, [-2 * bucket.num_rows - bucket.num_seqs])
         if extras.reported is not None:
             reported, values = extras.reported.unpack(values, bucket.num_rows, vocab_size)
         judged = _unpack(values, bucket, checks, rows)
+        if own_q is not None:
+            of_rows, of_last = np.split(own_q, [2 * bucket.num_rows])
+            of_drafts, before = of_rows.reshape(2, -1)[:, : len(rows.layout.drafts)]
+            of_last = np.where(self._is_drafted[judged.verdicts.token_ids], of_last[: len(params)], 0.0)
+            own = {"draft_probs": of_drafts, "mass_before": before, "last_probs": of_last}
+            verdicts = dataclasses.replace(judged.verdicts, **own)
+            judged = dataclasses.replace(judged, verdicts=verdicts)
         return judged if reported is None else dataclasses.replace(judged, logprobs=reported)
 
     def _extras_of(self, rows: JudgedRows, params: Sequence[SamplingParams]) -> Extras:
@@ -162,11 +175,22 @@ class VerifyGraph:
             )
         rows = RowFields(**{name: inputs[name] for name in RowFields._fields} | {"drafts": drafts})
         edited = logits if extras.edits is None else self._edits.apply(logits, rows, extras.edits)
-        vector, checks = self._judge(edited, rows, sampled)
+        judged, checks = self._judge(edited, rows, sampled)
+        vector = judged
         if extras.reported is not None:
             more = extras.reported.make(self._mode, self._ops, (logits, edited), rows, inputs, vector)
             vector = torch.cat([more, vector])
-        return vector, checks
+        return vector if sampled is None else torch.cat([vector, *self._q_of(sampled, rows, judged)]), checks
+
+    def _q_of(self, sampled: SampledFrom, rows: RowFields, judged: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[R] q of the draft judged at each row, [R] its mass before that draft, and [E] q of each entry's last token;
+        anything where a row has no draft, or the drafter's vocabulary not the token."""
+        accepted, last = judged[: 2 * len(rows.counts)].long().chunk(2)
+        place = sampled.places[rows.packed.clamp(max=len(sampled.places) - 1)]  # [R]
+        columns = last if sampled.columns is None else sampled.columns[last].clamp(min=0)
+        own_columns = sampled.own_columns[place]
+        own, before = sampled.probs[place, own_columns], self._ops.mass_before(sampled.probs, place, own_columns)
+        return own, before, sampled.probs[place[rows.first_rows + accepted], columns]
 
 
 def _fields(bucket: Bucket, vocab_size: int) -> dict[str, Field]:
@@ -203,7 +227,7 @@ def _fill(host: dict[str, Array], rows: JudgedRows, per_entry: SamplingRows) -> 
     num_rows, num_entries = len(layout.drafts), len(layout.drawing)
     entries = layout.verify_entries
     host["places"][:num_rows] = rows.places
-    for name, values in verify_rows(layout).named().items():
+    for name, values in VerifyRows.of(layout).named().items():
         if name in host:
             host[name][: len(values)] = values
     host["temperature"][:num_rows] = per_entry.temperature.numpy()[entries]
@@ -243,5 +267,6 @@ def _unpack(vector: Array, bucket: Bucket, checks: tuple[str, ...], rows: Judged
         nothing = np.empty((num_rows, 0))
         logprobs = LogprobRows(values.astype(np.float32), ranks.astype(np.int64), nothing, nothing, nothing)
     if rows.checked:
-        terms = Terms(checks, rest[1:].reshape(len(checks), -1), float(rest[0]))
+        achievable, per_row = float(take(1)[0]), take(3 * bucket.num_rows).reshape(3, -1)[:, :num_rows]
+        terms = Terms(checks, rest.reshape(len(checks), -1), achievable, per_row)
     return Judged(Verdicts(accepted, token_ids, broken, float(expected)), drafts, logprobs, terms)

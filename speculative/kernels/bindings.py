@@ -153,6 +153,19 @@ class VerifyStruct(ctypes.Structure):
     ]
 
 
+class TermStruct(ctypes.Structure):
+    """`TermRules` of kernels.cpp."""
+
+    _fields_ = [
+        ("stakes", c_void_p),
+        ("num_stakes", c_int64),
+        ("least_residual", c_double),
+        ("least_spread", c_double),
+        ("equal", c_double),
+        ("rounding", c_double),
+    ]
+
+
 _MIRRORED: dict[str, type[ctypes.Structure]] = {
     "Linear": LinearStruct,
     "Layer": LayerStruct,
@@ -161,6 +174,7 @@ _MIRRORED: dict[str, type[ctypes.Structure]] = {
     "Step": StepStruct,
     "DraftRound": DraftRoundStruct,
     "VerifyStep": VerifyStruct,
+    "TermRules": TermStruct,
 }
 
 
@@ -232,10 +246,12 @@ class Kernels:
         self._verify.argtypes = [c_void_p] * 6
         self._emitted = library.truespec_emitted
         self._emitted.argtypes = [c_void_p] * 4
+        self._round_probs = library.truespec_round_probs
+        self._round_probs.argtypes, self._round_probs.restype = [c_void_p] * 7, None
         self._broken_rows = library.truespec_broken_rows
         self._broken_rows.argtypes = [*(c_void_p,) * 5, c_double, c_void_p]
         self._terms = library.truespec_terms
-        self._terms.argtypes = [*(c_void_p,) * 5, c_int64, c_double, c_double, c_void_p, c_void_p]
+        self._terms.argtypes = [c_void_p] * 8
         self._draw = library.truespec_draw
         self._draw.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p]
         self._draw_residual = library.truespec_draw_residual
@@ -460,6 +476,16 @@ class Kernels:
         self._emitted(ctypes.addressof(step), *(part.data_ptr() for part in kept), out.data_ptr())
         return out
 
+    def round_probs(
+        self, step: VerifyStruct, num_accepted: Tensor, token_ids: Tensor, column_of: Tensor | None, *, places: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `VocabularyOps.round_probs`; column_of: [V] int32, of each token, None where it is the token."""
+        of_drafts, of_last = (torch.empty(n, dtype=torch.float64) for n in (step.num_rows, step.num_entries))
+        before = torch.empty_like(of_drafts) if places else None
+        kept = [num_accepted.contiguous(), token_ids.contiguous(), column_of, of_drafts, of_last, before]
+        self._round_probs(ctypes.addressof(step), *(None if part is None else part.data_ptr() for part in kept))
+        return of_drafts, of_last, before
+
     def broken_rows(
         self,
         step: VerifyStruct,
@@ -482,27 +508,25 @@ class Kernels:
         num_accepted: Tensor,
         emitted: Tensor,
         counted: Tensor,
-        stakes: Float64s,
+        rules: TermStruct,
         num_checks: int,
-        least: tuple[float, float],
-    ) -> tuple[Tensor, Tensor]:
-        """The terms of the self-checks of token-wise verification: sums [C, len(stakes) + 4], and what was achievable.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The terms of the self-checks of token-wise verification: sums [C, stakes + 4], what was achievable, and rows
+        [3, R], as in `Terms`.
 
         Args:
             step: what was verified.
             num_accepted: [E] int64. emitted: [R] int64. counted: [E] bool.
-            stakes: of the bets.
-            num_checks: C; 8 for sampled drafts, 4 for deterministic ones.
-            least: a last token after a deterministic draft counts only if p leaves the other tokens more than the
-                first; and only if its distribution spreads more than the second."""
-        sums = torch.zeros((num_checks, len(stakes) + 4), dtype=torch.float64)
-        achievable = torch.empty((), dtype=torch.float64)
+            rules: the stakes, and what counts.
+            num_checks: C; 8 for sampled drafts, 4 for deterministic ones."""
+        sums = torch.zeros((num_checks, rules.num_stakes + 4), dtype=torch.float64)
+        achievable, rows = torch.empty((), dtype=torch.float64), torch.empty((3, step.num_rows), dtype=torch.float64)
         kept = [part.contiguous() for part in (num_accepted, emitted, counted)]
         self._terms(
-            *(ctypes.addressof(step), *(part.data_ptr() for part in kept), stakes.ctypes.data, len(stakes)),
-            *(*least, sums.data_ptr(), achievable.data_ptr()),
+            *(ctypes.addressof(step), *(part.data_ptr() for part in kept), ctypes.addressof(rules)),
+            *(found.data_ptr() for found in (sums, achievable, rows)),
         )
-        return sums, achievable
+        return sums, achievable, rows
 
     def noise(self, seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         """The uniforms [R, vocab_size] float64 behind `gumbel` of rng.py; seeds and positions are [R] int64."""

@@ -1338,15 +1338,6 @@ double sum_of_squares(const float* distribution, int64_t size) {
     });
 }
 
-// Sum of (scale x p)^3: 1 where one token has all mass.
-double sum_of_cubes(const float* distribution, float scale, int64_t size) {
-    const __m512 scales = _mm512_set1_ps(scale);
-    return sum_lanes(size, [=](int64_t i, __mmask16 lanes) {
-        const __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, distribution + i), scales);
-        return _mm512_mul_ps(x, _mm512_mul_ps(x, x));
-    });
-}
-
 // Sum of min(scale x p, q) over q's columns; NaN where q or p has one there.
 double overlap(const float* p, float scale, const float* q, int64_t width, const int64_t* ids) {
     const __m512 scales = _mm512_set1_ps(scale);
@@ -1413,17 +1404,32 @@ struct VerifyStep {
     }
 };
 
-// Sums of a self-check's terms: log(1 + stake Z) of each stake, then number, positive and negative parts, squares.
-struct TermSums {
+// What the terms of the self-checks are taken with; selfcheck/terms.py says what each number is.
+struct TermRules {
     const double* stakes;
     int64_t num_stakes;
+    double least_residual, least_spread, equal, rounding;
+
+    bool is_open(double certain) const { return certain < 1 - least_spread; }
+    bool is_undecided(double chance) const { return chance > least_spread && is_open(chance); }
+};
+
+// Sums of a self-check's terms: log(1 + stake Z - |stake| rounding) of each stake, then number, positive and negative
+// parts, squares.
+struct TermSums {
+    TermRules rules;
     double* sums;  // [checks, num_stakes + 4]
 
-    void add(int64_t check, double value) const {
-        if (!std::isfinite(value)) return;
-        const double z = std::min(std::max(value, -1.0), 1.0);
+    // Z is what a value differs from its mean by; 0 where that is rounding.
+    void add(int64_t check, double value, double mean) const {
+        const double difference = value - mean;
+        if (!std::isfinite(difference)) return;
+        const bool equal = std::abs(difference) <= rules.equal * std::max(value, mean);
+        const double z = equal ? 0.0 : std::min(std::max(difference, -1.0), 1.0);
+        const int64_t num_stakes = rules.num_stakes;
+        const double* stakes = rules.stakes;
         double* own = sums + check * (num_stakes + 4);
-        for (int64_t s = 0; s < num_stakes; ++s) own[s] += std::log1p(stakes[s] * z);
+        for (int64_t s = 0; s < num_stakes; ++s) own[s] += std::log1p(stakes[s] * z - std::abs(stakes[s]) * rules.rounding);
         double* parts = own + num_stakes;
         parts[0] += 1;
         parts[1] += std::max(z, 0.0);
@@ -1437,38 +1443,44 @@ double ratio_of(double above, double below) {
     return std::min(above / std::max<double>(below, std::numeric_limits<float>::min()), 1.0);
 }
 
-// What has to be open for the terms of a round's last token: p has to leave more than `residual` beside a chosen draft,
-// and the distribution of the token has to spread more than `spread`.
-struct Least {
-    double residual, spread;
+// Of a round's last token: the mass before it, and its own, of the distribution that it is drawn from.
+struct LastPlace {
+    double below, own;
 };
 
 // The terms of the last row of a round, whose token is `token`: f and g of sampled drafts, r and g of chosen ones.
-void add_last_terms(const VerifyStep& step, int64_t row, int64_t token, const Least& least, const TermSums& to,
-                    float* left) {
+LastPlace add_last_terms(const VerifyStep& step, int64_t row, int64_t token, bool counts, const TermSums& to, float* left) {
+    const bool judged = step.judged(row);
+    const LastPlace unknown{NAN, NAN};
+    const auto mass_of = [&](const float* distribution, int64_t end) {
+        double mass = 0;
+        for (int64_t i = 0; i < end; i += kRun) mass += sum_run(distribution + i, std::min(kRun, end - i));
+        return mass;
+    };
     if (step.q) {
         const float* rest = step.residual(row, left);
-        double mass = 0, below = 0;
-        for (int64_t i = 0; i < step.size; i += kRun) mass += sum_run(rest + i, std::min(kRun, step.size - i));
-        for (int64_t i = 0; i < token; i += kRun) below += sum_run(rest + i, std::min(kRun, token - i));
-        const double own = rest[token] / mass;
-        if (!(1 - sum_of_cubes(rest, static_cast<float>(1 / mass), step.size) > least.spread)) return;
-        if (step.judged(row)) {
+        const double mass = mass_of(rest, step.size);
+        if (!(mass > to.rules.least_residual)) return unknown;
+        const LastPlace place{mass_of(rest, token) / mass, rest[token] / mass};
+        if (!counts || !to.rules.is_open(sum_of_squares(rest, step.size) / (mass * mass))) return place;
+        if (judged) {
             const double both = overlap(rest, static_cast<float>(1 / mass), step.draft_probs(row), step.width, step.ids);
-            to.add(6, ratio_of(step.q_of(row, token), own) - both);
+            to.add(6, ratio_of(step.q_of(row, token), place.own), both);
         }
-        to.add(7, 2 * below / mass + own - 1);
-        return;
+        to.add(7, 2 * place.below + place.own, 1);
+        return place;
     }
-    const double p_draft = step.p_of_draft(row), rest = 1 - p_draft, own = step.distribution(row)[token];
-    if (!(rest > least.residual) || token == step.drafts[row]) return;
+    const double p_draft = step.p_of_draft(row), rest = 1 - p_draft;
+    if (!(rest > to.rules.least_residual)) return unknown;
+    const double below = mass_of(step.distribution(row), token) - (step.drafts[row] < token ? p_draft : 0.0);
+    const bool repeated = token == step.drafts[row];
+    const LastPlace place{below / rest, repeated ? 0.0 : step.distribution(row)[token] / rest};
+    if (!counts || repeated) return place;
     const double square = (sum_of_squares(step.distribution(row), step.size) - p_draft * p_draft) / (rest * rest);
-    const double cubes = sum_of_cubes(step.distribution(row), 1.0f, step.size);
-    const double cube = (cubes - p_draft * p_draft * p_draft) / (rest * rest * rest);
-    double below = step.drafts[row] < token ? -p_draft : 0.0;
-    for (int64_t i = 0; i < token; i += kRun) below += sum_run(step.distribution(row) + i, std::min(kRun, token - i));
-    if (step.judged(row) && cube - square * square > least.spread * cube) to.add(2, own / rest - square);
-    if (1 - cube > least.spread) to.add(3, (2 * below + own) / rest - 1);
+    if (!to.rules.is_open(square)) return place;
+    if (judged) to.add(2, place.own, square);
+    to.add(3, 2 * place.below + place.own, 1);
+    return place;
 }
 
 // -- random numbers ---------------------------------------------------------------------------------------------------
@@ -1602,6 +1614,28 @@ void truespec_emitted(const VerifyStep* step, const int64_t* num_accepted, const
     }
 }
 
+// What is recorded of a round: q of the draft at each row, and of each entry's last token; and in `before`, if it is not
+// null, the mass of q before each draft. column_of [size]: the column of each token, -1 = none; null where it is the token.
+void truespec_round_probs(const VerifyStep* step, const int64_t* num_accepted, const int64_t* tokens,
+                          const int32_t* column_of, double* of_drafts, double* of_last, double* before) {
+    for (int64_t row = 0; row < step->num_rows; ++row) {
+        of_drafts[row] = step->q_of_draft(row);
+        if (!before) continue;
+        double mass = 0;
+        if (step->judged(row)) {
+            const int64_t end = step->columns ? step->columns[step->packed[row]] : step->drafts[row];
+            const float* distribution = step->draft_probs(row);
+            for (int64_t i = 0; i < end; i += kRun) mass += sum_run(distribution + i, std::min(kRun, end - i));
+        }
+        before[row] = mass;
+    }
+    for (int64_t e = 0; e < step->num_entries; ++e) {
+        const int64_t row = step->first_rows[e] + num_accepted[e];
+        const int64_t column = column_of ? column_of[tokens[e]] : tokens[e];
+        of_last[e] = step->judged(row) && column >= 0 ? step->draft_probs(row)[column] : 0.0;
+    }
+}
+
 // What is broken at each row: 1 + its place among the ROW_KINDS of selfcheck/invariants.py, or 0. highest: [num_rows]
 // the highest logit; outside: whether the token is outside its request's filters.
 void truespec_broken_rows(const VerifyStep* step, const int64_t* num_accepted, const int64_t* emitted,
@@ -1626,14 +1660,14 @@ void truespec_broken_rows(const VerifyStep* step, const int64_t* num_accepted, c
 }
 
 // The terms of token-wise verification, as selfcheck/terms.py defines them: of sampled drafts d c a_prime e a b f g, of
-// chosen ones d a r g, summed up (TermSums); and what could be accepted of the drafts that were reached.
+// chosen ones d a r g, summed up (TermSums); what could be accepted of the drafts that were reached; and rows [3, num_rows] of
+// each row's chance, and the place of the last tokens.
 void truespec_terms(const VerifyStep* step, const int64_t* num_accepted, const int64_t* emitted, const uint8_t* counted,
-                    const double* stakes, int64_t num_stakes, double least_residual, double least_spread, double* sums,
-                    double* achievable) {
+                    const TermRules* rules, double* sums, double* achievable, double* rows) {
     float* left = workspace().scores.at_least(step->size);
-    const TermSums to{stakes, num_stakes, sums};
-    const Least least{least_residual, least_spread};
+    const TermSums to{*rules, sums};
     *achievable = 0;
+    std::fill(rows, rows + 3 * step->num_rows, NAN);
     bool alive = true;  // p was not 0 at an earlier draft of the round
     for (int64_t row = 0; row < step->num_rows; ++row) {
         const int64_t entry = step->entries[row], offset = row - step->first_rows[entry];
@@ -1643,23 +1677,33 @@ void truespec_terms(const VerifyStep* step, const int64_t* num_accepted, const i
         const bool counts = counted[entry] && alive;
         const double p_draft = step->p_of_draft(row), q_draft = step->q_of_draft(row);
         alive = alive && p_draft > 0;
-        if (!counts && !(judged && reached)) continue;
-        const double chance = judged ? step->chance(row) : 0.0;
-        if (judged && reached && std::isfinite(chance)) *achievable += chance;
-        if (!counts) continue;
-        const double p_emitted = step->distribution(row)[emitted[row]];
-        if (reached) to.add(0, p_emitted - sum_of_squares(step->distribution(row), step->size));
-        if (judged && step->q) {
-            const double ratio = ratio_of(p_draft, q_draft);
-            if (reached && p_emitted > 0) to.add(1, ratio_of(step->q_of(row, emitted[row]), p_emitted) - chance);
-            to.add(2, ratio - chance);
-            to.add(3, q_draft - sum_of_squares(step->draft_probs(row), step->width));
-            if (reached) to.add(4, accepted - chance);
-            if (reached) to.add(5, accepted - ratio);
-        } else if (judged && reached) {
-            to.add(1, accepted - chance);
+        if (!counts && !reached) continue;
+        const double chance = judged ? step->chance(row) : 0.0, ratio = ratio_of(p_draft, q_draft);
+        if (judged && reached) {
+            if (std::isfinite(chance)) *achievable += chance;
+            rows[row] = ratio;
         }
-        if (reached && !accepted) add_last_terms(*step, row, emitted[row], least, to, left);
+        if (counts) {
+            const double p_emitted = step->distribution(row)[emitted[row]];
+            const bool is_open = judged && rules->is_undecided(chance);
+            if (reached) {
+                const double square = sum_of_squares(step->distribution(row), step->size);
+                if (rules->is_open(square)) to.add(0, p_emitted, square);
+                if (is_open) to.add(step->q ? 4 : 1, accepted, chance);
+            }
+            if (judged && step->q) {
+                if (is_open && reached && p_emitted > 0) to.add(1, ratio_of(step->q_of(row, emitted[row]), p_emitted), chance);
+                if (is_open) to.add(2, ratio, chance);
+                const double square = sum_of_squares(step->draft_probs(row), step->width);
+                if (rules->is_open(square)) to.add(3, q_draft, square);
+                if (reached && rules->is_undecided(ratio)) to.add(5, accepted, ratio);
+            }
+        }
+        if (reached && !accepted) {
+            const LastPlace place = add_last_terms(*step, row, emitted[row], counts, to, left);
+            rows[step->num_rows + row] = place.below;
+            rows[2 * step->num_rows + row] = place.own;
+        }
     }
 }
 
@@ -1896,6 +1940,9 @@ const Place kPlaces[] = {
     AT(VerifyStep, num_rows), AT(VerifyStep, num_entries), AT(VerifyStep, size), AT(VerifyStep, p), AT(VerifyStep, q),
     AT(VerifyStep, width), AT(VerifyStep, ids), AT(VerifyStep, columns), AT(VerifyStep, drafts),
     AT(VerifyStep, packed), AT(VerifyStep, entries), AT(VerifyStep, first_rows),
+    SIZE(TermRules),
+    AT(TermRules, stakes), AT(TermRules, num_stakes), AT(TermRules, least_residual), AT(TermRules, least_spread),
+    AT(TermRules, equal), AT(TermRules, rounding),
     {nullptr, 0},
 };
 #undef SIZE

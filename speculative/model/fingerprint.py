@@ -15,8 +15,16 @@ from speculative.model.loading import checkpoint_files
 from speculative.model.mtp import MtpConfig
 from speculative.model.quantized import QUANTIZED_FILE
 
+ROUNDED_FORMS = ("w16a16", "int8", "int4", "w8a8", "w4a8", "fp8")
+"""Forms of weights in which an engine computes otherwise than with the folder's own."""
 CACHE_FILE = ".truespec-fingerprint.json"
 _CHUNK_BYTES = 1 << 24
+
+
+def has_plain_values(folder: Path, form: str) -> bool:
+    """Whether weights in this form have the values of the folder's safetensors files, up to rounding to a dtype."""
+    # Where there are four-bit weights beside them, the plain weights are those values, dequantized.
+    return form not in ROUNDED_FORMS or (form == "int4" and (folder / QUANTIZED_FILE).is_file())
 
 
 def model_fingerprint(
@@ -34,7 +42,7 @@ def model_fingerprint(
     """
     canonical = _canonical(config or ModelConfig.from_folder(folder))
     files = checkpoint_files(folder)
-    if weights in ("w16a16", "int8", "int4", "w8a8", "w4a8", "fp8"):
+    if weights in ROUNDED_FORMS:
         canonical += f"\0{weights}"
         files += [file for file in (folder / QUANTIZED_FILE,) if weights in ("int4", "w4a8") and file.is_file()]
     key = {"config": canonical, "files": {file.name: _size_and_time(file) for file in files}}

@@ -116,6 +116,11 @@ def read_held_out_rates(folder: Path) -> tuple[tuple[float, ...], tuple[float, .
     return sampled, greedy
 
 
+def held_out_rates(kind: str, folder: Path | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """As `read_held_out_rates`, of a drafter of any kind: nothing where it is no head."""
+    return read_held_out_rates(folder) if kind == "eagle3" and folder is not None else ((), ())
+
+
 def layer_json(shape: ModelConfig) -> dict[str, Any]:
     """What config.json says of a Llama layer; the inverse of `ModelConfig.from_json`, as far as a head needs it."""
     rope: dict[str, Any] = {"rope_type": "default"}

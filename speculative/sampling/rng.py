@@ -86,13 +86,16 @@ def _gumbel_row(seed: int, position: int, vocab_size: int) -> Tensor:
 
 
 def _make_gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    return -(-noise_uniforms(seeds, positions, vocab_size).log()).log()
+
+
+def noise_uniforms(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """[R, vocab_size] float64 in (0, 1): the uniforms behind `gumbel`."""
     kernels = cpu_kernels() if seeds.device.type == "cpu" else None
-    unit = _noise(seeds, positions, vocab_size) if kernels is None else kernels.noise(seeds, positions, vocab_size)
-    return -(-unit.log()).log()
+    return _noise(seeds, positions, vocab_size) if kernels is None else kernels.noise(seeds, positions, vocab_size)
 
 
 def _noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """[R, vocab_size] float64: the uniforms behind `gumbel`."""
     pairs = torch.arange((vocab_size + 1) // 2, device=seeds.device).expand(seeds.shape[0], -1)
     purpose = torch.full_like(pairs, Purpose.NOISE)
     low, high = _key(seeds[:, None].expand_as(pairs))

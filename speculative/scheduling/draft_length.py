@@ -11,11 +11,12 @@ so which text a seed gives, unless the request is reproducible. (Requests with t
 they do without any drafts.)"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import mul, truediv
+from operator import add, mul, truediv
+from typing import NamedTuple
 
 from speculative.config import DrafterConfig
 from speculative.scheduling.acceptance_rates import AcceptanceRates
@@ -28,11 +29,12 @@ from speculative.state.sequence import Sequence
 _CALIBRATE_EVERY = 8  # of such steps, where half or twice the load is known: what it costs there is believed first
 _PLAIN_FIRST = 5  # steps without drafts where half or twice the load is known: what all gains are compared with
 _PROBE_EVERY = 100  # steps
-_LOOK_EVERY = {True: 4, False: 8}  # steps, while drafting pays and while it does not: looking takes time
+_LOOK_EVERY = {True: 4, False: 8}  # steps, while drafting pays and while it does not: in a cold cache looking takes 3 %
 _MOST_PATIENCE = 2  # factor by which probes become rarer while they show that drafting does not pay
 _SEQUENCES_A_PROBE = 4  # those whose drafter is least behind: it has to catch up on what was emitted without it
 _CLEAR_GAIN = 1.05  # in tokens a second, for which a passage is drafted: what is expected of it is less certain
 _HYSTERESIS = 0.01  # gain in tokens a second for which drafting is switched on or off
+_MOST_BEHIND = 512  # tokens; of longer prompts a drafter computes the rest while the target does
 
 
 ExpectedRates = tuple[Sequences[float], Sequences[float]]
@@ -110,11 +112,13 @@ class DynamicLength(DraftLength):
         self._rule = self._confidence.rule(least=0.0)
         self._rule_is_used = False
         self._requests: dict[str, _RequestHistory] = {}
+        self._unread: list[_Step] = []
+        self._probabilities: dict[str, Sequences[float]] = {}
         self._lengths: dict[str, int] = {}
-        self._kept = _Kept([], [], self._rule)
-        self._looks = True
-        self._num_decoding = 0
-        self._context = 0
+        self._decoding: list[Sequence] = []
+        self._is_kept = False  # whether the lengths hold for further steps of the same sequences
+        self._speculating: list[Sequence] = []
+        self._num_kept, self._may_repeat = 0, False  # steps since the last look; whether passages are looked for
         self._is_trial = False
         self._num_steps, self._num_calibrations = 0, 0
         self._drafting = True
@@ -129,22 +133,29 @@ class DynamicLength(DraftLength):
         return self._cost(num_sequences).is_known
 
     def plan(self, decoding: Sequences[Sequence]) -> None:
-        """Choose the lengths of the next step for all decoding sequences."""
-        self._num_decoding = len(decoding)
-        self._context = sum(len(sequence.tokens) for sequence in decoding)
+        """Choose the lengths of the next step for all decoding sequences; for the same ones, those of the last step,
+        if that was planned lately."""
+        self._passages.begin_step()
+        self._num_steps += 1
+        self._num_kept += 1
+        if not self._is_kept or self._num_kept >= _LOOK_EVERY[self._drafting] or decoding != self._decoding:
+            self._look(decoding)
+        if self._may_repeat:
+            self._repeat(self._speculating)
+
+    def _look(self, decoding: Sequences[Sequence]) -> None:
+        """Learn from the steps since the last look, then plan."""
+        self._learn()
         speculating = [sequence for sequence in decoding if sequence.params.speculate]
         for sequence in speculating:
-            history = self._requests.get(sequence.request.request_id)
-            if history is None:
-                history = _RequestHistory(AcceptanceRates(self._most, keep=0.97))
-                self._requests[sequence.request.request_id] = history
-            history.round_start = len(sequence.tokens)
-        self._passages.begin_step()
+            if sequence.request.request_id not in self._requests:
+                rates = AcceptanceRates(self._most, keep=0.97)
+                self._requests[sequence.request.request_id] = _RequestHistory(rates)
+        self._decoding, self._speculating = list(decoding), speculating
+        self._num_kept, self._is_kept, self._may_repeat = 0, False, False
         if not speculating:
             return
-        self._num_steps += 1
-        cost = self._cost(self._num_decoding)
-        self._looks = True
+        cost = self._cost(len(self._decoding))
         all_lengths = self._is_trial or not cost.is_borrowed or self._num_steps % _CALIBRATE_EVERY == 0
         if not cost.is_known and all_lengths:
             lengths = self._calibrate(speculating)
@@ -153,15 +164,9 @@ class DynamicLength(DraftLength):
             cost.num_plain += 1
             lengths = [0] * len(speculating)
         else:
-            owners = [sequence.request.request_id for sequence in speculating]
-            self._looks = owners != self._kept.owners or self._num_steps % _LOOK_EVERY[self._drafting] == 0
-            if self._looks:
-                self._kept = _Kept(owners, self._best_lengths(speculating, cost), self._rule)
-            lengths, self._rule = list(self._kept.lengths), self._kept.rule
-            if self._probe(speculating, lengths):
-                self._looks = True
-            else:
-                self._repeat(speculating, lengths, cost)
+            lengths = self._best_lengths(speculating, cost)
+            if not self._probe(speculating, lengths):
+                self._is_kept, self._may_repeat = cost.is_known, self._passages.max_drafts > 0
         self._lengths = {seq.request.request_id: length for seq, length in zip(speculating, lengths, strict=True)}
 
     def max_drafts(self, sequence: Sequence, wanted: int) -> int:
@@ -173,57 +178,73 @@ class DynamicLength(DraftLength):
         """As `DraftLength.repeated`."""
         return self._passages.of(sequence)
 
-    def early_exit(self) -> EarlyExit:
-        """That of the step that was planned; in a probe no draft ends early."""
-        return self._rule
+    def early_exit(self) -> EarlyExit | None:
+        """That of the step that was planned; in a probe no draft ends early, and a single one never does."""
+        return self._rule if max(self._lengths.values(), default=0) > 1 else None
 
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
         """Keep them until the number of accepted drafts is known."""
         self._rule_is_used = True
-        history = self._requests.get(sequence.request.request_id)
-        if history is not None:
-            history.probabilities = probabilities
+        self._probabilities[sequence.request.request_id] = probabilities
 
     def observe(self, entries: Sequences[Entry], results: Sequences[SequenceResult], step_s: float) -> None:
-        """Count what was accepted, and time the step if it only decoded."""
-        missed, num_drafts, comparable = 0, 0, True
-        counts = []
-        for entry, result in zip(entries, results, strict=True):
-            comparable &= entry.samples and entry.num_known == 1
-            history = self._requests.get(entry.sequence.request.request_id)
-            if history is None or result.fault is not None or result.num_drafted == 0:
+        """Keep the step for the next look: at every step, learning would find all caches cold."""
+        if self._drafting or not self._num_kept or self._passages.any_chosen:
+            starts = [len(entry.sequence.tokens) for entry in entries]
+            may_end_early, repeats = self._rule.least > 0, self._passages.any_chosen
+            self._unread.append(_Step(entries, results, starts, step_s, self._probabilities, may_end_early, repeats))
+            self._probabilities = {}
+        if self._passages.any_chosen:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Count what was accepted, and what steps took that only decoded."""
+        steps, self._unread = self._unread, []
+        for step in steps:
+            missed, num_drafts, comparable, catches_up = 0, 0, True, False
+            counts = []
+            for entry, result, start in zip(step.entries, step.results, step.starts, strict=True):
+                comparable &= entry.samples and entry.num_known == 1
+                history = self._requests.get(entry.sequence.request.request_id)
+                if history is None or result.fault is not None or result.num_drafted == 0:
+                    continue
+                num_drafts += result.num_drafted
+                if step.repeats and self._passages.observe(entry.sequence, result):
+                    continue
+                counts.append(result.num_drafted)
+                wanted = self._note_probabilities(entry, step, result)
+                for rates in (history.rates, self._rates[entry.sequence.params.greedy]):
+                    rates.observe(wanted, result.num_accepted)
+                catches_up |= history.drafted_at is None
+                missed += history.num_missed(start, self._most)
+                history.drafted_at = start
+            if not comparable or not step.entries:
                 continue
-            num_drafts += result.num_drafted
-            if self._passages.observe(entry.sequence, result):
-                continue
-            counts.append(result.num_drafted)
-            wanted = self._note_probabilities(entry, history, result)
-            for rates in (history.rates, self._rates[entry.sequence.params.greedy]):
-                rates.observe(wanted, result.num_accepted)
-            comparable &= history.drafted_at is not None  # what a drafter does about a prompt, and when, is unknown
-            missed += history.missed(self._most)
-            history.drafted_at = history.round_start
-        if comparable and entries and (num_drafts or self._drafting or self._looks):
-            work = Work(len(entries), num_drafts, max(counts, default=0), self._context, missed)
-            self._cost(len(entries)).observe(work, step_s)
+            cost = self._cost(len(step.entries))
+            work = Work(len(step.entries), num_drafts, max(counts, default=0), sum(step.starts), missed)
+            if not catches_up:
+                cost.observe(work, step.seconds)
+            elif self._is_trial:  # else a part of the prompt may have been shared, or computed with the target
+                cost.observe_catching_up(work, step.seconds)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
+        self._learn()
         self._requests.pop(request_id, None)
         self._lengths.pop(request_id, None)
-        self._kept = _Kept([], [], self._rule)
+        self._is_kept = False
         self._passages.forget(request_id)
 
-    def _note_probabilities(self, entry: Entry, history: "_RequestHistory", result: SequenceResult) -> int:
+    def _note_probabilities(self, entry: Entry, step: "_Step", result: SequenceResult) -> int:
         """How many drafts it was to get: a position after an early exit counts as not accepted."""
-        probabilities, history.probabilities = history.probabilities, ()
+        probabilities = step.probabilities.get(entry.sequence.request.request_id)
         if not probabilities:
             return result.num_drafted
-        verified = probabilities[: result.num_drafted]
-        self._confidence.observe(entry.sequence.params.greedy, verified, result.num_accepted)
-        if self._rule.least == 0:
+        greedy = entry.sequence.params.greedy
+        self._confidence.observe(greedy, probabilities[: result.num_drafted], result.num_accepted)
+        if not step.may_end_early:
             return result.num_drafted
-        self._made[entry.sequence.params.greedy].observe(entry.max_drafts, result.num_drafted)
+        self._made[greedy].observe(entry.max_drafts, result.num_drafted)
         return entry.max_drafts
 
     def _cost(self, num_sequences: int) -> "StepCost":
@@ -255,20 +276,26 @@ class DynamicLength(DraftLength):
             survival = accumulate(rates.blended(priors[sequence.params.greedy]), mul)
             drafts += [(1 - chance, position, owner) for position, chance in enumerate(survival)]
         drafts.sort()
-        tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(self._num_decoding))
+        tokens = accumulate((1 - lost for lost, _, _ in drafts), initial=float(len(self._decoding)))
         made, longest = self._expected((position, sequences[owner].params.greedy) for _, position, owner in drafts)
-        seconds = cost.seconds(self._num_decoding, made, longest, self._context)
-        speeds = list(map(truediv, tokens, seconds))  # [n * most + 1]
+        context = self._context()
+        seconds = cost.seconds(len(self._decoding), made, longest, context)
+        behind = [self._catch_up_s(sequence, cost) for sequence in sequences]
+        to_catch_up = accumulate((0.0 if place else behind[owner] for _, place, owner in drafts), initial=0.0)
+        speeds = list(map(truediv, tokens, map(add, seconds, to_catch_up)))  # [n * most + 1]
         best = max(range(1, len(speeds)), key=speeds.__getitem__)
         needed = 1 - _HYSTERESIS if self._drafting else 1 + _HYSTERESIS
         self._drafting = speeds[best] > needed * speeds[0]
-        self._rule = self._confidence.rule(
-            speeds[best] * cost.of_one_more(made[best], longest[best], self._context / self._num_decoding)
-        )
         lengths = [0] * len(sequences)
         for _, _, owner in drafts[: best if self._drafting else 0]:
             lengths[owner] += 1
+        if max(lengths) > 1:
+            one_more = cost.of_one_more(made[best], longest[best], context / len(self._decoding))
+            self._rule = self._confidence.rule(speeds[best] * one_more)
         return lengths
+
+    def _context(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self._decoding)
 
     def _expected(self, drafts: Iterator[tuple[int, bool]]) -> tuple[list[float], list[float]]:
         """Drafts made, and the longest, [M + 1] each, if 0, 1, ... M are given out in this order and some end early.
@@ -286,19 +313,27 @@ class DynamicLength(DraftLength):
             none_there[position] *= 1 - chance
         return made, longest
 
-    def _repeat(self, sequences: Sequences[Sequence], lengths: list[int], cost: "StepCost") -> None:
+    def _catch_up_s(self, sequence: Sequence, cost: "StepCost") -> float:
+        """Seconds for its drafter to compute what it has missed, spread over the steps that are left."""
+        history, length = self._requests[sequence.request.request_id], len(sequence.tokens)
+        missed = min(_MOST_BEHIND, history.num_missed(length, self._most))
+        return cost.of_catching_up(missed) / max(1, sequence.params.max_tokens - sequence.num_output)
+
+    def _repeat(self, sequences: Sequences[Sequence]) -> None:
         """Draft what sequences repeat in the model's place, one by one where that gives more tokens a second."""
         found = {index: chances for index, one in enumerate(sequences) if (chances := self._passages.find(one))}
         if not found:
             return
+        lengths = [self._lengths[sequence.request.request_id] for sequence in sequences]
+        cost, context = self._cost(len(self._decoding)), self._context()
         gained = [self._expected_tokens(one, length) for one, length in zip(sequences, lengths, strict=True)]
-        tokens, num_drafts = self._num_decoding + sum(gained), sum(lengths)  # of the step, as it is planned so far
+        tokens, num_drafts = len(self._decoding) + sum(gained), sum(lengths)  # of the step, as it is planned so far
         for index, chances in found.items():
             others = max((*lengths[:index], *lengths[index + 1 :]), default=0)
             least = num_drafts - lengths[index]
             drafts = [num_drafts, *range(least + 1, least + 1 + len(chances))]
             longest = [max(lengths)] + [others] * len(chances)
-            now, *then = cost.seconds(self._num_decoding, drafts, longest, self._context)
+            now, *then = cost.seconds(len(self._decoding), drafts, longest, context)
             count, expected = best_count(chances, tokens - gained[index], then)
             pays = expected / then[count - 1] > _CLEAR_GAIN * tokens / now
             self._passages.choose(sequences[index], count if pays else 0)
@@ -325,43 +360,42 @@ class DynamicLength(DraftLength):
         lengths[:] = [min(own, length, 1) for own in lengths]  # no draft of this step ends early
         if length == 0:
             return True
-        behind = [self._requests[sequence.request.request_id].num_behind for sequence in sequences]
+        behind = [
+            self._requests[sequence.request.request_id].num_missed(len(sequence.tokens), 0) for sequence in sequences
+        ]
         for index in sorted(range(len(sequences)), key=behind.__getitem__)[:_SEQUENCES_A_PROBE]:
             lengths[index] = length
         self._rule = self._confidence.rule(least=0.0)
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What was planned when it was last looked at: for which requests, the tokens of each, and where they end early."""
+class _Step(NamedTuple):
+    """A step that nothing was learned from yet.
 
-    owners: Sequences[str]
-    lengths: Sequences[int]
-    rule: EarlyExit
+    starts: tokens of each entry's sequence before it. seconds: as `DraftLength.observe` gets them. probabilities: of
+        each request's drafts in the drafter's distribution, where they are known. repeats: whether some drafts were
+        passages; those are looked up before the next step.
+    """
+
+    entries: Sequences[Entry]
+    results: Sequences[SequenceResult]
+    starts: Sequences[int]
+    seconds: float
+    probabilities: Mapping[str, Sequences[float]]
+    may_end_early: bool
+    repeats: bool
 
 
 @dataclass(slots=True)
 class _RequestHistory:
-    """What is known of one request.
-
-    round_start: tokens at the start of its round. drafted_at: the same of the last round with drafts. probabilities: of
-        the drafts of this round in the drafter's distribution, where they are known.
-    """
+    """What is known of one request. drafted_at: its tokens at the start of its last round with drafts."""
 
     rates: AcceptanceRates
-    round_start: int = 0
     drafted_at: int | None = None
-    probabilities: Sequences[float] = ()
 
-    @property
-    def num_behind(self) -> int:
-        """Tokens since its last round with drafts; all of them where it had none."""
-        return self.round_start - (self.drafted_at or 0)
-
-    def missed(self, most: int) -> int:
-        """Tokens that its drafter has to catch up with beyond those of an ordinary round."""
-        return 0 if self.drafted_at is None else max(0, self.round_start - self.drafted_at - most - 1)
+    def num_missed(self, length: int, most: int) -> int:
+        """Of so many tokens, those that its drafter has to catch up with beyond those of an ordinary round."""
+        return length if self.drafted_at is None else max(0, length - self.drafted_at - most - 1)
 
 
 def make_draft_length(config: DrafterConfig) -> DraftLength:

@@ -58,18 +58,23 @@ class Passages:
     """
 
     def __init__(self, max_drafts: int) -> None:
-        self._max_drafts = max_drafts
+        self.max_drafts = max_drafts
         self.restart()
 
     @property
     def num_trials(self) -> int:
         """In how many ways `make_up` makes up passages."""
-        return 2 if self._max_drafts else 0
+        return 2 if self.max_drafts else 0
+
+    @property
+    def any_chosen(self) -> bool:
+        """Whether any sequence of the step that is planned repeats something."""
+        return bool(self._chosen)
 
     def restart(self) -> None:
         """Forget all that was seen."""
-        self._lookup = NgramDrafter(_MATCHED, self._max_drafts)
-        self._rates = [AcceptanceRates(self._max_drafts, keep=0.998, expected=(rate,)) for rate in _EXPECTED]
+        self._lookup = NgramDrafter(_MATCHED, self.max_drafts)
+        self._rates = [AcceptanceRates(self.max_drafts, keep=0.998, expected=(rate,)) for rate in _EXPECTED]
         self._chosen: dict[str, _Passage] = {}
         self._records: dict[str, _Record] = {}
         self._all = _Record()
@@ -82,7 +87,7 @@ class Passages:
         """The chance, for each token of the longest known continuation, that all up to it will be accepted.
 
         Where passages have been accepted too seldom lately, there are none, until that is long ago."""
-        tokens, num_matched = self._lookup.find(sequence, self._max_drafts)
+        tokens, num_matched = self._lookup.find(sequence, self.max_drafts)
         if not tokens:
             return []
         request_id = sequence.request.request_id
@@ -98,7 +103,7 @@ class Passages:
 
     def make_up(self, sequences: Sequences[Sequence], trial: int) -> None:
         """Draft whatever it is, to see what that costs: all that one passage may have, or half of it for several."""
-        owners, count = (1, self._max_drafts) if trial == 0 else (_TRIED, -(-self._max_drafts // 2))
+        owners, count = (1, self.max_drafts) if trial == 0 else (_TRIED, -(-self.max_drafts // 2))
         for sequence in sequences[:owners]:
             self._chosen[sequence.request.request_id] = _Passage(sequence.tokens[-1:] * count, rates=None)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from speculative.cache.kv_cache import BlockPool
 from speculative.config import EngineConfig
-from speculative.request import DEFAULT_VERSION, FinishReason, Request, Speculation, TokenDelta, TokenKind
+from speculative.request import DEFAULT_VERSION, FinishReason, Request, Round, Speculation, TokenDelta, TokenKind
 from speculative.sampling.logprob_checks import LogprobContract
 from speculative.scheduling.draft_length import DraftLength
 from speculative.scheduling.request_queue import RequestQueue
@@ -301,6 +301,14 @@ class Scheduler:
             prompt_logprobs=sequence.take_prompt_logprobs(),
             num_drafted=result.num_drafted,
             num_accepted=min(result.num_accepted, kept),
+            round=Round(
+                "coupled" if sequence.params.reproducible else self._config.verifier,
+                kept,
+                result.num_drafted,
+                result.drafts,
+                result.draft_probs,
+                result.last_prob,
+            ),
             num_cached_tokens=sequence.num_cached,
             queue_s=sequence.queue_s or 0.0,
             preempted=sequence.admission > 1,

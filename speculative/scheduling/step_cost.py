@@ -33,6 +33,8 @@ class Work:
 _SCALES = (1.0, 4.0, 4.0, 4.0, 1.0, 1024.0, 1024.0, 16.0)
 _COUNT = len(_SCALES)
 _OF_CONTEXT = slice(5, 7)
+_OF_MISSED = 7
+_LONG = 64  # tokens of a prompt that show what a missed one costs
 _SLOW = 1.5  # times what was expected: what a step that took longer counts as
 _SOLVE_EVERY = 8  # steps, once they are known
 
@@ -90,6 +92,17 @@ class StepCost:
             self._solve()
         if self.num_observed == _CALIBRATION_STEPS:
             self._settle()
+
+    def observe_catching_up(self, work: Work, seconds: float) -> None:
+        """Count a step in which a drafter computed a prompt: that shows what a missed token costs, and little else."""
+        if work.num_missed < _LONG or self.num_observed < _WARM_UP_STEPS:
+            return
+        (expected,) = self.seconds(work.num_sequences, [work.num_drafts], [work.longest], work.context)
+        self._weights[_OF_MISSED] = max(0.0, seconds - expected) / work.num_missed * _SCALES[_OF_MISSED]
+
+    def of_catching_up(self, num_missed: int) -> float:
+        """Expected seconds of a drafter for tokens that it missed."""
+        return self._weights[_OF_MISSED] / _SCALES[_OF_MISSED] * num_missed
 
     def seconds(
         self, num_sequences: int, drafts: Sequences[float], longest: Sequences[float], context: int

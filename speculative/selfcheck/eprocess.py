@@ -15,6 +15,11 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 STAKES = (-0.7, -0.4, -0.2, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """The lambdas that are bet with. Each is right for some size of a fault; together they need not be chosen."""
 
+ROUNDING = 2e-5
+"""What rounding may shift the mean of a self-check's term by: the bets of the self-checks are against a mean beyond it.
+Float32 shifts it by 1e-5 at most; a fault that shifts no mean by more changes no text in a thousand."""
+
+_RESOLUTION_S = 0.25  # of `FreshStarts.evidence_since`
 _PERIODS = (8192, 65536, 524288, 4194304)  # counted numbers after which an e-process begins afresh; one never does
 
 
@@ -45,29 +50,50 @@ class FreshStarts:
         self._products = np.zeros((len(self._periods), num_stakes))
         self._counts = np.zeros(len(self._periods))
         self._thresholds = np.zeros(len(self._periods))
+        self._lows = np.zeros(num_stakes)  # of the process for life
+        self._low_at = np.zeros(num_stakes)
+        self._at: float | None = None
+        self.evidence_since = 0.0
+        """When the evidence of the last alarm began: with the stake that won, one for life had never less than then."""
         self.restart()
 
     def restart(self) -> None:
         """Begin all of them again."""
+        self._lows[:] = 0.0
+        self._low_at[:] = self._at or 0.0
         self._begin(np.ones(len(self._periods), bool))
 
-    def add(self, log_products: Floats, count: int) -> bool:
+    def add(self, log_products: Floats, count: int, at: float = 0.0) -> bool:
         """Take in `count` numbers at once; whether an e-process crossed its threshold. Then all start again.
 
         Args:
             log_products: [num_stakes], their sum of log(1 + lambda Z).
             count: how many they are.
+            at: when they were drawn, in seconds, for `evidence_since`.
         """
+        if self._at is None:
+            self._low_at[:] = at
+        if self._at is None or not 0 <= at - self._at < _RESOLUTION_S:
+            self._note_lows(at)
         self._products += log_products
         self._counts += count
         near = (self._products.max(axis=1) >= self._thresholds).any()  # the wealth is a mean of the products
         alarm = bool(near and (log_wealth(self._products) >= self._thresholds).any())
         due = self._counts >= self._periods
         if alarm:
+            winner = (log_wealth(self._products) - self._thresholds).argmax()
+            self.evidence_since = float(self._low_at[self._products[winner].argmax()])
             self.restart()
         elif due.any():
             self._begin(due)
         return alarm
+
+    def _note_lows(self, at: float) -> None:
+        """Note with which stakes one for life never had less than now, before what is drawn at this time."""
+        self._at = at
+        lower = self._products[0] <= self._lows
+        self._lows[lower] = self._products[0, lower]
+        self._low_at[lower] = at
 
     def leading(self) -> tuple[float, float]:
         """log W and threshold (nats) of the process that stands closest to its threshold."""
@@ -92,7 +118,12 @@ class EProcess:
         self._processes = FreshStarts(delta)
         self.alarm = False
 
-    def add(self, values: Floats) -> None:
-        """Take in values [N], each within [-1, 1]."""
+    @property
+    def evidence_since(self) -> float:
+        """As that of `FreshStarts`."""
+        return self._processes.evidence_since
+
+    def add(self, values: Floats, at: float = 0.0) -> None:
+        """Take in values [N], each within [-1, 1], drawn at that time."""
         gains = np.log1p(self._stakes * (values[:, None] - self._shifts) / (1 + np.abs(self._shifts)))
-        self.alarm |= self._processes.add(gains.sum(axis=0), len(values))
+        self.alarm |= self._processes.add(gains.sum(axis=0), len(values), at)

@@ -25,10 +25,15 @@ class RareTest:
         self._processes = FreshStarts(delta, len(_RATE_STAKES), _RATE_PERIODS)
         self.alarm = False
 
-    def add(self, events: Iterable[bool]) -> None:
-        """Take in cases: whether it happened."""
+    @property
+    def evidence_since(self) -> float:
+        """As that of `FreshStarts`."""
+        return self._processes.evidence_since
+
+    def add(self, events: Iterable[bool], at: float = 0.0) -> None:
+        """Take in cases of that time: whether it happened."""
         for event in events:
-            self.alarm |= self._processes.add(np.log1p(self._stakes * (event - self._rate)), 1)
+            self.alarm |= self._processes.add(np.log1p(self._stakes * (event - self._rate)), 1, at)
 
 
 class DriftTest:
@@ -41,9 +46,14 @@ class DriftTest:
         self.limit_nats = limit_nats
         self._test = RareTest(rate, delta)
 
-    def add(self, drifts: Iterable[float]) -> None:
-        """Take in |served - replayed| of tokens, nats; what is no number counts as drifted."""
-        self._test.add(not drift <= self.limit_nats for drift in drifts)
+    def add(self, drifts: Iterable[float], at: float = 0.0) -> None:
+        """Take in |served - replayed| of tokens of that time, nats; what is no number counts as drifted."""
+        self._test.add((not drift <= self.limit_nats for drift in drifts), at)
+
+    @property
+    def evidence_since(self) -> float:
+        """As that of `FreshStarts`."""
+        return self._test.evidence_since
 
     @property
     def alarm(self) -> bool:
@@ -69,30 +79,43 @@ class CalibrationTest:
         self._surprisal = EProcess(delta / 4, tolerance)
         self._support = RareTest(rate, delta / 4)
         self._greedy = RareTest(rate, delta / 4)
-        self._forbidden = False
+        self._forbidden_at: float | None = None
 
-    def add(self, rows: Iterable[ReplayedToken], *, greedy: bool) -> None:
-        """Take in the replayed rows of a request; of a greedy one only whether its tokens are the likeliest."""
+    def add(self, rows: Iterable[ReplayedToken], *, greedy: bool, at: float = 0.0) -> None:
+        """Take in the replayed rows of a request of that time; of a greedy one only whether its tokens are the
+        likeliest."""
         rows = list(rows)
-        self._forbidden = self._forbidden or any(row.outside == math.inf for row in rows)
+        if self._forbidden_at is None and any(row.outside == math.inf for row in rows):
+            self._forbidden_at = at
         if greedy:
-            self._greedy.add(row.gap > self._edge_nats for row in rows)
+            self._greedy.add((row.gap > self._edge_nats for row in rows), at)
             return
-        self._support.add(row.outside > self._edge_nats for row in rows)
+        self._support.add((row.outside > self._edge_nats for row in rows), at)
         inside = [row for row in rows if row.outside == 0]
         differences = np.array(
             [(row.probability - row.expected_probability, row.surprisal - row.expected_surprisal) for row in inside]
         ).reshape(-1, 2)
-        self._probability.add(differences[:, 0])
-        self._surprisal.add(differences[:, 1] / SURPRISAL_CLIP_NATS)
+        self._probability.add(differences[:, 0], at)
+        self._surprisal.add(differences[:, 1] / SURPRISAL_CLIP_NATS, at)
 
     @property
     def alarm(self) -> str | None:
         """Which test found the tokens at fault: probability, surprisal, support or greedy; None when none did."""
-        found = {
-            "support": self._forbidden or self._support.alarm,
-            "greedy": self._greedy.alarm,
-            "probability": self._probability.alarm,
-            "surprisal": self._surprisal.alarm,
+        return self._found[0] if self._found else None
+
+    @property
+    def evidence_since(self) -> float:
+        """Since when the evidence of the alarm was gathered, in seconds; 0 if there is none."""
+        return self._found[1] if self._found else 0.0
+
+    @property
+    def _found(self) -> tuple[str, float] | None:
+        if self._forbidden_at is not None:
+            return "support", self._forbidden_at
+        tests: dict[str, RareTest | EProcess] = {
+            "support": self._support,
+            "greedy": self._greedy,
+            "probability": self._probability,
+            "surprisal": self._surprisal,
         }
-        return next((name for name, alarm in found.items() if alarm), None)
+        return next(((name, test.evidence_since) for name, test in tests.items() if test.alarm), None)

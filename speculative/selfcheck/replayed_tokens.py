@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken, Request
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.probs import SamplingRows
+from speculative.selfcheck.draw_margins import redraw
 from speculative.state.batch import RowContext
 from speculative.state.logit_constraints import rules_of
 from speculative.state.token_constraint import TokenConstraint
@@ -43,14 +45,24 @@ def replayed_tokens(
     ]
     rows = SamplingRows.build([request.params] * len(served), logits.shape[1], logits.device)
     adjusted = adjust(logits, contexts, eos_token_ids)
-    return _rows(adjusted / rows.temperature, process(adjusted, rows), torch.from_numpy(np.array(served)))
-
-
-def _rows(scaled: Tensor, kept: Tensor, token_ids: Tensor) -> tuple[ReplayedToken, ...]:
-    """Rows of logits [n, V] before and after the filters, and of the tokens [n] that were served."""
-    token_ids = token_ids.to(kept.device)[:, None]
+    scaled, kept = adjusted / rows.temperature, process(adjusted, rows)
     logprobs = kept.log_softmax(dim=-1)
     probs = logprobs.exp()
+    replayed = _rows(scaled, kept, (logprobs, probs), torch.from_numpy(np.array(served)).to(kept.device))
+    draws = request.draws[start - num_prompt : start - num_prompt + len(served)]
+    if not draws:
+        return replayed
+    redrawn = redraw(scaled, kept, probs, served, draws, request)
+    return tuple(replace(row, redrawn=own) for row, own in zip(replayed, redrawn, strict=True))
+
+
+def _rows(
+    scaled: Tensor, kept: Tensor, distribution: tuple[Tensor, Tensor], token_ids: Tensor
+) -> tuple[ReplayedToken, ...]:
+    """Rows of logits [n, V] before and after the filters, their logprobs and probabilities, and the tokens [n] that
+    were served."""
+    token_ids = token_ids[:, None]
+    logprobs, probs = distribution
     own = scaled.gather(1, token_ids)[:, 0]
     inside = kept.gather(1, token_ids)[:, 0] > -torch.inf
     edge = torch.where(kept > -torch.inf, kept, torch.inf).amin(dim=-1)

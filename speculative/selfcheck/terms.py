@@ -19,9 +19,10 @@ sees its noise again, its drafts count only where the round came. Deterministic 
 and make a_prime and e vanish. In block verification the terms of a round are taken together: how far it comes depends
 on all of its accept uniforms, and the mean is 0 over the round as a whole.
 
-f, g and r are taken only where it is open what the last token will be. Where one token is left, say of two candidates
-after the other was rejected, they are 0 up to rounding, and so is their spread: many of them would look like a mean
-that is not 0. Whether it is open follows from the distribution alone, before anything is drawn from it.
+Nothing is taken where the outcome is as good as certain (`LEAST_SPREAD`, `LEAST_RESIDUAL`): it follows from p and q
+alone, before anything is drawn from them, and what is left of such a term is rounding. Where a term is certain for
+another reason (p is 0.37 q on all of q's tokens, or uniform over some), it differs from its mean by rounding alone, and
+counts as 0. What rounding may leave after that is less than `ROUNDING`, and the bets are against a mean beyond it.
 
 The chances are computed here from p and q, not taken from the verifier that is to be watched.
 """
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from speculative.selfcheck.eprocess import STAKES
+from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.state.batch import Terms
 from speculative.verification.base import VerifyInput, VerifyOutput, residual
 from speculative.verification.block import running_ratio, survival
@@ -48,8 +49,9 @@ CHECKS_OF_SAMPLED = ("d", "c", "a_prime", "e", "a", "b", "f", "g")  # of token-w
 CHECKS_OF_DETERMINISTIC = ("d", "a", "r", "g")  # the same where drafts are deterministic
 COUPLED_CHECKS_OF_SAMPLED = ("coupled_d", "coupled_c", "coupled_a_prime", "coupled_e")
 COUPLED_CHECKS_OF_DETERMINISTIC = ("coupled_d", "coupled_c")
-LEAST_RESIDUAL = 0.05  # that p leaves beside a deterministic draft; with less, rounding in sum(p^2) is a bias
-LEAST_SPREAD = 0.01  # of what an entirely open distribution has; rounding is 1e-6 of a term
+LEAST_RESIDUAL = 0.1  # of p, that is left after a rejection; what rounding leaves of less is no distribution
+LEAST_SPREAD = 0.01  # that the sum of squares of p, q or r lacks of 1, and alpha or a draft's chance of 0 and 1
+EQUAL = 4e-6  # two numbers that differ by this share of the greater are equal but for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,14 @@ def take_terms(step: VerifyInput, verified: VerifyOutput, emitted: Tensor, scope
         for name, (values, where) in _of_distributions(step, facts, chosen_twice=False).items():
             found[f"coupled_{name}"] = (values, where & counts & coupled & facts.reached)
         counts = counts & ~coupled
-    for name, (values, where) in _of_rejection(step, verified, emitted, facts, scope.verifier).items():
+    of_rejection, rows = _of_rejection(step, verified, emitted, facts, scope.verifier)
+    for name, (values, where) in of_rejection.items():
         found[name] = (values, where & counts)
+    if scope.coupled is not None:
+        rows = torch.where(coupled, torch.nan, rows)
     reached_drafts = torch.where(facts.reached & step.judged, facts.overlap, 0.0)
-    return Terms(tuple(found), _sum_up(list(found.values())), reached_drafts.nan_to_num().sum(dtype=torch.float64))
+    achievable = reached_drafts.nan_to_num().sum(dtype=torch.float64)
+    return Terms(tuple(found), _sum_up(list(found.values())), achievable, rows)
 
 
 def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor) -> _Facts:
@@ -116,7 +122,7 @@ def _gather_facts(step: VerifyInput, verified: VerifyOutput, emitted: Tensor) ->
         p_draft=p_draft,
         q_draft=q_draft,
         p_emitted=step.probs.gather(1, emitted[:, None])[:, 0],
-        q_emitted=step.draft_probs.of_tokens(emitted, step.drafts, step.packed),
+        q_emitted=step.draft_probs.of_tokens(emitted, step.drafts, step.packed, step.probs.shape[1]),
         square_p=_sum_of_squares(step.probs),
         square_q=square_q,
         accepted=step.offsets < num_accepted,
@@ -139,74 +145,106 @@ def _against_target(step: VerifyInput, p_draft: Tensor) -> tuple[Tensor, Tensor]
 def _of_distributions(step: VerifyInput, facts: _Facts, *, chosen_twice: bool) -> dict[str, tuple[Tensor, Tensor]]:
     """The terms that hold for every verifier, and where. `chosen_twice`: c of deterministic drafts is reported as a
     already."""
-    found = {"d": (facts.p_emitted - facts.square_p, facts.reached)}
+    found = {"d": (_minus(facts.p_emitted, facts.square_p), facts.reached & _is_open(facts.square_p))}
     drawn = isinstance(step.draft_probs, Dense | SubVocabulary)
+    judged = step.judged & _is_undecided(facts.overlap)
     if drawn or not chosen_twice:
         ratio = facts.q_emitted / facts.p_emitted.clamp(min=torch.finfo(facts.p_emitted.dtype).tiny)
-        found["c"] = (ratio.clamp(max=1.0) - facts.overlap, step.judged & facts.reached & (facts.p_emitted > 0))
+        found["c"] = (_minus(ratio.clamp(max=1.0), facts.overlap), judged & facts.reached & (facts.p_emitted > 0))
     if drawn:
-        found["a_prime"] = (facts.chance - facts.overlap, step.judged)
-        found["e"] = (facts.q_draft - facts.square_q, step.judged)
+        found["a_prime"] = (_minus(facts.chance, facts.overlap), judged)
+        found["e"] = (_minus(facts.q_draft, facts.square_q), step.judged & _is_open(facts.square_q))
     return found
 
 
 def _of_rejection(
     step: VerifyInput, verified: VerifyOutput, emitted: Tensor, facts: _Facts, verifier: str
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The terms of rejection sampling, and where they hold."""
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
+    """The terms of rejection sampling, and where they hold; and the rows of `Terms`."""
     found = _of_distributions(step, facts, chosen_twice=verifier == "token_wise")
     rho = torch.ones_like(facts.overlap)
     if verifier == "token_wise":
-        accepted = facts.accepted.to(facts.overlap.dtype)
-        found["a"] = (accepted - facts.overlap, step.judged & facts.reached)
-        if not isinstance(step.draft_probs, PointMass):
-            found["b"] = (accepted - facts.chance, step.judged & facts.reached)
+        accepted, chance = facts.accepted.to(facts.overlap.dtype), facts.chance
+        asked = step.judged & facts.reached
+        found["a"] = (accepted - facts.overlap, asked & _is_undecided(facts.overlap))
     else:
         rho = running_ratio(step)
-        last_coin = step.offsets == verified.num_accepted[step.entries]
+        chance = survival(step, rho)
+        accepted = (step.offsets == verified.num_accepted[step.entries]).to(rho.dtype)
         asked = (step.offsets > 0) & (step.offsets >= verified.num_accepted[step.entries])
-        found["b"] = (last_coin.to(rho.dtype) - survival(step, rho), asked)
+        asked &= step.offsets <= step.counts[step.entries]  # not those that pad a captured step
+    if verifier == "block" or not isinstance(step.draft_probs, PointMass):
+        found["b"] = (accepted - chance, asked & _is_undecided(chance))
     last = facts.reached & ~facts.accepted
     if isinstance(step.draft_probs, PointMass):
-        return found | _of_chosen(step, verified, emitted, facts, last)
-    return found | _of_drawn(step, verified, emitted, rho, last)
+        of_last, where, place = _of_chosen(step, verified, emitted, facts, last)
+    else:
+        of_last, where, place = _of_drawn(step, verified, emitted, rho, last)
+    rows = torch.stack([chance, *place]).double()
+    return found | of_last, torch.where(torch.stack([asked, where, where]), rows, torch.nan)
+
+
+Place = tuple[Tensor, Tensor]
+"""Of each round's last token: the mass of the distribution that it is drawn from before it, and its own."""
 
 
 def _of_drawn(
     step: VerifyInput, verified: VerifyOutput, emitted: Tensor, rho: Tensor, last: Tensor
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """f and g; `last`: [R] bool, the last row that each round came to."""
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor, Place]:
+    """f and g; `last`: [R] bool, the last row that each round came to. Then where the place is known, and the place."""
     rows = step.first_rows + verified.num_accepted
     q = step.q_at(rows)
     left = residual(rho[rows, None] * step.probs[rows], q)
-    distribution = left / left.sum(dim=-1, keepdim=True)
+    total = left.sum(dim=-1, keepdim=True)
+    distribution = left / total
     y = emitted[rows, None]
     r_y, q_y = distribution.gather(1, y)[:, 0], q.gather(1, y)[:, 0]
     ratio = (q_y / r_y.clamp(min=torch.finfo(r_y.dtype).tiny)).clamp(max=1.0)
-    place = 2 * _mass_below(distribution, y) + r_y - 1
-    is_open = last & _at_rows(rows, 1 - _sum_of_cubes(distribution) > LEAST_SPREAD, last)
-    return {
-        "f": (_at_rows(rows, ratio - torch.minimum(distribution, q).sum(dim=-1), last), is_open & step.judged),
-        "g": (_at_rows(rows, place, last), is_open),
+    replaced = _minus(ratio, torch.minimum(distribution, q).sum(dim=-1))
+    below = _mass_below(distribution, y)
+    enough = last & _at_rows(rows, total[:, 0] > LEAST_RESIDUAL, last)
+    is_open = enough & _at_rows(rows, _is_open(_sum_of_squares(distribution)), last)
+    terms = {
+        "f": (_at_rows(rows, replaced, last), is_open & step.judged),
+        "g": (_at_rows(rows, _minus(2 * below + r_y, torch.ones_like(r_y)), last), is_open),
     }
+    return terms, enough, (_at_rows(rows, below, last), _at_rows(rows, r_y, last))
 
 
 def _of_chosen(
     step: VerifyInput, verified: VerifyOutput, emitted: Tensor, facts: _Facts, last: Tensor
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """r and g. The residual distribution is p without the draft x, so no matrix is written for it."""
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor, Place]:
+    """r and g, and as `_of_drawn`. The residual distribution is p without the draft x, so no matrix is written for
+    it."""
     rows = step.first_rows + verified.num_accepted
     left = 1 - facts.p_draft
     square = (facts.square_p - facts.p_draft**2) / left**2
-    cube = (_at_rows(rows, _sum_of_cubes(step.probs[rows]), last) - facts.p_draft**3) / left**3
     below = _at_rows(rows, _mass_below(step.probs[rows], emitted[rows, None]), last)
-    below = below - torch.where(step.drafts < emitted, facts.p_draft, 0.0)
-    enough = last & (left > LEAST_RESIDUAL) & (emitted != step.drafts)
-    varies = cube - square**2 > LEAST_SPREAD * cube  # the variance of r(y), against the mean of its square
-    return {
-        "r": (facts.p_emitted / left - square, enough & step.judged & varies),
-        "g": ((2 * below + facts.p_emitted) / left - 1, enough & (1 - cube > LEAST_SPREAD)),
+    below = (below - torch.where(step.drafts < emitted, facts.p_draft, 0.0)) / left
+    own = torch.where(emitted == step.drafts, 0.0, facts.p_emitted / left)
+    enough = last & (left > LEAST_RESIDUAL)
+    is_open = enough & _is_open(square) & (emitted != step.drafts)
+    terms = {
+        "r": (_minus(own, square), is_open & step.judged),
+        "g": (_minus(2 * below + own, torch.ones_like(own)), is_open),
     }
+    return terms, enough, (below, own)
+
+
+def _is_open(certain: Tensor) -> Tensor:
+    """Whether what is certain at 1 may still turn out one way or the other; not where it is NaN."""
+    return certain < 1 - LEAST_SPREAD
+
+
+def _is_undecided(chance: Tensor) -> Tensor:
+    """Whether what has this chance may turn out one way or the other; not where it is NaN."""
+    return (chance > LEAST_SPREAD) & _is_open(chance)
+
+
+def _minus(values: Tensor, mean: Tensor) -> Tensor:
+    """What values differ from their mean by; 0 where that is rounding."""
+    difference = values - mean
+    return torch.where(difference.abs() <= EQUAL * torch.maximum(values, mean), 0.0, difference)
 
 
 def _mass_below(distribution: Tensor, token_ids: Tensor) -> Tensor:
@@ -232,13 +270,6 @@ def _sum_of_squares(distribution: Tensor) -> Tensor:
     return norm.square()
 
 
-def _sum_of_cubes(distribution: Tensor) -> Tensor:
-    """[N] sum(distribution^3) of distributions [N, V]: 1 where one token has all mass; the variance of g is a third of
-    what it lacks."""
-    norm: Tensor = torch.linalg.vector_norm(distribution, ord=3, dim=-1)
-    return norm.pow(3)
-
-
 @functools.cache
 def stakes_on(device: torch.device) -> Tensor:
     """[len(STAKES)] float64; made once, since nothing may come from the host while a graph is captured."""
@@ -248,11 +279,12 @@ def stakes_on(device: torch.device) -> Tensor:
 def _sum_up(found: list[tuple[Tensor, Tensor]]) -> Tensor:
     where = torch.stack([where & values.isfinite() for values, where in found])  # [C, R]
     values = torch.where(where, torch.stack([values for values, _ in found]).double().clamp(-1, 1), 0.0)
-    gains = torch.log1p(stakes_on(values.device)[:, None] * values[:, None]).sum(dim=-1)  # [C, len(STAKES)]
+    stakes = stakes_on(values.device)[:, None]
+    gains = torch.log1p(stakes * values[:, None] - stakes.abs() * ROUNDING)  # [C, len(STAKES), R]
     parts = (
         where.sum(-1).double(),
         values.clamp(min=0).sum(-1),
         (-values).clamp(min=0).sum(-1),
         values.square().sum(-1),
     )
-    return torch.cat([gains, torch.stack(parts, dim=1)], dim=1)
+    return torch.cat([(gains * where[:, None]).sum(dim=-1), torch.stack(parts, dim=1)], dim=1)

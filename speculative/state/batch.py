@@ -165,6 +165,7 @@ class SequenceResult(NamedTuple):
 
     token_ids: the accepted drafts and the token drawn after them; none while a prefill goes on.
     num_drafted, num_accepted: of this round.
+    drafts, draft_probs, last_prob: as in `Round`.
     logprobs: one per token, when asked for.
     fault: which of `INVARIANTS` is broken, so that nothing may be emitted; then the rest is meaningless.
     prompt_logprobs, replayed: of the known tokens that a request for its prompt's logprobs, or a scoring one, asked
@@ -174,6 +175,9 @@ class SequenceResult(NamedTuple):
     token_ids: tuple[int, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
+    drafts: tuple[int, ...] = ()
+    draft_probs: tuple[float, ...] | None = None
+    last_prob: float = 0.0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     fault: str | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -187,15 +191,20 @@ class Terms:
     checks: the C self-checks that had any; one of a step in parts may occur once a part.
     sums: [C, S + 4] float64: sums of log(1 + stake Z) for S stakes; then number, positive and negative parts, squares.
     achievable: sum of sum(min(p, q)) over the draft positions that were reached.
+    rows: [3, R] float64, whatever counts: the chance that the row's accept uniform succeeds, NaN where it decided
+        nothing; and of each round's last token the mass before it, and its own, of the distribution it is drawn from,
+        NaN elsewhere and where that is rounding. All NaN for coupled entries; None once it was looked at.
     """
 
     checks: tuple[str, ...]
     sums: Any
     achievable: Any
+    rows: Any = None
 
     def to_host(self) -> "Terms":
         """Copy to the host."""
-        return Terms(self.checks, self.sums.cpu().numpy(), float(self.achievable))
+        rows = None if self.rows is None else self.rows.cpu().numpy()
+        return Terms(self.checks, self.sums.cpu().numpy(), float(self.achievable), rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Sequence:
         self.arrived_at = time.monotonic()
         self.queue_s: float | None = None  # from arrival to the first blocks
         self.num_published = 0  # leading blocks already offered to the prefix cache
-        self.repeats_seed = False  # an earlier request had the same random numbers
+        self.last_signs = np.zeros((2, 65))  # of the lagged self-checks: b's and g's by offset, 0 = none yet
         self.prompt_logprobs: list[TokenLogprobs] = []  # so far, if requested
         self.replayed: list[ReplayedToken] = []  # so far, of a scoring request
         # Returned once, by the engine that computes the prompt; of a one-token prompt there is nothing to compute.

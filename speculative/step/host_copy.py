@@ -18,22 +18,34 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The host copy of a verification: per drawing entry."""
+    """The host copy of a verification: per drawing entry.
+
+    draft_probs: [R] q of the draft judged at each row, and last_probs: q of each entry's last token; None where drafts
+    are deterministic. mass_before: [R] the mass of q before that draft, in the order it is sampled in; None where it
+    was not asked for. Rows without a draft hold anything.
+    """
 
     num_accepted: Array
     token_ids: Array
     broken: Array  # per verify row: 1 + the index into ROW_KINDS of the invariant it breaks, or 0
     expected_accepted: float
+    draft_probs: Array | None = None
+    last_probs: Array | None = None
+    mass_before: Array | None = None
 
 
-def copy_to_host(verified: VerifyOutput, broken: Tensor) -> Verdicts:
-    """Copy what was decided."""
+def copy_to_host(verified: VerifyOutput, broken: Tensor, probs: tuple[Tensor | None, ...] = (None,) * 3) -> Verdicts:
+    """Copy what was decided, and the q it was decided by; probs: what `VocabularyOps.round_probs` returned, if any."""
     expected = verified.expected_accepted.cpu().numpy()
+    of_drafts, of_last, before = (None if part is None else part.cpu().numpy() for part in probs)
     return Verdicts(
         num_accepted=verified.num_accepted.cpu().numpy(),
         token_ids=verified.token_ids.cpu().numpy(),
         broken=broken.cpu().numpy(),
         expected_accepted=float(expected[np.isfinite(expected)].sum()),  # a faulty row counts nothing
+        draft_probs=of_drafts,
+        last_probs=of_last,
+        mass_before=before,
     )
 
 
@@ -61,11 +73,14 @@ def _scored_ids(layout: StepInput, device: torch.device) -> Tensor:
 def results_per_entry(layout: StepInput, verdicts: Verdicts, logprobs: LogprobRows | None) -> list[SequenceResult]:
     """What was drawn, one value per drawing entry, in order."""
     drafts, broken = layout.drafts.tolist(), verdicts.broken.tolist()
+    draft_probs = None if verdicts.draft_probs is None else verdicts.draft_probs.tolist()
+    last_probs = [0.0] * len(layout.drawing) if verdicts.last_probs is None else verdicts.last_probs.tolist()
     first_row = 0
     drawn = []
-    decided = (layout.draft_counts.tolist(), verdicts.num_accepted.tolist(), verdicts.token_ids.tolist())
-    for entry, count, accepted, last in zip(layout.drawing, *decided, strict=True):
+    decided = (layout.draft_counts.tolist(), verdicts.num_accepted.tolist(), verdicts.token_ids.tolist(), last_probs)
+    for entry, count, accepted, last, last_prob in zip(layout.drawing, *decided, strict=True):
         token_ids = (*drafts[first_row : first_row + accepted], last)
+        judged = slice(first_row, first_row + min(accepted + 1, count))
         params = entry.sequence.params
         entries = None
         if logprobs is not None and params.returns_logprobs:
@@ -75,6 +90,10 @@ def results_per_entry(layout: StepInput, verdicts: Verdicts, logprobs: LogprobRo
             )
         kinds = [kind for kind in broken[first_row : first_row + count + 1] if kind]
         fault = ROW_KINDS[min(kinds) - 1] if kinds else None
-        drawn.append(SequenceResult(token_ids, count, accepted, entries, fault))
+        own_probs = None if draft_probs is None else tuple(draft_probs[judged])
+        of_last = last_prob if accepted < count else 0.0
+        drawn.append(
+            SequenceResult(token_ids, count, accepted, tuple(drafts[judged]), own_probs, of_last, entries, fault)
+        )
         first_row += count + 1
     return drawn

@@ -17,10 +17,11 @@ from speculative.sampling.logprobs import mode_matrix
 from speculative.sampling.probs import LastRows, SamplingRows
 from speculative.selfcheck.invariants import forbidden_by_rules, misplaced, outside_filters
 from speculative.selfcheck.monitor import SelfCheck
+from speculative.selfcheck.rounds import contradicted, misdrafted, with_lagged
 from speculative.selfcheck.terms import Scope
 from speculative.state.batch import SequenceResult, StepInput, StepOutcome, Terms, merge_outcomes, row_contexts
 from speculative.state.token_constraint import Bools
-from speculative.step.host_copy import copy_to_host, logprobs_to_host, results_per_entry
+from speculative.step.host_copy import Verdicts, copy_to_host, logprobs_to_host, results_per_entry
 from speculative.verification.base import Verifier, VerifyInput, VerifyOutput
 from speculative.verification.coupled import verify_coupled
 from speculative.verification.draft_probs import DraftProbs, PointMass
@@ -94,16 +95,23 @@ class Sampler:
         rows = self._rows.of(params, logits.shape[-1], self._device)
         adjusted = self._adjust(layout, logits, masks)
         processed = self.ops.process(adjusted, rows)  # [R, V]
-        step = verify_rows(layout).input(self.ops.target_probs(processed, rows), draft_probs)
+        of_rows = VerifyRows.of(layout)
+        step = of_rows.input(self.ops.target_probs(processed, rows), draft_probs)
         coupled = self.coupled(layout)
         verified = self._verify(step, coupled)
         emitted = self.ops.emitted_at_rows(verified, step)
         logprobs = logprobs_to_host(layout, lambda: mode_matrix(self._mode, logits, processed), emitted)
         outside = outside_filters_of(rows, adjusted, emitted)
         broken = self.ops.broken_rows(step, verified, emitted, processed.amax(dim=-1), outside)
-        terms = self._terms(layout, step, verified, emitted, coupled) if checked else None
-        verdicts = copy_to_host(verified, broken)
+        terms, counted = None, self.self_check.counted(layout.drawing, checked=checked)
+        if checked:
+            terms = self._terms(step, verified, emitted, counted, coupled)
+        sampled = not isinstance(step.draft_probs, PointMass)
+        q = self.ops.round_probs(step, verified, places=checked) if sampled else (None, None, None)
+        verdicts = copy_to_host(verified, broken, q)
         drawn = self.check_on_host(layout, results_per_entry(layout, verdicts, logprobs), masks)
+        if terms is not None:
+            terms, drawn = self.check_rounds(layout, of_rows, verdicts, drawn, terms, counted)
         return StepOutcome(tuple(drawn), verdicts.expected_accepted, terms)
 
     def _adjust(self, layout: StepInput, logits: Tensor, masks: list[list[Bools] | None]) -> Tensor:
@@ -125,15 +133,37 @@ class Sampler:
     # -- self-checks --------------------------------------------------------------------------------------------
 
     def _terms(
-        self, layout: StepInput, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, coupled: Bools
+        self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, counted: Bools, coupled: Bools
     ) -> Terms:
-        counted = self.self_check.counted([entry.sequence for entry in layout.drawing])
         scope = Scope(
             self._verifier,
             torch.from_numpy(counted).to(self._device),
             torch.from_numpy(coupled).to(self._device) if coupled.any() else None,
         )
         return self.ops.take_terms(step, verified, emitted, scope).to_host()
+
+    def check_rounds(
+        self,
+        layout: StepInput,
+        rows: VerifyRows,
+        verdicts: Verdicts,
+        drawn: list[SequenceResult],
+        terms: Terms,
+        counted: Bools,
+    ) -> tuple[Terms, list[SequenceResult]]:
+        """A step's terms with the lagged ones, and what each entry drew, with the fault of those whose draws are not
+        what their random numbers give."""
+        wrong = contradicted(layout, verdicts.num_accepted, terms.rows, rows.uniforms, self._verifier)
+        if verdicts.draft_probs is not None and verdicts.mass_before is not None:
+            by_noise = self.coupled(layout)[layout.verify_entries]
+            of_drafts = np.where(by_noise, np.nan, [verdicts.mass_before, verdicts.draft_probs])
+            wrong |= misdrafted(layout, of_drafts, rows.draft_uniforms())
+        if wrong.any():
+            drawn = [
+                one._replace(fault="draw") if own and one.fault is None else one
+                for one, own in zip(drawn, wrong.tolist(), strict=True)
+            ]
+        return with_lagged(terms, layout, verdicts.num_accepted, counted, self._verifier), drawn
 
     def check_on_host(
         self, layout: StepInput, drawn: list[SequenceResult], masks: list[list[Bools] | None]
@@ -160,12 +190,3 @@ def outside_filters_of(rows: SamplingRows, adjusted: Tensor, emitted: Tensor) ->
         which = rows.filters.rows
         outside[which] = outside_filters(adjusted[which], rows.temperature[which], rows.filters, emitted[which])
     return outside
-
-
-def verify_rows(layout: StepInput) -> VerifyRows:
-    """The verify rows of a step's entries."""
-    sequences = [entry.sequence for entry in layout.drawing]
-    seeds = [sequence.request.seed for sequence in sequences]
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    owners = (layout.verify_entries, layout.offsets)
-    return VerifyRows.build(owners, layout.draft_counts, seeds, lengths, layout.drafts)

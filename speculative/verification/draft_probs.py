@@ -4,6 +4,7 @@ It travels with the drafts it belongs to, and a drafter that chooses its drafts 
 read as a point mass: that would be lossless, and slow for no visible reason.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,9 @@ class PointMass:
         del packed
         return (drafts >= 0).float()
 
-    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q of any tokens [R], as many float32; 0 in bonus rows."""
-        del packed
+        del packed, vocab_size
         return ((drafts >= 0) & (tokens == drafts)).float()
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
@@ -45,8 +46,13 @@ class Dense:
         """q of each row's draft, [R] float32; 0 in bonus rows (draft -1). packed: [R] which draft a row judges."""
         return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), drafts.clamp(min=0)], 0.0)
 
-    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+    def mass_before(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """[R] float64: the mass of q before each row's draft, in the order it is sampled in; anything in bonus rows."""
+        return mass_before(self.probs, _within(packed, self.probs), drafts.clamp(min=0))
+
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q of any tokens [R], as many float32; 0 in bonus rows."""
+        del vocab_size
         return torch.where(drafts >= 0, self.probs[_within(packed, self.probs), tokens], 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
@@ -74,10 +80,16 @@ class SubVocabulary:
         own = self.probs.gather(1, self.columns[:, None])[:, 0]
         return torch.where(drafts >= 0, own[_within(packed, self.probs)], 0.0)
 
-    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor) -> Tensor:
+    def mass_before(self, drafts: Tensor, packed: Tensor) -> Tensor:
+        """[R] float64: the mass of q before each row's draft, in the order it is sampled in; anything in bonus rows."""
+        del drafts
+        return mass_before(self.probs, _within(packed, self.probs), self.columns[_within(packed, self.probs)])
+
+    def of_tokens(self, tokens: Tensor, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q of any tokens [R], as many float32; 0 in bonus rows and outside the part."""
-        matches = torch.where(self.ids == tokens[:, None], self.probs[_within(packed, self.probs)], 0.0)
-        return torch.where(drafts >= 0, matches.sum(dim=-1), 0.0)
+        columns = columns_of(self.ids, vocab_size)[tokens]
+        values = self.probs[_within(packed, self.probs), columns.clamp(min=0)]
+        return torch.where((drafts >= 0) & (columns >= 0), values, 0.0)
 
     def at(self, drafts: Tensor, packed: Tensor, vocab_size: int) -> Tensor:
         """q over the vocabulary, [R, V] float32; a zero row in bonus rows."""
@@ -87,6 +99,24 @@ class SubVocabulary:
 
 
 DraftProbs = PointMass | Dense | SubVocabulary
+
+
+def mass_before(probs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """[R] float64: the mass that distributions [D, W] have in the columns before one, [R]; rows: [R] of which."""
+    if probs.device.type == "cpu":  # without a matrix
+        places = zip(rows.tolist(), columns.tolist(), strict=True)
+        distributions = probs.numpy()
+        return torch.tensor([float(distributions[row, :column].sum()) for row, column in places], dtype=torch.float64)
+    before = torch.arange(probs.shape[1], device=probs.device) < columns[:, None]
+    return torch.where(before, probs[rows], 0.0).sum(dim=-1, dtype=torch.float64)
+
+
+@functools.lru_cache(maxsize=8)
+def columns_of(ids: Tensor, vocab_size: int) -> Tensor:
+    """[V] int32, the column of each token where `ids` [W] has one, else -1. Made once for each drafter's vocabulary."""
+    columns = torch.full((vocab_size,), -1, dtype=torch.int32, device=ids.device)
+    columns[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    return columns
 
 
 def num_rows(draft_probs: object) -> int | None:

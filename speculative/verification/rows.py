@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speculative.sampling.rng import Float64s, Purpose, uniforms
+from speculative.state.batch import StepInput
 from speculative.verification.base import VerifyInput
 from speculative.verification.draft_probs import DraftProbs
 
@@ -60,6 +61,20 @@ class VerifyRows:
         np.add(row_lengths.view(np.int64), offsets, out=rows[5])
         first_rows = np.cumsum(counts + 1) - counts - 1
         return cls(rows, np.stack([first_rows, counts]), uniforms(*key.reshape(4, -1)).reshape(2, -1))
+
+    @classmethod
+    def of(cls, layout: StepInput) -> "VerifyRows":
+        """Those of a step's entries."""
+        sequences = [entry.sequence for entry in layout.drawing]
+        seeds = [sequence.request.seed for sequence in sequences]
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        owners = (layout.verify_entries, layout.offsets)
+        return cls.build(owners, layout.draft_counts, seeds, lengths, layout.drafts)
+
+    def draft_uniforms(self) -> Float64s:
+        """[R] what the draft judged at each row is sampled with, if it is; meaningless in last rows."""
+        _, _, _, offsets, seeds, positions = self.rows.view(np.uint64)
+        return uniforms(seeds, positions - offsets, offsets, np.full_like(offsets, Purpose.DRAFT))
 
     def named(self) -> dict[str, Int64s | Float64s]:
         """Each array by the name of its field."""

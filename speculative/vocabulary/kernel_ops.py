@@ -4,18 +4,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculative.kernels.bindings import Kernels, VerifyStruct, cpu_kernels
+from speculative.kernels.bindings import Kernels, TermStruct, VerifyStruct, cpu_kernels
 from speculative.sampling import probs
 from speculative.sampling.probs import SamplingRows
 from speculative.selfcheck import terms
-from speculative.selfcheck.eprocess import STAKES
+from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.selfcheck.invariants import MASS_ROUNDING
-from speculative.selfcheck.terms import CHECKS_OF_DETERMINISTIC, CHECKS_OF_SAMPLED, LEAST_RESIDUAL, LEAST_SPREAD, Scope
+from speculative.selfcheck.terms import (
+    CHECKS_OF_DETERMINISTIC,
+    CHECKS_OF_SAMPLED,
+    EQUAL,
+    LEAST_RESIDUAL,
+    LEAST_SPREAD,
+    Scope,
+)
 from speculative.state.batch import Terms
 from speculative.verification import block, coupled
 from speculative.verification.base import VerifyInput, VerifyOutput
-from speculative.verification.draft_probs import PointMass, SubVocabulary
+from speculative.verification.draft_probs import PointMass, SubVocabulary, columns_of
 from speculative.vocabulary.ops import TorchOps, VocabularyOps
+
+_STAKES = np.array(STAKES)
+_RULES = TermStruct(_STAKES.ctypes.data, len(STAKES), LEAST_RESIDUAL, LEAST_SPREAD, EQUAL, ROUNDING)
 
 
 class KernelOps:
@@ -63,6 +73,15 @@ class KernelOps:
     def emitted_at_rows(self, verified: VerifyOutput, step: VerifyInput) -> Tensor:
         return self._kernels.emitted(_struct(step), verified.num_accepted, verified.token_ids)
 
+    def round_probs(
+        self, step: VerifyInput, verified: VerifyOutput, *, places: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, column_of = step.draft_probs, None
+        if isinstance(q, SubVocabulary):
+            column_of = columns_of(q.ids, step.probs.shape[1])
+        decided = (verified.num_accepted, verified.token_ids, column_of)
+        return self._kernels.round_probs(_struct(step), *decided, places=places)
+
     def broken_rows(
         self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor
     ) -> Tensor:
@@ -74,8 +93,8 @@ class KernelOps:
             return terms.take_terms(step, verified, emitted, scope)
         struct = _struct(step)
         checks = CHECKS_OF_SAMPLED if struct.q else CHECKS_OF_DETERMINISTIC
-        reported = (verified.num_accepted, emitted, scope.counted, np.array(STAKES), len(checks))
-        return Terms(checks, *self._kernels.terms(struct, *reported, least=(LEAST_RESIDUAL, LEAST_SPREAD)))
+        reported = (verified.num_accepted, emitted, scope.counted, _RULES, len(checks))
+        return Terms(checks, *self._kernels.terms(struct, *reported))
 
 
 def choose_ops(device: torch.device) -> VocabularyOps:

@@ -45,6 +45,12 @@ class VocabularyOps(Protocol):
     def emitted_at_rows(self, verified: VerifyOutput, step: VerifyInput) -> Tensor:
         """[R] int64, the token emitted at each row; rows past the last emitted one repeat it."""
 
+    def round_probs(
+        self, step: VerifyInput, verified: VerifyOutput, *, places: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[R] q of the draft judged at each row, [E] q of each entry's last token; and with `places` [R] the mass of q
+        before each draft, in the order it is sampled in. Of sampled drafts only; rows without one hold anything."""
+
     def broken_rows(
         self, step: VerifyInput, verified: VerifyOutput, emitted: Tensor, highest: Tensor, outside: Tensor
     ) -> Tensor:
@@ -64,6 +70,7 @@ class TorchOps:
     verify_token_wise = staticmethod(token_wise.verify_token_wise)
     verify_block = staticmethod(block.verify_block)
     emitted_at_rows = staticmethod(base.emitted_at_rows)
+    round_probs = staticmethod(base.round_probs)
     broken_rows = staticmethod(invariants.broken_rows)
     take_terms = staticmethod(terms.take_terms)
 

@@ -13,6 +13,7 @@ from serve_app.integrity.replays import Verdict
 from serve_app.telemetry.metric_names import (
     CATALOGUE,
     COMMON_LABELS,
+    INDEPENDENT_RESULTS,
     METRICS,
     REPLAY_ALARMS,
     STRATA,
@@ -41,6 +42,7 @@ def test_every_label_has_a_meaning_and_the_page_reports_it(metric: Metric, label
     [
         ("breaker_trips_total", "reason", set(TRIP_REASONS)),
         ("replay_alarms_total", "alarm", set(REPLAY_ALARMS)),
+        ("independent_replays_total", "result", set(INDEPENDENT_RESULTS)),
         ("replay_tokens_total", "stratum", set(STRATA)),
         ("verdicts_total", "verdict", {verdict.value for verdict in Verdict}),
         ("requests_total", "outcome", {reason.value for reason in FinishReason} | {"rejected"}),

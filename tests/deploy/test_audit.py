@@ -10,31 +10,40 @@ from click.testing import CliRunner
 from deploy.audit import run
 from deploy.audit.model import AuditedModel
 from deploy.audit.mutants import MUTANTS
+from deploy.audit.traffic import DECODERS, TABLES
 from deploy.cli.main import main
 from speculative.stats import CheckSums
 
 FIRST = {  # the detector that is to find it, where it is not one of the terms
-    "F1": "replay drift",
+    "F1": "replay",
     "F2": "logprob contract",
-    "F5": "replay drift",
+    "F5": "replay",
     "F9": "invariant support",
+    "F9 penalties are skipped where nothing else is asked for": "replay",
     "F11": "replay drift (prompt)",
     "F13": "replay",
     "F13 the handoff drops the drafter's keys and values": "acceptance floor",
     "F14 blocks of the prefix cache lack the drafter's keys and values": "acceptance floor",
     "F14": "replay",
-    "F15": "replay distribution",
+    "F15": "replay",
     "F16": "invariant",
     "F17": "repeated random streams",
     "F18": "invariant metrics",
     "F19": "acceptance floor",
     "F20": "acceptance floor",
+    "F20 the prefix cache outlives an update of the weights": "replay",
     "F21": "invariant stop",
     "F22": "no drafts while logprobs are asked for",
+    "F23": "invariant draw",
     "F25 one token beyond the model's length": "invariant length",
     "F25 a limit that is one too high for the whole engine": "replay refused",
     "F26 q is lost at its source": "invariant q_missing",
     "F26 sampled drafts are declared deterministic": "acceptance floor",
+    "F27": "replay",
+    "F28": "acceptance floor",
+    "F29": "replayed draws: interval",
+    "F30": "transformers: replay",
+    "F31": "clean run",
 }
 
 
@@ -48,7 +57,19 @@ def test_every_fault_is_found(name: str) -> None:
 
 
 def test_the_catalogue_is_covered() -> None:
-    assert {mutant.fault for mutant in MUTANTS.values()} == {f"F{number}" for number in (*range(1, 23), 25, 26)}
+    assert {mutant.fault for mutant in MUTANTS.values()} == {f"F{number}" for number in range(1, 32)}
+
+
+def test_a_fault_of_the_referee_is_seen_by_nobody_who_has_it() -> None:
+    (name,) = (name for name, mutant in MUTANTS.items() if mutant.place == "referee")
+    assert all(detector.startswith("transformers: ") for detector in run.audit_mutant(name).detectors)
+
+
+@pytest.mark.parametrize("traffic", [*TABLES, *DECODERS])
+def test_traffic_without_a_fault_raises_no_alarm(traffic: str) -> None:
+    settings = {tuple(mutant.settings.items()) for mutant in MUTANTS.values() if mutant.traffic == traffic}
+    for own in settings | {()}:
+        assert not run.sound_watch(traffic, own).found
 
 
 def test_sound_engines_raise_no_alarm() -> None:

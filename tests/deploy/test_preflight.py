@@ -85,6 +85,7 @@ def test_what_can_be_served_has_no_fault(models: Mapping[str, str], tmp_path: Pa
             r"label_selector: asks for a node with pool: a, .* remove it, or serve on the cluster",
         ),
         ({"access": {"keys_file": "/missing/keys"}}, r"access\.keys_file: /missing/keys: cannot be read"),
+        ({"receipts": {"key_file": "/missing/key"}}, r"receipts\.key_file: /missing/key holds no private key"),
         ({"admin": {"token_file": "/missing/token"}}, r"admin\.token_file: /missing/token cannot be read"),
         ({"model": {"source": "{model}", "chat_template": "/missing.jinja"}}, r"chat_template: .*/missing.jinja"),
         ({"engine": {"max_model_len": 900, "kv_cache_tokens": 1024}}, r"max_model_len: is 900, .* 512 positions"),

@@ -83,6 +83,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     # Settings that the chart makes itself, or that need something of it
     ({"config": {"access": {"keys_file": "/k"}}}, "config.access.keys_file is the chart's to set; use apiKeys"),
+    (
+        {"config": {"receipts": {"key_file": "/k"}}},
+        "config.receipts.key_file is the chart's to set; use receipts",
+    ),
     ({"apiKeys": {"existingSecret": "keys"}}, "so `helm test` needs a key; set apiKeys.smokeSecret"),
     ({"apiKeys": {"smokeSecret": "key"}}, "apiKeys.smokeSecret is set, but there are no keys"),
     ({"config": {"admin": {"token_file": "/t"}}}, "config.admin.token_file is the chart's to set; use admin.enabled"),

@@ -515,6 +515,18 @@ def test_api_keys_are_mounted_where_replicas_run_and_the_smoke_test_has_one(rend
     assert smoke["args"][-1] == f"{mount['mountPath']}/key"
 
 
+def test_the_key_of_receipts_is_mounted_where_answers_are_made(rendered: Any) -> None:
+    signed = rendered["disaggregated"]
+    key_file = serve_config(signed)["applications"][0]["args"]["receipts"]["key_file"]
+    for name, pod in ray_pods(signed).items():
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
+        assert ("receipt-key" in mounts) == (name != "head")
+        if name != "head":
+            (secret,) = (one["secret"] for one in pod["spec"]["volumes"] if one["name"] == "receipt-key")
+            assert secret["secretName"] == "truespec-receipts"
+            assert key_file == f"{mounts['receipt-key']}/{secret['items'][0]['path']}"
+
+
 def test_the_network_policy_opens_what_is_needed_and_no_more(rendered: Any) -> None:
     policy = one(rendered["minimal"], "NetworkPolicy")["spec"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]

@@ -1,5 +1,5 @@
-"""A replica with a faulty engine, under load: it stops speculating by itself, no client sees an error, what it answers
-from then on is right, and when the fault is gone speculation comes back."""
+"""A replica with a faulty engine, under load: it stops speculating by itself, what it answers from then on is right,
+and when the fault is gone speculation comes back."""
 
 import concurrent.futures
 import itertools
@@ -32,6 +32,7 @@ class Case(NamedTuple):
     deployment: str
     fault: Fault
     reasons: set[str]
+    errors: set[str]  # that clients may see meanwhile
 
 
 def drawn(seed: int, temperature: float) -> dict[str, Any]:
@@ -98,8 +99,8 @@ def asked(number: int, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("monolith", "MonolithServer", accept_every_draft, {"selfcheck", "law"}),
-        Case("disaggregated", "DecodeServer", misplace_rounds_with_drafts, {"drift", "law"}),
+        Case("monolith", "MonolithServer", accept_every_draft, {"selfcheck", "law", "invariant"}, {"engine_fault"}),
+        Case("disaggregated", "DecodeServer", misplace_rounds_with_drafts, {"drift", "law"}, set()),
     ],
     ids=["accepts everything", "misplaces rounds"],
 )
@@ -126,11 +127,13 @@ def test_a_faulty_replica_falls_back_and_comes_back(
         load = Load(service)
         with load.on():
             wait_for(lambda: breaker_state(service) > 0, "the breaker's trip")
-        assert load.errors == []
+        # Draws against their random numbers end their requests; nothing that is wrong by them is delivered.
+        assert {json.loads(one)["error"]["code"] for one in load.errors} <= case.errors
         text = service.metrics_text()
         tripped = {reason for reason in case.reasons if f'reason="{reason}"}} 1.0' in text}
         assert tripped, [line for line in text.splitlines() if "breaker_trips" in line]
-        wait_for(lambda: "suspect" in {verdict_of(service, one)["verdict"] for one in load.replies}, "suspicion")
+        if load.replies or not case.errors:
+            wait_for(lambda: "suspect" in {verdict_of(service, one)["verdict"] for one in load.replies}, "suspicion")
         assert list(dumps.glob("truespec-*-trip-*.json"))
         # It decodes plainly now, and rightly, while the fault is still there.
         engine = tiny_engine(tiny_folder, drafter=NO_DRAFTS)

@@ -50,6 +50,19 @@ def test_same_text_and_logprobs_as_the_monolith(disaggregated: Service, monolith
             assert apart["logprobs"] == together["logprobs"]
 
 
+def test_transformers_agrees_with_what_was_served(disaggregated: Service) -> None:
+    def total(result: str) -> float:
+        series = rf'^truespec_independent_replays_total{{[^}}]*result="{result}"[^}}]*}} (\S+)$'
+        return sum(map(float, re.findall(series, disaggregated.metrics_text(), re.MULTILINE)))
+
+    def agreed() -> bool:
+        disaggregated.completion(prompt=LOOPING, max_tokens=24, verify=True)
+        return total("agrees") > 2  # more than the call that starts it
+
+    wait_for(agreed, "an answer that transformers checks", timeout_s=900)  # it has what everything else leaves it
+    assert [total(result) for result in ("disagrees", "outdated", "unsupported", "failed")] == [0, 0, 0, 0]
+
+
 def test_speculation_changes_nothing_but_the_number_of_rounds(disaggregated: Service) -> None:
     body = {"prompt": LOOPING, "max_tokens": 40, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     on, off = disaggregated.completion(**body), disaggregated.completion(**body, speculate=False)
@@ -99,10 +112,9 @@ def test_a_client_that_leaves_frees_what_it_held(disaggregated: Service) -> None
 
 def test_metrics_agree_with_what_clients_were_reported(ray_port: int, tiny_folder: Path) -> None:
     with deployed(ray_port, "counted", app_args(tiny_folder, "disaggregated")) as service:
-        usages = [
-            service.completion(prompt=LOOPING + " " * number, max_tokens=50, temperature=0, ignore_eos=True)["usage"]
-            for number in range(4)
-        ]
+        # With logprobs: a quarter of the requests without is replayed as sent, and adds no compared tokens.
+        body = {"max_tokens": 50, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        usages = [service.completion(prompt=LOOPING + " " * number, **body)["usage"] for number in range(4)]
         wait_for(lambda: service.metrics()["replayed_tokens"] == 200, "replay of all tokens")
         wait_for(lambda: service.metrics()["emitted_tokens"] >= 200, "the prefill replica's report")
         metrics = service.metrics()

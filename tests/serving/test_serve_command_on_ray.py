@@ -1,6 +1,8 @@
 """`truespec serve` as its user starts it: a process of its own, where Ray Serve is set for throughput too."""
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +13,11 @@ import yaml
 
 from deploy.ports import free_port
 from serve_app.config.serve_file import HttpOptions
+from tests.support.services import wait_for
 
 pytestmark = pytest.mark.ray
+
+LONGEST_S = 180.0
 
 
 def test_a_service_starts_and_stops_where_serve_shares_its_loop(tiny_folder: Path, tmp_path: Path) -> None:
@@ -25,14 +30,19 @@ def test_a_service_starts_and_stops_where_serve_shares_its_loop(tiny_folder: Pat
     port = str(free_port(HttpOptions()))
     command = [str(Path(sys.executable).with_name("truespec")), "serve", str(file), "--port", port]
     env = {**os.environ, "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        shown = []
-        for line in process.stdout:
-            shown.append(line)
-            if line.lstrip().startswith("Serving"):
-                process.send_signal(signal.SIGINT)
-        code = process.wait()
-    said = "".join(shown)
+    shown = tmp_path / "shown"
+    with shown.open("w") as out:  # a file: what the command started might keep a pipe open
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        serving = re.compile(r"^ *Serving", re.MULTILINE)
+        wait_for(lambda: process.poll() is not None or bool(serving.search(shown.read_text())), "the start", LONGEST_S)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(LONGEST_S)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        pytest.fail(f"{error}; the command wrote:\n{shown.read_text()}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    said = shown.read_text()
     assert said.count("Serving tiny at") == 1 and "Traceback" not in said, said
     assert code in (0, 130), said

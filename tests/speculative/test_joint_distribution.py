@@ -212,7 +212,7 @@ FAULTS = {
 def test_the_method_sees_the_fault(folder: Path, table: Tensor, fault: str) -> None:
     kind, verify = FAULTS[fault]
     drafter = LikeliestDrafter(table) if kind == "likeliest" else TableDrafter(deceiving(table), 3, vary=False)
-    engine = table_engine(folder, table, drafter)
+    engine = table_engine(folder, table, drafter, self_check_sample_rate=0.0)  # its own checks would end the requests
     engine.sampler.verify = verify
     samples = sample(engine, (FIRST,), COUNT, LENGTH)
     assert worst_window(samples, softmax(table), FIRST) > FIVE_SIGMA
@@ -220,7 +220,7 @@ def test_the_method_sees_the_fault(folder: Path, table: Tensor, fault: str) -> N
 
 def test_the_method_sees_draft_and_residual_sharing_noise(folder: Path, table: Tensor) -> None:
     """F6: the residual draws with the uniform that drew the draft."""
-    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3, vary=False))
+    engine = table_engine(folder, table, TableDrafter(deceiving(table), 3, vary=False), self_check_sample_rate=0.0)
 
     def shared(step: VerifyInput) -> VerifyInput:
         seeds = step.seeds.numpy().astype(np.uint64)
@@ -239,7 +239,7 @@ def test_the_method_sees_draft_and_residual_sharing_noise(folder: Path, table: T
 def test_drawn_drafts_that_forgot_their_distribution_are_lossless_but_slow(folder: Path, table: Tensor) -> None:
     """F4: q never reaches the verifier. No test of the distribution can see it; acceptance does."""
     sound = table_engine(folder, table, TableDrafter(deceiving(table), 3))
-    forgetful = table_engine(folder, table, TableDrafter(deceiving(table), 3))
+    forgetful = table_engine(folder, table, TableDrafter(deceiving(table), 3), self_check_sample_rate=0.0)
     forgetful.sampler.verify = lambda step: verify_token_wise(replace(step, draft_probs=PointMass()))
     assert worst_window(sample(forgetful, (FIRST,), COUNT, LENGTH), softmax(table), FIRST) < FIVE_SIGMA
     sample(sound, (FIRST,), 2_000, LENGTH)

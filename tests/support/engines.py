@@ -16,7 +16,7 @@ from speculative.engine import EngineCore
 from speculative.handoff import Blob, ComputedTokenState, Manifest, allocate_blob, seal
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
-from speculative.request import FinishReason, TokenDelta, TokenKind, TokenLogprobs
+from speculative.request import FinishReason, Round, TokenDelta, TokenKind, TokenLogprobs
 
 NO_DRAFTS = DrafterConfig(kind="none")
 NGRAM = DrafterConfig(kind="ngram", num_draft_tokens=4, ngram_max=4, ngram_min=1)
@@ -99,6 +99,7 @@ class Answer:
     stop_token_id: int | None = None
     error: str | None = None
     round_sizes: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
 
     def take(self, delta: TokenDelta) -> None:
         assert self.finish_reason is None, "a delta after the last one"
@@ -112,6 +113,7 @@ class Answer:
         self.num_cached_tokens = delta.num_cached_tokens
         self.finish_reason, self.stop_token_id, self.error = delta.finish_reason, delta.stop_token_id, delta.error
         self.round_sizes.append(len(delta.token_ids))
+        self.rounds += [] if delta.round is None else [delta.round]
 
     @property
     def values(self) -> list[float]:

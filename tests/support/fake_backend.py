@@ -88,6 +88,7 @@ class FakeBackend:
             fingerprint=config.fingerprint,
             folder=config.folder,
             eos_token_ids=(config.eos_token_id,),
+            held_out_acceptance=((0.5, 0.4), (0.75,)),
         )
 
     async def stop(self) -> None:

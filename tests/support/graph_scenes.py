@@ -88,6 +88,10 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
         assert (answer.token_ids, answer.kinds, answer.round_sizes) == (other.token_ids, other.kinds, other.round_sizes)
         assert (answer.num_drafted, answer.num_accepted) == (other.num_drafted, other.num_accepted)
         assert answer.values == pytest.approx(other.values, abs=_LOGPROB_TOLERANCE)
+        own, theirs = ([one._replace(draft_probs=None, last_prob=0) for one in each.rounds] for each in (answer, other))
+        assert own == theirs
+        q, other_q = ([(*(one.draft_probs or ()), one.last_prob) for one in each.rounds] for each in (answer, other))
+        assert sum(q, ()) == pytest.approx(sum(other_q, ()), abs=_LOGPROB_TOLERANCE)
         assert [one.rank for one in answer.logprobs] == [one.rank for one in other.logprobs]
         for part in ("top", "scored"):
             own, theirs = ([getattr(one, part) for one in each.logprobs] for each in (answer, other))

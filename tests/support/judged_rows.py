@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from speculative.config import LogprobsMode
-from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge, columns_of
+from speculative.gpu.row_judge import RowFields, RowJudge, SampledFrom, TorchJudge
+from speculative.verification.draft_probs import columns_of
 from speculative.vocabulary.ops import TorchOps
 
 VOCABULARY, WIDTH = 203, 75
@@ -152,18 +153,20 @@ def filtered(given: Scene, *filters: tuple[float, int, float]) -> Scene:
     )
 
 
+ROWS = ("chance", "below", "own")  # of `Terms`
+
+
 def parts(judge: RowJudge, given: Scene) -> dict[str, Tensor]:
     """The vector's parts that were wanted, by name."""
     vector, checks = judge(given.logits, given.rows, given.sampled)
     num_rows, num_entries = len(given.rows.drafts), len(given.rows.counts)
     sizes = {"accepted": num_entries, "tokens": num_entries, "drafts": num_rows, "broken": num_rows}
-    sizes |= {"expected": num_entries, "values": num_rows, "ranks": num_rows, "achievable": 1} | dict.fromkeys(
-        checks, 16
-    )
+    sizes |= {"expected": num_entries, "values": num_rows, "ranks": num_rows, "achievable": 1}
+    sizes |= dict.fromkeys(ROWS, num_rows) | dict.fromkeys(checks, 16)
     assert vector.dtype == torch.float64 and len(vector) == sum(sizes.values())
     found = dict(zip(sizes, vector.split(list(sizes.values())), strict=True))
     unwanted = () if given.rows.reported else ("values", "ranks")
-    unwanted += () if given.rows.checked else ("achievable", *checks)
+    unwanted += () if given.rows.checked else ("achievable", *ROWS, *checks)
     return {name: values for name, values in found.items() if name not in unwanted}
 
 
@@ -175,7 +178,9 @@ def assert_equal(judge: RowJudge, given: Scene, mode: LogprobsMode = "raw_logpro
     emitted = given.rows.offsets <= ours["accepted"][given.rows.entries]
     for name in ours.keys() - {"accepted", "tokens", "drafts", "broken"}:
         where = emitted if name in ("values", "ranks") else slice(None)
-        torch.testing.assert_close(ours[name][where], theirs[name][where], rtol=1e-4, atol=3e-5, msg=name)
+        torch.testing.assert_close(
+            ours[name][where], theirs[name][where], rtol=1e-4, atol=3e-5, msg=name, equal_nan=True
+        )
     return ours
 
 

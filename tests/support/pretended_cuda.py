@@ -40,6 +40,7 @@ from speculative.model.attention import CacheAttention
 from speculative.model.fp8 import Fp8Rows, Rows, quantize_rows
 from speculative.model.layers import Attend, Attention, RMSNorm, Rotary, Rotation, TorchLayerOps, rotate
 from speculative.verification.coupled import NoiseRows, choose
+from speculative.verification.draft_probs import mass_before
 from speculative.vocabulary.ops import TorchOps
 from tests.support.packed_rows import attend_packed
 
@@ -225,6 +226,7 @@ class PretendedCuda(TorchFunctionMode):
             "torch.cuda.graph": self._capture,
             "speculative.gpu.device_ops.make_find_floors": lambda _: torch_floors,
             "speculative.gpu.device_ops.make_choose": lambda _: self._choose,
+            "speculative.gpu.device_ops.make_mass_before": lambda _: self._mass_before,
             "speculative.gpu.logit_edits.make_edit": lambda _: self._edit_logits,
             "speculative.gpu.graph_step.make_attend": lambda sizes, _: _PagedAttention(self, sizes),
             "speculative.gpu.graph_step.make_prepare": lambda size, first, _: SendPacked(
@@ -257,6 +259,13 @@ class PretendedCuda(TorchFunctionMode):
 
         self.opaque(_CHOICE_LAUNCHES, write, probs, columns, list(rows), ids)
         return columns
+
+    def _mass_before(self, probs: Tensor, rows: Tensor, columns: Tensor) -> Any:
+        """In the place of `triton_mass_before`."""
+        given = (probs, rows, columns)
+        assert all(isinstance(tensor, DeviceTensor) for tensor in given), "a kernel was given a host tensor"
+        assert all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in (rows, columns))
+        return self.opaque(1, mass_before, *given)
 
     def _make_judge(self, device: torch.device, config: EngineConfig) -> RowJudge:
         """Block verification has no kernels."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.backends.base import Prefilled, Replayed
+from serve_app.backends.base import Prefilled, Replayed, ReplayFailed
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
 from serve_app.deployments import runtime, stream_router
@@ -22,7 +22,7 @@ from serve_app.integrity.dumps import DumpFolder
 from serve_app.integrity.heartbeat import Orders, ReplicaStatus, Report
 from serve_app.integrity.judgement import Judge
 from serve_app.integrity.replay_checker import Replay, ReplayChecker
-from serve_app.integrity.replays import ReplayJob, Verdict
+from serve_app.integrity.replays import Record, ReplayJob, Verdict
 from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.integrity.verdicts import Checked
 from serve_app.streams.pooled import PooledTokenSource
@@ -30,6 +30,7 @@ from serve_app.streams.resuming import Streamed
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import CONFIGURED, DesiredState
+from speculative.engine import EngineCore
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
 from tests.support.fake_backend import FakeBackend, FakeConfig
 
@@ -47,21 +48,52 @@ class Replayer:
         self.row: Callable[[int], ReplayedToken | None] = lambda _: RIGHT
         self.open = asyncio.Event()
         self.open.set()
-        self.fails = False
+        self.avoided: list[tuple[str, ...]] = []
+        self.fails = 0  # times
         self.refuses: Exception | None = None
 
-    async def __call__(self, request: Request) -> Replayed:
+    async def __call__(self, request: Request, avoid: Collection[str]) -> Replayed:
         self.asked.append(request)
+        self.avoided.append(tuple(avoid))
         await self.open.wait()
         if self.fails:
-            raise RuntimeError("the replica is gone")
+            self.fails -= 1
+            raise ReplayFailed("p8", RuntimeError("the replica is gone"))
         if self.refuses is not None:
-            raise self.refuses
+            raise ReplayFailed("p8", self.refuses)
         assert request.score_from is not None
         count = len(request.prompt_token_ids) - request.score_from
         rows = [self.row(index) for index in range(count)]
         distribution = tuple(row for row in rows if row is not None) or None
         return Replayed((-1.0 + self.drift,) * count, distribution, "p9")
+
+
+class EngineReplay:
+    """An engine that replays."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self._engine = engine
+
+    async def __call__(self, request: Request, _: object = ()) -> Replayed:
+        self._engine.add(request)
+        while self._engine.has_work:
+            for delta in self._engine.step():
+                assert delta.logprobs is not None, delta.error
+                return Replayed(tuple(entry.logprob for entry in delta.logprobs), delta.replayed, "p9")
+        raise AssertionError
+
+
+def serve(engine: EngineCore, request: Request) -> ReplayJob:
+    """What an engine answers."""
+    record = Record(request, "r1", 10.0, engine.max_model_len)
+    engine.add(request)
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            record.take(delta)
+    job = record.job()
+    assert job is not None
+    return job
 
 
 def checker(replay: Replay, metrics: Metrics, book: ReplicaBook | None = None, **settings: Any) -> ReplayChecker:

@@ -69,6 +69,26 @@ def _expected(accepted: float, expected: float, rounds: int) -> dict[str, str]:
     }
 
 
+def _held_out(accepted: float, drafted: float = 100) -> dict[str, str]:
+    """Two hours of so many tokens a minute at the first position of a head that has .49 and .65 there."""
+    return {
+        "held_out_acceptance_ratio position=0 sampling=sampled replica=r1": "0.49x120",
+        "held_out_acceptance_ratio position=0 sampling=greedy replica=r1": "0.65x120",
+        "draft_tokens_per_position_total position=0": f"0+{drafted}x120",
+        "accepted_tokens_per_position_total position=0": f"0+{accepted}x120",
+    }
+
+
+def _since_handoff(early: float, late: float, drafted: float = 100, drafter: str = "eagle3") -> dict[str, str]:
+    """Two hours; tokens a minute that are accepted of so many at each age."""
+    series = {f"build_info drafter={drafter} replica=r1": "1x120"}
+    for age, accepted in (("0", early), ("1", early), ("2_3", early), ("4_7", late), ("8_up", late)):
+        labels = f"since_handoff={age} weight_version=v1"
+        series[f"draft_tokens_since_handoff_total {labels}"] = f"0+{drafted}x120"
+        series[f"accepted_tokens_since_handoff_total {labels}"] = f"0+{accepted}x120"
+    return series
+
+
 def _replayed(tokens: float, excess: float) -> dict[str, str]:
     return {
         "replay_tokens_total stratum=handoff_0": f"0+{tokens}x120",
@@ -92,6 +112,11 @@ def _event_cases() -> Iterator[Case]:
             "replay_alarms_total alarm=drift stratum=bonus",
             "Replays of tiny raised the alarm drift in stratum bonus.",
             {"alarm": "drift", "stratum": "bonus"},
+        ),
+        "TruespecIndependentRefereeDisagrees": (
+            "independent_replays_total result=disagrees",
+            "transformers does not find what tiny answers.",
+            {},
         ),
         "TruespecLogprobViolations": (
             "logprob_violations_total kind=mass",
@@ -141,6 +166,35 @@ CASES: tuple[Case, ...] = (
     ),
     Case("TruespecAcceptanceBelowItsRecentLevel", "no past", _acceptance("0+400x60", "0+4x60"), "1h"),
     Case(
+        "TruespecAcceptanceBelowHeldOut",
+        "without the drafter's keys and values",
+        _held_out(accepted=13),
+        "1h50m",
+        Fires("Acceptance of tiny at position 0 is 13%, below half of what training measured.", {"position": "0"}),
+    ),
+    Case("TruespecAcceptanceBelowHeldOut", "as it is", _held_out(accepted=41), "1h50m"),
+    Case("TruespecAcceptanceBelowHeldOut", "too few drafts", _held_out(accepted=0.013, drafted=0.1), "1h50m"),
+    Case(
+        "TruespecAcceptanceLowAfterHandoffs",
+        "a head that starts without its keys and values",
+        _since_handoff(early=10, late=40),
+        "1h50m",
+        Fires("Acceptance of tiny right after handoffs is 10%, below half of that later on."),
+    ),
+    Case("TruespecAcceptanceLowAfterHandoffs", "as later", _since_handoff(early=35, late=40), "1h50m"),
+    Case(
+        "TruespecAcceptanceLowAfterHandoffs",
+        "n-grams, which need a text first",
+        _since_handoff(early=10, late=40, drafter="ngram"),
+        "1h50m",
+    ),
+    Case(
+        "TruespecAcceptanceLowAfterHandoffs",
+        "too few drafts",
+        _since_handoff(early=1, late=4, drafted=10),
+        "1h50m",
+    ),
+    Case(
         "TruespecAcceptanceNotAsExpected",
         "a quarter more than expected",
         _expected(2.0, 1.6, rounds=100),
@@ -179,6 +233,38 @@ CASES: tuple[Case, ...] = (
     Case("TruespecReplaysFail", "one in five", _results("replays_total", result__ok=4, result__skipped=1), "50m"),
     Case("TruespecReplaysFail", "none are asked for", _results("replays_total", result__ok=0), "50m"),
     Case(
+        "TruespecReplaysFail",
+        "too few to count",
+        {"replays_total result=failed": "0x20 3x40"},
+        "45m",
+    ),
+    Case(
+        "TruespecReplaysOfOneReplicaFail",
+        "those of one of two, as Ray's agent exports it",
+        {
+            "replays_total answered_by=r1 result=ok": "0+1x120",
+            "replays_total answered_by=r2 result=ok": "0+0x120",
+            "replays_total answered_by=r2 result=failed": "_x61 1+0.2x60",
+        },
+        "1h50m",
+        Fires("100% of the replays of answers by r2 (tiny) failed twice.", {"answered_by": "r2"}),
+    ),
+    Case(
+        "TruespecReplaysOfOneReplicaFail",
+        "four",
+        {"replays_total answered_by=r1 result=failed": "0x61 4x60"},
+        "1h50m",
+    ),
+    Case(
+        "TruespecReplaysOfOneReplicaFail",
+        "one in three",
+        {
+            "replays_total answered_by=r1 result=ok": "0+2x120",
+            "replays_total answered_by=r1 result=failed": "0+1x120",
+        },
+        "1h50m",
+    ),
+    Case(
         "TruespecHandoffsFail",
         "one in twenty",
         _results("handoffs_total", result__ok=19, result__refused=1),
@@ -193,6 +279,25 @@ CASES: tuple[Case, ...] = (
         Fires("6.25% of the handoffs of tiny were refused or failed."),
     ),
     Case("TruespecHandoffsFail", "all are taken in", _results("handoffs_total", result__ok=20), "40m"),
+    Case(
+        "TruespecUntestedShare",
+        "everybody sends one seed",
+        {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+95x120"},
+        "100m",
+        Fires("95% of the rounds of tiny add nothing to its self-checks."),
+    ),
+    Case(
+        "TruespecUntestedShare",
+        "half of the requests have a seed",
+        {"selfcheck_rounds_total": "0+100x120", "selfcheck_untested_rounds_total": "0+50x120"},
+        "100m",
+    ),
+    Case(
+        "TruespecUntestedShare",
+        "hardly any traffic",
+        {"selfcheck_rounds_total": "0+1x120", "selfcheck_untested_rounds_total": "0+1x120"},
+        "100m",
+    ),
     Case(
         "TruespecTimeToFirstTokenHigh",
         "half of them after 5 s",

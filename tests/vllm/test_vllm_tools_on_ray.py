@@ -63,7 +63,7 @@ def service(ray_port: int, request: pytest.FixtureRequest) -> Iterator[Service]:
     if router:
         args["recovery"] = {"resume": True}  # a stream router makes the text
     if kind == "vllm":
-        args["vllm"] |= {"tool_parser": "hermes", "replays": "torch"}
+        args["vllm"] |= {"tool_parser": "hermes"}
     else:
         del args["vllm"]
     with deployed(ray_port, f"tools-{request.param}", args) as running:

@@ -1,6 +1,9 @@
 """The self-checks around vLLM's own sampler hear of what it decides, and do not disturb it."""
 
 import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -25,39 +28,54 @@ CONFIG = EngineConfig(
     block_size=32,
     drafter=DrafterConfig(ngram_min=1, num_draft_tokens=3),
 )
+PROMPTS = [tuple(range(start, start + 40)) * 4 for start in range(3, 400, 25)]
 HOT = SamplingParams(max_tokens=120, temperature=0.5, ignore_eos=True)
 
 
 @pytest.mark.parametrize("kept_away", [True, False])
-async def test_the_terms_of_sampled_drafts_arrive(
-    kept_away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_sampled_is_checked(kept_away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU build verifies sampled drafts against a wrong temperature: a p as good as any to draw from.
 
-    Kept away from that, it drafts nothing for them.
+    Kept away from that, it drafts nothing for them, and each token is sampled alone.
     """
     monkeypatch.setattr(vllm_backend, "faults_of", lambda *, cpu: Faults(kept_away and cpu, chunked_seeds=cpu))
-    folder = write_tiny_model(tmp_path / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True)
+    async with started(tmp_path) as backend:
+        await answered(backend, HOT)
+        states, stats = backend.self_checks(), backend.take_stats()
+    terms = {state.check: state.num for state in states}
+    assert not stats.alarms
+    assert terms["d"] > 1000 and terms["g"] > 1000
+    if kept_away:
+        assert stats.num_drafted == 0 and not stats.violations
+        assert terms["a"] == 0 and all(abs(state.z) < 4.5 for state in states)
+    else:
+        assert stats.num_drafted > 100 and terms["r"] > 10
+
+
+async def test_greedy_answers_are_found_right_and_their_drafts_expected(tmp_path: Path) -> None:
+    async with started(tmp_path) as backend:
+        await answered(backend, dataclasses.replace(HOT, temperature=0.0))
+        stats = backend.take_stats()
+    assert not stats.violations and not stats.alarms
+    assert stats.num_accepted > 5
+    assert stats.num_accepted == stats.expected_accepted
+    assert stats.num_accepted <= stats.achievable_accepted <= stats.num_accepted + 3 * len(PROMPTS), "some end early"
+
+
+@asynccontextmanager
+async def started(scratch: Path) -> AsyncIterator[VllmBackend]:
+    folder = write_tiny_model(scratch / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True)
     settings = VllmSettings(CONFIG, SIZES, {"enforce_eager": True}, self_check_sample_rate=1.0)
     backend = VllmBackend(str(folder), "tiny", settings)
     await backend.start()
     try:
-        prompts = [tuple(range(start, start + 40)) * 4 for start in range(3, 400, 25)]
-        await asyncio.gather(
-            *(
-                collect(backend.generate(Request(f"r{index}", prompt, HOT, seed=index)))
-                for index, prompt in enumerate(prompts)
-            )
-        )
-        await asyncio.sleep(3 * vllm_backend._TERMS_EVERY_S)
-        states, stats = backend.self_checks(), backend.take_stats()
+        yield backend
     finally:
         await backend.stop()
-    terms = {state.check: state.num for state in states}
-    assert not stats.alarms
-    if kept_away:
-        assert sum(terms.values()) == 0
-    else:
-        assert stats.num_drafted > 100
-        assert 0 < terms["a"] <= stats.num_drafted
-        assert terms["d"] == terms["a"] and terms["g"] > 0
+
+
+async def answered(backend: VllmBackend, params: SamplingParams) -> None:
+    """Answer requests, and wait until what was found in them is here."""
+    requests = [Request(f"r{index}", prompt, params, seed=index) for index, prompt in enumerate(PROMPTS)]
+    await asyncio.gather(*(collect(backend.generate(request)) for request in requests))
+    await asyncio.sleep(3 * vllm_backend._TERMS_EVERY_S)

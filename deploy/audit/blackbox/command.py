@@ -17,9 +17,10 @@ from deploy.audit.blackbox.page import html_page
 from deploy.audit.blackbox.probes import PROBES
 from deploy.audit.blackbox.reference import Reference
 from deploy.audit.blackbox.render import PROBES_MARK, print_audit, write_faults, write_page, write_probes
-from deploy.audit.blackbox.served import FOR_MODELS, NGRAM, TINY, WRITTEN_FOR_A_TABLE, FaultyServer
+from deploy.audit.blackbox.served import FOR_MODELS, NGRAM, NOT_SERVABLE, TINY, FaultyServer
 from deploy.audit.blackbox.tiny import write_tiny_pair
 from deploy.audit.mutants import MUTANTS, Mutant
+from deploy.audit.traffic import DECODERS, TABLES
 from deploy.models import find_model
 from deploy.options import beginning_with, nearest, write_json
 from speculative.config import DrafterConfig
@@ -139,7 +140,7 @@ def servable(prefixes: Sequence[str] = ()) -> list[str]:
     Raises:
         ConfigError: nothing matches one of the prefixes.
     """
-    names = [name for name in ("sound", *MUTANTS) if name not in WRITTEN_FOR_A_TABLE]
+    names = [name for name in ("sound", *MUTANTS) if name not in NOT_SERVABLE]
     return beginning_with(prefixes, names, "fault that can be served")
 
 
@@ -158,9 +159,10 @@ def faulty_servers(name: str, target: Path, draft: Path, *, guarded: bool) -> di
             for way, (one, handoffs) in ways.items()
         }
     mutant = MUTANTS[name]
-    deterministic = mutant.traffic != "sampled" or mutant.fault == "F19"  # a dead drafter's drafts are not sampled
-    way = "n-gram" if deterministic else "draft model"
-    handoffs = mutant.traffic == "handoffs"
+    table, requests = TABLES.get(mutant.traffic), DECODERS.get(mutant.traffic)
+    sampled = requests.drafted if requests else table is not None and not table.table.get("deterministic")
+    way = "draft model" if sampled and mutant.fault != "F19" else "n-gram"  # a dead drafter's drafts are not sampled
+    handoffs = requests is not None and requests.handoffs
     config = replace(TINY, drafter=drafters[way], **_settings(mutant))
     return {way: FaultyServer(target, FOR_MODELS.get(name, mutant.install), config, guarded, handoffs)}
 

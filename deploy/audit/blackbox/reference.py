@@ -6,16 +6,15 @@ the logits.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from deploy.audit.blackbox.dialect import AuditFailed
+from serve_app.backends.transformers_referee import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import ConfigError
 from speculative.request import SURPRISAL_CLIP_NATS, SamplingParams
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.probs import SamplingRows, process
@@ -74,7 +73,7 @@ class Distribution:
         return len(self.raw)
 
 
-class Reference:
+class Reference(TransformersModel):
     """A model folder's distribution. Loads on construction.
 
     Raises:
@@ -82,34 +81,11 @@ class Reference:
     """
 
     def __init__(self, folder: Path) -> None:
-        disable_progress_bar()
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise AuditFailed(f"cannot load a model to compare with from {folder}: {error}") from error
-        self._model = loaded.eval()
-        self.vocab_size = int(loaded.config.vocab_size)
-        eos = loaded.generation_config.eos_token_id
-        self.eos_token_ids: tuple[int, ...] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+            super().__init__(folder)
+        except ConfigError as error:
+            raise AuditFailed(f"there is nothing to compare with: {error}") from error
         self.tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-        self._prefix: tuple[tuple[int, ...], Any] = ((), None)
-
-    @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], start: int) -> Tensor:
-        """[n, V] float32 that predict tokens[start:]. The KV cache of a long prefix is kept for the next call."""
-        known, cache = self._prefix
-        reused = min(_common(known, tokens), start - 1, len(tokens) - 1)
-        if cache is None or reused < len(tokens) // 2:
-            reused, cache = 0, None
-        elif reused < len(known):
-            cache.crop(reused - len(known))
-        ids = torch.tensor([list(tokens[reused:])])
-        output = self._model(
-            ids, past_key_values=cache, use_cache=True, logits_to_keep=len(tokens) - start + 1, return_dict=True
-        )
-        self._prefix = (tuple(tokens), output.past_key_values)
-        rows: Tensor = output.logits[0, :-1].float()
-        return rows
 
     @torch.inference_mode()
     def distribution(self, prompt: Sequence[int], emitted: Sequence[int], params: SamplingParams) -> Distribution:
@@ -135,12 +111,6 @@ class Reference:
 def _array(values: Tensor) -> Floats:
     found: Floats = values.double().numpy()
     return found
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _copy_of(tokens: Sequence[int], place: int) -> int:

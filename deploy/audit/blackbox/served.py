@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,6 +144,9 @@ def unguard(engine: EngineCore) -> None:
     engine.scheduler._contract = None
     engine.scheduler._breach = lambda sequence, delta, length: None  # type: ignore[method-assign]
     engine.sampler.check_on_host = lambda layout, drawn, masks: drawn  # type: ignore[method-assign]
+    engine.sampler.check_rounds = (  # type: ignore[method-assign]
+        lambda layout, rows, verdicts, drawn, terms, counted: (replace(terms, rows=None), drawn)
+    )
     ops: Any = copy.copy(engine.sampler.ops)
     original = ops.broken_rows
 
@@ -195,5 +198,11 @@ FOR_MODELS: dict[str, Install] = {
 }
 """Draft-model versions of faults whose mutants are written for a table drafter."""
 
-WRITTEN_FOR_A_TABLE = ("F7 drafts cut short by the token that was sampled",)
-"""Faults that only a stateless drafter can have."""
+NOT_SERVABLE = (
+    "F7 drafts cut short by the token that was sampled",
+    "F20 the prefix cache outlives an update of the weights",
+    "F28 the drafter keeps its weights through an update",
+    "F31 rounding counts where a term is certain",
+)
+"""Faults that only a drafter without state can have, that need an update of the weights, or that are not in what is
+served."""

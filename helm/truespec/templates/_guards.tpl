@@ -41,6 +41,9 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- if dig "access" "keys_file" "" $config -}}
 {{- fail "config.access.keys_file is the chart's to set; use apiKeys.existingSecret." -}}
 {{- end -}}
+{{- if dig "receipts" "key_file" "" $config -}}
+{{- fail "config.receipts.key_file is the chart's to set; use receipts.existingSecret." -}}
+{{- end -}}
 {{- if not .Values.apiKeys.existingSecret -}}
 {{- if .Values.apiKeys.smokeSecret -}}
 {{- fail "apiKeys.smokeSecret is set, but there are no keys; set apiKeys.existingSecret, or remove it." -}}

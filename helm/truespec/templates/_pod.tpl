@@ -116,6 +116,9 @@ spec:
         {{- if and (not $isHead) $values.apiKeys.existingSecret }}
         - {name: api-keys, mountPath: /etc/truespec/keys, readOnly: true}
         {{- end }}
+        {{- if and (not $isHead) $values.receipts.existingSecret }}
+        - {name: receipt-key, mountPath: /etc/truespec/receipts, readOnly: true}
+        {{- end }}
         {{- with $pod.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -159,6 +162,14 @@ spec:
         defaultMode: 0440
         items:
           - {key: {{ $values.apiKeys.key | quote }}, path: keys.yaml}
+    {{- end }}
+    {{- with $values.receipts.existingSecret }}
+    - name: receipt-key
+      secret:
+        secretName: {{ . | quote }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $values.receipts.key | quote }}, path: key.pem}
     {{- end }}
     {{- end }}
     {{- with $pod.volumes }}

@@ -69,6 +69,9 @@ applications:
 {{- if .Values.apiKeys.existingSecret }}
 {{- $_ := set $args "access" (merge (dict "keys_file" "/etc/truespec/keys/keys.yaml") (default dict .Values.config.access)) }}
 {{- end -}}
+{{- if .Values.receipts.existingSecret }}
+{{- $_ := set $args "receipts" (merge (dict "key_file" "/etc/truespec/receipts/key.pem") (default dict .Values.config.receipts)) }}
+{{- end -}}
 {{- with .Values.vllm }}
 {{- if .enabled }}
 {{- $_ := set $args "engine" (merge (dict "kind" "vllm") (default dict $.Values.config.engine)) -}}

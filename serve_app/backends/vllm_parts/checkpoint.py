@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from speculative.errors import ConfigError
 
 _OURS_ALONE = "quantized.safetensors"  # weights packed for our own engine, beside the plain ones
+_OTHER_NUMBERS = ("quantization", "kv_cache_dtype", "hf_overrides", "model_impl")  # arguments that change the numbers
 _LEAVES_MODEL_ALONE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
@@ -32,6 +33,20 @@ def plain_view(folder: Path, scratch: Path) -> Path:
 def came_quantized(folder: Path) -> bool:
     """Whether the plain weights of a folder are those of a quantized checkpoint, written out."""
     return (folder / _OURS_ALONE).is_file()
+
+
+def why_not_ours(folder: Path, engine_args: Mapping[str, Any]) -> str | None:
+    """Why our own engine would not compute what vLLM does with a checkpoint and these arguments; None if it would."""
+    from speculative.model.config import ModelConfig, holds_fp8  # imports torch, which reading a configuration need not
+
+    for name in _OTHER_NUMBERS:
+        if name in engine_args:
+            return f"vllm.engine_args.{name} is set"
+    try:
+        ModelConfig.from_folder(folder)
+    except ConfigError as error:
+        return str(error)
+    return "its weights are FP8" if holds_fp8(folder) else None
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -119,7 +119,7 @@ class VllmSettings:
         handoff: how computed prompts get from one engine to another: not at all, as a copy, or read out of the other
             engine's memory by NIXL.
         role: which side of that this is, in vLLM's terms.
-        self_check_sample_rate: of the steps whose terms are taken in vLLM's worker; 0 = none.
+        self_check_sample_rate: of the steps that are checked in vLLM's worker; 0 = none.
         lora_modules: folders of LoRA adapters, by the name that clients use.
     """
 
@@ -128,7 +128,7 @@ class VllmSettings:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     handoff: Literal["none", "copy", "nixl"] = "none"
     role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
-    self_check_sample_rate: float = 0.0
+    self_check_sample_rate: float = 0.25
     lora_modules: Mapping[str, str] = field(default_factory=dict)
 
 

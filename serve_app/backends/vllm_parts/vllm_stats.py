@@ -20,6 +20,7 @@ class Counts:
         self._stats = StepStats()
         self._kv_usage = 0.0
         self._num_running = 0
+        self._accepted = self._expected = 0.0  # since they were last compared; what is not reported yet
         self._last_at = time.monotonic()
 
     def set_sizes(self, num_blocks: int, block_size: int) -> None:
@@ -56,9 +57,21 @@ class Counts:
         stats.num_emitted += len(delta.token_ids)
         for one in rounds:
             stats.count_round(one.num_drafted, one.num_accepted)
+            self._accepted += one.num_accepted
             if request.params.returns_logprobs:
                 stats.num_rounds_with_logprobs += 1
                 stats.num_drafted_with_logprobs += one.num_drafted
+
+    def add_excess(self, excess: float) -> None:
+        """Count the drafts that were expected to be accepted since the last call: those that were, and so many more.
+
+        vLLM's probabilities are known of checked steps alone, and `excess` is theirs: what was accepted stands for
+        itself elsewhere, so that chance puts no more between the two counts than in our own engine. A counter cannot
+        fall: what is below 0 waits.
+        """
+        expected = self._expected + self._accepted + excess
+        self._accepted, self._expected = 0.0, min(expected, 0.0)
+        self._stats.expected_accepted += max(expected, 0.0)
 
     def add_breach(self, kind: str) -> None:
         """Logprobs broke their contract."""

@@ -84,14 +84,22 @@ class WorkerExtension:
         return str(get_kv_transfer_group().layout)
 
     def watch_sampler(self, share: float, sampled: bool) -> None:
-        """Collect the self-checks' terms in this share of the steps; `sampled`: drafts come with q."""
+        """Check what is sampled in this share of the steps; `sampled`: drafts come with q."""
         from vllm.v1.sample import rejection_sampler
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-        batch = self.model_runner.input_batch
-        self._watch = SamplerWatch(share, sampled=sampled, request_ids=lambda: batch.req_ids)
-        rejection_sampler.rejection_sample = self._watch.around(rejection_sampler.rejection_sample)
+        runner = self.model_runner
 
-    def take_terms(self) -> tuple[list[tuple[list[str], list[list[float]], float]], int]:
-        """The terms of the steps since the last call, as `Terms` has them; and how many lacked their q."""
+        def owners() -> list[str | None]:
+            thrown_away = runner.discard_request_mask.np
+            return [None if thrown_away[row] else name for row, name in enumerate(runner.input_batch.req_ids)]
+
+        self._watch = SamplerWatch(share, sampled=sampled, owners=owners)
+        runner.sampler.sample = self._watch.around_sample(runner.sampler.sample, apply_top_k_top_p)
+        rejection_sampler.rejection_sample = self._watch.around_rejection(rejection_sampler.rejection_sample)
+
+    def take_checked(self) -> tuple[list[tuple[list[str], list[list[float]], float]], dict[str, int], float]:
+        """Of the steps since the last call: the terms, as `Terms` has them; broken invariants; and how many more drafts
+        they should have accepted."""
         terms = [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
-        return terms, self._watch.take_num_without_q()
+        return terms, self._watch.take_violations(), self._watch.take_excess()

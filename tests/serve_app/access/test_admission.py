@@ -16,6 +16,7 @@ from serve_app.config.files import load_config, parse_args
 from serve_app.deployments.http_front import HttpFront
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter
 from serve_app.errors import NoRoom, RateLimited, reply_for
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Records
 from serve_app.streams.backlog import Backlog, Returns
 from serve_app.streams.observed import ObservedSource, SourceLimits
@@ -191,7 +192,7 @@ class Watched:
             self.slow,
             Metrics([self.sink], model_name="m", pool="decode"),
             Records("r1", 1000),
-            choose=lambda _: False,
+            select=lambda _: Selection.NOT_CHECKED,
             ended=lambda record, job: None,
             limits=SourceLimits(**{"max_running": 8, "timeout_s": 60.0} | limits),  # type: ignore[arg-type]
             clock=clock,

@@ -25,6 +25,7 @@ from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, HandoffRefused
 from speculative.request import FinishReason, Request, SamplingParams, TokenKind
 from tests.support.fake_backend import FakeBackend
+from tests.support.tiny_models import write_tiny_model
 
 FIRST, ACCEPTED, RECOVERED, BONUS = TokenKind.FIRST, TokenKind.ACCEPTED, TokenKind.RECOVERED, TokenKind.BONUS
 OURS = Manifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 2)
@@ -52,6 +53,40 @@ def test_what_vllm_cannot_follow_is_refused_by_name(sections: dict[str, Any], fi
     with pytest.raises(ConfigError) as caught:
         parse_args(args(**sections))
     assert str(caught.value).startswith(f"{field}: ") and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "config", "gpus", "by_ours"),
+    [
+        ({}, {}, 0, True),
+        ({}, {}, 1, False),
+        ({}, {"architectures": ["MixtralForCausalLM"]}, 0, False),
+        ({}, {"quantization_config": {"quant_method": "awq"}}, 0, False),
+        ({"engine_args": {"quantization": "fp8"}}, {}, 0, False),
+        ({"replays": "vllm"}, {}, 0, False),
+        ({"replays": "torch"}, {}, 1, True),
+    ],
+    ids=str,
+)
+def test_our_engine_replays_where_it_has_room_and_knows_the_model(
+    vllm: dict[str, Any], config: dict[str, Any], gpus: int, by_ours: bool, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    pools = {"prefill": {"num_gpus": gpus}, "decode": {"num_gpus": gpus}}
+    parsed = parse_args(args(vllm=vllm, pools=pools))
+    shown = parsed.replays_show_distribution(str(folder))
+    params = SamplingParams()
+    assert shown(Request("r", PROMPT, params)) == by_ours
+    assert not shown(Request("r", PROMPT, params, adapter="sql"))
+    assert not parsed.may_replay_vllm("decode")
+
+
+def test_vllm_is_watched_unless_that_is_switched_off() -> None:
+    assert parse_args(args()).vllm_settings("prefill").self_check_sample_rate == 0.25
+    off = parse_args(args(vllm={"self_check_sample_rate": 0}))
+    assert off.vllm_settings("prefill").self_check_sample_rate == 0
 
 
 def test_our_settings_become_vllms_and_cannot_be_overwritten() -> None:

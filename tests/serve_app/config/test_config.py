@@ -201,6 +201,7 @@ FAULTS: list[tuple[str, object, str, str]] = [  # (field set, value, field named
     ("args.pools.router.num_cpus", 1e-5, "args.pools.router.num_cpus", "must be 0 or at least 0.0001"),
     ("args.engine.logprobs_mode", "raw_logits", "args.replay.sample_rate", "set replay.sample_rate to 0"),
     ("args.engine.verifier", "synthetic", "args.engine.verifier", "token_wise"),
+    ("args.replay.independent_rate", 2, "args.replay.independent_rate", "less than or equal to 1"),
     ("args.replay.sample_rate", 1.5, "args.replay.sample_rate", "less than or equal to 1"),
     ("args.replay.max_queue", 0, "args.replay.max_queue", "greater than or equal to 1"),
     ("args.replay.max_tme", 1.0, "args.replay.max_tme", "greater than 1"),
@@ -250,6 +251,13 @@ def test_device_and_gpus_must_agree(engine: dict[str, Any], pools: dict[str, Any
 def test_a_monolith_with_a_prefill_pool_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^args\.pools\.prefill: is set, but topology monolith has only monolith"):
         parse_args({"model": {"source": "m"}, "topology": "monolith", "pools": {"prefill": {}}})
+
+
+def test_vllm_has_our_engine_for_an_independent_referee() -> None:
+    asked = {"model": {"source": "m"}, "engine": {"kind": "vllm"}, "replay": {"independent_rate": 0.1}}
+    with pytest.raises(ConfigError, match=r"^args\.replay\.independent_rate: .* set vllm\.replays to torch"):
+        parse_args(asked)
+    assert parse_args(asked | {"replay": {}}).replay.independent_rate == 0.02
 
 
 def test_every_fault_gets_a_line() -> None:

@@ -89,6 +89,15 @@ async def test_a_report_that_fails_is_reported_to_its_caller_and_the_next_one_go
     assert len(referee.reports) == 1
 
 
+async def test_what_training_measured_of_a_head_is_reported(worker: Worker, referee: RefereeHandle) -> None:
+    await worker.host.reporter.report()
+    gauges = referee.reports[-1].batch.gauges
+    rates = {
+        labels[2:]: value for (name, labels), value in gauges.items() if name.endswith("held_out_acceptance_ratio")
+    }
+    assert rates == {("0", "sampled"): 0.5, ("1", "sampled"): 0.4, ("0", "greedy"): 0.75}
+
+
 async def _settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)

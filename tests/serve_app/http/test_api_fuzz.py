@@ -27,6 +27,7 @@ from serve_app.access.request_gate import Gate
 from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.http.openapi import OPERATIONS, document
 from serve_app.http.routes import Operations, build_ingress
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
@@ -70,7 +71,7 @@ class Fuzzed:
             PooledTokenSource(self.backend, metrics),
             metrics,
             Records("r1", 96),
-            choose=lambda _: False,
+            select=lambda _: Selection.NOT_CHECKED,
             ended=lambda record, job: None,
             limits=SourceLimits(64, 20.0, max_queued_tokens=5000, max_first_token_s=20.0),
         )

@@ -21,6 +21,7 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http import routes
 from serve_app.http.event_stream import EventStream
 from serve_app.http.routes import build_ingress
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.scoring import Scorer
@@ -66,7 +67,7 @@ class Replica:
             PooledTokenSource(self.backends[0], metrics, ask if len(self.backends) > 1 else None),
             metrics,
             Records("r1", info.max_model_len),
-            choose=lambda _: False,
+            select=lambda _: Selection.NOT_CHECKED,
             ended=lambda record, job: None,
             limits=SourceLimits(8, timeout_s=300),
         )

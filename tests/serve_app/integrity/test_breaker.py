@@ -21,7 +21,7 @@ def breaker(clock: Clock) -> Breaker:
 
 def trip(breaker: Breaker, clock: Clock, reason: str = "drift") -> bool:
     clock.now += 1
-    return breaker.trip(reason, clock.now) is not None
+    return breaker.trip(reason, clock.now, clock.now) is not None
 
 
 def closed_again(breaker: Breaker, clock: Clock) -> None:
@@ -92,10 +92,10 @@ def test_evidence_from_before_a_change_counts_no_more(breaker: Breaker, clock: C
     clock.now += 5
     trip(breaker, clock)
     clock.now += 1
-    assert breaker.trip("drift", began) is None
+    assert breaker.trip("drift", began, began) is None
     assert breaker.state is BreakerState.OPEN
     closed_again(breaker, clock)
-    assert breaker.trip("drift", began) is None
+    assert breaker.trip("drift", began, began) is None
     assert breaker.state is BreakerState.CLOSED
 
 
@@ -104,11 +104,11 @@ def test_what_shows_during_a_canary_fails_it_and_costs_the_replica_no_more(break
     clock.now += 10
     breaker.begin_canary()
     clock.now += 3
-    failed = breaker.trip("drift", clock.now)
+    failed = breaker.trip("drift", clock.now, clock.now)
     assert failed is not None
     assert (failed.reason, failed.suspect_since, failed.at) == ("canary", clock.now - 3, clock.now)
     assert breaker.state is BreakerState.OPEN
-    assert breaker.trip("drift", clock.now - 1) is None, "it was made beside the canary"
+    assert breaker.trip("drift", clock.now - 1, clock.now - 1) is None, "it was made beside the canary"
     assert breaker.end_canary(passed=True) is None
     assert breaker.state is BreakerState.OPEN, "a canary that ends late brings nothing back"
     closed_after = clock.now + 20
@@ -121,14 +121,28 @@ def test_what_shows_during_a_canary_fails_it_and_costs_the_replica_no_more(break
 
 def test_a_trip_reports_since_when_answers_are_suspect(breaker: Breaker, clock: Clock) -> None:
     clock.now += 10
-    first = breaker.trip("drift", clock.now)
+    first = breaker.trip("drift", clock.now, clock.now)
     assert first is not None
     assert (first.suspect_since, first.at) == (1000, 1010), "not before the replica began"
     closed_again(breaker, clock)
     clock.now += 80
-    second = breaker.trip("drift", clock.now)
+    second = breaker.trip("drift", clock.now, clock.now)
     assert second is not None
     assert (second.suspect_since, second.at) == (1070, 1100)
+
+
+def test_what_ended_since_the_evidence_began_is_suspect(breaker: Breaker, clock: Clock) -> None:
+    clock.now += 500
+    made = breaker.trip("drift", shown_at=clock.now - 1, evidence_since=clock.now - 400)
+    assert made is not None and made.suspect_since == clock.now - 400
+    closed_again(breaker, clock)
+    clock.now += 500
+    young = breaker.trip("drift", shown_at=clock.now - 1, evidence_since=clock.now - 2)
+    assert young is not None and young.suspect_since == clock.now - SETTINGS.suspect_s
+    closed_again(breaker, clock)
+    clock.now += 500
+    old = breaker.trip("drift", shown_at=clock.now - 1, evidence_since=0.0)
+    assert old is not None and old.suspect_since == 1000, "not before the replica began"
 
 
 def test_an_operators_word_stands_above_the_breaker(breaker: Breaker, clock: Clock) -> None:

@@ -17,7 +17,7 @@ from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, SamplingParams, Speculation, TokenDelta
-from speculative.stats import StepStats
+from speculative.stats import CheckState, StepStats
 from tests.support.fake_backend import FakeBackend, FakeConfig
 
 ALARM = StepStats(alarms={"f": 1})
@@ -83,6 +83,17 @@ async def test_an_alarm_of_the_engine_stops_speculation_and_drops_what_was_compu
     replica.guard.check_health()
 
 
+async def test_answers_are_suspect_since_the_evidence_of_the_check_that_alarmed_began(replica: Replica) -> None:
+    (check,) = ALARM.alarms
+    states = [
+        CheckState(name, 10, 0.1, 9.0, 20.0, 14.0, 1, since) for name, since in ((check, 1300.0), ("another", 1100.0))
+    ]
+    replica.now = 2000.0
+    replica.guard.inspect(ALARM, states)
+    (trip,) = replica.guard.take_trips()
+    assert trip.suspect_since == 1300.0
+
+
 async def test_alarms_that_were_on_their_way_at_the_trip_are_not_a_second_one(replica: Replica) -> None:
     replica.step(ALARM)
     replica.step(ALARM)
@@ -110,8 +121,10 @@ async def test_broken_rules_trip_but_no_client_can(replica: Replica, stats: Step
 
 @pytest.mark.parametrize(("alarm", "reason"), [("drift", "drift"), ("surprisal", "law"), ("support", "law")])
 async def test_what_the_referee_finds_trips(replica: Replica, alarm: str, reason: str) -> None:
-    replica.guard.obey(Orders((Finding("r1", alarm, "all", began_at=1000.0),)))
-    assert [trip.reason for trip in replica.guard.take_trips()] == [reason]
+    replica.now = 2000.0
+    replica.guard.obey(Orders((Finding("r1", alarm, "all", began_at=1990.0, evidence_since=1500.0),)))
+    (trip,) = replica.guard.take_trips()
+    assert (trip.reason, trip.suspect_since) == (reason, 1500.0)
     assert replica.backend.speculation is Speculation.OFF
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from serve_app.integrity.detectors import ReplicaWatch, Rounding, SeenToken
+from serve_app.integrity.detectors import Alarm, ReplicaWatch, Rounding, SeenToken
 from serve_app.integrity.drift import TokenDrift
 from serve_app.integrity.replays import KNOWN_AFTERWARDS, Record, Records, ReplayJob
 from serve_app.telemetry.metric_names import STRATA
@@ -74,10 +74,10 @@ def test_tokens_that_follow_another_distribution_are_seen_whatever_their_kind(tm
     broken = table_engine(tmp_path / "a", 1.3 * table, TableDrafter(table.softmax(-1), NUM_DRAFTS, vary=False))
     referee = table_engine(tmp_path / "b", table, NoDrafter())
     watch, records = ReplicaWatch(Rounding()), Records("r1", 512)
-    alarms: list[tuple[str, str]] = []
+    alarms: list[Alarm] = []
     for number in range(0, 5 * BATCH, BATCH):
         for job in jobs(broken, records, number):
             alarms += watch.see(seen(job, referee), greedy=False, drift_tolerance=10.0)
-    of_distribution = {stratum for alarm, stratum in alarms if alarm in ("probability", "surprisal")}
+    of_distribution = {alarm.stratum for alarm in alarms if alarm.name in ("probability", "surprisal")}
     assert {"all", "sampled"} <= of_distribution
     assert not of_distribution & KNOWN_AFTERWARDS

@@ -90,3 +90,11 @@ def test_the_noise_floor_widens_the_tolerance_but_only_so_far() -> None:
 )
 def test_one_requests_own_tokens_may_be_enough(nats: list[float], wrong: bool) -> None:
     assert request_drifted(drifts(*nats), 0.05) == wrong
+
+
+def test_the_evidence_of_a_sum_is_dated_by_when_it_last_was_nothing() -> None:
+    cusum = Cusum()
+    values = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.1, 1.0, 1.0, 1.0)  # nothing is left of the first after four more
+    raised = [cusum.add([value], 0.2, at=100.0 + index) for index, value in enumerate(values)]
+    assert raised == [False] * 10 + [True]
+    assert cusum.evidence_since == 106.0

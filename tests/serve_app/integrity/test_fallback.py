@@ -13,6 +13,7 @@ from serve_app.integrity.breaker import Breaker, BreakerSettings, BreakerState
 from serve_app.integrity.breaker_control import Guard
 from serve_app.integrity.canary import Canary, CanarySettings
 from serve_app.integrity.heartbeat import Finished, Report
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Record, Records, ReplayJob
 from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.streams.observed import ObservedSource, SourceLimits
@@ -53,7 +54,7 @@ class Service:
             pooled,
             metrics,
             records,
-            choose=lambda _: True,
+            select=lambda _: Selection.WITH_LOGPROBS,
             ended=self._ended,
             limits=SourceLimits(8, 60),
         )
@@ -65,7 +66,7 @@ class Service:
     def clock(self) -> float:
         return self.now
 
-    async def _replay(self, request: Request) -> Replayed:
+    async def _replay(self, request: Request, _: object) -> Replayed:
         return await self.other.replay(request)
 
     def _ended(self, record: Record, job: ReplayJob | None) -> None:

@@ -1,10 +1,8 @@
 """The referee on a fake replica: what it compares, what it finds, whom it reports to, and what it remembers."""
 
 import asyncio
-import contextlib
 import json
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,6 @@ from serve_app.integrity.replays import ReplayJob, Verdict
 from speculative.errors import EngineFault, EngineOverloaded, InvalidRequest, SequenceTooLong
 from speculative.request import ReplayedToken, Request, SamplingParams, TokenKind
 from tests.support.referees import NUM_TOKENS, RIGHT, Court, served
-
-
-@pytest.fixture
-async def court(tmp_path: Path) -> AsyncIterator[Court]:
-    made = Court(tmp_path)
-    work = asyncio.create_task(made.checker.run())
-    yield made
-    work.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await work
 
 
 async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court: Court) -> None:
@@ -84,6 +72,20 @@ async def test_drift_makes_an_answer_suspect_and_is_reported_to_who_made_it(cour
     assert dump["served"]["token_ids"] == list(range(NUM_TOKENS))
     assert dump["served"]["request"]["params"]["temperature"] == 1.0
     assert dump["replayed"]["logprobs"] == [-1.8] * NUM_TOKENS
+
+
+async def test_a_finding_says_when_its_evidence_began(court: Court) -> None:
+    wrong = ReplayedToken(0.3, 0.5, 1.2, 1.0, 3.0, 0.0)
+    for number in range(60):
+        court.replayer.row = lambda _, number=number: wrong if number >= 30 else RIGHT  # type: ignore[misc]
+        await court.checker.check(served(number, began_at=100.0 + 10 * number))
+        if findings := court.hear("r1").findings:
+            break
+    else:
+        raise AssertionError("nothing was found")
+    assert {finding.alarm for finding in findings} <= {"probability", "surprisal"}
+    assert {finding.evidence_since for finding in findings} == {400.0}
+    assert all(finding.began_at > 400.0 for finding in findings)
 
 
 async def test_drift_of_first_tokens_is_the_prefill_replicas(court: Court) -> None:
@@ -162,6 +164,24 @@ async def test_a_verdict_says_what_was_checked(
     assert court.value("truespec_replay_distributions_total", distribution=distribution) >= 1
 
 
+async def test_an_answer_without_logprobs_is_judged_by_its_tokens(court: Court) -> None:
+    checked = await court.checker.check(served(0, logprobs=()))
+    assert (checked.verdict, checked.checks) == (Verdict.VERIFIED, ("support", "distribution"))
+    assert (checked.tme, checked.max_drift_nats, checked.num_tokens) == (None, None, NUM_TOKENS)
+    assert court.value("truespec_replay_tokens_total") == 0, "no logprob was compared"
+    assert court.value("truespec_replay_law_terms_total", stratum="all") == NUM_TOKENS
+    prompted = await court.checker.check(served(1, logprobs=(), prompt_logprobs=(-1.0, -1.0)))
+    assert (prompted.tme, prompted.checks) == (1.0, ("support", "distribution")), "not those of the answer"
+    assert court.value("truespec_replay_tokens_total", stratum="prompt") == 2
+    court.replayer.row = lambda index: ReplayedToken(0.0, 0.5, 10.0, 0.7, 9.0, float("inf")) if index == 7 else RIGHT
+    wrong = await court.checker.check(served(2, logprobs=()))
+    assert (wrong.verdict, wrong.reason) == (Verdict.SUSPECT, "distribution: support")
+    assert {finding.alarm for finding in court.hear("r1").findings} == {"support"}
+    court.replayer.row = lambda _: None
+    nothing = await court.checker.check(served(3, logprobs=()))
+    assert (nothing.verdict, nothing.checks, nothing.num_tokens) == (Verdict.UNVERIFIED, (), 0)
+
+
 async def test_a_client_that_repeats_its_seed_repeats_its_luck_and_alarms_nobody(court: Court) -> None:
     court.replayer.row = lambda _: ReplayedToken(0.02, 0.5, 5.0, 1.0, 3.0, 0.0)
     for number in range(20):
@@ -232,12 +252,20 @@ async def test_a_full_queue_skips_and_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_replay_that_fails_leaves_the_answer_unverified_and_the_referee_at_work(court: Court) -> None:
-    court.replayer.fails = True
-    checked = await court.checker.check(served(1))
+    court.replayer.fails = 2
+    checked = await court.checker.check(served(1, replica="r2"))
     assert (checked.verdict, checked.reason) == (Verdict.UNVERIFIED, "the replay failed")
-    court.replayer.fails = False
     assert (await court.checker.check(served(2))).verdict is Verdict.VERIFIED
-    assert court.value("truespec_replays_total", result="failed") == 1
+    assert court.value("truespec_replays_total", result="failed", answered_by="r2") == 1
+    assert court.value("truespec_replays_total", result="ok", answered_by="r1") == 1
+
+
+async def test_a_replay_that_fails_is_tried_again_elsewhere(court: Court) -> None:
+    court.replayer.fails = 1
+    prompt_logprobs = (-1.0, -1.0)
+    assert (await court.checker.check(served(prompt_logprobs=prompt_logprobs))).verdict is Verdict.VERIFIED
+    assert court.replayer.avoided == [(), ("p8",), ("p8",)], "the prompt's part comes of the same replica"
+    assert court.value("truespec_replays_total") == court.value("truespec_replays_total", result="ok") == 1
 
 
 async def assert_impossible(court: Court, job: ReplayJob, why: str) -> None:
@@ -330,7 +358,7 @@ async def test_a_replica_that_is_gone_is_forgotten(court: Court) -> None:
 
 
 async def test_what_was_not_replayed_was_not_checked(court: Court) -> None:
-    court.replayer.fails = True
+    court.replayer.fails = 2
     checked = await court.checker.check(served())
     assert (checked.verdict, checked.checks, checked.distribution) == (Verdict.UNVERIFIED, (), "untested")
     assert court.value("truespec_replay_distributions_total") == 0

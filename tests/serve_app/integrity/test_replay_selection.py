@@ -1,12 +1,14 @@
 """Answers that wait for their check, and those that do not."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
-from serve_app.integrity.replay_selection import Checks
+from serve_app.integrity.replay_selection import Checks, Selection, chosen
 from serve_app.integrity.replays import ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked
+from speculative.request import Request
 from tests.support.referees import job
 
 
@@ -28,12 +30,22 @@ def referee() -> Referee:
 
 
 def checks_of(referee: Referee, timeout_s: float = 5.0) -> Checks:
-    return Checks(lambda name: name.startswith("chosen"), referee.submitted.append, referee.check, timeout_s)
+    return Checks(
+        lambda name: name.startswith("chosen"),
+        lambda request: not request.adapter,
+        referee.submitted.append,
+        referee.check,
+        timeout_s,
+    )
+
+
+def is_checked(checks: Checks, name: str) -> bool:
+    return checks.select(Request(name, (1,))) is not Selection.NOT_CHECKED
 
 
 async def test_who_does_not_ask_does_not_wait(referee: Referee) -> None:
     checks = checks_of(referee)
-    assert [checks.chooses(name) for name in ("chosen-0", "other-0")] == [True, False]
+    assert is_checked(checks, "chosen-0") and not is_checked(checks, "other-0")
     checks.ended(job("chosen-0"))
     assert [one.request.request_id for one in referee.submitted] == ["chosen-0"]
     assert referee.waiting == {}
@@ -42,7 +54,7 @@ async def test_who_does_not_ask_does_not_wait(referee: Referee) -> None:
 async def test_who_asks_is_chosen_and_waits(referee: Referee) -> None:
     checks = checks_of(referee)
     with checks.expecting(["a-0", "a-1"]):
-        assert checks.chooses("a-0")
+        assert is_checked(checks, "a-0")
         for name in ("a-0", "a-1"):
             checks.ended(job(name))
         waiting = asyncio.create_task(checks.verdicts(["a-0", "a-1"]))
@@ -51,8 +63,20 @@ async def test_who_asks_is_chosen_and_waits(referee: Referee) -> None:
         referee.waiting["a-1"].set_result(Checked(Verdict.SUSPECT))
         referee.waiting["a-0"].set_result(Checked(Verdict.VERIFIED))
         assert [one.verdict for one in await waiting] == [Verdict.VERIFIED, Verdict.SUSPECT]
-    assert not checks.chooses("a-0"), "nothing is left behind"
+    assert not is_checked(checks, "a-0"), "nothing is left behind"
     assert referee.submitted == []
+
+
+def test_some_chosen_requests_are_computed_as_they_were_sent_if_their_replay_shows_more(referee: Referee) -> None:
+    checks, requests = checks_of(referee), [Request(f"chosen-{number}-0", (1,)) for number in range(1000)]
+    left = [request for request in requests if checks.select(request) is Selection.AS_SENT]
+    assert 200 < len(left) < 300
+    selected = {request.request_id for request in requests if chosen(request.request_id, 0.1)}
+    assert 5 < len([request for request in left if request.request_id in selected]) < len(selected) - 5
+    with checks.expecting([request.request_id for request in left]):
+        assert {checks.select(request) for request in left} == {Selection.WITH_LOGPROBS}, "its client waits for all"
+    of_adapters = [dataclasses.replace(request, adapter="sql") for request in left]
+    assert {checks.select(request) for request in of_adapters} == {Selection.WITH_LOGPROBS}
 
 
 async def test_what_cannot_be_checked_in_time_is_unverified(referee: Referee) -> None:
@@ -84,4 +108,4 @@ async def test_a_client_that_leaves_lets_go_of_its_checks(referee: Referee) -> N
         await asking
     await asyncio.sleep(0)
     assert referee.waiting["a-0"].cancelled()
-    assert not checks.chooses("a-0")
+    assert not is_checked(checks, "a-0")

@@ -43,7 +43,7 @@ class Verifying:
         def unasked(_: ReplayJob) -> None:
             raise AssertionError("nobody's share is replayed here")
 
-        checks = Checks(lambda _: False, unasked, check, timeout_s=0.5)
+        checks = Checks(lambda _: False, lambda _: True, unasked, check, timeout_s=0.5)
 
         def ended(_: Record, job: ReplayJob | None) -> None:
             if job is not None:
@@ -53,7 +53,7 @@ class Verifying:
             BackendSource(backend),
             metrics,
             Records("r1", 256),
-            choose=checks.chooses,
+            select=checks.select,
             ended=ended,
             limits=SourceLimits(64, 30),
         )

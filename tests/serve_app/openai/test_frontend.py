@@ -11,6 +11,7 @@ import pytest
 
 from serve_app.backends.base import ModelInfo
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, reply_for
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd, choice_seed
 from serve_app.openai.parsing import parse
@@ -105,7 +106,7 @@ def observed(source: Any, sink: PrometheusSink) -> ObservedSource:
         source,
         Metrics([sink], model_name="m", pool="monolith"),
         Records("r1", 100),
-        choose=lambda _: False,
+        select=lambda _: Selection.NOT_CHECKED,
         ended=lambda record, job: None,
         limits=SourceLimits(64, timeout_s=300),
     )

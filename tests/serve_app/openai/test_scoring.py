@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.errors import NoRoom
 from serve_app.http.routes import build_ingress
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
@@ -84,7 +85,7 @@ async def running(folder: Path, limits: ScoreLimits, **engine: Any) -> AsyncIter
         PooledTokenSource(backend, metrics),
         metrics,
         Records("r1", info.max_model_len),
-        choose=lambda _: False,
+        select=lambda _: Selection.NOT_CHECKED,
         ended=lambda record, job: None,
         limits=SourceLimits(MAX_RUNNING, timeout_s=300),
     )

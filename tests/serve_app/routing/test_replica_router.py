@@ -183,6 +183,17 @@ async def test_the_prefill_router_ranks_by_what_replicas_reported_and_what_it_se
     assert ranks[-1][0].replica_id.unique_id == "b", "it has a prompt before it"
 
 
+@pytest.mark.parametrize("kind", [PrefillRouter, DecodeRouter])
+async def test_a_replay_goes_elsewhere_than_where_it_failed_if_it_can(kind: type[Any]) -> None:
+    settings = {"block_size": BLOCK} if kind is PrefillRouter else {"max_num_seqs": 4}
+    replicas = [Replica("a"), Replica("b")]
+    for avoided, best in (("a", "b"), ("b", "a")):
+        asked = pending(Request("r1", PROMPT, score_from=1))
+        asked.kwargs["avoid"] = (avoided,)
+        assert await first_of(bare(kind, **settings), replicas, asked) == best
+        assert await first_of(bare(kind, **settings), [Replica(avoided)], asked) == avoided
+
+
 async def test_what_one_adapter_computed_is_no_prefix_of_anothers() -> None:
     names = ("", "sql", "legal")
     for computed in names:
@@ -280,7 +291,7 @@ async def test_what_is_to_be_avoided_comes_last_whatever_its_load_and_the_sessio
     replicas = [Replica("a"), Replica("b", kv_usage=0.9), Replica("c", kv_usage=0.8)]
     for session in ("", "s1", "s2", "s3"):
         call = pending(session=session)
-        call.args = [(), {}, None, ("a",)]
+        call.kwargs["avoid"] = ("a",)
         ranks = await router.choose_replicas(replicas, call)
         names = [rank[0].replica_id.unique_id for rank in ranks]
         assert sorted(names) == ["a", "b", "c"] and names[-1] == "a"

@@ -15,6 +15,7 @@ import serve_app
 from serve_app.backends.base import ModelInfo, Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.http.routes import build_ingress
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
@@ -75,7 +76,7 @@ class Engines:
             source,
             self.metrics,
             Records("r1", 512),
-            choose=lambda _: True,
+            select=lambda _: Selection.WITH_LOGPROBS,
             ended=lambda record, job: None,
             limits=SourceLimits(8, 300.0, max_first_token_s=300.0),
         )

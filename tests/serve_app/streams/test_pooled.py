@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
+from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Record, Records, ReplayJob
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience
@@ -184,15 +185,51 @@ async def test_what_is_teacher_forced_stays_here(pools: Pools) -> None:
 # -- and what is watched --------------------------------------------------------------------------------------------
 
 
+_SELECTED = {
+    "counted": Selection.AS_SENT,
+    "left as it is": Selection.AS_SENT,
+    "passed over": Selection.NOT_CHECKED,
+}
+
+
 def observed(pools: Pools, ended: list[tuple[Record, ReplayJob | None]]) -> ObservedSource:
     return ObservedSource(
         pools.source,
         pools.metrics,
         pools.records,
-        choose=lambda name: name != "passed over",
+        select=lambda one: _SELECTED.get(one.request_id, Selection.WITH_LOGPROBS),
         ended=lambda record, job: ended.append((record, job)),
         limits=SourceLimits(max_running=4, timeout_s=300),
     )
+
+
+@pytest.mark.parametrize("selection", [Selection.NOT_CHECKED, Selection.AS_SENT])
+async def test_acceptance_is_counted_by_the_rounds_since_the_handoff(pools: Pools, selection: Selection) -> None:
+    source = ObservedSource(
+        pools.source,
+        pools.metrics,
+        pools.records,
+        select=lambda _: selection,
+        ended=lambda *_: None,
+        limits=SourceLimits(max_running=4, timeout_s=300),
+    )
+    params = SamplingParams(max_tokens=80, ignore_eos=True)
+    deltas = [delta async for delta in source.stream([Request("r1", PROMPT, params, 1)])]
+    names = ("0", "1", *["2_3"] * 2, *["4_7"] * 4, *["8_up"] * 80)
+    expected: dict[str, list[int]] = {}
+    for name, delta in zip(
+        names, (delta for delta in deltas if delta.token_ids and not delta.prefilled_by), strict=False
+    ):
+        if delta.num_drafted:
+            sums = expected.setdefault(name, [0, 0])
+            sums[0] += delta.num_drafted
+            sums[1] += delta.num_accepted
+    assert len(expected) > 1
+    counters = pools.sink.drain().counters
+    for index, what in enumerate(("draft", "accepted")):
+        name = f"truespec_{what}_tokens_since_handoff_total"
+        counted = {labels[2]: value for (metric, labels), value in counters.items() if metric == name}
+        assert counted == {age: sums[index] for age, sums in expected.items()}
 
 
 async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pools) -> None:
@@ -202,6 +239,7 @@ async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pool
         "plain": PLAIN,
         "scored": SamplingParams(max_tokens=6, ignore_eos=True, logprob_token_ids=(3, 9)),
         "counted": SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1),
+        "left as it is": PLAIN,
         "passed over": PLAIN,
     }
     for name, params in asked.items():
@@ -210,7 +248,7 @@ async def test_logprobs_that_were_asked_for_in_any_way_are_passed_on(pools: Pool
         assert len(entries) == (0 if params is PLAIN else 6)
         assert all(len(entry.scored) == 2 * (name == "scored") for entry in entries)
     assert [record.request.request_id for record, _ in ended] == list(asked)
-    assert [None if job is None else len(job.logprobs) for _, job in ended] == [6, 6, 6, None]
+    assert [None if job is None else len(job.logprobs) for _, job in ended] == [6, 6, 6, 0, None]
 
 
 async def test_an_answer_of_one_token_is_the_prefill_replicas(pools: Pools) -> None:

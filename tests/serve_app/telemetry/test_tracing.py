@@ -68,12 +68,12 @@ class App:
         self.handoff_spoils = False
         self.records = Records("d", 256)
         self.checker = checker(self._replay, metrics)
-        self.checks = Checks(lambda _: False, lambda _: None, self._check, 20)
+        self.checks = Checks(lambda _: False, lambda _: True, lambda _: None, self._check, 20)
         source = ObservedSource(
             PooledTokenSource(self.decode, metrics, self._ask, self.records.handed_off, tracing=self.traces["decode"]),
             metrics,
             self.records,
-            choose=self.checks.chooses,
+            select=self.checks.select,
             ended=self._ended,
             limits=SourceLimits(16, 60.0),
         )
@@ -109,7 +109,7 @@ class App:
         checked: Checked = await across(self.checker.check, job)
         return checked
 
-    async def _replay(self, request: Request) -> Replayed:
+    async def _replay(self, request: Request, _: object) -> Replayed:
         with self.traces["referee"].call("replay.call", {}):
             replayed: Replayed = await across(spans.replay, self.traces["prefill"], self.prefill, request)
         return replayed

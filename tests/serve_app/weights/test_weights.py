@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.rl import shards
-from serve_app.backends.base import ModelInfo, PauseMode
+from serve_app.backends.base import ModelInfo, PauseMode, ServedWeights
 from serve_app.errors import UpdateRefused
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.weights.coordinator import WeightCoordinator
-from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, WeightsRef, WeightsStatus
+from serve_app.weights.desired_state import CONFIGURED, DesiredState, Outcome, Shard, WeightsRef, WeightsStatus
 from serve_app.weights.transfer import Transfers, digest_of, fetched
 from serve_app.weights.updater import WeightsKeeper
 from speculative.errors import EngineFault
@@ -311,6 +311,16 @@ async def test_a_replica_loads_beside_then_switches() -> None:
     assert replica.backend.weight_version == "v1" and replica.backend.paused is None
     assert [info.fingerprint for info in replica.switched] == ["one with head"]
     assert not replica.keeper.behind
+
+
+async def test_a_replica_says_where_the_weights_lie_that_it_serves() -> None:
+    replica = Replica()
+    info = replica.keeper.info
+    assert replica.keeper.served == ServedWeights(info.folder, info.folder, info.computing.weights, "f0", "default")
+    await replica.come_to(DesiredState(WeightsRef(1, "v1", path="one")))
+    assert replica.keeper.served == ServedWeights("one", info.folder, info.computing.weights, "one", "v1")
+    replica.keeper._serving = WeightsRef(2, "v2", shards=(Shard(None, "", 1),))
+    assert replica.keeper.served.source is None
 
 
 async def test_a_replica_drops_what_was_called_off_and_comes_to_what_others_serve() -> None:

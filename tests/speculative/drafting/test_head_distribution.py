@@ -17,6 +17,7 @@ from speculative.engine import EngineCore
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
 from speculative.model.mtp import MtpConfig, MtpHead
+from speculative.selfcheck.monitor import SelfCheck
 from speculative.verification.base import VerifyInput, VerifyOutput
 from speculative.verification.token_wise import verify_token_wise
 from tests.support.engines import markov_decoder, settings
@@ -79,6 +80,7 @@ def test_the_method_sees_a_draft_that_was_not_verified(decoder: Decoder, distrib
         )
 
     engine = head_engine("mtp", decoder)
-    engine.sampler.verify = first_unverified
+    engine.sampler.verify, engine.self_check = first_unverified, SelfCheck(0.0)
+    engine.sampler.self_check = engine.self_check  # else the engine's own checks end the requests
     samples = sample(engine, (FIRST, FIRST), COUNT, LENGTH)
     assert worst_window(samples, distribution.double().numpy(), FIRST) > FIVE_SIGMA

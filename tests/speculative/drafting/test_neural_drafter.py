@@ -19,6 +19,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.layers import Attend
 from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
+from speculative.selfcheck.monitor import SelfCheck
 from speculative.verification.base import VerifyInput, VerifyOutput
 from tests.support.engines import (
     NO_DRAFTS,
@@ -433,7 +434,8 @@ def test_a_last_token_that_equals_its_rejected_draft_is_computed_again(target: P
 
     plain = texts(tiny_engine(target, drafter=NO_DRAFTS), requests(GREEDY))
     engine = same_model_engine(target)
-    engine.sampler.verify = reject
+    engine.sampler.verify, engine.self_check = reject, SelfCheck(0.0)
+    engine.sampler.self_check = engine.self_check  # else the engine's own checks end the requests
     reported = texts(engine, requests(GREEDY))
     assert {name: answer.token_ids for name, answer in reported.items()} == {
         name: answer.token_ids for name, answer in plain.items()

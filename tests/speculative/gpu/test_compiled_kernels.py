@@ -20,7 +20,8 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from speculative.gpu import triton_attention, triton_edits, triton_filters, triton_layers, triton_noise, triton_prompts
+from speculative.gpu import triton_attention, triton_edits, triton_filters, triton_layers, triton_noise, triton_places
+from speculative.gpu import triton_prompts
 
 FP8 = int(sys.argv[1]) >= 89
 
@@ -62,6 +63,7 @@ for part in (False, True):
         f"*fp32 {'*i64' if part else 'constexpr'} *i1 *i64 *i64 *fp64 *i64 i32", 8,
         WIDTH=128256, BLOCK=2048, **({} if part else {"ids": None}),
     )
+compiled("mass before drafts", triton_places._sum_before, "*fp32 *i64 *i64 *fp64 i32", 8, BLOCK=4096)
 compiled("the best of their blocks", triton_noise._choose, "*i1 *fp64 *i64 *i64", NUM_BLOCKS=63, PADDED=64)
 compiled("mask", triton_edits._copy_allowed, "*bf16 *i32 *i32 *fp32 i32 i32 i32", BLOCK=2048)
 compiled("biases", triton_edits._add_biases, "*fp32 *i32 *i32 *fp32 i32 i32 i32", CELLS=256)

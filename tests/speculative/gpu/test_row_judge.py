@@ -17,6 +17,7 @@ from speculative.config import LogprobsMode
 from speculative.gpu.row_judge import RowJudge, TorchJudge
 from speculative.sampling.rng import gumbel
 from speculative.verification.coupled import NoiseRows, choose
+from speculative.verification.draft_probs import mass_before
 from speculative.vocabulary.ops import TorchOps
 from tests.support.judged_rows import (
     COUNTS,
@@ -53,7 +54,7 @@ pointers |= dict.fromkeys(("temperature", "maxima", "facts", "floors", "q", "log
 pointers |= dict.fromkeys(("greedy", "counted", "coupled", "checked", "reported"), "*i1")
 pointers |= {"logits": "*bf16", "columns": "*i32"} | dict.fromkeys(("top_ks", "seeds", "positions"), "*i64")
 numbers = dict.fromkeys(("stride", "q_stride", "num_rows", "num_entries"), "i32")
-numbers |= dict.fromkeys(("mass_rounding", "least_residual", "least_spread"), "fp32")
+numbers["mass_rounding"] = "fp32"
 constants = {"VOCABULARY": 128256, "NUM_BLOCKS": 63, "PADDED": 64, "BLOCK": 2048, "LANES": 128}
 constants |= {"NUM_STAKES": 12, "PADDED_STAKES": 16}
 constants |= dict.fromkeys(("PROCESSED", "NORMALIZED"), True)
@@ -113,7 +114,7 @@ def test_a_step_alone_and_padded_is_judged_alike(make_judge: MakeJudge, kind: st
     for name, values in alone.items():
         found = whole[name][: len(values)]
         assert torch.equal(found, values) or name not in ("accepted", "tokens", "drafts", "broken", "values")
-        torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, values, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -254,6 +255,18 @@ def test_drafts_are_chosen_with_the_noise_of_their_tokens(monkeypatch: pytest.Mo
     assert (found[~coupled] == -7).all() and (found[coupled] >= 0).all()
 
 
+def test_mass_before_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from speculative.gpu import triton_places
+
+    monkeypatch.setattr(triton_places, "_BLOCK", BLOCK)
+    probs = torch.softmax(torch.randn((5, 4 * BLOCK + 3), generator=torch.Generator().manual_seed(0)), dim=-1)
+    columns = torch.tensor([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK + 2])
+    rows = torch.tensor([4, 0, 1, 1, 2, 3])
+    expected = [float(probs[row, :column].double().sum()) for row, column in zip(rows, columns, strict=True)]
+    for found in (triton_places.triton_mass_before(probs, rows, columns), mass_before(probs, rows, columns)):
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_the_kernels_noise_is_that_of_the_host() -> None:
     from speculative.gpu import triton_noise
 
@@ -275,7 +288,7 @@ def test_block_verification_of_padded_rows_is_that_of_the_rows_alone(kind: str) 
     alone, whole, token_wise = parts(judge, given), parts(judge, padded(given)), parts(torch_judge(), given)
     assert alone["accepted"].sum() > 0 and not torch.equal(alone["expected"], token_wise["expected"])
     for name, values in alone.items():
-        torch.testing.assert_close(whole[name][: len(values)], values, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(whole[name][: len(values)], values, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 # -- rows that are not sound -------------------------------------------------------------------------------------------
@@ -303,7 +316,7 @@ def test_rows_that_are_no_distribution_are_reported_and_harm_no_other(
     for name in ("accepted", "tokens", "expected"):
         assert torch.equal(found[name][1:], sound[name][1:])
     for check in found.keys() - {"accepted", "tokens", "drafts", "broken", "expected"}:
-        torch.testing.assert_close(found[check], theirs[check], rtol=1e-4, atol=3e-5)
+        torch.testing.assert_close(found[check], theirs[check], rtol=1e-4, atol=3e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sub-vocabulary"])

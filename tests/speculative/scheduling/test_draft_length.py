@@ -204,7 +204,7 @@ def test_what_drawn_drafts_are_worth_is_not_taken_for_greedy_ones() -> None:
     policy = DynamicLength(MOST)
     world = World(policy, on_cpu, [0.95, 0.05])
     world.be_greedy(0)
-    world.run(400)
+    world.run(360)
     for sequence in world.sequences:
         policy.forget(sequence.request.request_id)
     new = world.run(12).lengths[-12:]
@@ -214,9 +214,9 @@ def test_what_drawn_drafts_are_worth_is_not_taken_for_greedy_ones() -> None:
 
 def test_a_probe_goes_one_draft_beyond_what_pays() -> None:
     """Rows are dear in a full batch: four drafts for four sequences each would cost half a step."""
-    world = World(DynamicLength(MOST), dear_beyond_five, [0.6] * 4).run(900)
-    assert world.share(1) > 0.9
-    assert {max(lengths) for lengths in world.lengths[-700:]} == {0, 1, 2}
+    worlds = [World(DynamicLength(MOST), dear_beyond_five, [0.6] * 4, seed=seed).run(900) for seed in range(5)]
+    assert np.median([world.share(1) for world in worlds]) > 0.9
+    assert {max(lengths) for world in worlds for lengths in world.lengths[-600:]} == {0, 1, 2}
 
 
 def test_it_notices_when_drafts_begin_to_be_accepted_and_when_they_cease() -> None:
@@ -230,7 +230,7 @@ def test_it_notices_when_drafts_begin_to_be_accepted_and_when_they_cease() -> No
 
 def test_a_limit_is_kept_and_a_request_without_speculation_left_alone() -> None:
     policy = DynamicLength(MOST)
-    World(policy, on_cpu, [1.0, 1.0]).run(100)
+    World(policy, on_cpu, [1.0, 1.0]).run(80)
     quiet = Sequence(Request("quiet", (1, 2), SamplingParams(speculate=False)), tokens=(1, 2, 3))
     eager = Sequence(Request("eager", (1, 2), SamplingParams()), tokens=(1, 2, 3))
     policy.plan([quiet, eager])
@@ -259,7 +259,7 @@ def test_rates_are_shares_of_the_positions_that_were_reached() -> None:
     assert unknown.blended([0.1, 0.2, 0.3]) == pytest.approx([0.1, 0.2, 0.3])
     for _ in range(200):
         unknown.observe(1, 1)
-    assert unknown.blended([0.1, 0.2, 0.3])[1:] == pytest.approx([0.2, 0.3])
+    assert unknown.blended([0.1, 0.2, 0.3]) == pytest.approx([0.4, 0.8, 1.0]), "later positions follow the first"
     for _ in range(200):
         unknown.observe(1, 0)
     assert unknown.blended([0.0, 0.2, 0.3])[0] < 0.01, "old rounds are forgotten"
@@ -281,6 +281,45 @@ def test_the_cost_of_a_step_is_found_in_noisy_times() -> None:
     before = cost.seconds(8, drafts, longest, 3000)
     cost.observe(Work(8, 4, 1, 3000), 1000.0)
     assert cost.seconds(8, drafts, longest, 3000) == pytest.approx(before, rel=0.05), "one hiccup is no cost"
+
+
+def test_what_catching_up_costs_is_seen_in_a_trial_and_counts_where_little_is_left() -> None:
+    """A prompt of 1,000 tokens takes a drafter as long as three steps: too long for the last few tokens."""
+    policy = DynamicLength(MOST)
+    policy.begin_trial()
+    world = World(policy, by_rows, [0.9]).run(30)
+    for sequence in world.sequences:
+        policy.forget(sequence.request.request_id)
+    sequence = world.sequences[0]
+    sequence.tokens += [5] * 1000
+    policy.plan(world.sequences)
+    result = SequenceResult((5, 5), 1, 1)
+    behind = 0.0001 * len(sequence.tokens)
+    policy.observe([Entry(sequence, 1, MOST, samples=True)], [result], by_rows(1, 1, 1) + behind)
+    policy.forget("0")
+    policy.restart(((0.5, 0.1, 0.1, 0.1), ()))
+    assert policy._cost(1).of_catching_up(1000) == pytest.approx(0.1, rel=0.1)
+
+    def lengths(max_tokens: int) -> int:
+        request = Request(str(max_tokens), (1,) * 400, SamplingParams(max_tokens=max_tokens))
+        policy.plan([new := Sequence(request, tokens=(1,) * 401)])
+        return policy.max_drafts(new, MOST)
+
+    assert lengths(1000) > 0
+    assert lengths(4) == 0
+
+
+def test_steps_are_learned_from_by_the_next_look() -> None:
+    policy = DynamicLength(MOST)
+    world = World(policy, on_cpu, [1.0]).run(40)
+    rates, reached = policy._rates[False], []
+    for _ in range(12):
+        world.step()
+        reached.append(rates._reached[0])
+    assert 3 <= len(set(reached)) <= 4, "every fourth step"
+    assert policy._unread
+    policy.forget("0")
+    assert not policy._unread and rates._reached[0] > reached[-1]
 
 
 # -- in the engine -------------------------------------------------------------------------------------------------

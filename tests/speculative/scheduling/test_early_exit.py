@@ -128,9 +128,11 @@ def test_it_beats_every_fixed_length_where_the_drafter_knows(num_sequences: int)
 
 def test_a_probe_makes_all_drafts_that_it_plans() -> None:
     policy = DynamicLength(MOST)
-    World(policy, 0, 1, seed=0).run(10)  # calibration: every length is tried whole
+    World(policy, 0, 1, seed=0).run(11)  # calibration: every length is tried whole, the longest first
     rule = policy.early_exit()
     assert rule is not None and rule.least == 0
+    World(policy, 0, 1, seed=0).run(3)
+    assert policy.early_exit() is None, "a single draft never ends early"
     World(policy, 0, 1, seed=0).run(100)
     rule = policy.early_exit()
     assert rule is not None and 0.05 < rule.least < 0.6, "a fraction of a token"

@@ -55,7 +55,7 @@ def small_steps(num_drafts: int, longest: int) -> float:
 
 
 def dear_rows(num_drafts: int, longest: int) -> float:
-    return 0.002 + 0.01 * num_drafts + 0.0001 * longest
+    return 0.01 + 0.01 * num_drafts + 0.0001 * longest
 
 
 # -- what is chosen ------------------------------------------------------------------------------------------------
@@ -77,10 +77,10 @@ def test_a_text_that_repeats_nothing_is_left_to_the_model() -> None:
     assert 0 < policy.max_drafts(sequence, LONGEST) <= MOST
 
 
-def test_where_rows_are_dear_nothing_is_repeated() -> None:
+def test_where_rows_are_dear_hardly_anything_is_repeated() -> None:
     policy, sequence = policy_that_knows(0.5, dear_rows), repeating(matched=4)
     policy.plan([sequence])
-    assert policy.repeated(sequence) == []
+    assert len(policy.repeated(sequence)) <= 1
 
 
 def test_each_sequence_of_a_batch_has_its_own() -> None:
@@ -161,6 +161,25 @@ def test_what_a_model_came_to_is_not_counted_with_what_is_repeated() -> None:
         result = SequenceResult(tuple(PASSAGE[: count + 1]), count, count)
         policy.observe([Entry(sequence, 1, LONGEST, samples=True)], [result], small_steps(count, 0))
     assert policy._rates[False].blended() == before
+
+
+def test_a_step_before_a_passage_is_not_taken_for_one() -> None:
+    """Steps are learned from later: by then something else may be repeated."""
+    policy = policy_that_knows(0.5, small_steps)
+    sequence = Sequence(Request("a", PASSAGE, PARAMS), tokens=(*PASSAGE, 1001, 1002, 1003))
+    sequence.num_computed = len(sequence.tokens) - 1
+    policy.plan([sequence])
+    count, before = policy.max_drafts(sequence, MOST), policy._rates[False]._reached[0]
+    assert count
+    entries = [Entry(sequence, 1, MOST, samples=True)]
+    policy.observe(entries, [SequenceResult((PASSAGE[0],), count, 0)], small_steps(count, count))
+    sequence.advance(sequence.num_computed + 1, PASSAGE[:8])
+    policy.plan([sequence])
+    count = len(policy.repeated(sequence))
+    assert count
+    policy.observe(entries, [SequenceResult((1,) * (1 + count), count, count)], small_steps(count, 0))
+    assert policy._rates[False]._reached[0] > before
+    assert policy._passages._all.accepted == count
 
 
 def test_the_best_length_weighs_gain_against_time() -> None:

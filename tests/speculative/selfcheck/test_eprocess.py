@@ -75,3 +75,26 @@ def test_a_tolerated_shift_is_no_alarm() -> None:
     strict.add(values)
     assert strict.alarm
     assert not tolerant.alarm
+
+
+def test_the_evidence_of_an_alarm_is_dated_by_when_it_began() -> None:
+    draw = np.random.default_rng(3)
+    for mean in (0.1, 0.4, -0.4):
+        process, stakes = FreshStarts(1e-6), np.array(STAKES)
+        for at in range(10_000):
+            values = draw.choice((-1.0, 1.0), size=32) * 0.6 + (mean if at >= 5000 else 0.0)
+            if process.add(np.log1p(stakes * values[:, None]).sum(axis=0), 32, float(at)):
+                break
+        else:
+            raise AssertionError("it was not found")
+        assert at - 5000 < 2000
+        assert abs(process.evidence_since - 5000) <= max(20.0, 0.3 * (at - 5000)), (mean, at, process.evidence_since)
+
+
+def test_evidence_from_the_very_beginning_is_dated_by_its_first_number() -> None:
+    process = FreshStarts(1e-6)
+    gains = np.log1p(np.array(STAKES) * 0.9)
+    times = iter(range(700, 800))
+    while not process.add(gains, 1, float(next(times))):
+        pass
+    assert process.evidence_since == 700.0

@@ -10,9 +10,10 @@ from torch import Tensor
 from deploy.audit.toy import table_engine
 from speculative.request import Request, SamplingParams
 from speculative.sampling.probs import draw
-from speculative.selfcheck.eprocess import STAKES
+from speculative.selfcheck.eprocess import ROUNDING, STAKES
 from speculative.selfcheck.monitor import SelfCheck
 from speculative.selfcheck.terms import Scope
+from speculative.state.batch import Entry
 from speculative.state.sequence import Sequence
 from speculative.stats import CheckSums, StepStats
 from speculative.verification.base import VerifyInput, residual
@@ -56,7 +57,7 @@ def distributions(drafts: list[int]) -> dict[str, DraftProbs]:
     }
 
 
-def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]]:
+def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]]:  # noqa: C901
     """Token-wise verification's terms, by the definitions."""
     p = step.probs.double().numpy()
     drafts = step.drafts.tolist()[:-1]
@@ -64,30 +65,36 @@ def naive(step: VerifyInput, accepted: int, final: int) -> dict[str, list[float]
     emitted = [*drafts[:accepted], final]
     deterministic = isinstance(step.draft_probs, PointMass)
     terms: dict[str, list[float]] = {name: [] for name in ("a", "a_prime", "b", "c", "d", "e", "f", "g", "r")}
+
+    def add(name: str, value: float, mean: float, certain: float) -> None:
+        if certain < 0.99:
+            terms[name].append(value - mean)
+
+    def undecided(chance: float) -> float:
+        return max(chance, 1 - chance)
+
     for row, x in enumerate(drafts):
         alpha, chance = np.minimum(p[row], q[row]).sum(), min(1, p[row, x] / q[row, x])
         if not deterministic:
-            terms["a_prime"].append(chance - alpha)
-            terms["e"].append(q[row, x] - (q[row] ** 2).sum())
+            add("a_prime", chance, alpha, undecided(alpha))
+            add("e", q[row, x], (q[row] ** 2).sum(), (q[row] ** 2).sum())
         if row <= accepted:
             y = emitted[row]
-            terms["a"].append((row < accepted) - alpha)
+            add("a", row < accepted, alpha, undecided(alpha))
             if not deterministic:
-                terms["b"].append((row < accepted) - chance)
-                terms["c"].append(min(1, q[row, y] / p[row, y]) - alpha)
+                add("b", row < accepted, chance, undecided(chance))
+                add("c", min(1, q[row, y] / p[row, y]), alpha, undecided(alpha))
     for row, y in enumerate(emitted):
-        terms["d"].append(p[row, y] - (p[row] ** 2).sum())
+        add("d", p[row, y], (p[row] ** 2).sum(), (p[row] ** 2).sum())
     r = np.maximum(p[accepted] - q[accepted], 0)
-    r /= r.sum()
-    terms["g"].append(2 * r[:final].sum() + r[final] - 1)
-    if accepted < len(drafts):
-        name = "r" if deterministic else "f"
-        other = (
-            (r[final] - (r**2).sum())
-            if deterministic
-            else (min(1, q[accepted, final] / r[final]) - np.minimum(r, q[accepted]).sum())
-        )
-        terms[name].append(other)
+    if r.sum() > 0.1:
+        r /= r.sum()
+        square = (r**2).sum()
+        add("g", 2 * r[:final].sum() + r[final], 1, square)
+        if accepted < len(drafts) and deterministic:
+            add("r", r[final], square, square)
+        elif accepted < len(drafts):
+            add("f", min(1, q[accepted, final] / r[final]), np.minimum(r, q[accepted]).sum(), square)
     return {name: values for name, values in terms.items() if values}
 
 
@@ -112,7 +119,14 @@ def test_terms_are_what_the_definitions_say(ops: VocabularyOps, kind: str, seed:
         assert num == len(values), check
         assert positive - negative == pytest.approx(values.sum(), abs=1e-5), check
         assert square == pytest.approx((values**2).sum(), abs=1e-5), check
-        assert row[: len(STAKES)] == pytest.approx(np.log1p(np.outer(STAKES, values)).sum(-1), abs=1e-5), check
+        bets = np.log1p(np.outer(STAKES, values) - np.abs(STAKES)[:, None] * ROUNDING).sum(-1)
+        assert row[: len(STAKES)] == pytest.approx(bets, abs=1e-5), check
+    p, q = step.p_of_drafts().numpy()[:-1], step.q_of_drafts().numpy()[:-1]
+    chance, below, own = found.rows.numpy()
+    chances = np.minimum(1, p / q)[: accepted + 1]
+    assert chance[: len(chances)] == pytest.approx(chances, rel=1e-6) and np.isnan(chance[len(chances) :]).all()
+    assert [2 * below[accepted] + own[accepted] - 1] == pytest.approx(expected["g"], abs=1e-5)
+    assert np.isnan(np.delete([below, own], accepted, axis=1)).all()
 
 
 @with_both_ops
@@ -201,7 +215,7 @@ def test_a_residual_that_leaves_no_choice_is_no_evidence(
     if candidates == "three":
         assert sums["r" if deterministic else "f"].num > ROUNDS / 10
     elif deterministic:
-        assert "r" not in sums
+        assert sums["r"].square == 0 if candidates == "three, of which two are alike" else "r" not in sums
 
 
 @with_both_ops
@@ -249,8 +263,10 @@ def test_no_rhythm_of_the_traffic_escapes_the_checks(period: int) -> None:
 
 def test_greedy_requests_do_not_count() -> None:
     check = SelfCheck()
-    sequences = [Sequence(Request("r", (1,), SamplingParams(temperature=t), seed=t)) for t in (0, 1)]
-    assert check.counted(sequences).tolist() == [False, True]
+    sequences = [Sequence(Request(f"r{t}", (1,), SamplingParams(temperature=t), seed=t)) for t in (0, 1)]
+    for sequence in sequences:
+        check.admit(sequence, StepStats())
+    assert check.counted([Entry(sequence, 1, 0, samples=True) for sequence in sequences]).tolist() == [False, True]
 
 
 def test_check_sums_add_up() -> None:

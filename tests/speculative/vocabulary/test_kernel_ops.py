@@ -223,6 +223,7 @@ def test_terms_are_torchs(kind: str, damage: str) -> None:
     for check, row in zip(ours.checks, ours.sums, strict=True):
         torch.testing.assert_close(row, sums.get(check, torch.zeros_like(row)), rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(ours.achievable, theirs.achievable, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.rows, theirs.rows, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["sub-vocabulary", "dense", "point mass", "nothing drafted"])
@@ -259,3 +260,18 @@ def test_expected_acceptance_is_the_overlap_over_the_whole_vocabulary() -> None:
     found = OURS.verify_token_wise(step)
     overlap = torch.minimum(step.probs, step.q_at(torch.arange(30))).sum(dim=-1)
     torch.testing.assert_close(found.expected_accepted, step.sum_reached(overlap, found.num_accepted))
+
+
+@pytest.mark.parametrize("kind", ["sub-vocabulary", "dense", "nothing drafted"])
+def test_what_is_recorded_of_rounds_is_torchs(kind: str) -> None:
+    step = a_step(kind)
+    verified = TORCHS.verify_token_wise(step)
+    if not isinstance(step.draft_probs, Dense | SubVocabulary):
+        return  # without drafts nothing was sampled
+    own, theirs = (ops.round_probs(step, verified, places=True) for ops in (OURS, TORCHS))
+    judged = step.judged
+    for found, expected, where in zip(own, theirs, (judged, slice(None), judged), strict=True):
+        assert found is not None and expected is not None
+        assert torch.allclose(found[where], expected[where].double(), atol=1e-6, rtol=0)
+    assert OURS.round_probs(step, verified, places=False)[2] is None
+    assert kind == "nothing drafted" or float(own[1].max()) > 0

@@ -1,0 +1,149 @@
+"""A model computed independently of our engine: `transformers` on the CPU, in float32, one sequence at a time.
+
+Of our code it shares what turns logits into draws: the rules of a request's parameters, its structure, and its random
+numbers. docs/detection.md says what that leaves unseen.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from serve_app.backends.base import Replayed, ServedWeights
+from serve_app.text.grammar import StructureCompiler
+from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.fingerprint import has_plain_values, model_fingerprint
+from speculative.model.loading import checkpoint_files, resolve_model
+from speculative.request import ReplayedToken, Request
+from speculative.sampling.probs import process
+from speculative.selfcheck.replayed_tokens import replayed_tokens
+from speculative.state.token_constraint import ConstraintMaker
+
+_PIECE = 128  # tokens whose logits are in memory at once
+_FLOAT32_SHARE = 2.5  # bytes needed for each byte of a 16-bit checkpoint, with some to compute in
+_GIB = 2**30
+
+
+class TransformersModel:
+    """The logits of a model folder. Loads on construction.
+
+    Raises:
+        ConfigError: transformers cannot load a model from the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        disable_progress_bar()
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"cannot load a model from {folder}: {error}") from error
+        self._model = loaded.eval()
+        self.vocab_size = int(loaded.config.vocab_size)
+        eos = loaded.generation_config.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        self._prefix: tuple[tuple[int, ...], Any] = ((), None)
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], start: int) -> Tensor:
+        """[n, V] float32 that predict tokens[start:]. The KV cache of a long prefix is kept for the next call."""
+        known, cache = self._prefix
+        reused = min(_common(known, tokens), start - 1, len(tokens) - 1)
+        if cache is None or reused < len(tokens) // 2:
+            reused, cache = 0, None
+        elif reused < len(known):
+            cache.crop(reused - len(known))
+        ids = torch.tensor([list(tokens[reused:])])
+        output = self._model(
+            ids, past_key_values=cache, use_cache=True, logits_to_keep=len(tokens) - start + 1, return_dict=True
+        )
+        self._prefix = (tuple(tokens), output.past_key_values)
+        rows: Tensor = output.logits[0, :-1].float()
+        return rows
+
+    @torch.inference_mode()
+    def replay(self, request: Request, compile_structure: ConstraintMaker) -> Replayed:
+        """Compute a teacher-forced request (`score_from`)."""
+        structure, tokens = request.params.structure, request.prompt_token_ids
+        logprobs: list[float] = []
+        rows: list[ReplayedToken] = []
+        for start in range(request.score_from or 0, len(tokens), _PIECE):
+            until = min(start + _PIECE, len(tokens))
+            logits = self.logits(tokens[:until], start)
+            served = torch.tensor(tokens[start:until])[:, None]
+            logprobs += logits.log_softmax(-1).gather(1, served)[:, 0].tolist()
+            constraint = None if structure is None else compile_structure(structure)
+            rows += replayed_tokens(logits, request, start, constraint, self.eos_token_ids, process)
+        return Replayed(tuple(logprobs), tuple(rows), "transformers")
+
+
+class TransformersReferee:
+    """Replays answers with the weights that are served, one model at a time, loaded when first needed.
+
+    Args:
+        background: give way to everything else on the machine: one thread, which runs while a core is idle, and the
+            first process to be killed where memory runs out.
+    """
+
+    def __init__(self, *, background: bool = False) -> None:
+        self._loaded: tuple[ServedWeights, TransformersModel] | None = None
+        if background:
+            torch.set_num_threads(1)
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # nice(19) would still delay whoever wakes up
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+    def replay(self, request: Request, weights: ServedWeights) -> Replayed:
+        """Compute a teacher-forced request with these weights.
+
+        Raises:
+            ConfigError: they cannot be had here; the message says why.
+        """
+        if self._loaded is None or self._loaded[0] != weights:
+            self._loaded = None  # there may be no room for both
+            self._loaded = weights, _load(weights)
+        model = self._loaded[1]
+        compiler = StructureCompiler(Path(weights.tokenizer_folder), model.vocab_size, model.eos_token_ids)
+        replayed = model.replay(request, compiler)
+        return replace(replayed, weight_version=weights.version)
+
+
+def _load(weights: ServedWeights) -> TransformersModel:
+    if weights.source is None:
+        raise UnsupportedModel(f"The weights {weights.version!r} came over the wire, and lie in no folder.")
+    folder = resolve_model(weights.source)
+    if not has_plain_values(folder, weights.form):
+        raise UnsupportedModel(f"The engine rounds the weights of {folder} to {weights.form}: they are others.")
+    found = model_fingerprint(folder, weights=weights.form)
+    if found != weights.fingerprint:
+        raise ConfigError(f"{folder} no longer holds what is served: fingerprint {found}, not {weights.fingerprint}.")
+    needed = _FLOAT32_SHARE * sum(file.stat().st_size for file in checkpoint_files(folder))
+    if needed > (free := _free_bytes()):
+        raise UnsupportedModel(f"{folder} in float32 takes {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} are free.")
+    return TransformersModel(folder)
+
+
+def _free_bytes() -> int:
+    """Memory that is left on this machine, or to the container that this runs in."""
+    free = [1024 * _number("/proc/meminfo", "MemAvailable:")]
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
+        used = sum(_number("/sys/fs/cgroup/memory.stat", name) for name in ("anon", "shmem"))
+        free.append(int(text) - used)
+    return min(free)
+
+
+def _number(path: str, name: str) -> int:
+    """What a file says of a name, in a line of its own."""
+    lines = Path(path).read_text(encoding="ascii").splitlines()
+    return next(int(words[1]) for words in map(str.split, lines) if words[0] == name)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

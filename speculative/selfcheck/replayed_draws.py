@@ -1,0 +1,176 @@
+"""The draws of one answer, made again: which of its tokens follow from the request's seed.
+
+Every random number is a function of (seed, round start, offset, purpose), so whoever knows the rounds and p can repeat
+each decision. With p replayed, u and coins recomputed, x a draft and q what it was sampled from:
+
+    interval   F(y - 1) < u <= F(y)                   first, bonus and undrafted tokens; F of p
+    residual   the same, F of p without x              what replaced a deterministic draft
+    support    p(y) > q(y)                             what replaced a sampled draft
+    draft      y is the draft that was accepted
+    accepted   coin <= p(x) / q(x)                     token-wise
+    rejected   coin > p(x) / q(x)                      token-wise
+    block      coin < h_tau, last coin >= h_n          block verification, where h follows from what is known
+    choice     y = argmax(log p + noise)               coupled
+
+Sources: the verifiers (`speculative.verification`). A check that fails misses by so many nats.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from speculative.request import Draw, Redrawn, ReplayedToken, Round, TokenKind
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The rounds of an answer. first_start: tokens before the first of them. tokens, kinds: of the answer."""
+
+    first_start: int
+    rounds: tuple[Round, ...]
+    tokens: tuple[int, ...]
+    kinds: tuple[TokenKind, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every token belongs to one of them, and every draft that was judged is there, with its q."""
+        if not self.kinds or not sum(one.num_tokens for one in self.rounds) == len(self.kinds) == len(self.tokens):
+            return False
+        return all(
+            len(place.round.drafts) > place.offset
+            and (place.round.draft_probs is None or len(place.round.draft_probs) > place.offset)
+            for place in self._places()
+            if place.kind in (TokenKind.ACCEPTED, TokenKind.RECOVERED)
+        )
+
+    def draws(self) -> tuple[Draw, ...]:
+        """What a replay must draw again, one a token."""
+        return tuple(_draw(place) for place in self._places())
+
+    def check(self, rows: Sequence[ReplayedToken]) -> "list[DrawCheck]":
+        """Every check of the answer's tokens, in their order; rows: its replayed tokens, with `redrawn`.
+
+        Raises:
+            ValueError: there is not one row a token.
+        """
+        if len(rows) != len(self.kinds):
+            raise ValueError(f"{len(self.kinds)} tokens were served, and {len(rows)} replayed.")
+        return [check for place in self._places() for check in _checks_of(place, rows)]
+
+    def _places(self) -> "Iterator[_Place]":
+        ends = accumulate(one.num_tokens for one in self.rounds)
+        for end, one in zip(ends, self.rounds, strict=True):
+            start = end - one.num_tokens
+            for offset in range(one.num_tokens):
+                index = start + offset
+                yield _Place(index, self.tokens[index], self.kinds[index], one, self.first_start + start, offset)
+
+
+class DrawCheck(NamedTuple):
+    """One check. token_index: of its token in the answer. miss: nats by which it fails, 0 = it holds. loose: the same
+    where a token near a filter's edge may be on either side of it."""
+
+    token_index: int
+    kind: str
+    miss: float
+    loose: float
+
+
+class _Place(NamedTuple):
+    """A token in its round. start: tokens before the round."""
+
+    token_index: int
+    token: int
+    kind: TokenKind
+    round: Round
+    start: int
+    offset: int
+
+    @property
+    def rejected(self) -> int:
+        """The draft that was rejected here; -1 = none."""
+        return self.round.drafts[self.offset] if self.kind is TokenKind.RECOVERED else -1
+
+
+def _draw(place: _Place) -> Draw:
+    if place.round.verifier == "coupled":
+        return Draw("noise", place.start, place.offset)
+    if place.kind is TokenKind.RECOVERED:
+        rule: Literal["residual", "none"] = "residual" if place.round.draft_probs is None else "none"
+        return Draw(rule, place.start, place.offset, place.rejected)
+    return Draw("none" if place.kind is TokenKind.ACCEPTED else "bonus", place.start, place.offset)
+
+
+def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawCheck]:
+    row, one = rows[place.token_index], place.round
+    again = row.redrawn
+    if again is None:
+        return
+    if one.verifier == "coupled":
+        yield DrawCheck(place.token_index, "choice", again.miss, again.loose)
+        return
+    if place.kind is TokenKind.ACCEPTED:
+        yield from _checks_of_accepted(place, row, again)
+        return
+    share = 0.0  # log of what p counts there
+    if one.verifier == "block":
+        share = _running_share(place, rows)
+        yield from _block_coins(place, again, share)
+    elif place.kind is TokenKind.RECOVERED:
+        ratio = _log(again.rejected_probability) - _log_q(one, place.offset)
+        yield _checked(place, "rejected", math.log(again.coins[0]) - ratio)
+    if place.kind is TokenKind.RECOVERED and one.draft_probs is not None:
+        yield _checked(place, "support", share + _log(row.probability) - _log(one.last_prob))
+    else:
+        kind = "residual" if place.kind is TokenKind.RECOVERED else "interval"
+        yield DrawCheck(place.token_index, kind, again.miss, again.loose)
+
+
+def _checks_of_accepted(place: _Place, row: ReplayedToken, again: Redrawn) -> Iterator[DrawCheck]:
+    if place.token != place.round.drafts[place.offset]:
+        yield _checked(place, "draft", -math.inf)
+    elif place.round.verifier == "token_wise":
+        ratio = _log(row.probability) - _log_q(place.round, place.offset)
+        yield _checked(place, "accepted", ratio - math.log(again.coins[0]))
+
+
+def _running_share(place: _Place, rows: Sequence[ReplayedToken]) -> float:
+    """log of rho where the round came to, as in block verification."""
+    share = 0.0
+    for offset in range(place.offset):
+        own = rows[place.token_index - place.offset + offset]
+        share = min(0.0, share + _log(own.probability) - _log_q(place.round, offset))
+    return share
+
+
+def _block_coins(place: _Place, again: Redrawn, share: float) -> Iterator[DrawCheck]:
+    """The coin that succeeded, and the one after it if it was the last: what others failed at is not known."""
+    one, is_last = place.round, place.offset == place.round.num_drafted
+    if place.offset > 0 and (is_last or one.draft_probs is None):
+        passes = share if is_last else _log(_survival(math.exp(share), again.rejected_probability))
+        yield _checked(place, "block", passes - math.log(again.coins[0]))
+    if place.offset + 1 == one.num_drafted:
+        passes = min(0.0, share + _log(again.rejected_probability) - _log_q(one, place.offset))
+        yield _checked(place, "block", math.log(again.coins[1]) - passes)
+
+
+def _survival(share: float, of_rejected: float) -> float:
+    """h of block verification before a deterministic draft."""
+    mass = share * (1 - of_rejected)
+    return mass / (mass + 1 - share) if mass + 1 - share > 0 else 1.0
+
+
+def _checked(place: _Place, kind: str, reserve: float) -> DrawCheck:
+    """A check that holds while `reserve` is not below 0."""
+    miss = max(0.0, -reserve)
+    return DrawCheck(place.token_index, kind, miss, miss)
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def _log_q(one: Round, offset: int) -> float:
+    return 0.0 if one.draft_probs is None else _log(one.draft_probs[offset])

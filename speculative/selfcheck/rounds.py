@@ -1,0 +1,103 @@
+"""What the host sees of the rounds of a checked step: whether each draw is the one that its random number gives, and
+whether draws of successive rounds are independent.
+
+The first needs no statistics and no fresh random numbers: given its uniform a draw is certain, whatever other requests
+had the same seed. The second finds random numbers that are used again in a later round, which no marginal mean shows:
+with b of a draft, and with its sign at the same offset of the request's last round that was checked,
+
+    lag_b    b now, times the sign of b then
+    lag_g    the same of g
+
+have conditional mean 0, since that sign was known before anything of the round was drawn.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from speculative.sampling.rng import Float64s
+from speculative.selfcheck.eprocess import ROUNDING, STAKES
+from speculative.selfcheck.terms import EQUAL, LEAST_SPREAD
+from speculative.state.batch import Int64s, StepInput, Terms
+from speculative.state.token_constraint import Bools
+
+LAGGED_CHECKS = ("lag_b", "lag_g")
+DRAW_ROUNDING = 1e-3  # of a uniform: ours are float32 sums of a vocabulary, and 1e-5 off at most
+_STAKES = np.array(STAKES)[:, None]
+
+
+def contradicted(layout: StepInput, num_accepted: Int64s, rows: Float64s, uniforms: Float64s, verifier: str) -> Bools:
+    """[E] the entries of which a draft was accepted or rejected, or the last token drawn, against its random number.
+
+    Args:
+        layout: of the step. num_accepted: [E].
+        rows: [3, R], as in `Terms`.
+        uniforms: [2, R] the step's accept and sample uniforms.
+        verifier: token_wise or block, of the entries that are not coupled.
+    """
+    chance, below, own = rows
+    accept, sample = uniforms
+    succeeded = _succeeded(layout, num_accepted, verifier)
+    wrong = np.where(succeeded, accept > chance + DRAW_ROUNDING, accept < chance - DRAW_ROUNDING)  # NaN is neither
+    wrong |= (sample < below - DRAW_ROUNDING) | (sample > below + own + DRAW_ROUNDING)
+    found = np.zeros(len(layout.drawing), np.bool_)
+    found[layout.verify_entries[wrong]] = True
+    return found
+
+
+def misdrafted(layout: StepInput, places: Float64s, uniforms: Float64s) -> Bools:
+    """[E] the entries of which a draft was sampled from another distribution than its q, or with another random number.
+
+    Args:
+        layout: of the step.
+        places: [2, R] of the draft judged at each row: the mass of q before it, and its own; NaN where it was not
+            sampled by inverse CDF.
+        uniforms: [R] what drafts are sampled with.
+    """
+    below, own = places
+    wrong = (layout.drafts >= 0) & ((uniforms < below - DRAW_ROUNDING) | (uniforms > below + own + DRAW_ROUNDING))
+    found = np.zeros(len(layout.drawing), np.bool_)
+    found[layout.verify_entries[wrong]] = True
+    return found
+
+
+def with_lagged(terms: Terms, layout: StepInput, num_accepted: Int64s, counted: Bools, verifier: str) -> Terms:
+    """The terms with those of `LAGGED_CHECKS`, and without the rows that they were made of; the sequences keep the
+    signs that their next ones need.
+
+    Args:
+        terms: of the step, with its rows.
+        layout: of the step. num_accepted: [E]. counted: [E] whose terms count.
+        verifier: token_wise or block, of the entries that are not coupled.
+    """
+    assert terms.rows is not None
+    chance, below, own = terms.rows
+    place = np.where(abs(2 * below + own - 1) <= EQUAL, 0.0, 2 * below + own - 1)
+    values = np.stack([_succeeded(layout, num_accepted, verifier) - chance, place])  # [2, R]
+    entries, offsets = layout.verify_entries, layout.offsets
+    signs = np.stack([entry.sequence.last_signs for entry in layout.drawing])  # [E, 2, offsets]
+    kept = offsets < signs.shape[2]  # a longer round's other rows take no part
+    before = np.where(kept, signs[entries, :, np.minimum(offsets, signs.shape[2] - 1)].T, 0)
+    counts = counted[entries] & (before != 0) & np.isfinite(values)
+    counts[0] &= (chance > LEAST_SPREAD) & (chance < 1 - LEAST_SPREAD)
+    found = [_sums(values[which][own_rows] * before[which][own_rows]) for which, own_rows in enumerate(counts)]
+    for which in range(len(values)):
+        drawn = np.isfinite(values[which]) & kept
+        signs[entries[drawn], which, offsets[drawn]] = np.sign(values[which][drawn])
+    for entry, of_entry in zip(layout.drawing, signs, strict=True):
+        entry.sequence.last_signs = of_entry
+    return replace(terms, checks=(*terms.checks, *LAGGED_CHECKS), sums=np.concatenate([terms.sums, found]), rows=None)
+
+
+def _succeeded(layout: StepInput, num_accepted: Int64s, verifier: str) -> Bools:
+    """[R] whether the row's accept uniform succeeded, where it decided something."""
+    reached = num_accepted[layout.verify_entries]
+    found: Bools = layout.offsets == reached if verifier == "block" else layout.offsets < reached
+    return found
+
+
+def _sums(values: Float64s) -> Float64s:
+    """A row of the sums of `Terms`."""
+    gains = np.log1p(_STAKES * values - abs(_STAKES) * ROUNDING).sum(axis=1)
+    parts = (len(values), np.maximum(values, 0).sum(), np.maximum(-values, 0).sum(), (values**2).sum())
+    return np.concatenate([gains, parts])

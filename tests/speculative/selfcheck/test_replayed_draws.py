@@ -1,0 +1,184 @@
+"""Every draw of an answer, made again: sound answers follow from their seeds, and each kind of wrong draw is found."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from deploy.audit.toy import table_engine, tiny_engine
+from deploy.audit.traffic import FILTERED, PLAIN, mixed, sampling
+from speculative.engine import EngineCore
+from speculative.errors import InvalidRequest
+from speculative.request import Draw, Redrawn, ReplayedToken, Request, Round, SamplingParams, TokenKind
+from speculative.sampling.rng import Purpose, gumbel, uniforms
+from speculative.selfcheck.draw_margins import redraw
+from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
+from speculative.stats import DRAW_CHECKS
+
+NUM_TOKENS = 256
+STOPPING = replace(PLAIN, stop_token_ids=tuple(range(0, NUM_TOKENS, 8)))
+ROUNDING = 1e-4  # nats; a replay computes other batch shapes
+
+
+def serve(engine: EngineCore, requests: list[Request]) -> dict[str, Rounds]:
+    answers = {one.request_id: Rounds(len(one.prompt_token_ids), (), (), ()) for one in requests}
+    for one in requests:
+        engine.add(one)
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            before = answers[delta.request_id]
+            answers[delta.request_id] = Rounds(
+                before.first_start,
+                before.rounds + (() if delta.round is None else (delta.round,)),
+                before.tokens + delta.token_ids,
+                before.kinds + delta.kinds,
+            )
+    return answers
+
+
+def replay(engine: EngineCore, request: Request, answer: Rounds) -> list[DrawCheck]:
+    assert answer.complete
+    whole = (*request.prompt_token_ids, *answer.tokens)
+    params = replace(request.params, prompt_logprobs=None)
+    scored = {"score_from": len(request.prompt_token_ids), "draws": answer.draws()}
+    engine.add(replace(request, request_id="replay", prompt_token_ids=whole, params=params, **scored))
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.replayed is not None, delta.error
+            return answer.check(delta.replayed)
+    raise AssertionError
+
+
+def sampled(requests: Iterator[Request], count: int = 16) -> list[Request]:
+    return list(itertools.islice((one for one in requests if not one.params.greedy), count))
+
+
+ENGINES: dict[str, Callable[[str], EngineCore]] = {
+    "sampled drafts": lambda verifier: table_engine(NUM_TOKENS, verifier=verifier),
+    "deterministic drafts": lambda verifier: table_engine(NUM_TOKENS, deterministic=True, verifier=verifier),
+    "n-grams": lambda verifier: tiny_engine(verifier=verifier),
+    "a drafter of its own": lambda verifier: tiny_engine(verifier=verifier, own_drafts=True),
+    "preempted": lambda verifier: tiny_engine(verifier=verifier, own_drafts=True, kv_cache_tokens=256),
+}
+
+
+def traffic(name: str) -> list[Request]:
+    if "drafts" not in name:
+        return sampled(mixed(64))
+    settings = enumerate((PLAIN, FILTERED, STOPPING))
+    return [one for seed, params in settings for one in sampled(sampling(NUM_TOKENS, params, seed), 6)]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_what_was_served_follows_from_its_seed(verifier: str, name: str) -> None:
+    engine, seen = ENGINES[name](verifier), Counter[str]()
+    requests = traffic(name)
+    answers = serve(engine, requests)
+    assert name != "preempted" or engine.stats.num_preemptions
+    for request in requests:
+        for check in replay(engine, request, answers[request.request_id]):
+            assert check.miss < ROUNDING, check
+            seen[check.kind] += 1
+    expected = {
+        "token_wise": {"interval", "accepted", "rejected"},
+        "block": {"interval", "block"},
+        "coupled": {"choice"},
+    }
+    assert expected[verifier] <= seen.keys() <= set(DRAW_CHECKS) - {"draft"}
+    if verifier != "coupled":
+        assert ("residual" if name in ("deterministic drafts", "n-grams") else "support") in seen
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_a_token_that_was_changed_by_hand_is_named(verifier: str, name: str) -> None:
+    engine, chance = ENGINES[name](verifier), random.Random(1)
+    requests = traffic(name)
+    answers = serve(engine, requests)
+    named = 0
+    for request in requests:
+        answer = answers[request.request_id]
+        index = chance.randrange(len(answer.tokens))
+        tokens = list(answer.tokens)
+        tokens[index] = chance.choice([token for token in range(2, 60) if token != tokens[index]])
+        checks = replay(engine, request, replace(answer, tokens=tuple(tokens)))
+        named += index == min((check.token_index for check in checks if check.miss > ROUNDING), default=-1)
+    assert named >= 0.8 * len(requests), f"{named} of {len(requests)}"
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+def test_another_seed_does_not_give_the_answer(verifier: str) -> None:
+    engine = table_engine(NUM_TOKENS, verifier=verifier)
+    for request in sampled(sampling(NUM_TOKENS, PLAIN), 8):
+        answer = serve(engine, [request])[request.request_id]
+        checks = replay(engine, replace(request, seed=request.seed ^ 1), answer)
+        assert sum(check.miss > ROUNDING for check in checks) > 2
+
+
+def one_row(logits: list[float], token: int, draw: Draw, params: SamplingParams, seed: int = 7) -> Redrawn:
+    scaled = torch.tensor([logits]) / params.temperature
+    kept = scaled.masked_fill(scaled < scaled.topk(params.top_k or len(logits)).values[:, -1:], -torch.inf)
+    request = Request("r", (1,), params, seed)
+    (redrawn,) = redraw(scaled, kept, kept.softmax(-1), [token], [draw], request)
+    return redrawn
+
+
+def test_a_miss_is_what_the_logits_would_have_to_move() -> None:
+    draw = Draw("bonus", 5, 0)
+    (uniform,) = uniforms(*np.array([[7], [5], [0], [Purpose.BONUS]], np.uint64)).tolist()
+    p = uniform + 0.05  # of two tokens the first should have been drawn
+    logits = [math.log(p / (1 - p)), 0.0]
+    assert one_row(logits, 0, draw, PLAIN)[:2] == (0, 0)
+    redrawn = one_row(logits, 1, draw, PLAIN)
+    # The edge at p moves by p (1 - p) for each nat that one logit moves against the other: sqrt(2) as much for two.
+    assert redrawn.miss == pytest.approx(0.05 / (p * (1 - p) * math.sqrt(2)), rel=1e-3)
+    assert redrawn.loose == redrawn.miss
+
+
+def test_a_miss_of_a_choice_by_noise_is_the_gap_to_the_winner() -> None:
+    logits = [0.3, -0.2, 1.0, 0.0]
+    scores = torch.tensor(logits).double().log_softmax(-1) + gumbel(torch.tensor([7]), torch.tensor([9]), 4)[0]
+    draw = Draw("noise", 8, 1)
+    for token, score in enumerate(scores.tolist()):
+        assert one_row(logits, token, draw, PLAIN).miss == pytest.approx(float(scores.max()) - score, abs=1e-6)
+
+
+def test_tokens_near_an_edge_of_the_filters_may_be_on_either_side() -> None:
+    draw = Draw("bonus", 5, 0)
+    params = replace(PLAIN, top_k=2)
+    outside = one_row([2.0, 1.0, 0.99, -3.0], 2, draw, params)
+    assert outside.miss == math.inf and outside.loose == 0
+    far = one_row([2.0, 1.0, 0.5, -3.0], 2, draw, params)
+    assert far.miss == far.loose == math.inf
+
+
+def test_block_verification_is_followed_as_far_as_it_is_known() -> None:
+    """By hand: three drafts, of which one was accepted, so that only its own coin is known to have succeeded."""
+    one = Round("block", 2, 3, (4, 5), (0.5, 0.5), 0.1)
+    answer = Rounds(10, (one,), (4, 6), (TokenKind.ACCEPTED, TokenKind.RECOVERED))
+    again = Redrawn(rejected_probability=0.2, coins=(0.9, 0.5))
+    rows = [ReplayedToken(p, 0, 0, 0, 0, 0, again) for p in (0.4, 0.3)]
+    assert [check.kind for check in answer.check(rows)] == ["support"]
+    whole = replace(answer, rounds=(one._replace(num_drafted=1, drafts=(4,), draft_probs=(0.5,)),))
+    whole = replace(whole, kinds=(TokenKind.ACCEPTED, TokenKind.BONUS))
+    block, interval = whole.check(rows)
+    assert block == DrawCheck(1, "block", pytest.approx(math.log(0.9 / 0.8)), block.loose)
+    assert interval.kind == "interval"
+
+
+def test_a_draw_for_each_scored_token_or_none() -> None:
+    draw = Draw("bonus", 2, 0)
+    with pytest.raises(InvalidRequest, match="draws must be one for each scored token"):
+        Request("r", (1, 2, 3, 4), score_from=2, draws=(draw,))
+    answer = Rounds(3, (Round("token_wise", 1),), (5,), (TokenKind.FIRST,))
+    with pytest.raises(ValueError, match="1 tokens were served, and 0 replayed"):
+        answer.check([])
+    assert not replace(answer, rounds=()).complete

@@ -1,0 +1,218 @@
+"""Constant seeds, draws against their random numbers, lagged terms, and what rounding leaves of certain terms."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deploy.audit.mutants import MUTANTS
+from deploy.audit.toy import table_engine
+from deploy.audit.traffic import PLAIN, sampling
+from speculative.engine import EngineCore
+from speculative.request import Request
+from speculative.sampling.probs import draw
+from speculative.selfcheck.eprocess import STAKES
+from speculative.selfcheck.monitor import SelfCheck
+from speculative.selfcheck.terms import Scope
+from speculative.state.batch import Entry
+from speculative.state.sequence import Sequence
+from speculative.stats import CheckSums, StepStats
+from speculative.verification.base import VerifyInput
+from speculative.verification.draft_probs import Dense, PointMass
+from speculative.verification.token_wise import verify_token_wise
+from speculative.vocabulary.ops import VocabularyOps
+from tests.support.vocabulary import with_both_ops
+
+
+def serve(engine: EngineCore, num_positions: int, seed: int | None) -> StepStats:
+    """One kind of traffic, 32 requests at once, all with `seed`; None = each with its own."""
+    total, waiting = StepStats(), 0
+    requests = sampling(64, PLAIN, 3)
+    while total.num_emitted < num_positions and not (total.violations or total.alarms):
+        while waiting < 32:
+            request = next(requests)
+            engine.add(request if seed is None else replace(request, seed=seed))
+            waiting += 1
+        waiting -= sum(delta.finished for delta in engine.step())
+        total.merge(engine.take_stats())
+    return total
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_seed_for_everybody_is_no_fault_and_little_evidence(verifier: str, deterministic: bool) -> None:
+    engine = table_engine(64, self_check_sample_rate=1.0, verifier=verifier, deterministic=deterministic)
+    stats = serve(engine, 4000, seed=42)
+    assert (stats.alarms, stats.violations) == ({}, {})
+    assert 0 < stats.num_checked_rounds - stats.num_untested_rounds <= PLAIN.max_tokens, "each position is fresh once"
+
+
+@pytest.mark.parametrize("seed", [None, 42])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "F8 the residual is drawn from p",
+        "F8 every draft is accepted a twentieth more often",
+        "F6 the coin is used again for the residual",
+        "F12 the first draft is committed unverified",
+    ],
+)
+def test_a_draw_against_its_random_number_fails_its_request(name: str, seed: int | None) -> None:
+    engine = table_engine(64, self_check_sample_rate=1.0)
+    MUTANTS[name].install(engine)
+    stats = serve(engine, 2000, seed)
+    assert set(stats.violations) == {"draw"}
+    assert stats.num_emitted < 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [("F24 accept uniforms of the round before", "lag_b"), ("F24 sample uniforms of the round before", "lag_g")],
+)
+def test_random_numbers_used_again_in_a_later_round_alarm(name: str, check: str) -> None:
+    engine = table_engine(64, self_check_sample_rate=1.0, deterministic=True)
+    MUTANTS[name].install(engine)
+    assert check in serve(engine, 30_000, seed=None).alarms
+
+
+# -- which rounds are fresh --------------------------------------------------------------------------------------------
+
+
+def entry_of(check: SelfCheck, name: str, length: int, seed: int = 42, max_drafts: int = 2) -> Entry:
+    sequence = Sequence(Request(name, tuple(range(length)), PLAIN, seed=seed))
+    check.admit(sequence, StepStats())
+    return Entry(sequence, 1, max_drafts, samples=True)
+
+
+def test_a_round_is_fresh_where_no_other_request_of_its_seed_was() -> None:
+    check = SelfCheck()
+    first = entry_of(check, "first", 10)
+    assert check.counted([first]).tolist() == [True]
+    first.sequence.tokens += [0] * 10
+    behind, ahead, other = (entry_of(check, name, length) for name, length in (("b", 7), ("a", 30), ("o", 12)))
+    assert check.counted([first, behind, ahead, other]).tolist() == [True, True, True, False]
+    assert check.counted([entry_of(check, "touches", 8)]).tolist() == [False]
+    assert check.counted([entry_of(check, "own seed", 12, seed=43)]).tolist() == [True]
+    check.forget("first")
+    check.forget("first")
+    assert check.counted([entry_of(check, "later", 12)]).tolist() == [False], (
+        "who is gone used its positions all the same"
+    )
+    assert check.counted([entry_of(check, "beyond", 40)]).tolist() == [True]
+
+
+def test_two_in_one_step_at_one_position_count_once() -> None:
+    check = SelfCheck()
+    pair = [entry_of(check, name, 10) for name in "ab"]
+    assert sorted(check.counted(pair).tolist()) == [False, True]
+
+
+def test_spans_of_a_seed_stay_few() -> None:
+    check = SelfCheck()
+    for index in range(100):
+        entry = entry_of(check, f"r{index}", 1 + 1000 * index, max_drafts=0)
+        assert check.counted([entry]).tolist() == [True]
+        check.forget(f"r{index}")
+    assert len(check._seeds[42].spans) <= 32
+    assert check.counted([entry_of(check, "again", 1)]).tolist() == [False]
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+ROUNDS = 20_000
+
+
+def certain(vocab_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """p and q [V] where one term or another is certain, but for rounding."""
+    noise = torch.Generator().manual_seed(vocab_size)
+    p = torch.zeros(vocab_size)
+    if kind == "one token":
+        p[1] = 1.0
+    elif kind == "nearly one token":
+        p[:2] = torch.tensor([1e-7, 1 - 1e-7])
+    elif kind == "equal tokens":
+        p[: min(3, vocab_size)] = 1 / min(3, vocab_size)
+    elif kind == "cold":
+        p = (torch.randn(vocab_size, generator=noise) / 0.01).softmax(-1)
+    elif kind == "a share":
+        q = torch.zeros(vocab_size)
+        q[: vocab_size // 2] = torch.rand(vocab_size // 2, generator=noise) + 0.1
+        q /= q.sum()
+        p[: vocab_size // 2], p[vocab_size // 2 :] = 0.37 * q[: vocab_size // 2], 0.63 / (vocab_size - vocab_size // 2)
+        return p, q
+    return p / p.sum(), p / p.sum()
+
+
+def many_rounds(p: torch.Tensor, q: torch.Tensor, num_rounds: int, seed: int, *, deterministic: bool) -> VerifyInput:
+    """Rounds of one draft each at the same p and q."""
+    noise = torch.Generator().manual_seed(seed)
+    rows = torch.arange(2 * num_rounds)
+    drafts = draw(q.expand(num_rounds, -1), torch.rand(num_rounds, generator=noise, dtype=torch.float64))
+    drafts = torch.full_like(drafts, int(p.argmax())) if deterministic else drafts
+    return VerifyInput(
+        probs=p.expand(2 * num_rounds, -1),
+        draft_probs=PointMass() if deterministic else Dense(q.expand(num_rounds, -1)),
+        drafts=torch.where(rows % 2 == 0, drafts.repeat_interleave(2), -1),
+        packed=rows // 2,
+        entries=rows // 2,
+        offsets=rows % 2,
+        first_rows=rows[::2],
+        counts=torch.ones(num_rounds, dtype=torch.int64),
+        accept_uniforms=torch.rand(2 * num_rounds, generator=noise, dtype=torch.float64),
+        sample_uniforms=torch.rand(2 * num_rounds, generator=noise, dtype=torch.float64),
+        seeds=rows,
+        positions=rows,
+    )
+
+
+def sums_of(ops: VocabularyOps, p: torch.Tensor, q: torch.Tensor, num_rounds: int, *, deterministic: bool) -> StepStats:
+    check, stats = SelfCheck(), StepStats()
+    at_once = max(1, min(num_rounds, 4_000_000 // len(p)))
+    for seed in range(num_rounds // at_once):
+        step = many_rounds(p, q, at_once, seed, deterministic=deterministic)
+        verified = verify_token_wise(step)
+        scope = Scope("token_wise", torch.ones(at_once, dtype=torch.bool))
+        check.take(ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host(), stats)
+    return stats
+
+
+KINDS = ("one token", "nearly one token", "equal tokens", "cold", "a share")
+
+
+@with_both_ops
+@pytest.mark.parametrize("deterministic", [False, True], ids=["sampled", "deterministic"])
+@pytest.mark.parametrize("vocab_size", [2, 3, 1000, 150_000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_no_evidence(ops: VocabularyOps, kind: str, vocab_size: int, deterministic: bool) -> None:
+    num_rounds = ROUNDS if vocab_size <= 1000 else 52
+    stats = sums_of(ops, *certain(vocab_size, kind), num_rounds, deterministic=deterministic)
+    assert stats.alarms == {}
+    assert {name: sums.z for name, sums in stats.checks.items() if abs(sums.z) > 4} == {}
+    tiny = {name: sums for name, sums in stats.checks.items() if sums.num and 0 < sums.square / sums.num < 1e-9}
+    assert tiny == {} or vocab_size == 150_000, "a term is 0, or it varies"
+
+
+@with_both_ops
+def test_a_bet_on_rounding_loses(ops: VocabularyOps) -> None:
+    """Whatever is certain wins less than nothing in each round, so no number of rounds alarms."""
+    p, q = certain(3, "equal tokens")
+    step = many_rounds(p, q, 1000, 0, deterministic=False)
+    verified = verify_token_wise(step)
+    scope = Scope("token_wise", torch.ones(1000, dtype=torch.bool))
+    found = ops.take_terms(step, verified, ops.emitted_at_rows(verified, step), scope).to_host()
+    own = found.sums[found.checks.index("d")]
+    assert own[len(STAKES)] == 2000 and (own[: len(STAKES)] < 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_no_evidence_over_ten_million_positions(kind: str) -> None:
+    from speculative.vocabulary.ops import TorchOps
+
+    total: dict[str, CheckSums] = {}
+    for vocab_size, deterministic in ((2, False), (16, False), (2, True), (16, True)):
+        stats = sums_of(TorchOps(), *certain(vocab_size, kind), 1_250_000, deterministic=deterministic)
+        assert stats.alarms == {}
+        for name, sums in stats.checks.items():
+            total[name] = total.get(name, CheckSums()) + sums
+    assert {name: sums.z for name, sums in total.items() if abs(sums.z) > 4} == {}
