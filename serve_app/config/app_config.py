@@ -252,8 +252,8 @@ class ReplaySection(Section):
 
     sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the finished requests that are replayed without speculation and compared."""
-    independent_rate: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Share of the replayed requests that `transformers` checks, too (`engine.kind: torch`); 0 = it is not loaded."""
+    independent_rate: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the replayed requests that `transformers` checks, too; not set: 0.02 with our engine, 0 with vLLM."""
     max_queue: AtLeastOne = 64
     """Requests that may wait for their replay; more are counted as skipped."""
     max_running: AtLeastOne = 2
@@ -273,6 +273,12 @@ class ReplaySection(Section):
         """`edge_nats`, or the default for what this engine computes in."""
         rounding = "fp8" if engine.quantization == "fp8" else engine.dtype
         return self.edge_nats if self.edge_nats is not None else EDGE_NATS[rounding]
+
+    def independent_rate_of(self, engine: EngineSection) -> float:
+        """`independent_rate`, or the default for this kind of engine."""
+        if self.independent_rate is not None:
+            return self.independent_rate
+        return 0.02 if engine.kind == "torch" else 0.0
 
     def independent_edge_of(self, engine: EngineSection) -> float:
         """The same between this engine and `transformers` in float32, which sums in yet another order."""
@@ -501,11 +507,11 @@ class AppConfig(Section):
                 f"is above 0, but replays compare raw_logprobs and engine.logprobs_mode is "
                 f"{self.engine.logprobs_mode}; set replay.sample_rate to 0 or the mode to raw_logprobs.",
             )
-        if self.engine.kind == "vllm" and "independent_rate" in self.replay.model_fields_set:
+        if self.engine.kind == "vllm" and self.replay.independent_rate:
             yield FieldError(
                 "replay.independent_rate",
-                "is set, but engine.kind is vllm; remove it, and set vllm.replays to torch: our engine is independent "
-                "of vLLM.",
+                "is above 0, but engine.kind is vllm; remove it, and set vllm.replays to torch: our engine is "
+                "independent of vLLM.",
             )
 
     @property

@@ -74,7 +74,7 @@ class Controller:
             Rounding(config.replay.distribution_tolerance, config.replay.independent_edge_of(config.engine)),
             self._book,
             metrics,
-            rate=config.replay.independent_rate if config.engine.kind == "torch" else 0.0,
+            rate=config.replay.independent_rate_of(config.engine),
             max_tme=config.replay.max_tme,
             num_draft_tokens=num_draft_tokens,
         )

@@ -257,7 +257,11 @@ def test_vllm_has_our_engine_for_an_independent_referee() -> None:
     asked = {"model": {"source": "m"}, "engine": {"kind": "vllm"}, "replay": {"independent_rate": 0.1}}
     with pytest.raises(ConfigError, match=r"^args\.replay\.independent_rate: .* set vllm\.replays to torch"):
         parse_args(asked)
-    assert parse_args(asked | {"replay": {}}).replay.independent_rate == 0.02
+    for allowed in ({}, {"independent_rate": None}, {"independent_rate": 0}):
+        config = parse_args(asked | {"replay": allowed})
+        assert config.replay.independent_rate_of(config.engine) == 0
+    config = parse_args({"model": {"source": "m"}})
+    assert config.replay.independent_rate_of(config.engine) == 0.02
 
 
 def test_every_fault_gets_a_line() -> None:
