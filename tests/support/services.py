@@ -96,7 +96,7 @@ def app_args(folder: Path, topology: str, **changes: Any) -> dict[str, Any]:
         "engine": ENGINE,
         "topology": topology,
         "drafter": {"kind": "ngram", "ngram_min": 1},
-        "replay": {"sample_rate": 1.0, "independent_rate": 0.1},
+        "replay": {"sample_rate": 1.0, "independent_rate": 0.1, "max_queue": 1000},  # a slow machine skips none
         **changes,
     }
 
