@@ -39,12 +39,12 @@ class TokenKind(enum.StrEnum):
 class Round(NamedTuple):
     """What a referee must know of one round, beside p and the request's seed, to make its draws again.
 
-    verifier: that judged it. num_tokens: emitted. num_drafted: all that were judged together. drafts: those accepted,
-    and the first that was not. draft_probs: q of each of them, float32; None where they are deterministic. last_prob: q
-    of the token that replaced a sampled draft.
+    verifier: that judged it; `vllm` = it had no drafts, and vLLM sampled its tokens on a CPU. num_tokens: emitted.
+    num_drafted: all that were judged together. drafts: those accepted, and the first that was not. draft_probs: q of
+    each of them, float32; None where they are deterministic. last_prob: q of the token that replaced a sampled draft.
     """
 
-    verifier: Literal["token_wise", "block", "coupled"]
+    verifier: Literal["token_wise", "block", "coupled", "vllm"]
     num_tokens: int
     num_drafted: int = 0
     drafts: tuple[int, ...] = ()
@@ -56,12 +56,12 @@ class Draw(NamedTuple):
     """How one token of a scoring request is to be drawn again.
 
     rule: `bonus` = from p by inverse CDF; `residual` = so from p without the rejected draft; `noise` = the largest
-    log p + Gumbel noise; `none` = it was not drawn here (an accepted draft), or not from p alone. round_start: tokens
-    before its round; with the offset, the rule and the request's seed it names the random number. rejected: the draft
-    that was rejected there, -1 = none.
+    log p + Gumbel noise; `vllm_noise` = the same with vLLM's noise (`selfcheck.vllm_draws`); `none` = it was not drawn
+    here (an accepted draft), or not from p alone. round_start: tokens before its round; with the offset, the rule and
+    the request's seed it names the random number. rejected: the draft that was rejected there, -1 = none.
     """
 
-    rule: Literal["bonus", "residual", "noise", "none"]
+    rule: Literal["bonus", "residual", "noise", "vllm_noise", "none"]
     round_start: int
     offset: int
     rejected: int = -1

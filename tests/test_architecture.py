@@ -174,7 +174,8 @@ def within(module: str, places: set[str]) -> bool:
     return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
-# What vLLM's backend needs besides the leaves: it finds models, and puts self-checks around vLLM's sampler.
+# What vLLM's backend needs besides the leaves: it finds models, puts self-checks around vLLM's
+# sampler, and seeds it so that a referee can make its draws again.
 OF_VLLM = {
     "serve_app.backends.vllm_backend": {
         "speculative.state.batch",
@@ -183,7 +184,8 @@ OF_VLLM = {
         "speculative.selfcheck.monitor",
     },
     "serve_app.backends.vllm_parts.checkpoint": {"speculative.model.config"},
-    "serve_app.backends.vllm_parts.worker": {"speculative.selfcheck.sampler_watch"},
+    "serve_app.backends.vllm_parts.params": {"speculative.selfcheck.vllm_draws"},
+    "serve_app.backends.vllm_parts.worker": {"speculative.selfcheck.sampler_watch", "speculative.selfcheck.vllm_draws"},
 }
 
 

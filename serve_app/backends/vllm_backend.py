@@ -119,6 +119,7 @@ class VllmBackend:
         self._paused = False
         self._readings = Readings()
         self._adapters = Adapters({})
+        self._keeps_draws = False  # whether the referee can make vLLM's draws again
         self._self_check = SelfCheck(settings.self_check_sample_rate)
 
     async def start(self) -> ModelInfo:
@@ -154,10 +155,7 @@ class VllmBackend:
         except ConfigError:
             await self._end_engine()
             raise
-        if self._watches:
-            watched = (self._settings.self_check_sample_rate, draws_drafts(drafter))
-            await self._llm.collective_rpc("watch_sampler", args=watched)
-            self._spawn(self._take_terms_forever())
+        await self._watch_workers()
         parallel, cache = self._llm.vllm_config.parallel_config, self._llm.vllm_config.cache_config
         await asyncio.to_thread(self._identify)
         layout = f"{cache.cache_dtype} {self._settings.engine.dtype} {cache.block_size}"
@@ -185,6 +183,15 @@ class VllmBackend:
         ):
             if fault:
                 await self._llm.collective_rpc(fix)
+
+    async def _watch_workers(self) -> None:
+        """Turn on the self-checks, and find out whether the referee can make this vLLM's draws again."""
+        if self._replayer is not None:
+            self._keeps_draws = all(await self._llm.collective_rpc("draws_can_be_repeated"))
+        if self._watches:
+            watched = (self._settings.self_check_sample_rate, draws_drafts(self._settings.engine.drafter))
+            await self._llm.collective_rpc("watch_sampler", args=watched)
+            self._spawn(self._take_terms_forever())
 
     async def stop(self) -> None:
         """Stop vLLM's process; running requests end with an error."""
@@ -384,7 +391,7 @@ class VllmBackend:
             yield TokenDelta(request.request_id, finish_reason=FinishReason.LENGTH, weight_version=self._version)
             return
         params = self._params.to_vllm(request, emitted=emitted, room=room, transfer=transfer)
-        reader = DeltaReader(request, len(emitted), handed_off=bool(transfer))
+        reader = DeltaReader(request, len(emitted), handed_off=bool(transfer), keeps_draws=self._keeps_draws)
         try:
             async with contextlib.aclosing(self._outputs(request, prompt, params)) as outputs:
                 async for output in outputs:

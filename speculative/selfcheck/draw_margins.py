@@ -17,6 +17,7 @@ from torch import Tensor
 
 from speculative.request import Draw, Redrawn, Request, SamplingParams
 from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
+from speculative.selfcheck.vllm_draws import token_numbers, uniforms_of
 
 _EDGE_NATS = 0.1  # how near to a filter's edge a token may be on either side of it
 _EDGE_MASS = 0.01  # the same for the edge of the nucleus, which a cumulative mass decides
@@ -36,6 +37,7 @@ def redraw(
         request: its seed and parameters.
     """
     rows = [_Row(*parts, request.params) for parts in zip(scaled, kept, probs.cpu(), tokens, strict=True)]
+    numbers = _numbers_of(draws, request)
     redrawn = []
     for row, draw, drawn in zip(rows, draws, _uniforms_of(draws, request.seed), strict=True):
         miss = loose = 0.0
@@ -44,7 +46,9 @@ def redraw(
         elif draw.rule == "residual":
             miss, loose = _by_uniform(row, drawn[1], draw.rejected)
         elif draw.rule == "noise":
-            miss, loose = _by_noise(row, request.seed, draw.round_start + draw.offset)
+            miss, loose = _by_noise(row, _noise_at(request.seed, draw.round_start + draw.offset, len(row.probs)))
+        elif draw.rule == "vllm_noise":
+            miss, loose = _by_noise(row, uniforms_of(numbers[_token_index(draw, request)], len(row.probs)))
         of_rejected = float(row.probs[draw.rejected]) if draw.rejected >= 0 else 0.0
         redrawn.append(Redrawn(miss, loose, of_rejected, (drawn[2], drawn[3])))
     return redrawn
@@ -102,11 +106,26 @@ def _by_uniform(row: _Row, uniform: float, without: int = -1) -> tuple[float, fl
     return distance / moves, max(0.0, distance - slack) / moves
 
 
-def _by_noise(row: _Row, seed: int, position: int) -> tuple[float, float]:
-    """The miss of a choice by noise, and the loose one. With E = -log(u) the chosen token is the one with the least
-    E / p (the same as the largest log p + Gumbel noise); E is at least 1 - u, which rules out all but a few."""
+def _noise_at(seed: int, position: int, vocab_size: int) -> Tensor:
+    """[V] float64, the uniforms behind our own noise."""
     signed = torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
-    unit = noise_uniforms(signed, torch.tensor([position]), len(row.probs))[0]
+    return noise_uniforms(signed, torch.tensor([position]), vocab_size)[0]
+
+
+def _numbers_of(draws: Sequence[Draw], request: Request) -> list[int]:
+    """vLLM's, of the answer's tokens up to the last that is drawn by one."""
+    last = max((_token_index(draw, request) for draw in draws if draw.rule == "vllm_noise"), default=-1)
+    return token_numbers(request.seed, last + 1) if last >= 0 else []
+
+
+def _token_index(draw: Draw, request: Request) -> int:
+    return draw.round_start + draw.offset - (request.score_from or 0)
+
+
+def _by_noise(row: _Row, unit: Tensor) -> tuple[float, float]:
+    """The miss of a choice by noise, of which [V] are the uniforms, and the loose one. With E = -log(u) the chosen
+    token is the one with the least E / p (the same as the largest log p + Gumbel noise); E is at least 1 - u, which
+    rules out all but a few."""
     own = float(row.probs[row.token])
     if own <= 0:
         return math.inf, 0.0 if row.edge_mass()[row.token] > 0 else math.inf

@@ -10,7 +10,7 @@ each decision. With p replayed, u and coins recomputed, x a draft and q what it 
     accepted   coin <= p(x) / q(x)                     token-wise
     rejected   coin > p(x) / q(x)                      token-wise
     block      coin < h_tau, last coin >= h_n          block verification, where h follows from what is known
-    choice     y = argmax(log p + noise)               coupled
+    choice     y = argmax(log p + noise)               coupled, and vLLM without drafts
 
 Sources: the verifiers (`speculative.verification`). A check that fails misses by so many nats.
 """
@@ -22,6 +22,8 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from speculative.request import Draw, Redrawn, ReplayedToken, Round, TokenKind
+
+_NOISE: dict[str, Literal["noise", "vllm_noise"]] = {"coupled": "noise", "vllm": "vllm_noise"}  # by verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ class _Place(NamedTuple):
 
 
 def _draw(place: _Place) -> Draw:
-    if place.round.verifier == "coupled":
-        return Draw("noise", place.start, place.offset)
+    if place.round.verifier in _NOISE:
+        return Draw(_NOISE[place.round.verifier], place.start, place.offset)
     if place.kind is TokenKind.RECOVERED:
         rule: Literal["residual", "none"] = "residual" if place.round.draft_probs is None else "none"
         return Draw(rule, place.start, place.offset, place.rejected)
@@ -108,7 +110,7 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
     again = row.redrawn
     if again is None:
         return
-    if one.verifier == "coupled":
+    if one.verifier in _NOISE:
         yield DrawCheck(place.token_index, "choice", again.miss, again.loose)
         return
     if place.kind is TokenKind.ACCEPTED:

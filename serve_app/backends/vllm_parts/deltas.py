@@ -6,6 +6,7 @@ from typing import Any
 
 from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.request import FinishReason, ReplayedToken, Request, TokenDelta, TokenKind, TokenLogprobs
+from speculative.request import Round as DrawnRound
 
 GAVE_UP = "vLLM gave up the request."
 """The error of a request that vLLM ends by itself, without giving a reason."""
@@ -37,10 +38,14 @@ class DeltaReader:
         request: whose they are.
         num_emitted: tokens that were emitted for it elsewhere.
         handed_off: its prompt was computed elsewhere, where its cached tokens have been reported.
+        keeps_draws: deltas come with the rounds that had no drafts; their draws can be made again.
     """
 
-    def __init__(self, request: Request, num_emitted: int = 0, *, handed_off: bool = False) -> None:
+    def __init__(
+        self, request: Request, num_emitted: int = 0, *, handed_off: bool = False, keeps_draws: bool = False
+    ) -> None:
         self._request = request
+        self._keeps_draws = keeps_draws and num_emitted == 0  # the draws of the others were another generator's
         self._is_first = num_emitted == 0
         self._handed_off = handed_off
         self._num_read = 0
@@ -72,6 +77,7 @@ class DeltaReader:
             stop_token_id=token_ids[-1] if reason is FinishReason.STOP and token_ids else None,
             error=GAVE_UP if reason is FinishReason.ERROR else None,
             weight_version=weight_version,
+            round=self._drawn(rounds, len(token_ids)),
         )
         self._begun = True
         return delta, rounds
@@ -87,6 +93,11 @@ class DeltaReader:
         if begin < self._num_read:
             rounds.append(Round(self._num_read - begin, 0))
         return rounds
+
+    def _drawn(self, rounds: Sequence[Round], num_new: int) -> DrawnRound | None:
+        """For the referee; a judged draft takes numbers from the generator of which nothing is known here."""
+        self._keeps_draws &= not any(one.num_drafted for one in rounds)
+        return DrawnRound("vllm", num_new) if self._keeps_draws and num_new else None
 
     def _kinds(self, rounds: Sequence[Round]) -> tuple[TokenKind, ...]:
         kinds: list[TokenKind] = []

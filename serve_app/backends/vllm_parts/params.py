@@ -6,7 +6,6 @@ differently from what it asks."""
 import json
 import math
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
@@ -17,11 +16,11 @@ from serve_app.backends.vllm_parts.adapters import LoadedAdapter
 from serve_app.backends.vllm_parts.settings import TERMS
 from speculative.errors import EngineFault, InvalidRequest, SequenceTooLong
 from speculative.request import Request, SamplingParams, Structure
+from speculative.selfcheck.vllm_draws import generator_seed
 
 # With `top_k` alone a speculating engine dies when nothing is drafted: it takes the maximum of no rows. With `top_p`
 # set as well, it takes another path. This value becomes 1 as vLLM's float32: the distribution is the same.
 _ALL = math.nextafter(1.0, 0.0)
-_SEED_BITS = 63  # torch's generators take no more
 
 
 def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size: int) -> None:
@@ -89,7 +88,7 @@ def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfe
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         _bad_words_token_ids=[list(word) for word in params.bad_words] or None,
         structured_outputs=_structure(params.structure),
-        seed=_seed(request.seed, len(emitted)),
+        seed=generator_seed(request.seed, len(emitted)),
         max_tokens=max(1, min(params.max_tokens - len(emitted), room)),
         min_tokens=max(0, min(params.min_tokens - len(emitted), room)),
         stop_token_ids=list(params.stop_token_ids),
@@ -166,12 +165,6 @@ def _num_logprobs(params: SamplingParams) -> int | None:
     """The whole vocabulary's if single tokens are requested: vLLM's own option for them (`logprob_token_ids`) returns
     none while it speculates, and otherwise overrides what other requests of the batch asked for."""
     return -1 if params.logprob_token_ids else params.logprobs
-
-
-def _seed(seed: int, num_emitted: int) -> int:
-    """Seed of a generator that repeats no draw made for the tokens emitted elsewhere."""
-    digest = blake2b(f"{seed}/{num_emitted}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
 def allows_what_ours_allows(structure: Structure | None) -> bool:

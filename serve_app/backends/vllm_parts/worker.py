@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from speculative.selfcheck.sampler_watch import SamplerWatch
+from speculative.selfcheck.vllm_draws import samples_so
 
 
 class WorkerExtension:
@@ -97,6 +98,11 @@ class WorkerExtension:
         self._watch = SamplerWatch(share, sampled=sampled, owners=owners)
         runner.sampler.sample = self._watch.around_sample(runner.sampler.sample, apply_top_k_top_p)
         rejection_sampler.rejection_sample = self._watch.around_rejection(rejection_sampler.rejection_sample)
+
+    def draws_can_be_repeated(self) -> bool:
+        """Whether this sampler draws as `vllm_draws` says; those of GPUs do not."""
+        runner = self.model_runner
+        return runner.device.type == "cpu" and samples_so(runner.sampler.topk_topp_sampler)
 
     def take_checked(self) -> tuple[list[tuple[list[str], list[list[float]], float]], dict[str, int], float]:
         """Of the steps since the last call: the terms, as `Terms` has them; broken invariants; and how many more drafts

@@ -1,0 +1,98 @@
+"""What vLLM samples on a CPU is drawn again by our engine: its answers follow from their seeds."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from serve_app.backends.torch_backend import TorchBackend
+from serve_app.backends.vllm_backend import VllmBackend
+from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
+from serve_app.integrity.replays import Record, ReplayJob
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.request import Request, SamplingParams
+from speculative.selfcheck.replayed_draws import DrawCheck
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_installed import NEEDS_VLLM
+
+pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
+CONFIG = EngineConfig(
+    dtype="float32",
+    device="cpu",
+    max_model_len=400,
+    max_num_seqs=8,
+    max_batched_tokens=64,  # prompts come in chunks
+    kv_cache_tokens=1024,  # six requests are too many for it
+    block_size=32,
+    drafter=DrafterConfig(ngram_min=1, num_draft_tokens=3),
+)
+ROUNDING = 1e-3  # nats
+PLAIN = SamplingParams(max_tokens=100, temperature=1.0, ignore_eos=True)
+PARAMS = {
+    "plain": PLAIN,
+    "cold": replace(PLAIN, temperature=0.3),
+    "top_p": replace(PLAIN, temperature=0.7, top_p=0.8),
+    "top_k": replace(PLAIN, top_k=20),
+    "penalties": replace(PLAIN, presence_penalty=1.0, repetition_penalty=1.2),
+    "rules": replace(PLAIN, allowed_token_ids=tuple(range(40, 90)), bad_words=((45,),)),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmBackend]:
+    folder = write_tiny_model(
+        tmp_path_factory.mktemp("vllm") / "m", vocab_size=512, hidden_size=128, head_dim=32, tokenizer=True
+    )
+    ours = TorchBackend(str(folder), "tiny", replace(CONFIG, kv_cache_tokens=4096, drafter=DrafterConfig(kind="none")))
+    made = VllmBackend(str(folder), "tiny", VllmSettings(CONFIG, SIZES, {"enforce_eager": True}), ours)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def served(backend: VllmBackend, request: Request) -> ReplayJob:
+    record = Record(request, "r1", 0.0, CONFIG.max_model_len)
+    async for delta in backend.generate(request):
+        assert delta.error is None
+        record.take(delta)
+    job = record.job()
+    assert job is not None
+    return job
+
+
+async def checked(backend: VllmBackend, job: ReplayJob) -> list[DrawCheck]:
+    assert job.drawn is not None
+    replay = (await backend.replay(job.scored(f"replay {job.request.request_id}"))).replayed
+    assert replay is not None
+    return job.drawn.check(replay)
+
+
+async def test_each_token_follows_from_its_seed_and_a_changed_one_does_not(backend: VllmBackend) -> None:
+    requests = [
+        Request(f"{name} {seed}", tuple(range(30 + seed, 130 + seed)), params, seed=seed)
+        for seed in (1, 2)
+        for name, params in PARAMS.items()
+    ]
+    chance, found, changed, preempted = random.Random(1), 0, 0, 0
+    for job in await asyncio.gather(*(served(backend, request) for request in requests)):
+        name = job.request.request_id
+        preempted += any(job.preempted)
+        checks = await checked(backend, job)
+        assert len(checks) == len(job.token_ids) == 100, name
+        assert all(check.kind == "choice" and check.loose < ROUNDING for check in checks), name
+        for place in chance.sample(range(100), 4):
+            token = chance.choice([one for one in range(40, 90) if one != job.token_ids[place]])
+            other = replace(job, token_ids=(*job.token_ids[:place], token, *job.token_ids[place + 1 :]))
+            found += (await checked(backend, other))[place].miss > ROUNDING
+            changed += 1
+    assert preempted > 0
+    assert found >= 0.95 * changed
+
+
+async def test_what_cannot_be_drawn_again_comes_without_rounds(backend: VllmBackend) -> None:
+    request = Request("continued", tuple(range(40)), replace(PLAIN, max_tokens=10), seed=1)
+    deltas = [delta async for delta in backend.generate(request, (5, 6))]
+    assert deltas and all(delta.round is None for delta in deltas), "its first tokens were drawn elsewhere"
