@@ -105,7 +105,7 @@ class Judge:
         if job.request.params.greedy:
             return DrawsChecked(reason="nothing was drawn")
         if job.drawn is None or replayed.replayed is None:
-            return DrawsChecked(reason="the engine does not report how it draws")
+            return DrawsChecked(reason="the engine did not report how it drew")
         checks = job.drawn.check(replayed.replayed)
         checked = check_draws(len(job.token_ids), checks, drifts, self._draw_tolerance)
         for check in checks:

@@ -133,7 +133,7 @@ class FrontEnd:
             )
         if wire.receipt and not self._model.computing.keeps_rounds:
             raise UnsupportedParameter(
-                "receipt", "receipt needs engine.kind: torch; this engine does not report how it draws."
+                "receipt", "receipt needs engine.kind: torch; what vLLM draws, only its own service makes again."
             )
         if wire.resume and self.limits.resumes is None:
             raise UnsupportedParameter(

@@ -81,7 +81,7 @@ async def test_an_answer_without_rounds_says_that_its_draws_were_not_checked(rea
     for rounds in ((), job.rounds[:-1]):
         checked = await real.checker.check(dataclasses.replace(job, rounds=rounds))
         assert "draws" not in checked.checks and checked.verdict is Verdict.VERIFIED
-        assert checked.to_wire()["draws"]["unchecked"] == "the engine does not report how it draws"
+        assert checked.to_wire()["draws"]["unchecked"] == "the engine did not report how it drew"
 
 
 def test_the_tolerance_follows_the_noise_of_the_pair() -> None:
