@@ -10,6 +10,7 @@ nats. For a choice by noise it is the gap to the winner (as in DiFR, Karvonen et
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,16 @@ from speculative.request import Draw, Redrawn, Request, SamplingParams
 from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
 from speculative.selfcheck.vllm_draws import token_numbers, uniforms_of
 
-_EDGE_NATS = 0.1  # how near to a filter's edge a token may be on either side of it
-_EDGE_MASS = 0.01  # the same for the edge of the nucleus, which a cumulative mass decides
+
+class _Edges(NamedTuple):
+    """How near to a filter's edge a token may be on either side of it."""
+
+    nats: float
+    mass: float  # for the edge of the nucleus, which a cumulative mass decides
+
+
+_OWN_EDGES = _Edges(0.1, 0.01)  # where an engine of the same arithmetic replays
+_VLLM_EDGES = _Edges(0.25, 0.04)  # vLLM computes logits in bfloat16: 0.04 nats of noise
 _CDF_ROUNDING = 1e-6  # of a cumulative sum of float32 probabilities
 _RACE_ROUNDING = 1e-9  # of E / p
 
@@ -36,7 +45,11 @@ def redraw(
         tokens: those that were served. draws: of each.
         request: its seed and parameters.
     """
-    rows = [_Row(*parts, request.params) for parts in zip(scaled, kept, probs.cpu(), tokens, strict=True)]
+    every = zip(scaled, kept, probs.cpu(), tokens, draws, strict=True)
+    rows = [
+        _Row(own_scaled, own_kept, own_probs, token, request.params, _edges_of(draw))
+        for own_scaled, own_kept, own_probs, token, draw in every
+    ]
     numbers = _numbers_of(draws, request)
     redrawn = []
     for row, draw, drawn in zip(rows, draws, _uniforms_of(draws, request.seed), strict=True):
@@ -54,6 +67,10 @@ def redraw(
     return redrawn
 
 
+def _edges_of(draw: Draw) -> _Edges:
+    return _VLLM_EDGES if draw.rule == "vllm_noise" else _OWN_EDGES
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     """One token's distribution, [V] each."""
@@ -63,12 +80,13 @@ class _Row:
     probs: Tensor
     token: int
     params: SamplingParams
+    edges: _Edges
 
     def edge_mass(self) -> Tensor:
         """[V] float64, of tokens that rounding may move across an edge of the filters; 0 elsewhere."""
         if not self.params.filtered:
             return torch.zeros_like(self.probs, dtype=torch.float64)
-        near = _near_edges(self.scaled[None], self.kept[None], self.params)[0]
+        near = _near_edges(self.scaled, self.kept, self.params, self.edges)
         mass = (self.scaled - self.kept.logsumexp(dim=-1)).double().exp()
         return torch.where(near, mass, 0.0).cpu()
 
@@ -140,20 +158,17 @@ def _by_noise(row: _Row, unit: Tensor) -> tuple[float, float]:
     return math.log(lead / float(leads.min())), loose
 
 
-def _near_edges(scaled: Tensor, kept: Tensor, params: SamplingParams) -> Tensor:
-    """[n, V] bool: tokens that rounding may move across an edge of the filters."""
+def _near_edges(scaled: Tensor, kept: Tensor, params: SamplingParams, edges: _Edges) -> Tensor:
+    """[V] bool: tokens that rounding may move across an edge of the filters."""
     inside = kept > -torch.inf
-    lowest = torch.where(inside, kept, torch.inf).amin(dim=-1, keepdim=True)
-    highest_outside = torch.where(inside, -torch.inf, scaled).amax(dim=-1, keepdim=True)
-    near = torch.where(inside, scaled <= highest_outside + _EDGE_NATS, scaled >= lowest - _EDGE_NATS)
+    lowest, highest_outside = kept[inside].amin(), scaled.masked_fill(inside, -torch.inf).amax()
+    near = torch.where(inside, scaled <= highest_outside + edges.nats, scaled >= lowest - edges.nats)
     if params.min_p > 0:
-        floor = scaled.amax(dim=-1, keepdim=True) + float(np.log(params.min_p))
-        near |= (scaled - floor).abs() <= _EDGE_NATS
+        near |= (scaled - (scaled.amax() + math.log(params.min_p))).abs() <= edges.nats
     if params.top_p < 1:
-        probs = scaled.softmax(dim=-1)
-        kept_mass = torch.where(inside, probs, 0.0).sum(dim=-1, keepdim=True)
-        lowest_mass = probs.masked_fill(~inside, torch.inf).amin(dim=-1, keepdim=True)
-        drops = inside & (probs <= lowest_mass) & (kept_mass - lowest_mass > params.top_p - _EDGE_MASS)
-        enters = ~inside & (scaled >= highest_outside) & (kept_mass < params.top_p + _EDGE_MASS)
-        near |= drops | enters
+        probs, order = scaled.softmax(dim=-1).sort(descending=True)
+        if params.top_k:
+            probs = probs / probs[: params.top_k].sum()
+        before = probs.cumsum(dim=-1) - probs  # a token is in the nucleus if this is below top_p
+        near[order] |= (before - params.top_p).abs() <= edges.mass
     return near & (scaled > -torch.inf)
