@@ -162,6 +162,8 @@ def wrong_rounds(receipt: Receipt, eos_token_ids: Sequence[int]) -> str:
         reason = _wrong_round(one, kinds, is_last=start == num_tokens)
         if TokenKind.FIRST in kinds and start > 1:
             reason = "it is not the first"
+        elif one.verifier == "vllm":
+            reason = "vLLM's answers have no receipts"
         elif params.reproducible and one.verifier != "coupled":
             reason = f"reproducible answers are not verified by {one.verifier}"
         if reason:

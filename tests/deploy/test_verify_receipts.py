@@ -339,6 +339,13 @@ def test_a_forged_receipt_does_not_verify(
         assert verify(receipt, folder, engine).draws.wrong == 20
 
 
+def test_no_receipt_has_rounds_of_another_engine(sound: dict[str, Any], folder: Path) -> None:
+    forged = copy.deepcopy(sound)
+    forged["rounds"][0]["verifier"] = "vllm"
+    (receipt,) = read_receipts(json.dumps(forged))
+    assert "vLLM's answers have no receipts" in verify(receipt, folder, "torch").reason
+
+
 def test_weights_that_others_have_do_not_verify(sound: dict[str, Any], other: Path) -> None:
     assert "fingerprint" in verify(*read_receipts(json.dumps(sound)), other, "torch").reason
 
