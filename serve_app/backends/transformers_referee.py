@@ -91,7 +91,7 @@ class TransformersReferee:
     """
 
     def __init__(self, *, background: bool = False) -> None:
-        self._loaded: tuple[ServedWeights, TransformersModel] | None = None
+        self._loaded: tuple[ServedWeights, TransformersModel, StructureCompiler] | None = None
         if background:
             torch.set_num_threads(1)
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # nice(19) would still delay whoever wakes up
@@ -105,11 +105,11 @@ class TransformersReferee:
         """
         if self._loaded is None or self._loaded[0] != weights:
             self._loaded = None  # there may be no room for both
-            self._loaded = weights, _load(weights)
-        model = self._loaded[1]
-        compiler = StructureCompiler(Path(weights.tokenizer_folder), model.vocab_size, model.eos_token_ids)
-        replayed = model.replay(request, compiler)
-        return replace(replayed, weight_version=weights.version)
+            model = _load(weights)
+            compiler = StructureCompiler(Path(weights.tokenizer_folder), model.vocab_size, model.eos_token_ids)
+            self._loaded = weights, model, compiler
+        _, model, compiler = self._loaded
+        return replace(model.replay(request, compiler), weight_version=weights.version)
 
 
 def _load(weights: ServedWeights) -> TransformersModel:
