@@ -55,16 +55,19 @@ class Round(NamedTuple):
 class Draw(NamedTuple):
     """How one token of a scoring request is to be drawn again.
 
-    rule: `bonus` = from p by inverse CDF; `residual` = so from p without the rejected draft; `noise` = the largest
+    rule: `bonus` = from p by inverse CDF; `residual` = so from p without the rejected draft; `recovered` = so from
+    (share p - q)+, where the drafter that sampled the rejected draft is there to compute q again; `noise` = the largest
     log p + Gumbel noise; `vllm_noise` = the same with vLLM's noise (`selfcheck.vllm_draws`); `none` = it was not drawn
-    here (an accepted draft), or not from p alone. round_start: tokens before its round; with the offset, the rule and
-    the request's seed it names the random number. rejected: the draft that was rejected there, -1 = none.
+    here (an accepted draft), or not from p and q alone. round_start: tokens before its round; with the offset, the rule
+    and the request's seed it names the random number. rejected: the draft that was rejected there, -1 = none.
+    accepted_probs: q of the drafts before it, on which the share of p depends in block verification; () = share 1.
     """
 
-    rule: Literal["bonus", "residual", "noise", "vllm_noise", "none"]
+    rule: Literal["bonus", "residual", "recovered", "noise", "vllm_noise", "none"]
     round_start: int
     offset: int
     rejected: int = -1
+    accepted_probs: tuple[float, ...] = ()
 
 
 class Speculation(enum.StrEnum):
@@ -265,13 +268,14 @@ class Redrawn(NamedTuple):
     miss: nats by which the logits would have to move for the draw to give this token, in standard deviations of 1 nat
     on each logit; 0 where it does. loose: the same where tokens near an edge of the filters may be on either side of
     it. rejected_probability: p of `Draw.rejected`. coins: the uniforms in (0, 1) that decide on the draft at its
-    offset, and at the next.
+    offset, and at the next. rejected_draft_probability: q of `Draw.rejected`, where q was computed again.
     """
 
     miss: float = 0.0
     loose: float = 0.0
     rejected_probability: float = 0.0
     coins: tuple[float, float] = (0.5, 0.5)
+    rejected_draft_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ DRAW_CHECKS = {
     "interval": "the uniform lies in the interval of a first, bonus or undrafted token",
     "residual": "the uniform lies in the interval of the token that replaced a deterministic draft",
     "support": "the token that replaced a sampled draft is likelier under p than under q",
+    "recovered": "the uniform lies in that token's interval of what p has in excess of q, computed again",
     "draft": "an accepted token is the draft that was offered",
     "accepted": "the coin of an accepted draft is below p / q",
     "rejected": "the coin of a rejected draft is not below p / q",

@@ -21,6 +21,7 @@ from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.sampling.rng import Purpose, uniforms
 from speculative.state.batch import Batch, Int64s, StepInput
+from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools
 from speculative.step.runner import ModelRunner
 from speculative.verification.draft_probs import Dense, PointMass
@@ -79,6 +80,13 @@ class TableDrafter(WeightlessDrafter):
         drafts = [chain[1 : count + 1].tolist() for chain, count in zip(chains, counts.tolist(), strict=True)]
         before = np.concatenate([chain[:count] for chain, count in zip(chains, counts.tolist(), strict=True)])
         return DraftOutput.pack(drafts, Dense(self.q[torch.from_numpy(before)]))
+
+    def logits_again(self, sequence: Sequence, places: Tokens[tuple[int, int]]) -> Tensor | None:
+        """The rows of q; None where parameters that q does not follow would change them."""
+        params = sequence.params
+        if params.filtered or params.temperature != 1:
+            return None
+        return self.q[[sequence.tokens[start + offset - 1] for start, offset in places]].log()
 
 
 class LikeliestDrafter(WeightlessDrafter):

@@ -29,10 +29,23 @@ class DrawResult(enum.StrEnum):
     WRONG = "wrong"  # no rounding explains it
 
 
+@dataclass(slots=True)
+class _Drift:
+    """How far numbers moved between two engines. squares: their sum, nats squared."""
+
+    squares: float = 0.0
+    num_tokens: int = 0
+
+    def add(self, nats: float) -> None:
+        self.squares += nats**2
+        self.num_tokens += 1
+
+
 class DrawTolerance:
     """How far rounding moves logits between the engines that answer and those that replay, in nats.
 
-    Measured by the drift of the logprobs, and until enough of them are known what `edge_nats` says of the arithmetic.
+    Measured by the drift of the logprobs, and of log q for checks that compute it again; until enough of them are
+    known, it is what `edge_nats` says of the arithmetic.
 
     Args:
         edge_nats: what rounding may shift a logit by.
@@ -44,33 +57,42 @@ class DrawTolerance:
         self._edge_nats = edge_nats
         self._min_tokens = min_tokens
         self._most_nats = most_edges * edge_nats
-        self._squares = 0.0
-        self._num_tokens = 0
+        self._target, self._drafter = _Drift(), _Drift()
 
     def add(self, drifts: Iterable[TokenDrift]) -> None:
         """Learn from tokens of requests for which nothing was drafted; none of them counts more than `edge_nats`."""
         for drift in drifts:
-            self._squares += min(drift.nats, self._edge_nats) ** 2
-            self._num_tokens += 1
+            self._target.add(min(drift.nats, self._edge_nats))
+
+    def add_drafts(self, checks: Iterable[DrawCheck]) -> None:
+        """Learn how far log q drifts from the checks that computed it again; bounded in the same way."""
+        for check in checks:
+            if check.draft_drift is not None:
+                self._drafter.add(min(check.draft_drift, self._edge_nats))
 
     @property
     def is_measured(self) -> bool:
         """Whether enough is known of the drift."""
-        return self._num_tokens >= self._min_tokens
+        return self._target.num_tokens >= self._min_tokens
 
     @property
     def nats(self) -> float:
         """A miss above this is no rounding."""
-        if not self.is_measured:
+        return self._nats(self._target)
+
+    def _nats(self, of: "_Drift") -> float:
+        if of.num_tokens < self._min_tokens:
             return self._edge_nats
-        noise = math.sqrt(self._squares / self._num_tokens)
-        return min(max(_LEAST_NATS, _NOISE_FACTOR * noise), self._most_nats)
+        return min(max(_LEAST_NATS, _NOISE_FACTOR * math.sqrt(of.squares / of.num_tokens)), self._most_nats)
 
     def judge(self, check: DrawCheck, drift: TokenDrift | None) -> DrawResult:
         """What one check shows of a token whose logprob drifted so far; None = it was served without one."""
-        own = self.nats * (1 + min(_MOST_DRIFTS, 0.0 if drift is None else _DRIFT_FACTOR * drift.nats / self.nats))
+        nats, moved = self.nats, 0.0 if drift is None else drift.nats
+        if check.draft_drift is not None:
+            nats, moved = max(nats, self._nats(self._drafter)), max(moved, check.draft_drift)
+        own = nats * (1 + min(_MOST_DRIFTS, _DRIFT_FACTOR * moved / nats))
         # Where arithmetic is equal, so are the edges of the filters.
-        miss = check.miss if self.nats <= _LEAST_NATS else check.loose
+        miss = check.miss if nats <= _LEAST_NATS else check.loose
         return DrawResult.WRONG if not miss <= own else DrawResult.NEAR if miss > _NEAR * own else DrawResult.FOLLOWS
 
 

@@ -81,6 +81,13 @@ class Drafter(Protocol):
         """Take in the features [N, F] of a step's rows, before anybody knows which of them will stand."""
         ...
 
+    def logits_again(self, sequence: Sequence, places: Entries[tuple[int, int]]) -> Tensor | None:
+        """Logits [R, V] float32 that drafts of a finished answer were sampled from, while `sequence` replays it.
+
+        None where drafts are not sampled from such, or it cannot compute these. places: tokens before the round, and
+        drafts before the one; in the order of the answer."""
+        ...
+
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
         ...
@@ -110,6 +117,10 @@ class WeightlessDrafter:
 
     def observe(self, batch: Batch, layout: StepInput, features: Tensor) -> None:
         """Nothing is read."""
+
+    def logits_again(self, sequence: Sequence, places: Entries[tuple[int, int]]) -> Tensor | None:
+        """Its drafts are not sampled."""
+        return None
 
     def forget(self, request_id: str) -> None:
         """Nothing is kept."""

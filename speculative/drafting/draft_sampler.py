@@ -60,7 +60,7 @@ class DraftSampler:
         self.width = vocab_size if ids is None else len(ids)
         self._vocab_size = vocab_size
         self._ops = ops
-        self._sampled = sampled
+        self.sampled = sampled
         self._all_coupled = all_coupled
         self._rows = LastRows()
 
@@ -85,7 +85,7 @@ class DraftSampler:
     def draw(self, logits: Tensor, draft_round: DraftRound, offset: int) -> SampledDrafts:
         """Draft number `offset` of the round of each sequence; logits is [E, W] float32."""
         probs = self._ops.target_probs(self._ops.process(logits, draft_round.rows), draft_round.rows)
-        if not self._sampled:
+        if not self.sampled:
             columns = probs.argmax(dim=-1)
             return SampledDrafts(columns, torch.zeros_like(probs).scatter_(1, columns[:, None], 1.0))
         columns = self._ops.draw(probs, draft_round.uniforms[offset])
@@ -93,6 +93,12 @@ class DraftSampler:
             rows = draft_round.noise._replace(positions=draft_round.noise.positions[offset])
             columns = self._ops.choose(probs, columns, rows, self._ids, self._vocab_size)
         return SampledDrafts(columns, probs)
+
+    def over_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits [E, W] of the drafter's vocabulary -> [E, V] of the target's; -inf where it has no column."""
+        if self._ids is None:
+            return logits
+        return logits.new_full((len(logits), self._vocab_size), -torch.inf).index_copy_(1, self._ids, logits)
 
     def probabilities(self, logits: Tensor, draft_round: DraftRound, columns: Tensor) -> Tensor:
         """[E] what the drafter's own distribution gives its drafts, also where all of q is on them; logits as for

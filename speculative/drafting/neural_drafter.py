@@ -266,6 +266,43 @@ class ModelDrafter:
         if state is not None:
             state.in_buffer = None
 
+    # -- replays ------------------------------------------------------------------------------------------------
+
+    def logits_again(self, sequence: Sequence, places: Sequences[tuple[int, int]]) -> Tensor | None:
+        """Logits [R, V] float32, -inf outside the drafter's vocabulary, that drafts of an answer were sampled from.
+
+        `sequence` replays the answer, so the drafts before each of these are its tokens; None where they were not
+        sampled, or a later row was computed already. places: tokens before the round, and drafts before the one."""
+        state = self._state(sequence)
+        if not self.sampler.sampled or any(start <= state.num_computed for start, _ in places[:1]):
+            return None
+        hidden, pending = list[Tensor](), list[int]()
+        for start, offset in places:
+            pending.append(start)
+            if offset > 0:
+                hidden.append(self._run_up_to(sequence, state, pending))
+                hidden[-1][-1:] = self._run_drafts(sequence, start, offset, hidden[-1][-1:])
+                pending = []
+        if pending:
+            hidden.append(self._run_up_to(sequence, state, pending))
+        return self.sampler.over_vocabulary(self.model.logits(torch.cat(hidden)))
+
+    def _run_up_to(self, sequence: Sequence, state: _State, stops: Sequences[int]) -> Tensor:
+        """Compute the rows below the last stop: the hidden states [B, hidden] of the row before each."""
+        jobs = [_Job(sequence, state, start, stop) for start, stop in pairwise([state.num_computed, *stops])]
+        hidden = self._compute(self._rows(jobs, self._features_of(jobs)))
+        state.num_computed = stops[-1]  # features of this step's rows stay: they are not committed yet
+        return hidden
+
+    def _run_drafts(self, sequence: Sequence, start: int, count: int, hidden: Tensor) -> Tensor:
+        """The hidden state [1, hidden] after so many drafts of a round, from that of its first one; their rows are
+        computed again with true inputs."""
+        slots = sequence.slots(start + count, self._block_size)
+        for position in range(start, start + count):
+            token = np.array(sequence.tokens[position : position + 1], np.int64)
+            hidden = self._run(token, hidden, [(position, position + 1)], [slots[: position + 1]])
+        return hidden
+
     # -- handoff ------------------------------------------------------------------------------------------------
 
     def export_state(self, sequence: Sequence) -> dict[str, Tensor]:
@@ -592,4 +629,6 @@ def _check_version(span: _Span, version: int) -> None:
 
 
 def _drafts_for(sequence: Sequence) -> bool:
-    return sequence.params.speculate and not sequence.scores_only
+    if sequence.scores_only:
+        return any(draw.rule == "recovered" for draw in sequence.request.draws)
+    return sequence.params.speculate

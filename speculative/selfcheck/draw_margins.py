@@ -4,11 +4,13 @@ was served.
 With equal arithmetic the same draw gives the same token. Where rounding differs, the edges of a token's interval of the
 cumulative distribution move: if each logit moves by noise of standard deviation s, the edge F_k by s times
 sqrt(sum over i of p_i^2 (1[i <= k] - F_k)^2). The distance of the uniform to the interval over that root is a miss in
-nats. For a choice by noise it is the gap to the winner (as in DiFR, Karvonen et al., arXiv 2511.20621).
+nats. A draw from (p - q)+ moves with the drafter's logits too: there it is the root of the sum of both, over the
+residual's mass squared. For a choice by noise it is the gap to the winner (as in DiFR, Karvonen et al., arXiv
+2511.20621).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from speculative.request import Draw, Redrawn, Request, SamplingParams
+from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
 from speculative.selfcheck.vllm_draws import token_numbers, uniforms_of
 
@@ -32,38 +35,67 @@ _OWN_EDGES = _Edges(0.1, 0.01)  # where an engine of the same arithmetic replays
 _VLLM_EDGES = _Edges(0.25, 0.04)  # vLLM computes logits in bfloat16: 0.04 nats of noise
 _CDF_ROUNDING = 1e-6  # of a cumulative sum of float32 probabilities
 _RACE_ROUNDING = 1e-9  # of E / p
+_NEARLY = 0.75  # of q: where p is above it, noise may leave something of p - q
+
+
+class Distributions(NamedTuple):
+    """Of n tokens, [n, V] float32, or of one. scaled: logits after the rules and the temperature. kept: the same with
+    -inf where a token is filtered out. probs: softmax of `kept`."""
+
+    scaled: Tensor
+    kept: Tensor
+    probs: Tensor
+
+    @classmethod
+    def of(
+        cls, adjusted: Tensor, rows: SamplingRows, process: Callable[[Tensor, SamplingRows], Tensor]
+    ) -> "Distributions":
+        """Those that temperature and filters make of logits [n, V]; process: of the engine's `VocabularyOps`."""
+        kept = process(adjusted, rows)
+        return cls(adjusted / rows.temperature, kept, kept.softmax(dim=-1))
+
+    def each(self) -> "Iterator[Distributions]":
+        """The n one by one, their probabilities on the host."""
+        return (Distributions(*one) for one in zip(self.scaled, self.kept, self.probs.cpu(), strict=True))
 
 
 def redraw(
-    scaled: Tensor, kept: Tensor, probs: Tensor, tokens: Sequence[int], draws: Sequence[Draw], request: Request
+    target: Distributions,
+    tokens: Sequence[int],
+    draws: Sequence[Draw],
+    request: Request,
+    drafter: Mapping[int, Distributions],
 ) -> list[Redrawn]:
     """Draw n tokens again.
 
     Args:
-        scaled: [n, V] float32, logits after the rules and the temperature. kept: the same with -inf where a token is
-            filtered out. probs: [n, V], softmax of `kept`.
+        target: of the n.
         tokens: those that were served. draws: of each.
         request: its seed and parameters.
+        drafter: that the drafts rejected there were sampled from, by row; where known.
     """
-    every = zip(scaled, kept, probs.cpu(), tokens, draws, strict=True)
     rows = [
-        _Row(own_scaled, own_kept, own_probs, token, request.params, _edges_of(draw))
-        for own_scaled, own_kept, own_probs, token, draw in every
+        _Row(own, token, request.params, _edges_of(draw))
+        for own, token, draw in zip(target.each(), tokens, draws, strict=True)
     ]
     numbers = _numbers_of(draws, request)
     redrawn = []
-    for row, draw, drawn in zip(rows, draws, _uniforms_of(draws, request.seed), strict=True):
-        miss = loose = 0.0
+    for index, (row, draw, drawn) in enumerate(zip(rows, draws, _uniforms_of(draws, request.seed), strict=True)):
+        miss, loose, of_draft = 0.0, 0.0, None
         if draw.rule == "bonus":
             miss, loose = _by_uniform(row, drawn[0])
         elif draw.rule == "residual":
             miss, loose = _by_uniform(row, drawn[1], draw.rejected)
+        elif draw.rule == "recovered" and index in drafter and index >= len(draw.accepted_probs):
+            accepted = rows[index - len(draw.accepted_probs) : index]
+            miss, loose = _by_residual(row, drafter[index], drawn[1], _log_ratios(accepted, draw.accepted_probs))
+            of_draft = float(drafter[index].probs[draw.rejected])
         elif draw.rule == "noise":
             miss, loose = _by_noise(row, _noise_at(request.seed, draw.round_start + draw.offset, len(row.probs)))
         elif draw.rule == "vllm_noise":
             miss, loose = _by_noise(row, uniforms_of(numbers[_token_index(draw, request)], len(row.probs)))
         of_rejected = float(row.probs[draw.rejected]) if draw.rejected >= 0 else 0.0
-        redrawn.append(Redrawn(miss, loose, of_rejected, (drawn[2], drawn[3])))
+        redrawn.append(Redrawn(miss, loose, of_rejected, (drawn[2], drawn[3]), of_draft))
     return redrawn
 
 
@@ -73,21 +105,25 @@ def _edges_of(draw: Draw) -> _Edges:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One token's distribution, [V] each."""
+    """One token, and what it was sampled from."""
 
-    scaled: Tensor
-    kept: Tensor
-    probs: Tensor
+    target: Distributions
     token: int
     params: SamplingParams
     edges: _Edges
 
-    def edge_mass(self) -> Tensor:
+    @property
+    def probs(self) -> Tensor:
+        """[V] float32, on the host."""
+        return self.target.probs
+
+    def edge_mass(self, of: Distributions | None = None) -> Tensor:
         """[V] float64, of tokens that rounding may move across an edge of the filters; 0 elsewhere."""
+        scaled, kept, probs = of or self.target
         if not self.params.filtered:
-            return torch.zeros_like(self.probs, dtype=torch.float64)
-        near = _near_edges(self.scaled, self.kept, self.params, self.edges)
-        mass = (self.scaled - self.kept.logsumexp(dim=-1)).double().exp()
+            return torch.zeros_like(probs, dtype=torch.float64)
+        near = _near_edges(scaled, kept, self.params, self.edges)
+        mass = (scaled - kept.logsumexp(dim=-1)).double().exp()
         return torch.where(near, mass, 0.0).cpu()
 
 
@@ -105,23 +141,88 @@ def _by_uniform(row: _Row, uniform: float, without: int = -1) -> tuple[float, fl
     if without >= 0:
         probs = probs.clone()
         probs[without] = 0.0
-    total = float(probs.sum(dtype=torch.float64))
-    own = float(probs[row.token]) / total if total > 0 else 0.0
-    if own <= 0:
+    if not probs[row.token] > 0:
         return math.inf, 0.0 if row.edge_mass()[row.token] > 0 else math.inf
-    below = float(probs[: row.token].sum(dtype=torch.float64)) / total
-    distance = max(below - uniform, uniform - below - own) - _CDF_ROUNDING
+
+    def moves(at: float, first_above: int) -> float:
+        squares = probs.double().square()
+        return math.sqrt(_split(squares, first_above, (1 - at) ** 2, at**2))
+
+    return _of_interval(row, probs, uniform, moves)
+
+
+def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Sequence[float]) -> tuple[float, float]:
+    """The miss of a draw by inverse CDF from (share p - q)+, and the loose one.
+
+    Args:
+        draft: that the rejected draft was sampled from.
+        log_ratios: log p / q of the drafts accepted before it, as far as the share depends on them.
+    """
+    log_share = 0.0
+    for ratio in log_ratios:
+        log_share = min(0.0, log_share + ratio)
+    if log_share == -math.inf:  # an accepted draft lies outside of a filter: its own check reports it
+        return 0.0, 0.0
+    p, q, token = row.probs * math.exp(log_share), draft.probs, row.token
+    if not p[token] > 0:
+        return math.inf, 0.0 if row.edge_mass()[token] > 0 else math.inf
+    residual = (p - q).clamp(min=0)
+    if residual.sum() <= _CDF_ROUNDING:  # all of it is rounding
+        return 0.0, 0.0
+
+    def moves(at: float, first_above: int) -> float:
+        left = torch.where(p > q * _NEARLY, p, 0.0).double()
+        squares = left.square() + torch.where(left > 0, q, 0.0).double().square()
+        of_share = _split(left, first_above, 1 - at, -at)  # it moves all of p together
+        return math.sqrt(_split(squares, first_above, (1 - at) ** 2, at**2) + len(log_ratios) * of_share**2)
+
+    miss, loose = _of_interval(row, residual, uniform, moves, draft)
+    if q[token] < p[token]:
+        return miss, loose
+    apart = math.log(q[token] / p[token])
+    return max(miss, apart), 0.0 if row.edge_mass(draft)[token] > 0 else max(loose, apart)
+
+
+def _log_ratios(accepted: Sequence[_Row], draft_probs: Sequence[float]) -> list[float]:
+    """log p / q of accepted drafts; q as it was served."""
+    return [
+        math.log(p / q) if (p := float(row.probs[row.token])) > 0 < q else -math.inf
+        for row, q in zip(accepted, draft_probs, strict=True)
+    ]
+
+
+def _split(values: Tensor, index: int, before: float, after: float) -> float:
+    """The sum of values [V], those before the index and those from it on by a factor each."""
+    return before * float(values[:index].sum()) + after * float(values[index:].sum())
+
+
+def _of_interval(
+    row: _Row,
+    weights: Tensor,
+    uniform: float,
+    moves: Callable[[float, int], float],
+    draft: Distributions | None = None,
+) -> tuple[float, float]:
+    """The miss of a token's interval, and the loose one.
+
+    Args:
+        weights: [V] that it was drawn by: p, or what is left of it.
+        moves: the mass by which a nat of noise moves an edge of the cumulative distribution, given its place and the
+            first token above it.
+        draft: whose rejection left this of p; None = there was none.
+    """
+    total = float(weights.sum(dtype=torch.float64))
+    own = float(weights[row.token]) / total
+    below = float(weights[: row.token].sum(dtype=torch.float64)) / total
+    distance = max(below - uniform, uniform - below - own) - _CDF_ROUNDING / total
     if distance <= 0:
         return 0.0, 0.0
-    is_below = uniform < below
-    at, first_above = (below, row.token) if is_below else (below + own, row.token + 1)
-    squares = (probs.double() / total).square()
-    moves = math.sqrt((1 - at) ** 2 * float(squares[:first_above].sum()) + at**2 * float(squares[first_above:].sum()))
+    at, first_above = (below, row.token) if uniform < below else (below + own, row.token + 1)
+    moved = max(moves(at, first_above) / total, _CDF_ROUNDING)
     # What is on an edge may be there or not, and moves every edge of the cumulative distribution with it.
-    edge_mass = row.edge_mass()
-    slack = math.inf if edge_mass[row.token] > 0 else float(edge_mass.sum())
-    moves = max(moves, _CDF_ROUNDING)
-    return distance / moves, max(0.0, distance - slack) / moves
+    edge_mass = row.edge_mass() if draft is None else row.edge_mass() + row.edge_mass(draft)
+    slack = math.inf if edge_mass[row.token] > 0 else float(edge_mass.sum()) / total
+    return distance / moved, max(0.0, distance - slack) / moved
 
 
 def _noise_at(seed: int, position: int, vocab_size: int) -> Tensor:

@@ -6,6 +6,7 @@ each decision. With p replayed, u and coins recomputed, x a draft and q what it 
     interval   F(y - 1) < u <= F(y)                   first, bonus and undrafted tokens; F of p
     residual   the same, F of p without x              what replaced a deterministic draft
     support    p(y) > q(y)                             what replaced a sampled draft
+    recovered  F(y - 1) < u <= F(y), F of (p - q)+     the same, where q was computed again; block: of (rho p - q)+
     draft      y is the draft that was accepted
     accepted   coin <= p(x) / q(x)                     token-wise
     rejected   coin > p(x) / q(x)                      token-wise
@@ -72,12 +73,14 @@ class Rounds:
 
 class DrawCheck(NamedTuple):
     """One check. token_index: of its token in the answer. miss: nats by which it fails, 0 = it holds. loose: the same
-    where a token near a filter's edge may be on either side of it."""
+    where a token near a filter's edge may be on either side of it. draft_drift: nats between log q of the rejected
+    draft as it was served, and computed again; None where it was not."""
 
     token_index: int
     kind: str
     miss: float
     loose: float
+    draft_drift: float | None = None
 
 
 class _Place(NamedTuple):
@@ -100,8 +103,11 @@ def _draw(place: _Place) -> Draw:
     if place.round.verifier in _NOISE:
         return Draw(_NOISE[place.round.verifier], place.start, place.offset)
     if place.kind is TokenKind.RECOVERED:
-        rule: Literal["residual", "none"] = "residual" if place.round.draft_probs is None else "none"
-        return Draw(rule, place.start, place.offset, place.rejected)
+        known = place.round.draft_probs
+        if known is None:
+            return Draw("residual", place.start, place.offset, place.rejected)
+        accepted = known[: place.offset] if place.round.verifier == "block" else ()
+        return Draw("recovered", place.start, place.offset, place.rejected, accepted)
     return Draw("none" if place.kind is TokenKind.ACCEPTED else "bonus", place.start, place.offset)
 
 
@@ -125,6 +131,9 @@ def _checks_of(place: _Place, rows: Sequence[ReplayedToken]) -> Iterator[DrawChe
         yield _checked(place, "rejected", math.log(again.coins[0]) - ratio)
     if place.kind is TokenKind.RECOVERED and one.draft_probs is not None:
         yield _checked(place, "support", share + _log(row.probability) - _log(one.last_prob))
+        if again.rejected_draft_probability is not None:
+            drift = abs(_log_q(one, place.offset) - _log(again.rejected_draft_probability))
+            yield DrawCheck(place.token_index, "recovered", again.miss, again.loose, drift)
     else:
         kind = "residual" if place.kind is TokenKind.RECOVERED else "interval"
         yield DrawCheck(place.token_index, kind, again.miss, again.loose)

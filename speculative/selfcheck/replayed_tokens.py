@@ -1,6 +1,6 @@
 """The distribution that a teacher-forced pass finds for tokens that were served: what the calibration test works on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from speculative.request import SURPRISAL_CLIP_NATS, ReplayedToken, Request
 from speculative.sampling.logits_processors import adjust
 from speculative.sampling.probs import SamplingRows
-from speculative.selfcheck.draw_margins import redraw
+from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.state.batch import RowContext
 from speculative.state.logit_constraints import rules_of
 from speculative.state.token_constraint import TokenConstraint
@@ -24,6 +24,7 @@ def replayed_tokens(
     constraint: TokenConstraint | None,
     eos_token_ids: Tokens[int],
     process: Callable[[Tensor, SamplingRows], Tensor],
+    draft_logits: Mapping[int, Tensor] | None = None,
 ) -> tuple[ReplayedToken, ...]:
     """One row for each token that the logits [n, V] float32 predict.
 
@@ -34,6 +35,7 @@ def replayed_tokens(
         constraint: a fresh one, of the request's structure.
         eos_token_ids: tokens that end an answer.
         process: of the engine's `VocabularyOps`.
+        draft_logits: [V] float32, that the draft rejected before a token was sampled from, by row; where known.
     """
     tokens, num_prompt = request.prompt_token_ids, request.score_from or 0
     served = tokens[start : start + len(logits)]
@@ -45,24 +47,25 @@ def replayed_tokens(
     ]
     rows = SamplingRows.build([request.params] * len(served), logits.shape[1], logits.device)
     adjusted = adjust(logits, contexts, eos_token_ids)
-    scaled, kept = adjusted / rows.temperature, process(adjusted, rows)
-    logprobs = kept.log_softmax(dim=-1)
-    probs = logprobs.exp()
-    replayed = _rows(scaled, kept, (logprobs, probs), torch.from_numpy(np.array(served)).to(kept.device))
+    target = Distributions.of(adjusted, rows, process)
+    replayed = _rows(target, torch.from_numpy(np.array(served)).to(logits.device))
     draws = request.draws[start - num_prompt : start - num_prompt + len(served)]
     if not draws:
         return replayed
-    redrawn = redraw(scaled, kept, probs, served, draws, request)
+    drafted: dict[int, Distributions] = {}
+    if draft_logits:
+        rows = SamplingRows.build([request.params] * len(draft_logits), logits.shape[1], logits.device)
+        drafter = Distributions.of(torch.stack(list(draft_logits.values())), rows, process)
+        drafted = dict(zip(draft_logits, drafter.each(), strict=True))
+    redrawn = redraw(target, served, draws, request, drafted)
     return tuple(replace(row, redrawn=own) for row, own in zip(replayed, redrawn, strict=True))
 
 
-def _rows(
-    scaled: Tensor, kept: Tensor, distribution: tuple[Tensor, Tensor], token_ids: Tensor
-) -> tuple[ReplayedToken, ...]:
-    """Rows of logits [n, V] before and after the filters, their logprobs and probabilities, and the tokens [n] that
-    were served."""
+def _rows(target: Distributions, token_ids: Tensor) -> tuple[ReplayedToken, ...]:
+    """Of the tokens [n] that were served."""
     token_ids = token_ids[:, None]
-    logprobs, probs = distribution
+    scaled, kept, probs = target
+    logprobs = kept.log_softmax(dim=-1)
     own = scaled.gather(1, token_ids)[:, 0]
     inside = kept.gather(1, token_ids)[:, 0] > -torch.inf
     edge = torch.where(kept > -torch.inf, kept, torch.inf).amin(dim=-1)

@@ -13,6 +13,7 @@ from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.sampling.logprobs import gather_logprobs, mode_matrix
 from speculative.selfcheck.replayed_tokens import replayed_tokens
 from speculative.state.batch import Batch, Entry, SequenceResult, StepInput, StepOutcome, build_step_input
+from speculative.state.sequence import Sequence
 from speculative.state.token_constraint import Bools, TokenConstraint
 from speculative.step.runner import ModelRunner
 from speculative.step.sampler import Sampler
@@ -123,5 +124,17 @@ class EagerStep:
             if sequence.scores_only:
                 constraint = self._constraint_of(sequence.request)
                 known = (sequence.request, start + 1, constraint, self.sampler.eos_token_ids)
-                replayed.extend(replayed_tokens(logits, *known, self.sampler.ops.process))
+                draft_logits = self._draft_logits(sequence, start + 1, stop + 1)
+                replayed.extend(replayed_tokens(logits, *known, self.sampler.ops.process, draft_logits))
         return tuple(logprobs), tuple(replayed)
+
+    def _draft_logits(self, sequence: Sequence, start: int, stop: int) -> dict[int, Tensor]:
+        """[V] of the rejected drafts in whose stead a replay's tokens start..stop were drawn, where the drafter can
+        compute them; by index of the token among these."""
+        first = sequence.request.score_from or 0
+        draws = sequence.request.draws[start - first : stop - first]
+        places = {
+            index: (draw.round_start, draw.offset) for index, draw in enumerate(draws) if draw.rule == "recovered"
+        }
+        logits = self.drafter.logits_again(sequence, tuple(places.values())) if places else None
+        return {} if logits is None else dict(zip(places, logits, strict=True))

@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.audit.toy import table_engine, tiny_engine
+from deploy.audit.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
 from deploy.audit.traffic import FILTERED, PLAIN, mixed, sampling
+from speculative.config import DrafterConfig, EngineConfig
+from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
+from speculative.model.eagle3 import Eagle3Config, Eagle3Head
+from speculative.model.mtp import MtpConfig, MtpHead
 from speculative.request import Draw, Redrawn, ReplayedToken, Request, Round, SamplingParams, TokenKind
 from speculative.sampling.rng import Purpose, gumbel, uniforms
-from speculative.selfcheck.draw_margins import redraw
+from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.selfcheck.replayed_draws import DrawCheck, Rounds
 from speculative.stats import DRAW_CHECKS
+from tests.support.tiny_heads import randomise
 
 NUM_TOKENS = 256
 STOPPING = replace(PLAIN, stop_token_ids=tuple(range(0, NUM_TOKENS, 8)))
@@ -60,10 +65,43 @@ def sampled(requests: Iterator[Request], count: int = 16) -> list[Request]:
     return list(itertools.islice((one for one in requests if not one.params.greedy), count))
 
 
+def head_engine(kind: str, verifier: str) -> EngineCore:
+    """A tiny decoder with random weights, for which a random head drafts; its cache is too small for all."""
+    decoder = tiny_weights().decoder
+    model = decoder.config
+    head: Eagle3Head | MtpHead
+    if kind == "mtp":
+        head = MtpHead(MtpConfig(model), decoder.embedding, dtype=torch.float32)
+    else:
+        config = Eagle3Config(model, draft_vocab_size=40, target_hidden_size=model.hidden_size, aux_layers=(0, 1, 2))
+        head = Eagle3Head(config, torch.arange(2, 42), decoder.embedding, dtype=torch.float32)
+    randomise(head)
+    draft_model = MtpDraftModel(head, decoder, "") if isinstance(head, MtpHead) else Eagle3DraftModel(head, "")
+    settings = EngineConfig(
+        dtype="float32",
+        device="cpu",
+        drafter=DrafterConfig(num_draft_tokens=4),
+        verifier=verifier,
+        max_num_seqs=8,
+        max_batched_tokens=64,
+        kv_cache_tokens=256,
+        block_size=8,
+    )
+    return EngineCore(
+        decoder,
+        model,
+        settings,
+        make_constraint=lambda _: EvenAndOdd(model.vocab_size),
+        draft_model=draft_model,
+    )
+
+
 ENGINES: dict[str, Callable[[str], EngineCore]] = {
     "sampled drafts": lambda verifier: table_engine(NUM_TOKENS, verifier=verifier),
     "deterministic drafts": lambda verifier: table_engine(NUM_TOKENS, deterministic=True, verifier=verifier),
     "n-grams": lambda verifier: tiny_engine(verifier=verifier),
+    "a head": lambda verifier: head_engine("eagle3", verifier),
+    "a head over the whole vocabulary": lambda verifier: head_engine("mtp", verifier),
     "a drafter of its own": lambda verifier: tiny_engine(verifier=verifier, own_drafts=True),
     "preempted": lambda verifier: tiny_engine(verifier=verifier, own_drafts=True, kv_cache_tokens=256),
 }
@@ -95,6 +133,10 @@ def test_what_was_served_follows_from_its_seed(verifier: str, name: str) -> None
     assert expected[verifier] <= seen.keys() <= set(DRAW_CHECKS) - {"draft"}
     if verifier != "coupled":
         assert ("residual" if name in ("deterministic drafts", "n-grams") else "support") in seen
+    if name == "sampled drafts":  # whose q does not follow every request's parameters
+        assert 0 < seen["recovered"] < seen["support"] or verifier == "coupled"
+    else:
+        assert seen["recovered"] == seen["support"]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -127,7 +169,7 @@ def one_row(logits: list[float], token: int, draw: Draw, params: SamplingParams,
     scaled = torch.tensor([logits]) / params.temperature
     kept = scaled.masked_fill(scaled < scaled.topk(params.top_k or len(logits)).values[:, -1:], -torch.inf)
     request = Request("r", (1,), params, seed)
-    (redrawn,) = redraw(scaled, kept, kept.softmax(-1), [token], [draw], request)
+    (redrawn,) = redraw(Distributions(scaled, kept, kept.softmax(-1)), [token], [draw], request, {})
     return redrawn
 
 
