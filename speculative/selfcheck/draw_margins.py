@@ -4,9 +4,8 @@ was served.
 With equal arithmetic the same draw gives the same token. Where rounding differs, the edges of a token's interval of the
 cumulative distribution move: if each logit moves by noise of standard deviation s, the edge F_k by s times
 sqrt(sum over i of p_i^2 (1[i <= k] - F_k)^2). The distance of the uniform to the interval over that root is a miss in
-nats. A draw from (p - q)+ moves with the drafter's logits too: there it is the root of the sum of both, over the
-residual's mass squared. For a choice by noise it is the gap to the winner (as in DiFR, Karvonen et al., arXiv
-2511.20621).
+nats. A draw from (p - q)+ moves with the drafter's logits, too. For a choice by noise it is the gap to the winner (as
+in DiFR, Karvonen et al., arXiv 2511.20621).
 """
 
 import math
@@ -145,8 +144,8 @@ def _by_uniform(row: _Row, uniform: float, without: int = -1) -> tuple[float, fl
         return math.inf, 0.0 if row.edge_mass()[row.token] > 0 else math.inf
 
     def moves(at: float, first_above: int) -> float:
-        squares = probs.double().square()
-        return math.sqrt(_split(squares, first_above, (1 - at) ** 2, at**2))
+        before, after = (float(part.double().square().sum()) for part in probs.tensor_split([first_above]))
+        return math.sqrt((1 - at) ** 2 * before + at**2 * after)
 
     return _of_interval(row, probs, uniform, moves)
 
@@ -171,10 +170,10 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
         return 0.0, 0.0
 
     def moves(at: float, first_above: int) -> float:
-        left = torch.where(p > q * _NEARLY, p, 0.0).double()
-        squares = left.square() + torch.where(left > 0, q, 0.0).double().square()
-        of_share = _split(left, first_above, 1 - at, -at)  # it moves all of p together
-        return math.sqrt(_split(squares, first_above, (1 - at) ** 2, at**2) + len(log_ratios) * of_share**2)
+        weights = torch.where(p > q * _NEARLY, -at, 0.0).double()
+        weights[:first_above] = torch.where(p[:first_above] > q[:first_above] * _NEARLY, 1 - at, 0.0).double()
+        of_share = len(log_ratios) * float(weights @ p.double()) ** 2  # it moves all of p together
+        return math.sqrt(math.exp(2 * log_share) * _variance(row.probs, weights) + _variance(q, weights) + of_share)
 
     miss, loose = _of_interval(row, residual, uniform, moves, draft)
     if q[token] < p[token]:
@@ -191,9 +190,10 @@ def _log_ratios(accepted: Sequence[_Row], draft_probs: Sequence[float]) -> list[
     ]
 
 
-def _split(values: Tensor, index: int, before: float, after: float) -> float:
-    """The sum of values [V], those before the index and those from it on by a factor each."""
-    return before * float(values[:index].sum()) + after * float(values[index:].sum())
+def _variance(probs: Tensor, weights: Tensor) -> float:
+    """Of the sum of weights [V] times probabilities [V], if noise of variance 1 is added to each logit behind these."""
+    own = probs.double()
+    return float((own * (weights - weights @ own)).square().sum())
 
 
 def _of_interval(

@@ -111,6 +111,22 @@ def test_a_token_whose_logprob_drifted_may_miss_by_as_much() -> None:
     assert tolerance.judge(check, TokenDrift.between(-1.0, -1.15)) is DrawResult.NEAR
 
 
+def test_draws_by_the_drafter_have_the_noise_of_its_own_rounding() -> None:
+    tolerance = DrawTolerance(edge_nats=0.25)
+    tolerance.add(TokenDrift.between(-1.0, -1.0) for _ in range(256))
+    check, other = DrawCheck(0, "recovered", 0.1, 0.1, draft_drift=0.0), DrawCheck(0, "interval", 0.1, 0.1)
+    tolerance.add_drafts([check] * 300)
+    assert tolerance.judge(check, None) is DrawResult.WRONG, "equal arithmetic"
+    tolerance.add_drafts([other._replace(draft_drift=0.02)] * 10_000)
+    assert tolerance.judge(check, None) is DrawResult.NEAR
+    assert tolerance.judge(other, None) is DrawResult.WRONG
+    moved = check._replace(miss=0.6, loose=0.6)
+    assert tolerance.judge(moved, None) is DrawResult.WRONG
+    assert tolerance.judge(moved._replace(draft_drift=0.1), None) is DrawResult.NEAR
+    tolerance.add_drafts([check._replace(draft_drift=math.inf)] * 100_000)
+    assert tolerance.judge(check._replace(miss=4.1, loose=4.1), None) is DrawResult.WRONG, "no fault passes for noise"
+
+
 def test_a_token_is_as_wrong_as_the_worst_of_its_checks() -> None:
     checks = [DrawCheck(1, "rejected", 0.0, 0.0), DrawCheck(1, "support", 2.0, 2.0), DrawCheck(0, "interval", 0.1, 0.1)]
     found = check_draws(3, checks, [None] * 3, DrawTolerance(edge_nats=0.25))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from deploy.audit.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
 from deploy.audit.traffic import FILTERED, PLAIN, mixed, sampling
@@ -165,11 +166,21 @@ def test_another_seed_does_not_give_the_answer(verifier: str) -> None:
         assert sum(check.miss > ROUNDING for check in checks) > 2
 
 
-def one_row(logits: list[float], token: int, draw: Draw, params: SamplingParams, seed: int = 7) -> Redrawn:
-    scaled = torch.tensor([logits]) / params.temperature
-    kept = scaled.masked_fill(scaled < scaled.topk(params.top_k or len(logits)).values[:, -1:], -torch.inf)
-    request = Request("r", (1,), params, seed)
-    (redrawn,) = redraw(Distributions(scaled, kept, kept.softmax(-1)), [token], [draw], request, {})
+def one_row(
+    logits: list[float],
+    token: int,
+    draw: Draw,
+    params: SamplingParams,
+    seed: int = 7,
+    drafter: list[float] | None = None,
+) -> Redrawn:
+    def distributions(logits: list[float]) -> Distributions:
+        scaled = torch.tensor([logits]) / params.temperature
+        kept = scaled.masked_fill(scaled < scaled.topk(params.top_k or len(logits)).values[:, -1:], -torch.inf)
+        return Distributions(scaled, kept, kept.softmax(-1))
+
+    known = {} if drafter is None else dict(enumerate(distributions(drafter).each()))
+    (redrawn,) = redraw(distributions(logits), [token], [draw], Request("r", (1,), params, seed), known)
     return redrawn
 
 
@@ -183,6 +194,36 @@ def test_a_miss_is_what_the_logits_would_have_to_move() -> None:
     # The edge at p moves by p (1 - p) for each nat that one logit moves against the other: sqrt(2) as much for two.
     assert redrawn.miss == pytest.approx(0.05 / (p * (1 - p) * math.sqrt(2)), rel=1e-3)
     assert redrawn.loose == redrawn.miss
+
+
+def test_a_miss_behind_a_sampled_draft_is_what_the_logits_of_both_would_have_to_move() -> None:
+    """Against the standard deviation of the edge, with a little noise on the logits of both."""
+    noise = torch.Generator().manual_seed(3)
+    target = torch.randn(12, generator=noise) * 1.5
+    logits = torch.stack([target, target + torch.tensor([1.0, -1.0] * 6)])
+    draw = Draw("recovered", 5, 0, rejected=4)
+    (uniform,) = uniforms(*np.array([[7], [5], [0], [Purpose.RESIDUAL]], np.uint64)).tolist()
+
+    def edges(rows: Tensor) -> Tensor:
+        """[..., 12] of the cumulative residual, given logits [2, ..., 12]."""
+        target, drafter = rows.double().softmax(-1)
+        left = (target - drafter).clamp(min=0)
+        return (left / left.sum(-1, keepdim=True)).cumsum(-1)
+
+    exact = edges(logits)
+    moved = edges(logits[:, None] + 1e-3 * torch.randn(2, 20_000, 12, generator=noise)).std(0) / 1e-3
+    demanded = int((exact < uniform).sum())
+    for token in range(12):
+        redrawn = one_row(logits[0].tolist(), token, draw, PLAIN, drafter=logits[1].tolist())
+        assert redrawn.rejected_draft_probability == pytest.approx(float(logits[1].softmax(-1)[draw.rejected]))
+        if token == demanded:
+            assert redrawn.miss == 0
+        elif exact[token] > (exact[token - 1] if token else 0):
+            edge = token if token < demanded else token - 1
+            expected = abs(float(exact[edge]) - uniform) / float(moved[edge])
+            assert redrawn.miss == pytest.approx(expected, rel=0.03)
+        else:
+            assert redrawn.miss > 0
 
 
 def test_a_miss_of_a_choice_by_noise_is_the_gap_to_the_winner() -> None:
