@@ -16,6 +16,7 @@ from deploy.audit.toy import EvenAndOdd, table_engine, tiny_engine, tiny_weights
 from deploy.audit.traffic import FILTERED, PLAIN, mixed, sampling
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel, MtpDraftModel
+from speculative.drafting.neural_drafter import ModelDrafter
 from speculative.engine import EngineCore
 from speculative.errors import InvalidRequest
 from speculative.model.eagle3 import Eagle3Config, Eagle3Head
@@ -155,6 +156,25 @@ def test_a_token_that_was_changed_by_hand_is_named(verifier: str, name: str) -> 
         checks = replay(engine, request, replace(answer, tokens=tuple(tokens)))
         named += index == min((check.token_index for check in checks if check.miss > ROUNDING), default=-1)
     assert named >= 0.8 * len(requests), f"{named} of {len(requests)}"
+
+
+@pytest.mark.parametrize("verifier", ["token_wise", "block"])
+def test_a_head_that_read_features_of_another_position_is_found(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts are verified, so nothing but acceptance suffers, and the replay that has a sound one."""
+    sound, faulty = head_engine("eagle3", verifier), head_engine("eagle3", verifier)
+    drafter = faulty.eager.drafter
+    assert isinstance(drafter, ModelDrafter)
+    fuse = drafter.model.fuse
+    monkeypatch.setattr(drafter.model, "fuse", lambda features: fuse(features.roll(1, 0)))
+    requests = traffic("a head")
+    answers = serve(faulty, requests)
+    found = Counter(
+        check.kind
+        for request in requests
+        for check in replay(sound, request, answers[request.request_id])
+        if check.miss > ROUNDING
+    )
+    assert found["recovered"] > len(requests) and found.keys() == {"recovered"}
 
 
 @pytest.mark.parametrize("verifier", ["token_wise", "block", "coupled"])
