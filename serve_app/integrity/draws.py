@@ -91,8 +91,8 @@ class DrawTolerance:
         if check.draft_drift is not None:
             nats, moved = max(nats, self._nats(self._drafter)), max(moved, check.draft_drift)
         own = nats * (1 + min(_MOST_DRIFTS, _DRIFT_FACTOR * moved / nats))
-        # Where arithmetic is equal, so are the edges of the filters.
-        miss = check.miss if nats <= _LEAST_NATS else check.loose
+        # Where arithmetic is equal, so are the edges of the filters; a drafter's is not: it drafts in other kernels.
+        miss = check.miss if nats <= _LEAST_NATS and check.draft_drift is None else check.loose
         return DrawResult.WRONG if not miss <= own else DrawResult.NEAR if miss > _NEAR * own else DrawResult.FOLLOWS
 
 

@@ -117,6 +117,7 @@ def test_draws_by_the_drafter_have_the_noise_of_its_own_rounding() -> None:
     check, other = DrawCheck(0, "recovered", 0.1, 0.1, draft_drift=0.0), DrawCheck(0, "interval", 0.1, 0.1)
     tolerance.add_drafts([check] * 300)
     assert tolerance.judge(check, None) is DrawResult.WRONG, "equal arithmetic"
+    assert tolerance.judge(check._replace(loose=0.0), None) is DrawResult.FOLLOWS, "a filter's edge"
     tolerance.add_drafts([other._replace(draft_drift=0.02)] * 10_000)
     assert tolerance.judge(check, None) is DrawResult.NEAR
     assert tolerance.judge(other, None) is DrawResult.WRONG
