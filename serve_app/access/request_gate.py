@@ -14,10 +14,13 @@ _logger = logging.getLogger("truespec.access")
 # Files of the status page and the API's description hold nothing of anybody; the page asks for a key itself.
 _OPEN = ("/", "/page/{name}", "/openapi.json")
 
+HEALTH = ("/healthz", "/health", "/ping")
+"""One route by three names: Kubernetes', vLLM's, and SageMaker's, which vLLM has, too."""
+
 
 def scope_of(route: str) -> Scope | None:
     """The scope that a key needs for a route; None = any key will do, if one is needed at all."""
-    return Scope.ADMIN if route.startswith("/admin") else None if route in ("/metrics", "/healthz") else Scope.USER
+    return Scope.ADMIN if route.startswith("/admin") else None if route in ("/metrics", *HEALTH) else Scope.USER
 
 
 class Gate:
@@ -46,7 +49,7 @@ class Gate:
         self._open = {
             *_OPEN,
             *(["/metrics"] if open_metrics else []),
-            *(["/healthz"] if open_health else []),
+            *(HEALTH if open_health else []),
         }
 
     @property

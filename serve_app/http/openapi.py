@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from serve_app.access.access import Scope
-from serve_app.access.request_gate import scope_of
+from serve_app.access.request_gate import HEALTH, scope_of
 from serve_app.http.admin import PauseOrder, SpeculationOrder, WeightsOrder
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.openai.scoring import ScoreRequest
@@ -136,7 +136,7 @@ OPERATIONS = (
         body_required=False,
     ),
     Operation("POST", "/admin/resume", "Resume starting requests.", "Replicas"),
-    Operation("GET", "/healthz", "Report whether this replica can serve.", "Health"),
+    *(Operation("GET", path, "Report whether this replica can serve.", "Health") for path in HEALTH),
     Operation("GET", "/metrics", "Metrics for Prometheus.", "text/plain"),
     Operation("GET", "/status", "The data of the status page.", "Status"),
     Operation("GET", "/status/events", "Stream the status each second.", "text/event-stream"),

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from serve_app.access.access import Access, Caller
-from serve_app.access.request_gate import Gate
+from serve_app.access.request_gate import HEALTH, Gate
 from serve_app.errors import (
     BodyTimeout,
     BodyTooLarge,
@@ -242,7 +242,6 @@ def _add_weights(app: FastAPI, weights: WeightsAdmin) -> None:
 def _add_operations(app: FastAPI, operations: Operations) -> None:
     metrics, health = operations.metrics, operations.health
 
-    @app.get("/healthz")
     async def healthz() -> Response:
         try:
             if health is not None:
@@ -251,6 +250,9 @@ def _add_operations(app: FastAPI, operations: Operations) -> None:
             logger.error("The health check failed: %r", error)
             return JSONResponse({"status": "unhealthy"}, 503)
         return JSONResponse({"status": "ok"})
+
+    for path in HEALTH:
+        app.get(path)(healthz)
 
     if metrics is not None:
 

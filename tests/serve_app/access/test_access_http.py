@@ -119,6 +119,8 @@ ROUTES: list[tuple[str, Any, str]] = [  # path, body of a POST, what it needs
     ("/", None, "nothing"),
     ("/page/page.js", None, "nothing"),
     ("/healthz", None, "nothing"),
+    ("/health", None, "nothing"),
+    ("/ping", None, "nothing"),
     ("/metrics", None, "nothing"),
     ("/openapi.json", None, "nothing"),
     ("/status", None, "user"),
@@ -184,7 +186,7 @@ def test_every_route_lies_behind_the_gate(module_guarded: Guarded) -> None:
 
 def test_operations_can_be_closed(make: Callable[..., Guarded]) -> None:
     closed = make(open_metrics=False, open_health=False)
-    for path in ("/metrics", "/healthz"):
+    for path in ("/metrics", "/healthz", "/health", "/ping"):
         assert [closed.ask(path, key).status_code for key in (None, "unknown", "user", "admin")] == [401, 401, 200, 200]
 
 

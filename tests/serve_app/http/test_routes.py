@@ -352,7 +352,8 @@ def test_health_and_metrics_are_asked_of_those_who_know(serve_fake: ServeFake) -
         return b"up 1\n", "text/plain; version=1.0.0"
 
     server = serve_fake(health=health, metrics=metrics)
-    assert httpx.get(server.url + "/healthz").json() == {"status": "ok"}
+    for path in ("/healthz", "/health", "/ping"):
+        assert httpx.get(server.url + path).json() == {"status": "ok"}
     page = httpx.get(server.url + "/metrics")
     assert (page.content, page.headers["content-type"]) == (b"up 1\n", "text/plain; version=1.0.0")
     ill = True
