@@ -179,6 +179,7 @@ class FrontEnd:
             stream=bool(wire.stream),
             verify=bool(wire.verify),
             receipt=bool(wire.receipt),
+            continuous_usage=wire.continuous_usage,
             answers=answers,
             form_field=form_field,
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
@@ -244,8 +245,9 @@ class FrontEnd:
                     async with aclosing(self._pieces(job, run, spend)) as arriving:
                         async for piece in arriving:
                             head = self._current(job.head)
-                            event = _event(job.format.chunk(head, piece))
-                            yield event if begun else b"".join(map(_event, job.format.opening(head))) + event
+                            chunks = [*([] if begun else job.format.opening(head)), job.format.chunk(head, piece)]
+                            usage = {"usage": run.usage().to_wire()} if job.continuous_usage else {}
+                            yield b"".join(_event(chunk | usage) for chunk in chunks)
                             begun = True
                 reported = await self._verdicts(job) | self._receipts(job, run)
         except Exception as error:

@@ -86,6 +86,7 @@ class PreparedRequest:
     stream: bool
     verify: bool
     receipt: bool = False
+    continuous_usage: bool = False  # every chunk of a stream has the usage up to there
     answers: ResponseParser | None = None  # None: all text is content
     form_field: str = FORM  # that asks for the form of the answers
     unrepeatable: str | None = None  # why its seed may give another text again; "" = it gives the same, None = no seed

@@ -53,6 +53,7 @@ class StreamOptions(Wire):
     """What a stream includes besides the text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, every chunk has the usage up to there
     include_obfuscation: bool | None = None  # accepted: OpenAI's padding of chunks, not done here
 
 
@@ -258,6 +259,11 @@ class WireRequest(Wire):
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage up to there."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def token_budget(self) -> tuple[str, int | None]:

@@ -3,7 +3,7 @@ import contextlib
 import dataclasses
 import json
 import pickle
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -374,6 +374,21 @@ async def test_a_completion_stream_says_what_the_whole_reply_says(
             )
         else:
             assert all("token_ids" not in part for part in parts)
+
+
+@pytest.mark.parametrize("kind", [completion, chat])
+async def test_every_chunk_of_a_stream_has_the_usage_up_to_there_if_asked(
+    tokenizer: Tokenizer, kind: Callable[..., Any]
+) -> None:
+    front, _, script = fake_front_end(tokenizer)
+    script.say("one two three four")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, _ = await chunks_of(front, kind(stream=True, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] > counts[0] and chunks[-1]["usage"] == last["usage"]
+    alone = {"include_usage": False, "continuous_usage_stats": True}
+    *chunks, _ = await chunks_of(front, kind(stream=True, stream_options=alone))
+    assert all("usage" not in chunk for chunk in chunks)
 
 
 async def test_a_chat_stream_reports_the_role_first_and_usage_only_when_asked(tokenizer: Tokenizer) -> None:
