@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from speculative.request import Draw, Request, Round, SamplingParams, TokenKind
-from speculative.selfcheck.draw_margins import redraw
+from speculative.selfcheck.draw_margins import Distributions, redraw
 from speculative.selfcheck.replayed_draws import Rounds
 from speculative.selfcheck.vllm_draws import generator_seed, samples_so, token_numbers, uniforms_of
 
@@ -77,8 +77,8 @@ def test_an_answer_follows_from_its_seed_and_an_exchanged_token_does_not() -> No
 
     def misses(tokens: list[int], begin: int = 0) -> list[float]:
         part = slice(begin, NUM_TOKENS)
-        probs = scaled.softmax(dim=-1)
-        redrawn = redraw(scaled[part], scaled[part], probs[part], tokens[part], draws[part], request)
+        target = Distributions(scaled[part], scaled[part], scaled[part].softmax(dim=-1))
+        redrawn = redraw(target, tokens[part], draws[part], request, {})
         return [one.miss for one in redrawn]
 
     assert misses(served) == [0.0] * NUM_TOKENS
