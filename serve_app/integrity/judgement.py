@@ -108,10 +108,10 @@ class Judge:
             return DrawsChecked(reason="the engine did not report how it drew")
         checks = job.drawn.check(replayed.replayed)
         checked = check_draws(len(job.token_ids), checks, drifts, self._draw_tolerance)
-        self._draw_tolerance.add_drafts(checks)
         for check in checks:
             result = self._draw_tolerance.judge(check, drifts[check.token_index])
             self._metrics.count("truespec_replay_draws_total", check=check.kind, result=result.value)
+        self._draw_tolerance.add_drafts(checks)
         return checked
 
     def _seen(

@@ -274,7 +274,7 @@ class ModelDrafter:
         `sequence` replays the answer, so the drafts before each of these are its tokens; None where they were not
         sampled, or a later row was computed already. places: tokens before the round, and drafts before the one."""
         state = self._state(sequence)
-        if not self.sampler.sampled or any(start <= state.num_computed for start, _ in places[:1]):
+        if not self.sampler.sampled or places[0][0] <= state.num_computed:
             return None
         hidden, pending = list[Tensor](), list[int]()
         for start, offset in places:

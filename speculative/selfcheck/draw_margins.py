@@ -20,6 +20,7 @@ from torch import Tensor
 from speculative.request import Draw, Redrawn, Request, SamplingParams
 from speculative.sampling.probs import SamplingRows
 from speculative.sampling.rng import Purpose, noise_uniforms, uniforms
+from speculative.selfcheck.replayed_draws import log_share
 from speculative.selfcheck.vllm_draws import token_numbers, uniforms_of
 
 
@@ -157,12 +158,10 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
         draft: that the rejected draft was sampled from.
         log_ratios: log p / q of the drafts accepted before it, as far as the share depends on them.
     """
-    log_share = 0.0
-    for ratio in log_ratios:
-        log_share = min(0.0, log_share + ratio)
-    if log_share == -math.inf:  # an accepted draft lies outside of a filter: its own check reports it
+    share = log_share(log_ratios)
+    if share == -math.inf:  # an accepted draft lies outside of a filter: its own check reports it
         return 0.0, 0.0
-    p, q, token = row.probs * math.exp(log_share), draft.probs, row.token
+    p, q, token = row.probs * math.exp(share), draft.probs, row.token
     if not p[token] > 0:
         return math.inf, 0.0 if row.edge_mass()[token] > 0 else math.inf
     residual = (p - q).clamp(min=0)
@@ -173,7 +172,7 @@ def _by_residual(row: _Row, draft: Distributions, uniform: float, log_ratios: Se
         weights = torch.where(p > q * _NEARLY, -at, 0.0).double()
         weights[:first_above] = torch.where(p[:first_above] > q[:first_above] * _NEARLY, 1 - at, 0.0).double()
         of_share = len(log_ratios) * float(weights @ p.double()) ** 2  # it moves all of p together
-        return math.sqrt(math.exp(2 * log_share) * _variance(row.probs, weights) + _variance(q, weights) + of_share)
+        return math.sqrt(math.exp(2 * share) * _variance(row.probs, weights) + _variance(q, weights) + of_share)
 
     miss, loose = _of_interval(row, residual, uniform, moves, draft)
     if q[token] < p[token]:

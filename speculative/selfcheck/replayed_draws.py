@@ -17,7 +17,7 @@ Sources: the verifiers (`speculative.verification`). A check that fails misses b
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -147,13 +147,18 @@ def _checks_of_accepted(place: _Place, row: ReplayedToken, again: Redrawn) -> It
         yield _checked(place, "accepted", ratio - math.log(again.coins[0]))
 
 
+def log_share(log_ratios: Iterable[float]) -> float:
+    """log of rho in block verification, behind accepted drafts of which these are log p / q."""
+    share = 0.0
+    for ratio in log_ratios:
+        share = min(0.0, share + ratio)
+    return share
+
+
 def _running_share(place: _Place, rows: Sequence[ReplayedToken]) -> float:
     """log of rho where the round came to, as in block verification."""
-    share = 0.0
-    for offset in range(place.offset):
-        own = rows[place.token_index - place.offset + offset]
-        share = min(0.0, share + _log(own.probability) - _log_q(place.round, offset))
-    return share
+    before = rows[place.token_index - place.offset : place.token_index]
+    return log_share(_log(own.probability) - _log_q(place.round, offset) for offset, own in enumerate(before))
 
 
 def _block_coins(place: _Place, again: Redrawn, share: float) -> Iterator[DrawCheck]:

@@ -65,12 +65,12 @@ def _rows(target: Distributions, token_ids: Tensor) -> tuple[ReplayedToken, ...]
     """Of the tokens [n] that were served."""
     token_ids = token_ids[:, None]
     scaled, kept, probs = target
-    logprobs = kept.log_softmax(dim=-1)
+    normaliser = kept.logsumexp(dim=-1)
     own = scaled.gather(1, token_ids)[:, 0]
     inside = kept.gather(1, token_ids)[:, 0] > -torch.inf
     edge = torch.where(kept > -torch.inf, kept, torch.inf).amin(dim=-1)
-    logprob = own - kept.logsumexp(dim=-1)  # just outside of an edge: as if it were inside
-    surprisals = (-logprobs).clamp(max=SURPRISAL_CLIP_NATS)
+    logprob = own - normaliser  # just outside of an edge: as if it were inside
+    surprisals = (normaliser[:, None] - kept).clamp(max=SURPRISAL_CLIP_NATS)
     columns = (
         logprob.exp(),
         probs.square().sum(dim=-1),
