@@ -228,6 +228,7 @@ class Request:
     timeout_s: float | None = None  # None = the server's own limit
     resume: bool = False  # if it is decoded behind a stream router
     adapter: str = ""  # its name; "" = the model itself
+    cache_salt: str = ""  # the prefix cache is shared with requests of the same salt only
     replay: bool = False
     draws: tuple[Draw, ...] = ()
 
@@ -249,6 +250,11 @@ class Request:
         _require(self.timeout_s is None or 0 < self.timeout_s < math.inf, "timeout", "must be above 0", self.timeout_s)
         num_scored = len(self.prompt_token_ids) - (self.score_from or len(self.prompt_token_ids))
         _require(len(self.draws) in (0, num_scored), "draws", "must be one for each scored token", len(self.draws))
+
+    @property
+    def cache_scope(self) -> str:
+        """What else than its tokens names the blocks of the prompt: blocks are shared within one scope only."""
+        return f"{self.adapter}\0{self.cache_salt}" if self.cache_salt else self.adapter
 
 
 @dataclass(frozen=True, slots=True)

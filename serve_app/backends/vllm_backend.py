@@ -452,7 +452,7 @@ class VllmBackend:
             self._counts.begin()
         self._live += 1
         outputs = self._llm.generate(
-            {"prompt_token_ids": list(prompt)},
+            {"prompt_token_ids": list(prompt)} | ({"cache_salt": request.cache_salt} if request.cache_salt else {}),
             params,
             request.request_id,
             lora_request=self._params.lora(self._adapters.find(request.adapter)),

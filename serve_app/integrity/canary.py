@@ -105,7 +105,8 @@ class Canary:
                 prompt_logprobs=None,
             )
             name = f"canary-{uuid.uuid4().hex}-0"
-            yield Request(name, request.prompt_token_ids, params, canary=True, adapter=request.adapter)
+            prompt, adapter, salt = request.prompt_token_ids, request.adapter, request.cache_salt
+            yield Request(name, prompt, params, canary=True, adapter=adapter, cache_salt=salt)
 
     async def _serve(self, request: Request) -> ReplayJob:
         record = self._records.begin(request)

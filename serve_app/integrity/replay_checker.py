@@ -136,8 +136,15 @@ class ReplayChecker:
         replayed = await self._replay(job.scored(name), avoid)
         if not job.prompt_logprobs:
             return replayed
-        prompt, adapter = job.request.prompt_token_ids, job.request.adapter
-        scored = Request(f"{name}-prompt", prompt, score_from=1, adapter=adapter, replay=True)
+        served = job.request
+        scored = Request(
+            f"{name}-prompt",
+            served.prompt_token_ids,
+            score_from=1,
+            adapter=served.adapter,
+            cache_salt=served.cache_salt,
+            replay=True,
+        )
         reported = await self._replay(scored, avoid)
         version = replayed.weight_version if reported.weight_version == replayed.weight_version else ""
         return dataclasses.replace(replayed, logprobs=(*reported.logprobs, *replayed.logprobs), weight_version=version)

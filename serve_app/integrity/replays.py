@@ -91,6 +91,7 @@ class ReplayJob:
             request.seed,
             score_from=len(request.prompt_token_ids),
             adapter=request.adapter,
+            cache_salt=request.cache_salt,
             replay=True,
             draws=() if self.drawn is None else self.drawn.draws(),
         )

@@ -8,6 +8,7 @@ from serve_app.backends.base import ParsedDelta
 from serve_app.errors import RequestAborted
 from serve_app.integrity.replays import Record
 from serve_app.openai.chat import ResponseParser
+from serve_app.openai.echo import Echo
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
 from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
 from serve_app.openai.tools import put_together
@@ -20,22 +21,33 @@ class _Choice:
     """One choice of a reply while it is generated."""
 
     def __init__(
-        self, index: int, request: Request, job: PreparedRequest, tokenizer: Tokenizer, *, streams: bool
+        self,
+        index: int,
+        request: Request,
+        job: PreparedRequest,
+        tokenizer: Tokenizer,
+        echo: Echo | None,
+        *,
+        streams: bool,
     ) -> None:
         self._index = index
         self._request = request
+        self._echo = echo
+        self._num_ranked = job.head.num_prompt_logprobs
+        self._text_form = job.text_form
         self._with_logprobs = request.params.returns_logprobs
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
-        keeps_special = job.answers is not None and job.answers.keeps_special
+        keeps_special = not job.text_form.skip_special or (job.answers is not None and job.answers.keeps_special)
         self._detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, continuation=True)
         self._reader = _StreamReader(job.answers) if streams and job.answers is not None else None
-        self._matcher = StopMatcher(job.stops)
-        self._text_offset = 0
+        self._matcher = StopMatcher(job.stops, include=job.text_form.include_stop)
+        self._text_offset = 0 if echo is None else len(echo.prompt.text)
         self._begun = False
         self._versions: dict[str, None] = {}  # of the weights that made its tokens
         self._job_unrepeatable = job.unrepeatable
         self._held: list[ChoiceDelta] = []  # tokens that had nothing to say; the next piece has them too
+        self._prompt_due = request.params.prompt_logprobs is not None  # its logprobs are still to come
         self._prompt_entries: tuple[tuple[RankedEntry, ...], ...] | None = None
         self.record = Record(request, "", 0.0, 0) if job.receipt else None
         self.num_delivered = 0
@@ -103,19 +115,31 @@ class _Choice:
 
     def _take_prompt_logprobs(self, delta: TokenDelta) -> None:
         """Keep them for the first piece; they must have come when the first token does."""
-        due = self._request.params.prompt_logprobs is not None and self._prompt_entries is None
-        if not due or (delta.prompt_logprobs is None and not delta.token_ids):
+        if not self._prompt_due or (delta.prompt_logprobs is None and not (delta.token_ids or delta.finished)):
             return
         reported, num_prompt = delta.prompt_logprobs or (), len(self._request.prompt_token_ids)
         if len(reported) != num_prompt - 1:
             raise EngineFault(
                 f"{delta.request_id}: a prompt of {num_prompt} tokens came with {len(reported)} logprobs."
             )
-        self._prompt_entries = tuple(self._ranked(entry) for entry in reported)
+        self._prompt_due = False
+        if self._num_ranked is not None:
+            self._prompt_entries = tuple(self._ranked(entry, self._num_ranked) for entry in reported)
+        if self._echo is not None and self._with_logprobs:
+            self._echo.entries = self._echoed(reported, self._echo.prompt.offsets)
 
-    def _ranked(self, entry: TokenLogprobs) -> tuple[RankedEntry, ...]:
+    def _echoed(self, reported: Sequence[TokenLogprobs], offsets: Sequence[int]) -> tuple[TokenEntry, ...]:
+        """Entries of the prompt's tokens; nothing comes before the first, so it has no logprob."""
+        first, num_top = self._request.prompt_token_ids[0], self._request.params.logprobs or 0
+        rest = (dataclasses.replace(entry, top=entry.top[:num_top]) for entry in reported)
+        return (
+            TokenEntry(self._name(first), self._tokenizer.token_bytes(first), None, (), offsets[0]),
+            *(self._entry(entry, offset) for entry, offset in zip(rest, offsets[1:], strict=True)),
+        )
+
+    def _ranked(self, entry: TokenLogprobs, num_top: int) -> tuple[RankedEntry, ...]:
         own = (entry.token_id, entry.logprob, entry.rank)
-        top = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
+        top = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:num_top], start=1)]
         return tuple(
             RankedEntry(token, self._tokenizer.token_text(token), finite_logprob(logprob), rank)
             for token, logprob, rank in (own, *(each for each in top if each[0] != entry.token_id))
@@ -125,7 +149,8 @@ class _Choice:
         """Each token's text, the text that may go out, and each delivered token's offset; a token that completes a
         stop string is last."""
         ids = delta.token_ids
-        stopped_by_token = bool(ids) and delta.stop_token_id == ids[-1]  # such a token has no text
+        # Such a token has no text, unless it is asked for.
+        stopped_by_token = bool(ids) and delta.stop_token_id == ids[-1] and not self._text_form.include_stop
         texts = [*self._detokenizer.push(ids[:-1]), ""] if stopped_by_token else self._detokenizer.push(ids)
         released: list[str] = []
         offsets: list[int] = []
@@ -166,20 +191,15 @@ class _Choice:
         return tuple(self._entry(entry, offset) for entry, offset in zip(logprobs, offsets, strict=False))
 
     def _entry(self, entry: TokenLogprobs, offset: int) -> TokenEntry:
-        names = self._tokenizer
-        top = tuple(
-            TopEntry(names.token_text(token), names.token_bytes(token), finite_logprob(logprob))
-            for token, logprob in entry.top
-        )
+        raw = self._tokenizer.token_bytes
+        top = tuple(TopEntry(self._name(token), raw(token), finite_logprob(logprob)) for token, logprob in entry.top)
         scored = tuple((token, finite_logprob(logprob)) for token, logprob in entry.scored)
-        return TokenEntry(
-            names.token_text(entry.token_id),
-            names.token_bytes(entry.token_id),
-            finite_logprob(entry.logprob),
-            top,
-            offset,
-            scored,
-        )
+        own = entry.token_id
+        return TokenEntry(self._name(own), raw(own), finite_logprob(entry.logprob), top, offset, scored)
+
+    def _name(self, token: int) -> str:
+        """A token as logprobs show it: its text, or (as vLLM has it) its id."""
+        return f"token_id:{token}" if self._text_form.tokens_as_ids else self._tokenizer.token_text(token)
 
 
 class ChoiceRun:
@@ -187,20 +207,31 @@ class ChoiceRun:
 
     def __init__(self, job: PreparedRequest, tokenizer: Tokenizer, *, streams: bool) -> None:
         self._job = job
+        self.prompt_only = job.prompt_only
+        with_logprobs = job.requests[0].params.logprobs is not None
+        self._echoes = [Echo(prompt, with_logprobs=with_logprobs) for prompt in job.echoed]
+        self._group_of = {one.request_id: number for number, group in enumerate(job.groups) for one in group}
         self._choices = {
-            request.request_id: _Choice(index, request, job, tokenizer, streams=streams)
+            request.request_id: _Choice(
+                index, request, job, tokenizer, self._echo_of(request.request_id), streams=streams
+            )
             for index, request in enumerate(job.requests)
         }
         self.unfinished = set(self._choices)
-        self._group_of = {one.request_id: number for number, group in enumerate(job.groups) for one in group}
         self._unpaid = dict(enumerate(map(len, job.head.prompts)))  # tokens of prompts of which nothing came yet
 
-    def push(self, delta: TokenDelta) -> ChoiceDelta | None:
-        """Take in a delta of an unfinished choice."""
+    def push(self, delta: TokenDelta) -> list[ChoiceDelta]:
+        """Take in a delta of an unfinished choice; returns what may go out."""
         piece = self._choices[delta.request_id].push(delta)
         if piece is not None and piece.finish_reason is not None:
             self.unfinished.discard(delta.request_id)
-        return piece
+        echo = self._echo_of(delta.request_id)
+        if echo is not None:
+            return echo.prepend(piece)
+        return [] if piece is None else [piece]
+
+    def _echo_of(self, request_id: str) -> Echo | None:
+        return self._echoes[self._group_of[request_id]] if self._echoes else None
 
     def ended_here(self, request_id: str) -> bool:
         """Whether a choice was ended by its front end."""

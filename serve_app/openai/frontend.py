@@ -11,7 +11,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any
 
@@ -24,9 +24,9 @@ from serve_app.integrity.signatures import SigningKey
 from serve_app.integrity.verdicts import checks_of_all
 from serve_app.openai.chat import ChatDesk, ResponseParser
 from serve_app.openai.choice import ChoiceRun, read_choice
+from serve_app.openai.echo import without_answer
 from serve_app.openai.prepared_request import (
     FORM,
-    LONG_TEXT,
     NO_TERMS,
     Limits,
     PreparedRequest,
@@ -35,6 +35,7 @@ from serve_app.openai.prepared_request import (
     free,
     off_loop,
 )
+from serve_app.openai.prompts import PromptEncoder
 from serve_app.openai.requests import LEGACY_MAX_TOKENS, ChatCompletionRequest, CompletionRequest, WireRequest
 from serve_app.openai.responses import (
     ChatFormat,
@@ -82,6 +83,7 @@ class FrontEnd:
         self._checks = checks
         self._signing_key = signing_key
         self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer, model)
         self._model = model
         self.limits = limits or Limits()
         self._names = (model.model_name, *(one.name for one in model.adapters))
@@ -142,6 +144,7 @@ class FrontEnd:
         priority = terms.priority(wire.priority)
         talk = self._chats.talk(wire) if isinstance(wire, ChatCompletionRequest) else None
         prompts = await self._prompts(wire, talk)
+        echoed = await self._encoder.echoed(wire, prompts) if isinstance(wire, CompletionRequest) else ()
         self._check_sequences(len(prompts), num_choices)
         for prompt in prompts:
             name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
@@ -159,12 +162,15 @@ class FrontEnd:
             with_scored=bool(wire.logprob_token_ids),
             with_usage=wire.include_usage,
             with_token_kinds=bool(wire.return_token_kinds),
+            num_prompt_logprobs=wire.prompt_logprobs,
         )
         bad_words = await self._bad_words(wire)
         limit_s, adapter = terms.time_limit_s(wire.timeout), self._model.adapter_of(wire.model)
         groups = tuple(
             tuple(
-                dataclasses.replace(request, priority=priority, timeout_s=limit_s, adapter=adapter)
+                dataclasses.replace(
+                    request, priority=priority, timeout_s=limit_s, adapter=adapter, cache_salt=wire.cache_salt or ""
+                )
                 for request in self._group(wire, head, index, bad_words, answers)
             )
             for index in range(len(prompts))
@@ -176,10 +182,13 @@ class FrontEnd:
             reply_format,
             groups,
             stops,
+            wire.text_form,
             stream=bool(wire.stream),
             verify=bool(wire.verify),
             receipt=bool(wire.receipt),
             continuous_usage=wire.continuous_usage,
+            echoed=echoed,
+            prompt_only=wire.prompt_only,
             answers=answers,
             form_field=form_field,
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
@@ -290,37 +299,10 @@ class FrontEnd:
     ) -> list[tuple[int, ...]]:
         if isinstance(wire, ChatCompletionRequest):
             assert talk is not None
-            encode_chat, messages = self._tokenizer.encode_chat, talk.messages
-            ids = await off_loop(
-                _size((messages, talk.tools, talk.variables)),
-                lambda: encode_chat(messages, tools=talk.tools, variables=talk.variables),
-            )
-            return [self._checked(tuple(ids), "messages")]
-        prompts = wire.prompts()
-        if len(prompts) > self.limits.max_prompts:
+            return await self._encoder.chat(wire, talk)
+        if len(wire.prompts()) > self.limits.max_prompts:
             raise InvalidRequest("prompt", f"prompt may hold at most {self.limits.max_prompts} prompts here.")
-        return [self._checked(await self._encode(prompt), "prompt") for prompt in prompts]
-
-    async def _encode(self, prompt: str | list[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt)))
-        size = self._model.vocab_size
-        if min(prompt) < 0 or max(prompt) >= size:
-            wrong = next(token for token in prompt if not 0 <= token < size)
-            raise InvalidRequest("prompt", f"prompt holds the token id {wrong}; ids run from 0 to {size - 1}.")
-        return tuple(prompt)
-
-    def _checked(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
-        if not ids:
-            raise InvalidRequest(name, f"{name} must hold at least one token.")
-        longest = self._model.max_model_len
-        if len(ids) + 1 > longest:
-            raise ContextLengthExceeded(
-                name,
-                f"The model's context is {longest} tokens, and {name} has {len(ids)}, which leaves no room for an "
-                "answer. Shorten it.",
-            )
-        return ids
+        return await self._encoder.completion(wire)
 
     async def _bad_words(self, wire: WireRequest) -> tuple[tuple[int, ...], ...]:
         """Token sequences of the bad words, each as it begins a text and as it follows a space."""
@@ -366,6 +348,7 @@ class FrontEnd:
         params = SamplingParams(
             max_tokens=self._max_tokens(wire, num_prompt),
             logprobs=wire.num_logprobs,
+            prompt_logprobs=wire.num_prompt_logprobs,
             bad_words=bad_words,
             **wire.sampling_fields(),
         )
@@ -388,7 +371,7 @@ class FrontEnd:
                 f"The model's context is {longest} tokens, and {num_prompt} of prompt with {asked} of output are "
                 f"more. {name} may be at most {room} for this prompt.",
             )
-        return asked
+        return max(asked, 1)  # the engine cannot generate nothing
 
     def _pieces(self, job: PreparedRequest, run: ChoiceRun, spend: Spend) -> AsyncGenerator[ChoiceDelta, None]:
         """The pieces of all choices as they come."""
@@ -404,11 +387,12 @@ class FrontEnd:
             async for delta in deltas:
                 if delta.request_id not in run.unfinished:
                     continue
-                piece = run.push(delta)
-                spend(run.price(delta))
+                visible = without_answer(delta) if run.prompt_only else delta
+                pieces = run.push(visible)
+                spend(run.price(visible))
                 if run.ended_here(delta.request_id):
                     await self._source.abort(delta.request_id)
-                if piece is not None:
+                for piece in pieces:
                     yield piece
                 if run.unfinished.isdisjoint(names):
                     return
@@ -462,19 +446,6 @@ def _refuse_dead_end(params: SamplingParams, eos_token_ids: Sequence[int]) -> No
             "allowed_token_ids",
             "allowed_token_ids leaves nothing to say: bad_words and min_tokens forbid every one of them.",
         )
-
-
-def _size(rendered: Any) -> int:
-    """Characters and values of what a template is given, counted only until they are too many for the event loop."""
-    size, waiting = 0, [rendered]
-    while waiting and size <= LONG_TEXT:
-        value = waiting.pop()
-        if isinstance(value, Mapping):
-            value = [*value, *value.values()]
-        size += len(value) if isinstance(value, Sequence) else 1
-        if not isinstance(value, str) and isinstance(value, Sequence):
-            waiting += value
-    return size
 
 
 def _event(payload: dict[str, Any]) -> bytes:

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from serve_app.errors import ContextLengthExceeded, PriorityForbidden
 from serve_app.openai.chat import ResponseParser
+from serve_app.openai.echo import EchoedPrompt
+from serve_app.openai.requests import TextForm
 from serve_app.openai.responses import ReplyFormat, ReplyHead
 from serve_app.text.tokenizer import StopStrings
 from speculative.request import MAX_PRIORITY, Request
@@ -83,10 +85,13 @@ class PreparedRequest:
     format: ReplyFormat
     groups: tuple[tuple[Request, ...], ...]  # one group a prompt, one request a choice
     stops: StopStrings
+    text_form: TextForm
     stream: bool
     verify: bool
     receipt: bool = False
     continuous_usage: bool = False  # every chunk of a stream has the usage up to there
+    echoed: tuple[EchoedPrompt, ...] = ()  # one a group; () = no echo
+    prompt_only: bool = False  # nothing is to follow the echo
     answers: ResponseParser | None = None  # None: all text is content
     form_field: str = FORM  # that asks for the form of the answers
     unrepeatable: str | None = None  # why its seed may give another text again; "" = it gives the same, None = no seed

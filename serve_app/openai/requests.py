@@ -6,9 +6,10 @@ Requests are checked here as far as possible without model and tokenizer. Replie
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.backends.base import ChatPrompt
@@ -21,6 +22,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of each
 MAX_LOGIT_BIASES = 300
 MAX_BAD_WORDS = 1024
+MAX_CACHE_SALT = 1024  # characters
 LEGACY_MAX_TOKENS = 16  # what /v1/completions generates by default
 
 
@@ -103,23 +105,30 @@ class ResponseFormat(Wire):
         return Structure("json_object") if self.type == "json_object" else None
 
 
+def _schema_or_its_text(schema: Any) -> str | None:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema, parse_constant=refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise PydanticCustomError("schema", "must be a JSON schema; this text is not JSON.") from error
+    return None if schema is None else _schema_text(schema)
+
+
+SchemaText = Annotated[
+    str | None, BeforeValidator(_schema_or_its_text, json_schema_input_type=dict[str, Any] | str | None)
+]
+"""A JSON schema, as an object or its text."""
+Expression = Annotated[str, Field(min_length=1)]
+Choices = Annotated[Many[str], Field(min_length=1)]
+
+
 class StructuredOutputs(Wire):
     """The structure of an answer, in vLLM's form: exactly one of the fields."""
 
-    schema_text: str | None = Field(None, alias="json")  # an object, or its JSON text
-    regex: str | None = Field(None, min_length=1)
-    choice: Many[str] | None = Field(None, min_length=1)
-    grammar: str | None = Field(None, min_length=1)
-
-    @field_validator("schema_text", mode="before", json_schema_input_type=dict[str, Any] | str | None)
-    @classmethod
-    def _to_text(cls, schema: Any) -> str | None:
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema, parse_constant=refuse_constant)
-            except (ValueError, RecursionError) as error:
-                raise PydanticCustomError("schema", "must be a JSON schema; this text is not JSON.") from error
-        return None if schema is None else _schema_text(schema)
+    schema_text: SchemaText = Field(None, alias="json")
+    regex: Expression | None = None
+    choice: Choices | None = None
+    grammar: Expression | None = None
 
     def structure(self) -> Structure:
         """The structure to enforce.
@@ -155,6 +164,15 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Seconds = Annotated[float, Field(ge=0.001, le=86400)]
 
 
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """How the tokens of an answer are shown."""
+
+    skip_special: bool = True  # special tokens are left out of the text
+    include_stop: bool = False  # what stopped the answer is part of its text
+    tokens_as_ids: bool = False  # logprobs name tokens by id: "token_id:7"
+
+
 class WireRequest(Wire):
     """Fields of both generation endpoints."""
 
@@ -175,7 +193,13 @@ class WireRequest(Wire):
     structured_outputs: StructuredOutputs | None = None
     reproducible: bool | None = None  # default: if a seed is sent, and the engine supports it
     logprob_token_ids: list[TokenId] | None = Field(None, max_length=MAX_SCORED_IDS)
+    guided_json: SchemaText = None  # deprecated, as the next three: vLLM's names before `structured_outputs`
+    guided_regex: Expression | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Expression | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)  # keeps so many last ones; -1 = what fits
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)
     n: int | None = Field(None, ge=1, le=INT32_MAX)
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
     stop: str | list[str] | None = None
@@ -185,6 +209,9 @@ class WireRequest(Wire):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_token_kinds: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # logprobs name tokens by id: "token_id:7"
+    skip_special_tokens: bool | None = None  # default: true
+    include_stop_str_in_output: bool | None = None  # what stopped the answer is part of its text
     speculate: bool | None = None
     verify: bool | None = None  # the answer waits for its replay, and includes the verdict
     receipt: bool | None = None  # the answer comes with what a third party needs to make its draws again
@@ -200,6 +227,14 @@ class WireRequest(Wire):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # used if there are tools
+    spaces_between_special_tokens: bool | None = None  # never any but those of the tokens themselves
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _not_zero(cls, count: int | None) -> int | None:
+        if count == 0:
+            raise PydanticCustomError("truncation", "must be at least 1, or -1 for as many as fit.")
+        return count
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -231,17 +266,41 @@ class WireRequest(Wire):
     @property
     def structure(self) -> Structure | None:
         """The structure of the answer, whichever field asks for it."""
-        if self.structured_outputs is not None:
-            return self.structured_outputs.structure()
+        if self._outputs is not None:
+            return self._outputs.structure()
         return None if self.response_format is None else self.response_format.structure()
+
+    @property
+    def _outputs(self) -> StructuredOutputs | None:
+        """`structured_outputs`, or what its older names say."""
+        if not self.deprecated_fields:
+            return self.structured_outputs
+        return StructuredOutputs.model_construct(
+            schema_text=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+
+    @property
+    def deprecated_fields(self) -> tuple[str, ...]:
+        """Old names that the client used."""
+        return tuple(name for name in _GUIDED if getattr(self, name) is not None)
 
     @property
     def structure_field(self) -> str:
         """The field that asks for the structure."""
+        if self.deprecated_fields:
+            return self.deprecated_fields[0]
         if self.structured_outputs is None:
             return "response_format"
         kind = self.structured_outputs.structure().kind
         return f"structured_outputs.{'json' if kind == 'json_schema' else kind}"
+
+    @property
+    def _structure_parameter(self) -> str:
+        """The top-level field that asks for the structure."""
+        return self.structure_field.partition(".")[0]
 
     def sampling_fields(self) -> dict[str, Any]:
         """Fields of SamplingParams, as far as they need neither model nor tokenizer; unsent fields are left out."""
@@ -254,6 +313,20 @@ class WireRequest(Wire):
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, in whichever form they were sent."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def text_form(self) -> TextForm:
+        """How tokens are to become text."""
+        return TextForm(
+            self.skip_special_tokens is not False,
+            bool(self.include_stop_str_in_output),
+            bool(self.return_tokens_as_token_ids),
+        )
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As in SamplingParams: None = off, 0 = the prompt's own tokens only."""
+        return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
@@ -270,6 +343,11 @@ class WireRequest(Wire):
         """The field that limits the output, and its value."""
         return "max_tokens", self.max_tokens
 
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is to be generated, but the prompt echoed."""
+        return self.token_budget[1] == 0
+
     def check_together(self) -> None:
         """Check fields against each other.
 
@@ -278,12 +356,22 @@ class WireRequest(Wire):
         """
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "stream_options needs stream = true.")
+        self._check_deprecated()
         if self.structure is not None:
-            self._check_structure("response_format" if self.structured_outputs is None else "structured_outputs")
+            self._check_structure(self._structure_parameter)
+
+    def _check_deprecated(self) -> None:
+        old = self.deprecated_fields
+        if old and self.structured_outputs is not None:
+            raise InvalidRequest(
+                old[0], f"{old[0]} is an old name of structured_outputs; send structured_outputs only."
+            )
+        if len(old) > 1:
+            raise InvalidRequest(old[1], f"{old[0]} and {old[1]} both ask for a form; send one of them.")
 
     def _check_structure(self, name: str) -> None:
         if self.response_format is not None and name != "response_format" and self.response_format.type != "text":
-            raise InvalidRequest(name, "response_format and structured_outputs both ask for a form; send one of them.")
+            raise InvalidRequest(name, f"response_format and {name} both ask for a form; send one of them.")
         other = "min_tokens" if self.min_tokens else "ignore_eos" if self.ignore_eos else None
         if other is not None:
             raise InvalidRequest(name, f"{name} ends the answer by itself: it cannot be combined with {other}.")
@@ -299,12 +387,12 @@ _AS_SENT = (
     "frequency_penalty",
     "repetition_penalty",
     "ignore_eos",
-    "prompt_logprobs",
     "speculate",
     "reproducible",
 )
 
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 
@@ -334,7 +422,10 @@ class CompletionRequest(WireRequest):
         ],
         Discriminator(_prompt_kind),
     ]
+    max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)  # 0 = only the echo
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None  # the prompt and its logprobs come before the text
+    add_special_tokens: bool | None = None  # false = a text gets no tokens at its start, whatever the model wants
 
     @field_validator("prompt", mode="after")
     @classmethod
@@ -347,6 +438,24 @@ class CompletionRequest(WireRequest):
     def num_logprobs(self) -> int | None:
         """As in SamplingParams: None = off, 0 = the emitted token only."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As in SamplingParams: what the echo shows of the prompt, or `prompt_logprobs` asks for, whichever is more."""
+        counts = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return max(counts, default=None)
+
+    def check_together(self) -> None:
+        """Check fields against each other.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+        super().check_together()
+        if self.prompt_only and not self.echo:
+            raise InvalidRequest("max_tokens", "max_tokens may be 0 only with echo = true; else it must be at least 1.")
+        if self.prompt_only and self.receipt:
+            raise InvalidRequest("receipt", "receipt needs an answer, and max_tokens = 0 asks for none.")
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, in whichever form they were sent: each a text or token ids."""
@@ -368,6 +477,9 @@ class ChatCompletionRequest(WireRequest):
     tool_choice: ToolChoice = None
     reasoning_effort: str | None = Field(None, json_schema_extra={"enum": [*_EFFORTS, None]})
     chat_template_kwargs: dict[str, Any] | None = None  # variables that the chat template reads
+    add_generation_prompt: bool | None = None  # default: true, unless the last message is continued
+    continue_final_message: bool | None = None  # the answer continues the last message
+    add_special_tokens: bool | None = None  # true = also those that begin a text, beside the template's own
 
     @field_validator("reasoning_effort")
     @classmethod
@@ -399,6 +511,12 @@ class ChatCompletionRequest(WireRequest):
             raise InvalidRequest("top_logprobs", "top_logprobs needs logprobs = true.")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "add_generation_prompt",
+                "continue_final_message continues the last message, and add_generation_prompt begins another; send one "
+                "of them.",
+            )
         for number, message in enumerate(self.messages):
             message.check(f"messages.{number}")
         self._check_tools()
@@ -416,7 +534,7 @@ class ChatCompletionRequest(WireRequest):
         if not names or choice == "none":
             return
         if self.structure is not None:
-            name = "response_format" if self.structured_outputs is None else "structured_outputs"
+            name = self._structure_parameter
             raise InvalidRequest(name, f"{name} asks for a form in which no tool can be called; send it without tools.")
         if choice not in (None, "auto"):
             self._check_structure("tool_choice")

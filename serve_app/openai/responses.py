@@ -23,7 +23,7 @@ class TokenEntry:
 
     text: str
     raw: bytes
-    logprob: float
+    logprob: float | None  # None: the first token of an echoed prompt, which nothing comes before
     top: tuple[TopEntry, ...]  # most likely first
     text_offset: int  # characters of the choice before this token
     scored: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of logprob_token_ids
@@ -161,6 +161,7 @@ class ReplyHead:
     with_scored: bool  # logprobs of logprob_token_ids
     with_usage: bool  # streams only
     with_token_kinds: bool = False
+    num_prompt_logprobs: int | None = None  # most likely tokens at each of the prompt's positions; None = not requested
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A reply object or a chunk."""
@@ -345,7 +346,9 @@ def _scored(entry: TokenEntry) -> dict[str, float]:
     return {str(token): logprob for token, logprob in entry.scored}
 
 
-def _legacy_top(entry: TokenEntry) -> dict[str, float]:
+def _legacy_top(entry: TokenEntry) -> dict[str, float] | None:
+    if entry.logprob is None:
+        return None
     top: dict[str, float] = {}
     for candidate in entry.top:
         top.setdefault(candidate.text, candidate.logprob)

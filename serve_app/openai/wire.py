@@ -26,13 +26,16 @@ def _empty(value: Any, body: Mapping[str, Any]) -> bool:
     return value is None or value in ([], {}, "")
 
 
+def _any_text(value: Any, body: Mapping[str, Any]) -> bool:
+    return value is None or isinstance(value, str)
+
+
 def _same_as_n(value: Any, body: Mapping[str, Any]) -> bool:
     return value is None or (type(value) is int and value == (body.get("n") or 1))
 
 
 _ONLY_CHAT = "is a field of /v1/chat/completions; send messages there."
 _OLD_TOOLS = "is an old name; send tools and tool_choice."
-_OLD_NAME = "is an old name; send structured_outputs with json, regex, choice or grammar in it."
 
 
 UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
@@ -40,7 +43,7 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "tool_choice": (_one_of("none", "auto"), _ONLY_CHAT),
     "functions": (_empty, _OLD_TOOLS),
     "function_call": (_one_of("none", "auto"), _OLD_TOOLS),
-    "echo": (_one_of(False), "echo is not served yet; put the prompt before the text yourself."),
+    "echo": (_one_of(False), "is a field of /v1/completions; send a prompt there."),
     "suffix": (_empty, "filling in before a suffix is not served; send a prompt only."),
     "best_of": (_same_as_n, "only best_of = n is served; ask for n choices with logprobs and pick the best."),
     "modalities": (lambda value, body: value is None or value == ["text"], "only text is served."),
@@ -53,10 +56,14 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "web_search_options": (lambda value, body: value is None, "there is no web search."),
     "moderation": (lambda value, body: value is None, "there is no moderation."),
     "store": (_one_of(False), "nothing is stored; leave it out or send false."),
-    "guided_json": (_empty, _OLD_NAME),
-    "guided_regex": (_empty, _OLD_NAME),
-    "guided_choice": (_empty, _OLD_NAME),
-    "guided_grammar": (_empty, _OLD_NAME),
+    "guided_decoding_backend": (_any_text, "must be a string; which one makes no difference here."),
+    "guided_whitespace_pattern": (_empty, "JSON is laid out as json.dumps does; leave it out."),
+    "kv_transfer_params": (_empty, "the server hands prompts from prefill to decode replicas by itself; leave it out."),
+    "use_beam_search": (_one_of(False), "beam search is not served; send n and pick by logprobs."),
+    "length_penalty": (_one_of(1, 1.0), "belongs to beam search, which is not served."),
+    "vllm_xargs": (_empty, "is for plugins of vLLM's; there are none here."),
+    "documents": (_empty, "documents are not served; put their text into the messages."),
+    "mm_processor_kwargs": (_empty, "only text is served."),
     "chat_template": (_empty, "the model's own chat template is used; send a ready prompt to /v1/completions instead."),
     "lora_request": (_empty, "an adapter is chosen by its name as `model`; GET /v1/models lists those that are there."),
 }

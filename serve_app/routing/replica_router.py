@@ -127,12 +127,12 @@ class PrefixBook:
         """A prompt of so many tokens is about to go to this replica, if it accepts; a later update overrides this."""
         self._on_their_way[call] = (replica, num_tokens)
 
-    def sent(self, replica: str, call: Hashable, token_ids: Sequence[int], *, caches: bool, adapter: str = "") -> None:
-        """A prompt went to a replica; with `caches`, it will be cached there, for requests of the same adapter."""
+    def sent(self, replica: str, call: Hashable, token_ids: Sequence[int], *, caches: bool, scope: str = "") -> None:
+        """A prompt went to a replica; with `caches`, it will be cached there, for requests of the same scope."""
         self._on_their_way[call] = (replica, len(token_ids))
         if caches:
             blocks = self._sent.setdefault(replica, OrderedDict())
-            for name in self._names(token_ids, adapter):
+            for name in self._names(token_ids, scope):
                 blocks[name] = None
                 blocks.move_to_end(name)
             while len(blocks) > _MOST_KNOWN:
@@ -142,9 +142,9 @@ class PrefixBook:
         """A prompt was computed, or abandoned."""
         self._on_their_way.pop(call, None)
 
-    def loads(self, replicas: Iterable[str], token_ids: Sequence[int], adapter: str = "") -> dict[str, PrefillLoad]:
-        """The replicas' loads for a prompt of an adapter ("" = the model itself)."""
-        names = self._names(token_ids, adapter)
+    def loads(self, replicas: Iterable[str], token_ids: Sequence[int], scope: str = "") -> dict[str, PrefillLoad]:
+        """The replicas' loads for a prompt of a scope (`Request.cache_scope`)."""
+        names = self._names(token_ids, scope)
         own: dict[str, int] = {}
         for replica, count in tuple(self._on_their_way.values()):
             own[replica] = own.get(replica, 0) + count
@@ -161,8 +161,8 @@ class PrefixBook:
                 return (index + 1) * self._block_size
         return 0
 
-    def _names(self, token_ids: Sequence[int], adapter: str) -> list[int]:
-        chain = block_chain(token_ids, self._block_size, of=adapter)
+    def _names(self, token_ids: Sequence[int], scope: str) -> list[int]:
+        chain = block_chain(token_ids, self._block_size, of=scope)
         reported = b"".join(name[:_NAME_BYTES] for name in chain)
         return list(struct.unpack(f"<{len(reported) // _NAME_BYTES}Q", reported))
 
@@ -251,12 +251,12 @@ class PrefillRouter(_Ranking):
     def rank(self, replicas: Mapping[str, Any], pending: Any) -> list[str]:
         """The replicas, the earliest done first."""
         request = _request(pending)
-        prompt, adapter = ((), "") if request is None else (request.prompt_token_ids, request.adapter)
+        prompt, scope = ((), "") if request is None else (request.prompt_token_ids, request.cache_scope)
         if pending.future.done():  # another of Serve's routing tasks has placed it meanwhile
             return list(replicas)
         call = self._calls.of(pending)
         self._book.done(call)  # where it was meant to go before
-        loads = self._book.loads(replicas, prompt, adapter)
+        loads = self._book.loads(replicas, prompt, scope)
         ranked = rank_prefill(loads, len(prompt), str(call), _to_avoid(pending))
         self._book.meant(ranked[0], call, len(prompt))
         return ranked
@@ -267,7 +267,7 @@ class PrefillRouter(_Ranking):
         if request is not None:
             call, caches = self._calls.of(pending_request), request.score_from is None
             self._book.sent(
-                replica_id.unique_id, call, request.prompt_token_ids, caches=caches, adapter=request.adapter
+                replica_id.unique_id, call, request.prompt_token_ids, caches=caches, scope=request.cache_scope
             )
         self._calls.routed(pending_request, result)
 

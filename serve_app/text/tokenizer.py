@@ -41,7 +41,13 @@ class Tokenizer:
         own_eos = () if wrapped.eos_token_id is None else (int(wrapped.eos_token_id),)
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*generation_eos, *own_eos)))
         self.vocab_size: int = max(self._core.get_vocab(with_added_tokens=True).values()) + 1
+        self.prefix_ids: tuple[int, ...] = self._read_prefix()
+        """The tokens that the model wants at the start of a text."""
         self._check_decoding()
+
+    def _read_prefix(self) -> tuple[int, ...]:
+        bare, whole = self.encode("x", continuation=True), self.encode("x")
+        return tuple(whole[: len(whole) - len(bare)]) if whole[-len(bare) :] == bare else ()
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str | None = None) -> "Tokenizer":
@@ -104,8 +110,7 @@ class Tokenizer:
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
-                add_generation_prompt=True,
-                **(variables or {}),
+                **{"add_generation_prompt": True, **(variables or {})},
             )
             return list(self._core.encode(text, add_special_tokens=False).ids)
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
@@ -194,8 +199,10 @@ class StopMatcher:
     character, the longest. Knuth, Morris and Pratt's automaton per string: constant work per character and string.
     """
 
-    def __init__(self, stops: StopStrings) -> None:
+    def __init__(self, stops: StopStrings, *, include: bool = False) -> None:
+        """With `include` the stop string itself is delivered, too."""
         self._patterns = stops.patterns
+        self._include = include
         self._matched = [0] * len(stops.patterns)  # characters of each string that the text's end agrees with
         self._held = ""
         self.stopped = False
@@ -209,7 +216,7 @@ class StopMatcher:
             completed = self._advance(character)
             if completed:
                 self.stopped, self._held = True, ""
-                return grown[: position - completed]
+                return grown[: position if self._include else position - completed]
         certain = len(grown) - max(self._matched)
         self._held = grown[certain:]
         return grown[:certain]

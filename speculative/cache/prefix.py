@@ -10,13 +10,17 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
+def chain_root(scope: str) -> bytes:
+    """What the name of a first block is made of, beside its tokens; "" = the model itself, shared by all."""
+    return hashlib.blake2b(scope.encode(), digest_size=16).digest() if scope else b""
+
+
 def block_chain(token_ids: Sequence[int], block_size: int, *, of: str = "") -> list[bytes]:
     """Names of the blocks that the tokens fill, in order; each names all tokens up to its end.
 
-    What another than the model itself computes of the same tokens (`of` an adapter) has other names.
+    The same tokens have other names in another scope (`Request.cache_scope`).
     """
-    before = hashlib.blake2b(of.encode(), digest_size=16).digest() if of else b""
     chain: list[bytes] = []
     for end in range(block_size, len(token_ids) + 1, block_size):
-        chain.append(hash_block(chain[-1] if chain else before, token_ids[end - block_size : end]))
+        chain.append(hash_block(chain[-1] if chain else chain_root(of), token_ids[end - block_size : end]))
     return chain

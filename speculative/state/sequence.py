@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from speculative.cache.prefix import hash_block
+from speculative.cache.prefix import chain_root, hash_block
 from speculative.request import ReplayedToken, Request, TokenLogprobs
 from speculative.state.logit_constraints import Int64s, rules_of
 from speculative.state.token_constraint import TokenConstraint
@@ -172,6 +172,6 @@ class Sequence:
         """Names of the blocks that the first `num_tokens` tokens fill."""
         count = num_tokens // block_size
         for index in range(len(self._hashes), count):
-            parent = self._hashes[-1] if self._hashes else b""
+            parent = self._hashes[-1] if self._hashes else chain_root(self.request.cache_scope)
             self._hashes.append(hash_block(parent, self.tokens[index * block_size : (index + 1) * block_size]))
         return self._hashes[:count]

@@ -84,10 +84,14 @@ ASKING = {
     "web_search_options": {},
     "moderation": {},
     "store": True,
-    "guided_json": {"a": 1},
-    "guided_regex": "a",
-    "guided_choice": ["a"],
-    "guided_grammar": "a",
+    "guided_decoding_backend": 1,
+    "guided_whitespace_pattern": " ",
+    "kv_transfer_params": {"do_remote_decode": True},
+    "use_beam_search": True,
+    "length_penalty": 1.5,
+    "vllm_xargs": {"a": 1},
+    "documents": [{"text": "a"}],
+    "mm_processor_kwargs": {"a": 1},
     "chat_template": "x",
     "lora_request": {"name": "x"},
 }
@@ -95,7 +99,8 @@ ASKING = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_unsupported_field_is_refused_by_name_and_null_is_harmless(name: str) -> None:
-    for make in (completion,) if name in ChatCompletionRequest.model_fields else (chat, completion):
+    known = {chat: ChatCompletionRequest.model_fields, completion: CompletionRequest.model_fields}
+    for make in (make for make, fields in known.items() if name not in fields):
         with pytest.raises(UnsupportedParameter) as caught:
             make(**{name: ASKING[name]})
         assert caught.value.field == name
@@ -160,7 +165,7 @@ def test_sampling_fields_are_those_of_the_engine_and_only_what_was_sent() -> Non
         "min_tokens": 2, "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "presence_penalty": -1,
         "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {"7": -100, "3": 0.5}, "ignore_eos": False,
         "stop_token_ids": [4, 4, 5], "allowed_token_ids": [3, 7, 3], "logprob_token_ids": [9, 8, 9],
-        "prompt_logprobs": 0, "speculate": False, "reproducible": True,
+        "speculate": False, "reproducible": True,
     }  # fmt: skip
     changed = {
         "top_k": 0, "logit_bias": ((7, -100.0), (3, 0.5)), "stop_token_ids": (4, 5), "allowed_token_ids": (3, 7),

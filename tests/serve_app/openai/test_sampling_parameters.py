@@ -1,69 +1,19 @@
 """From a client's sampling parameters to the engine's, and what is reported in return."""
 
 import dataclasses
-import json
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
 
-from serve_app.backends.base import ModelInfo
-from serve_app.openai.frontend import FrontEnd
-from serve_app.openai.parsing import parse
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, InvalidRequest
-from speculative.request import FinishReason, Request, SamplingParams, Structure, TokenDelta, TokenLogprobs
+from speculative.request import FinishReason, SamplingParams, Structure, TokenDelta, TokenLogprobs
 from tests.support.fake_backend import fake_logprob
-from tests.support.fake_serving import BackendSource, Script, make_backend
-
-
-def completion(**fields: Any) -> CompletionRequest:
-    return parse(json.dumps({"model": "m", "prompt": "hello", "max_tokens": 50, **fields}).encode(), CompletionRequest)
-
-
-def chat(**fields: Any) -> ChatCompletionRequest:
-    messages = [{"role": "user", "content": "hello"}]
-    return parse(json.dumps({"model": "m", "messages": messages, **fields}).encode(), ChatCompletionRequest)
-
-
-class DeltaSource:
-    """Gives out prepared deltas in the name of the first request."""
-
-    def __init__(self, *deltas: TokenDelta) -> None:
-        self._deltas = deltas
-
-    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[TokenDelta, None]:
-        for delta in self._deltas:
-            yield delta.replace(request_id=requests[0].request_id)
-
-    async def abort(self, request_id: str) -> None:
-        """Nothing runs here."""
-
-
-def front_end(source: Any, tokenizer: Tokenizer) -> FrontEnd:
-    info = ModelInfo("m", 100, tokenizer.vocab_size, "abcdef0123456789", "", tokenizer.eos_token_ids)
-    return FrontEnd(source, tokenizer, info)
-
-
-def fake_front_end(tokenizer: Tokenizer, **settings: Any) -> tuple[FrontEnd, BackendSource, Script]:
-    backend, script = make_backend(tokenizer, max_model_len=100, **settings)
-    source = BackendSource(backend)
-    return front_end(source, tokenizer), source, script
+from tests.support.front_ends import DeltaSource, chat, chunks_of, completion, fake_front_end, front_end, reply_to
 
 
 async def params_of(tokenizer: Tokenizer, wire: Any) -> SamplingParams:
     return (await front_end(DeltaSource(), tokenizer).prepare(wire)).requests[0].params
-
-
-async def reply_to(front: FrontEnd, wire: Any) -> dict[str, Any]:
-    return await front.collect(await front.prepare(wire))
-
-
-async def chunks_of(front: FrontEnd, wire: Any) -> list[dict[str, Any]]:
-    events = [event.decode() async for event in front.events(await front.prepare(wire))]
-    blocks = "".join(events).removesuffix("\n\n").split("\n\n")
-    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
 
 
 # ---- what reaches the engine

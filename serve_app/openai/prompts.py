@@ -1,0 +1,110 @@
+"""From what a request says to the token ids of its prompts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serve_app.backends.base import ChatPrompt, ModelInfo
+from serve_app.errors import ContextLengthExceeded
+from serve_app.openai.echo import EchoedPrompt
+from serve_app.openai.prepared_request import LONG_TEXT, off_loop
+from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import InvalidRequest
+
+Ids = tuple[int, ...]
+
+
+class PromptEncoder:
+    """Encodes, checks and truncates the prompts of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size, self._longest = model.vocab_size, model.max_model_len
+
+    async def completion(self, wire: CompletionRequest) -> list[Ids]:
+        """Token ids of each prompt.
+
+        Raises:
+            InvalidRequest: an id is not in the vocabulary, or a prompt is empty or too long.
+        """
+        return [self._fit(await self._encode(prompt, wire), wire, "prompt") for prompt in wire.prompts()]
+
+    async def chat(self, wire: ChatCompletionRequest, talk: ChatPrompt) -> list[Ids]:
+        """Token ids of the one prompt that the chat template makes of a conversation.
+
+        Raises:
+            InvalidRequest: the template refuses the messages, or they are too long.
+        """
+        return [self._fit(await self.template(wire, talk), wire, "messages")]
+
+    async def template(self, wire: ChatCompletionRequest, talk: ChatPrompt) -> Ids:
+        """What the chat template makes of a conversation, whatever its length."""
+        continues = bool(wire.continue_final_message)
+        ending = {
+            "add_generation_prompt": not continues
+            if wire.add_generation_prompt is None
+            else wire.add_generation_prompt,
+            "continue_final_message": continues,
+        }
+        encode, messages = self._tokenizer.encode_chat, talk.messages
+        ids = await off_loop(
+            _size((messages, talk.tools, talk.variables)),
+            lambda: encode(messages, tools=talk.tools, variables={**talk.variables, **ending}),
+        )
+        return (*self._tokenizer.prefix_ids, *ids) if wire.add_special_tokens else tuple(ids)
+
+    async def echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:
+        """The prompts as they are echoed, where that is asked for."""
+        if not wire.echo:
+            return ()
+        sent = [prompt if isinstance(prompt, str) else None for prompt in wire.prompts()]
+        if wire.truncate_prompt_tokens is not None:
+            sent = [None] * len(sent)  # what was cut off is not echoed
+        prefix = 0 if wire.add_special_tokens is False else len(self._tokenizer.prefix_ids)
+        return await off_loop(
+            sum(map(len, prompts)),
+            lambda: tuple(
+                EchoedPrompt.of(text, ids, self._tokenizer, added=0 if text is None else prefix)
+                for text, ids in zip(sent, prompts, strict=True)
+            ),
+        )
+
+    async def _encode(self, prompt: str | list[int], wire: CompletionRequest) -> Ids:
+        if isinstance(prompt, str):
+            bare = wire.add_special_tokens is False
+            return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, continuation=bare)))
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
+            raise InvalidRequest(
+                "prompt", f"prompt holds the token id {wrong}; ids run from 0 to {self._vocab_size - 1}."
+            )
+        return tuple(prompt)
+
+    def _fit(self, ids: Ids, wire: CompletionRequest | ChatCompletionRequest, name: str) -> Ids:
+        """The prompt, truncated where that is asked for, if it leaves room for an answer."""
+        most = wire.truncate_prompt_tokens
+        if most is not None:
+            room = self._longest - max(wire.token_budget[1] or 1, 1)
+            ids = ids[-most if most > 0 else -max(room, 1) :]
+        if not ids:
+            raise InvalidRequest(name, f"{name} must hold at least one token.")
+        if len(ids) + 1 > self._longest:
+            raise ContextLengthExceeded(
+                name,
+                f"The model's context is {self._longest} tokens, and {name} has {len(ids)}, which leaves no room for "
+                "an answer. Shorten it.",
+            )
+        return ids
+
+
+def _size(rendered: Any) -> int:
+    """Characters and values of what a template is given, counted only until they are too many for the event loop."""
+    size, waiting = 0, [rendered]
+    while waiting and size <= LONG_TEXT:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            value = [*value, *value.values()]
+        size += len(value) if isinstance(value, Sequence) else 1
+        if not isinstance(value, str) and isinstance(value, Sequence):
+            waiting += value
+    return size

@@ -1,0 +1,158 @@
+"""`echo` on /v1/completions: the prompt and its logprobs before the answer's, in OpenAI's old form."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from serve_app.openai.echo import EchoedPrompt
+from serve_app.openai.frontend import FrontEnd
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import EngineFault
+from speculative.request import FinishReason, TokenDelta, TokenLogprobs
+from tests.support.fake_backend import fake_logprob
+from tests.support.front_ends import DeltaSource, chunks_of, completion, fake_front_end, front_end, reply_to
+
+PROMPT = "hello the quick fox"
+
+
+async def choice_of(front: FrontEnd, **fields: Any) -> dict[str, Any]:
+    return (await reply_to(front, completion(**fields)))["choices"][0]
+
+
+async def test_an_echo_is_the_prompt_and_then_the_same_answer(tokenizer: Tokenizer) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    plain = await choice_of(front, prompt=PROMPT, max_tokens=9, logprobs=1, temperature=0)
+    echoed = await choice_of(front, prompt=PROMPT, max_tokens=9, logprobs=1, temperature=0, echo=True)
+    ids = tokenizer.encode(PROMPT)
+    assert echoed["text"] == PROMPT + plain["text"]
+    said, asked = plain["logprobs"], echoed["logprobs"]
+    assert asked["tokens"] == [tokenizer.token_text(token) for token in ids] + said["tokens"]
+    assert asked["token_logprobs"] == [None, *map(fake_logprob, ids[1:]), *said["token_logprobs"]]
+    assert asked["top_logprobs"][0] is None
+    assert [len(top) for top in asked["top_logprobs"][1 : len(ids)]] == [1] * (len(ids) - 1)
+    assert asked["top_logprobs"][len(ids) :] == said["top_logprobs"]
+    assert asked["text_offset"][len(ids) :] == [len(PROMPT) + offset for offset in said["text_offset"]]
+    borders = [*asked["text_offset"], len(echoed["text"])]
+    shown = [echoed["text"][start:end] for start, end in itertools.pairwise(borders)]
+    assert shown[: len(ids)] == asked["tokens"][: len(ids)]
+    assert "prompt_logprobs" not in echoed
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [5, 6, 7], [PROMPT, "one two"], [[5, 6], [7]]])
+async def test_every_choice_of_every_prompt_begins_with_its_own_prompt(tokenizer: Tokenizer, prompt: Any) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    fields: dict[str, Any] = {"prompt": prompt, "n": 3, "max_tokens": 4, "logprobs": 0, "seed": 3, "echo": True}
+    reply = await reply_to(front, completion(**fields))
+    prompts = completion(**fields).prompts()
+    for index, choice in enumerate(reply["choices"]):
+        sent = prompts[index // 3]
+        ids = tokenizer.encode(sent) if isinstance(sent, str) else sent
+        text = sent if isinstance(sent, str) else tokenizer.decode(sent, skip_special=False)
+        assert choice["text"].startswith(text)
+        assert choice["logprobs"]["token_logprobs"][: len(ids)] == [None, *map(fake_logprob, ids[1:])]
+        assert len(choice["logprobs"]["tokens"]) == len(ids) + 4
+    assert reply["usage"]["completion_tokens"] == 4 * len(reply["choices"])
+
+
+async def test_a_streamed_echo_adds_up_to_the_whole_one(tokenizer: Tokenizer) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    fields: dict[str, Any] = {
+        "prompt": [PROMPT, "one"],
+        "n": 2,
+        "max_tokens": 9,
+        "logprobs": 1,
+        "seed": 3,
+        "echo": True,
+    }
+    whole = (await reply_to(front, completion(**fields)))["choices"]
+    texts, logprobs = [""] * 4, [[] for _ in range(4)]  # type: list[str], list[list[float]]
+    for chunk in await chunks_of(front, completion(**fields, stream=True)):
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["text"]
+        logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
+    assert texts == [choice["text"] for choice in whole]
+    assert logprobs == [choice["logprobs"]["token_logprobs"] for choice in whole]
+
+
+async def test_without_logprobs_the_engine_is_not_asked_for_the_prompts(tokenizer: Tokenizer) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    job = await front.prepare(completion(prompt=PROMPT, echo=True, n=2))
+    assert [request.params.prompt_logprobs for request in job.requests] == [None, None]
+    choice = await choice_of(front, prompt=PROMPT, echo=True)
+    assert choice["text"].startswith(PROMPT) and choice["logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_with_max_tokens_0_there_is_only_the_prompt(tokenizer: Tokenizer, stream: bool) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    fields: dict[str, Any] = {"prompt": [PROMPT, "one two"], "max_tokens": 0, "logprobs": 2, "echo": True}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in await chunks_of(front, completion(**fields, stream=True))]
+    else:
+        reply = await reply_to(front, completion(**fields))
+        choices = reply["choices"]
+        assert reply["usage"]["completion_tokens"] == 0
+    for prompt, choice in zip(fields["prompt"], sorted(choices, key=lambda one: one["index"]), strict=True):
+        ids = tokenizer.encode(prompt)
+        assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+        assert choice["logprobs"]["token_logprobs"] == [None, *map(fake_logprob, ids[1:])]
+
+
+async def test_only_what_was_delivered_is_paid_for(tokenizer: Tokenizer) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    spent: list[int] = []
+    await front.collect(await front.prepare(completion(prompt=PROMPT, max_tokens=0, echo=True)), spent.append)
+    assert sum(spent) == len(tokenizer.encode(PROMPT))
+
+
+async def test_a_stop_token_in_the_place_of_nothing_is_no_stop(tokenizer: Tokenizer) -> None:
+    source = DeltaSource(TokenDelta("", (2,), finish_reason=FinishReason.STOP, stop_token_id=2))
+    choice = await choice_of(front_end(source, tokenizer), prompt=[5, 6], max_tokens=0, echo=True)
+    assert (choice["text"], choice["finish_reason"]) == (tokenizer.decode([5, 6]), "length")
+
+
+async def test_the_echo_has_as_many_top_tokens_as_the_answer_and_prompt_logprobs_its_own_number(
+    tokenizer: Tokenizer,
+) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    choice = await choice_of(front, prompt=[5, 6], max_tokens=0, logprobs=1, prompt_logprobs=3, echo=True)
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 1
+    assert len(choice["prompt_logprobs"][1]) == 3
+    choice = await choice_of(front, prompt=[5, 6], max_tokens=0, logprobs=3, prompt_logprobs=1, echo=True)
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 3
+    assert len(choice["prompt_logprobs"][1]) == 1
+
+
+async def test_what_another_choice_says_before_the_prompts_logprobs_come_waits_for_them(tokenizer: Tokenizer) -> None:
+    said = (TokenLogprobs(9, -0.5, 1),)
+    late = TokenDelta("0", (7,), logprobs=(TokenLogprobs(7, -0.25, 1),), finish_reason=FinishReason.LENGTH)
+
+    class Late(DeltaSource):
+        async def stream(self, requests: Any) -> Any:
+            yield TokenDelta(requests[1].request_id, (9,), logprobs=said, finish_reason=FinishReason.LENGTH)
+            yield late.replace(request_id=requests[0].request_id, prompt_logprobs=(TokenLogprobs(6, -2.0, 3),))
+
+    reply = await reply_to(
+        front_end(Late(), tokenizer), completion(prompt=[5, 6], n=2, max_tokens=1, logprobs=0, echo=True)
+    )
+    assert [choice["logprobs"]["token_logprobs"] for choice in reply["choices"]] == [
+        [None, -2.0, -0.25],
+        [None, -2.0, -0.5],
+    ]
+
+
+async def test_logprobs_of_the_prompt_that_do_not_come_are_a_fault(tokenizer: Tokenizer) -> None:
+    source = DeltaSource(TokenDelta("", (7,), logprobs=(TokenLogprobs(7, -1.0, 1),), finish_reason=FinishReason.LENGTH))
+    for most in (0, 1):
+        with pytest.raises(EngineFault, match="prompt of 2 tokens"):
+            await choice_of(front_end(source, tokenizer), prompt=[5, 6], max_tokens=most, logprobs=0, echo=True)
+
+
+def test_tokens_that_the_tokenizer_put_before_a_text_take_no_characters_of_it(tokenizer: Tokenizer) -> None:
+    ids = [0, *tokenizer.encode("hello")]
+    echoed = EchoedPrompt.of("hello", ids, tokenizer, added=1)
+    assert echoed.text == "hello" and echoed.offsets[:2] == (0, 0)
+    special = EchoedPrompt.of("<|im_start|>hello", [1, *ids[1:]], tokenizer)
+    assert special.offsets[:2] == (0, len("<|im_start|>"))
+    assert EchoedPrompt.of(None, [1, *ids[1:]], tokenizer).text == "<|im_start|>hello"
