@@ -255,6 +255,10 @@ class EngineCore:
         """Drop everything that was computed, as if it were damaged; running requests are computed again."""
         self.scheduler.invalidate_cache()
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache: nothing that was computed before is found again. Running requests go on."""
+        self.scheduler.pool.drop_prefixes()
+
     @property
     def arithmetic(self) -> Arithmetic:
         """How it computes on this machine."""

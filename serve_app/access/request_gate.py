@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 
 from serve_app.access.access import ANYBODY, Access, Caller, Scope
 from serve_app.access.limiter import KeyLimiter, Lease
@@ -12,15 +13,37 @@ from serve_app.telemetry.metrics import Metrics
 _logger = logging.getLogger("truespec.access")
 
 # Files of the status page and the API's description hold nothing of anybody; the page asks for a key itself.
-_OPEN = ("/", "/page/{name}", "/openapi.json")
+_OPEN = ("/", "/page/{name}", "/openapi.json", "/version")
 
 HEALTH = ("/healthz", "/health", "/ping")
 """One route by three names: Kubernetes', vLLM's, and SageMaker's, which vLLM has, too."""
 
 
+TRAINER = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/weight_info",
+    "/reset_prefix_cache",
+    "/pause",
+    "/resume",
+    "/is_paused",
+)
+"""The routes by which a trainer that knows vLLM's server updates weights."""
+
+
+_CLOSED = (
+    "This route is closed: set admin.token_file in the server's configuration, or admin.open_trainer_api in a network "
+    "that none but the trainer reaches."
+)
+
+
 def scope_of(route: str) -> Scope | None:
     """The scope that a key needs for a route; None = any key will do, if one is needed at all."""
-    return Scope.ADMIN if route.startswith("/admin") else None if route in ("/metrics", *HEALTH) else Scope.USER
+    if route.startswith("/admin") or route in TRAINER:
+        return Scope.ADMIN
+    return None if route in ("/metrics", *HEALTH) else Scope.USER
 
 
 class Gate:
@@ -31,6 +54,8 @@ class Gate:
         metrics: counts who was refused, and what keys use.
         open_metrics: `/metrics` needs no key; any key opens it otherwise.
         open_health: `/healthz` likewise.
+        open_trainer_api: the routes for trainers need no key.
+        cors_origins: web pages of these may call the API from a browser.
         clock: seconds, monotonic.
     """
 
@@ -41,15 +66,19 @@ class Gate:
         *,
         open_metrics: bool = True,
         open_health: bool = True,
+        open_trainer_api: bool = False,
+        cors_origins: Sequence[str] = (),
         clock: Clock = time.monotonic,
     ) -> None:
         self._access = access
+        self.cors_origins = tuple(cors_origins)
         self._metrics = metrics
         self._limiter = KeyLimiter(metrics, clock)
         self._open = {
             *_OPEN,
             *(["/metrics"] if open_metrics else []),
             *(HEALTH if open_health else []),
+            *(TRAINER if open_trainer_api else []),
         }
 
     @property
@@ -71,6 +100,8 @@ class Gate:
         if route in self._open:
             return ANYBODY
         try:
+            if route in TRAINER and not self._access.has_admin:
+                raise Forbidden(_CLOSED)
             return self._access.require(scope_of(route), authorization)
         except (AccessDenied, Forbidden) as error:
             reason = "forbidden" if isinstance(error, Forbidden) else "unauthenticated"

@@ -288,6 +288,10 @@ class Backend(Protocol):
         empty, and the self-checks start again."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache: nothing that was computed before is found again. Running requests go on."""
+        ...
+
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
         """Load other weights of the same model beside those that are served, in place of any loaded so before.
 

@@ -164,6 +164,10 @@ class TorchBackend:
 
         self._commands.put(reset)
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache."""
+        self._commands.put(EngineCore.reset_prefix_cache)
+
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
         """Load new weights alongside those being served, on a separate thread."""
         engine = self._live_engine()

@@ -291,6 +291,10 @@ class VllmBackend:
         self._self_check.restart()
         self._order(self._forget())
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; vLLM recomputes the running requests, whose blocks are in it."""
+        self._order(self._forget())
+
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
         """Check new weights; vLLM reads them at the switch."""
         if drafter is not None:

@@ -316,6 +316,8 @@ class AdminSection(Section):
 
     token_file: Annotated[str, Field(min_length=1)] | None = None
     """A file that holds the bearer token of `/admin`; there is no `/admin` when not set."""
+    open_trainer_api: bool = False
+    """Let anyone update weights, pause, and empty prefix caches by vLLM's routes, since trainers as TRL send no key."""
 
 
 class AccessSection(Section):
@@ -327,6 +329,8 @@ class AccessSection(Section):
     """Allow reading `/metrics` without a key; it holds neither prompts nor keys."""
     open_health: bool = True
     """Allow `/healthz` without a key."""
+    cors_origins: list[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]] = []
+    """Web pages of these origins (`https://chat.example`, or `*`) may call the API from a browser."""
 
     @model_validator(mode="after")
     def _what_is_closed_has_a_key(self) -> Self:

@@ -149,6 +149,18 @@ class Controller:
         ref = self._transfers.end(transfer, version, *num_shards)
         return await self._weights.update(ref, mode=mode, timeout_s=timeout_s)
 
+    async def stage_weights(self, ref: WeightsRef | None) -> None:
+        """Keep what `finish_weights` is to bring; None = nothing."""
+        self._weights.stage(ref)
+
+    async def finish_weights(self, version: str, timeout_s: float) -> Outcome:
+        """Bring the staged weights to every replica, or to none."""
+        return await self._weights.finish(version, timeout_s)
+
+    async def reset_prefix_caches(self) -> Outcome:
+        """Empty every replica's prefix cache."""
+        return await self._weights.reset_caches()
+
     async def pause(self, mode: PauseMode, timeout_s: float) -> Outcome:
         """Have every replica begin nothing new."""
         return await self._weights.pause(mode, timeout_s)

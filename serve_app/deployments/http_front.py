@@ -17,6 +17,7 @@ from serve_app.deployments.runtime import ReplicaRuntime, Reporter, own_error
 from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
 from serve_app.http.routes import Operations, build_ingress
+from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.integrity.breaker import Mode
 from serve_app.integrity.replay_selection import Checks, chosen
 from serve_app.integrity.replays import Record, Records, ReplayJob
@@ -33,6 +34,7 @@ from serve_app.weights.desired_state import Outcome, WeightsRef
 from speculative.errors import EngineFault
 
 _logger = logging.getLogger("truespec.serve")
+_TRAINER_WAITS_S = 600.0  # for new weights, of those who cannot say for how long
 
 
 class HttpFront:
@@ -127,7 +129,7 @@ class HttpFront:
         app = build_ingress(
             self._front_end,
             scorer=self._scorer,
-            operations=Operations(self.exposition, check_health),
+            operations=Operations(self.exposition, check_health, self._vllm_routes()),
             verdicts=self.verdict,
             admin=self._admin,
             gate=Gate(
@@ -135,11 +137,25 @@ class HttpFront:
                 self._runtime.metrics,
                 open_metrics=self._config.access.open_metrics,
                 open_health=self._config.access.open_health,
+                open_trainer_api=self._config.admin.open_trainer_api,
+                cors_origins=self._config.access.cors_origins,
             ),
             tracing=self._runtime.tracing,
         )
         add_page(app, StatusFeed(self.status))
         return app
+
+    def _vllm_routes(self) -> VllmRoutes:
+        engine = self._config.engine
+        model = {
+            "model": self._config.model.source,
+            "served_model_name": self._config.model.served_name,
+            "dtype": f"torch.{engine.dtype}",
+            "max_model_len": engine.max_model_len,
+            "logprobs_mode": engine.logprobs_mode,
+        }
+        settings = {"model_config": model, "weight_transfer_config": {"backend": "folder"}}
+        return VllmRoutes(settings, _weights_admin(self._runtime.controller))
 
     async def status(self) -> dict[str, Any]:
         """What the status page shows of the whole app; the quantization is that of the model as it is served here."""
@@ -230,8 +246,8 @@ def _weights_admin(controller: Callable[[], "DeploymentHandle[Any]"]) -> Weights
             raise own_error(error) from error
 
     async def update(order: WeightsOrder) -> Outcome:
-        ref = WeightsRef(0, order.weight_version, order.path, order.drafter_path)
-        return await outcome(controller().update_weights.remote(ref, PauseMode(order.mode), order.timeout_s))
+        sent = controller().update_weights.remote(_ref_of(order), PauseMode(order.mode), order.timeout_s)
+        return await outcome(sent)
 
     async def pause(order: PauseOrder) -> Outcome:
         return await outcome(controller().pause.remote(PauseMode(order.mode), order.timeout_s))
@@ -239,7 +255,21 @@ def _weights_admin(controller: Callable[[], "DeploymentHandle[Any]"]) -> Weights
     async def resume() -> Outcome:
         return await outcome(controller().resume.remote())
 
+    async def stage(order: WeightsOrder | None) -> None:
+        await controller().stage_weights.remote(None if order is None else _ref_of(order))
+
+    async def finish(version: str) -> Outcome:
+        return await outcome(controller().finish_weights.remote(version, _TRAINER_WAITS_S))
+
+    async def reset_caches() -> Outcome:
+        return await outcome(controller().reset_prefix_caches.remote())
+
     async def statuses() -> Statuses:
         return await controller().weights.remote()  # type: ignore[no-any-return]
 
-    return WeightsAdmin(statuses, update, pause, resume)
+    return WeightsAdmin(statuses, update, pause, resume, stage, finish, reset_caches)
+
+
+def _ref_of(order: WeightsOrder) -> WeightsRef:
+    """What an order names; the coordinator numbers it."""
+    return WeightsRef(0, order.weight_version, order.path, order.drafter_path)

@@ -59,12 +59,17 @@ class WeightsAdmin:
     statuses: which weights each replica serves.
     update: brings new ones to every replica, or to none. Raises UpdateRefused.
     pause, resume: of all replicas.
+    stage: keeps an order until `finish` carries it out, by the version given if it is not empty.
+    reset_caches: empties every replica's prefix cache.
     """
 
     statuses: Callable[[], Awaitable[Statuses]]
     update: Callable[[WeightsOrder], Awaitable[Outcome]]
     pause: Callable[[PauseOrder], Awaitable[Outcome]]
     resume: Callable[[], Awaitable[Outcome]]
+    stage: Callable[[WeightsOrder | None], Awaitable[None]]
+    finish: Callable[[str], Awaitable[Outcome]]
+    reset_caches: Callable[[], Awaitable[Outcome]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ from pydantic.json_schema import models_json_schema
 from serve_app.access.access import Scope
 from serve_app.access.request_gate import HEALTH, scope_of
 from serve_app.http.admin import PauseOrder, SpeculationOrder, WeightsOrder
+from serve_app.http.vllm_routes import FinishUpdate, InitTransfer, StartUpdate, UpdateOrder
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.openai.scoring import ScoreRequest
+from serve_app.openai.tokenization import DetokenizeRequest, TokenizeRequest
 
 Schema = dict[str, Any]
 
@@ -98,6 +100,10 @@ _REPLIES: dict[str, Schema] = {
     "Replicas": _object({"replicas": _list({"type": "object"})}),
     "Health": _object({"status": _TEXT}),
     "Status": {"type": "object"},
+    "Version": _object({"version": _TEXT}),
+    "Done": _object({"message": _TEXT}),
+    "Tokens": _object({"count": _COUNT, "max_model_len": _COUNT, "tokens": _list(_COUNT)}),
+    "Text": _object({"prompt": _TEXT}),
 }
 
 
@@ -137,6 +143,28 @@ OPERATIONS = (
     ),
     Operation("POST", "/admin/resume", "Resume starting requests.", "Replicas"),
     *(Operation("GET", path, "Report whether this replica can serve.", "Health") for path in HEALTH),
+    Operation("GET", "/version", "Report the server's version.", "Version"),
+    Operation("POST", "/tokenize", "Tokenize a prompt or a conversation.", "Tokens", TokenizeRequest),
+    Operation("POST", "/detokenize", "Turn token ids into text.", "Text", DetokenizeRequest),
+    Operation("GET", "/tokenizer_info", "Describe the tokenizer.", "Status"),
+    Operation("GET", "/server_info", "Return the engine's settings, as vLLM does.", "Status"),
+    Operation("GET", "/get_world_size", "Count the replicas that hold weights.", "Status"),
+    Operation("POST", "/init_weight_transfer_engine", "Check how weights are to be sent.", "Done", InitTransfer),
+    Operation("POST", "/start_weight_update", "Begin a weight update.", "Done", StartUpdate, body_required=False),
+    Operation("POST", "/update_weights", "Name the folder of new weights.", "Done", UpdateOrder),
+    Operation(
+        "POST",
+        "/finish_weight_update",
+        "Update the weights on every replica.",
+        "Done",
+        FinishUpdate,
+        body_required=False,
+    ),
+    Operation("GET", "/weight_info", "Return the version of the weights.", "Status"),
+    Operation("POST", "/reset_prefix_cache", "Empty every replica's prefix cache.", "Status"),
+    Operation("POST", "/pause", "Stop starting requests on all replicas, as vLLM does.", "Status"),
+    Operation("POST", "/resume", "Resume starting requests, as vLLM does.", "Status"),
+    Operation("GET", "/is_paused", "Report whether all replicas are paused.", "Status"),
     Operation("GET", "/metrics", "Metrics for Prometheus.", "text/plain"),
     Operation("GET", "/status", "The data of the status page.", "Status"),
     Operation("GET", "/status/events", "Stream the status each second.", "text/event-stream"),

@@ -1,6 +1,5 @@
 """The HTTP routes: bodies in, JSON and server-sent events out, errors in OpenAI's form."""
 
-import asyncio
 import contextlib
 import functools
 import importlib.metadata
@@ -14,13 +13,12 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from serve_app.access.access import Access, Caller
 from serve_app.access.request_gate import HEALTH, Gate
 from serve_app.errors import (
-    BodyTimeout,
-    BodyTooLarge,
     ErrorReply,
     UnknownVerdict,
     UnsupportedParameter,
@@ -28,13 +26,16 @@ from serve_app.errors import (
     route_error,
 )
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, WeightsAdmin, WeightsOrder
+from serve_app.http.body import MAX_ORDER_BYTES, read_body
 from serve_app.http.event_stream import EventStream, unless_disconnected
+from serve_app.http.head_requests import HeadRequests
 from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
+from serve_app.http.vllm_routes import VllmRoutes, add_vllm_routes
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Terms
-from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest
+from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest, WireRequest
 from serve_app.openai.scoring import Scorer, ScoreRequest
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import Outcome
@@ -59,19 +60,23 @@ VerdictPage = Callable[[str], Awaitable[dict[str, Any] | None]]
 """What is known of a reply, by its id; None where nothing is."""
 
 
-_LONGEST_ORDER = 4096  # bytes
-_BODY_TIMEOUT_S = 30.0  # for all of a body to come
 _TIMEOUT_HEADER = "x-request-timeout"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?", re.ASCII)
+_CORS: dict[str, Any] = {
+    "allow_methods": ["*"],
+    "allow_headers": ["*"],
+    "expose_headers": ["x-request-id", "retry-after", "warning"],
+}
 _CLIENT_CLOSED = 499  # nginx's number; nobody reads it, but access logs do
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What the tools of an operator read."""
+    """What the tools of an operator read, and those of a trainer that knows vLLM's server."""
 
     metrics: MetricsPage | None = None
     health: HealthCheck | None = None
+    vllm: VllmRoutes | None = None
 
 
 def build_ingress(
@@ -99,12 +104,16 @@ def build_ingress(
         dependencies=[Depends(_admission(gate))],
     )
     app.router.route_class = _GuardedRoute
+    app.add_middleware(HeadRequests)
     app.add_middleware(RequestIds, tracing=tracing or Tracing())
+    if gate.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=gate.cors_origins, **_CORS)
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_generation(app, front_end, gate)
     if scorer is not None:
         _add_scoring(app, front_end, scorer, gate)
     _add_operations(app, operations)
+    add_vllm_routes(app, front_end, operations.vllm)
     if verdicts is not None:
         _add_verdicts(app, verdicts)
     if admin is not None:
@@ -207,7 +216,7 @@ def _add_admin(app: FastAPI, admin: Admin) -> None:
 
     @app.post("/admin/speculation")
     async def set_speculation(request: Request) -> Response:
-        body = await _read_body(request, _LONGEST_ORDER)
+        body = await read_body(request, MAX_ORDER_BYTES)
         return JSONResponse({"replicas": await admin.order(parse(body, SpeculationOrder))})
 
     if admin.weights is not None:
@@ -220,7 +229,7 @@ def _add_weights(app: FastAPI, weights: WeightsAdmin) -> None:
         return JSONResponse({"complete": done.complete, "replicas": done.replicas})
 
     async def ordered(request: Request, kind: type[W], do: Callable[[W], Awaitable[Outcome]]) -> Response:
-        return await reported(do(parse(await _read_body(request, _LONGEST_ORDER) or b"{}", kind)))
+        return await reported(do(parse(await read_body(request, MAX_ORDER_BYTES) or b"{}", kind)))
 
     @app.get("/admin/weights")
     async def show_weights() -> Response:
@@ -268,11 +277,14 @@ async def _generate(
     lease = gate.enter(request.state.caller)
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(lease.leave)
-        body = await _read_body(request, front_end.limits.max_body_bytes)
-        job = await front_end.prepare(parse(body, kind), _terms(request))
+        body = await read_body(request, front_end.limits.max_body_bytes)
+        wire = parse(body, kind)
+        job = await front_end.prepare(wire, _terms(request))
+        headers = _warning(wire)
         logger.debug("%s is %s", request_id_of(request.scope), job.head.reply_id)
         if not job.stream:
-            return JSONResponse(await unless_disconnected(request.receive, front_end.collect(job, lease.spend)))
+            reply = await unless_disconnected(request.receive, front_end.collect(job, lease.spend))
+            return JSONResponse(reply, headers=headers)
         events = front_end.events(job, lease.spend)
         try:
             first = await unless_disconnected(request.receive, anext(events))
@@ -280,13 +292,22 @@ async def _generate(
             await events.aclose()
             raise
         interval_s = front_end.limits.stream_interval_s
-        return EventStream(first, events, at_the_end.pop_all().close, interval_s=interval_s)
+        stream = EventStream(first, events, at_the_end.pop_all().close, interval_s=interval_s)
+        stream.headers.update(headers)
+        return stream
+
+
+def _warning(wire: WireRequest) -> dict[str, str]:
+    """The header that warns of fields by their old names (RFC 9111 kept it out, and clients still show it)."""
+    if not wire.deprecated_fields:
+        return {}
+    return {"warning": f'299 - "{", ".join(wire.deprecated_fields)} is deprecated; send structured_outputs"'}
 
 
 async def _score(front_end: FrontEnd, scorer: Scorer, gate: Gate, request: Request) -> Response:
     lease = gate.enter(request.state.caller)
     try:
-        wire = parse(await _read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
+        wire = parse(await read_body(request, front_end.limits.max_body_bytes), ScoreRequest)
         front_end.model(wire.model)
         return JSONResponse(
             await unless_disconnected(request.receive, scorer.score(wire, _terms(request), lease.spend))
@@ -312,24 +333,6 @@ def _header_timeout_s(request: Request) -> float | None:
     if not _SECONDS.fullmatch(sent) or float(sent) == 0:
         raise InvalidRequest(_TIMEOUT_HEADER, f"{_TIMEOUT_HEADER} must be a number of seconds above 0.")
     return float(sent)
-
-
-async def _read_body(request: Request, most: int) -> bytes:
-    """The body, read no further than the limit."""
-    too_large = BodyTooLarge("", f"The body is longer than {most} bytes. Shorten the prompt or send fewer at once.")
-    declared = request.headers.get("content-length", "0")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > most:
-                    raise too_large
-            return bytes(body)
-    except TimeoutError as error:
-        raise BodyTimeout(f"The body did not come within {_BODY_TIMEOUT_S:g} s.") from error
 
 
 def _unserved(request: Request, path: str) -> Response:

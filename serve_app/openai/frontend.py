@@ -46,6 +46,7 @@ from serve_app.openai.responses import (
     join,
     model_card,
 )
+from serve_app.openai.tokenization import Tokenization
 from serve_app.openai.tools import forces_calls
 from serve_app.streams.merge import merge
 from serve_app.text.tokenizer import StopStrings, Tokenizer
@@ -84,6 +85,7 @@ class FrontEnd:
         self._signing_key = signing_key
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer, model)
+        self.tokenization = Tokenization(tokenizer, self._chats, self._encoder, model.max_model_len)
         self._model = model
         self.limits = limits or Limits()
         self._names = (model.model_name, *(one.name for one in model.adapters))
@@ -96,6 +98,13 @@ class FrontEnd:
     def models(self) -> dict[str, Any]:
         """The body of GET /v1/models."""
         return {"object": "list", "data": [self.model(name) for name in self._names]}
+
+    def check_model(self, name: str | None) -> None:
+        """Raises:
+        ModelNotFound: the model is named, and not served here.
+        """
+        if name is not None:
+            self.model(name)
 
     def model(self, name: str) -> dict[str, Any]:
         """The body of GET /v1/models/{name}.

@@ -85,6 +85,17 @@ class Tokenizer:
         except TemplateError:  # reported when it is used
             return ChatTemplate(source, frozenset())
 
+    def description(self) -> dict[str, Any]:
+        """The tokenizer's class, chat template and special tokens, by the names of tokenizer_config.json."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        tokens = {name: None if (token := getattr(self._wrapped, name)) is None else str(token) for name in names}
+        return {
+            "tokenizer_class": type(self._wrapped).__name__,
+            **tokens,
+            "chat_template": self.chat_template().source or None,
+            "add_bos_token": bool(self.prefix_ids) and self.prefix_ids[0] == self._wrapped.bos_token_id,
+        }
+
     def added_id(self, text: str) -> int | None:
         """The token added to the vocabulary for this text, special or not; None if there is none."""
         return self._added.get(text)

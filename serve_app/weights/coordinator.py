@@ -52,6 +52,8 @@ class WeightCoordinator:
         self._paused: PauseMode | None = None
         self._update: _Update | None = None
         self._last_number = 0
+        self._staged: WeightsRef | None = None
+        self._cache_resets = 0
         self._members: dict[str, _Member] = {}
 
     def hear(self, name: str, status: WeightsStatus) -> DesiredState:
@@ -62,6 +64,7 @@ class WeightCoordinator:
             self._serve = status.serving  # this coordinator is new; the replica knows what the last one decided
             if update is not None:  # its number may be too low
                 update.refusal = f"{name} says only now that they are what is served; ask again"
+        self._cache_resets = max(self._cache_resets, status.cache_resets)  # it may be new, too
         self._decide()
         return self.wanted
 
@@ -69,7 +72,7 @@ class WeightCoordinator:
     def wanted(self) -> DesiredState:
         """What every replica is to come to."""
         load = None if self._update is None else self._update.ref
-        return DesiredState(self._serve, load, self._mode, self._paused)
+        return DesiredState(self._serve, load, self._mode, self._paused, self._cache_resets)
 
     async def update(
         self,
@@ -81,7 +84,7 @@ class WeightCoordinator:
         """Bring new weights to every replica; the number of `ref` is given here.
 
         Args:
-            ref: which.
+            ref: which; without a version they are called `update-` and their number.
             mode: what becomes of the requests that run when a replica switches.
             timeout_s: for the loading, and then again for the switching.
 
@@ -91,12 +94,13 @@ class WeightCoordinator:
         await self._first_reports()
         if self._update is not None:
             raise UpdateRefused(f"The update to {self._update.ref.version!r} is under way; wait for its end.")
-        if ref.version in (self._serve.version, ""):
+        if ref.version == self._serve.version:
             raise UpdateRefused(f"weight_version {ref.version!r} is what is served; give new weights a new name.")
         stands = (one.status for one in self._members.values())
         seen = (number for one in stands for number in (one.serving.number, one.loaded or 0, one.failed or 0))
         self._last_number = 1 + max(self._serve.number, self._last_number, *seen)
-        numbered = dataclasses.replace(ref, number=self._last_number)
+        version = ref.version or f"update-{self._last_number}"
+        numbered = dataclasses.replace(ref, number=self._last_number, version=version)
         update = self._update = _Update(numbered, mode)
         try:
             if not await self._until(lambda: self._decided(update), timeout_s):
@@ -106,6 +110,28 @@ class WeightCoordinator:
         finally:
             self._update = None
         complete = await self._until(lambda: all(self._serves(one, numbered) for one in self._live()), timeout_s)
+        return Outcome(complete, self.statuses())
+
+    def stage(self, ref: WeightsRef | None) -> None:
+        """Keep what the next `finish` is to bring to every replica; None = nothing."""
+        self._staged = ref
+
+    async def finish(self, version: str, timeout_s: float = 600.0) -> Outcome:
+        """Bring the staged weights to every replica, by this version if it is not empty.
+
+        Raises:
+            UpdateRefused: nothing is staged, or as `update` does.
+        """
+        if self._staged is None:
+            raise UpdateRefused("No weights were named: POST /update_weights comes before /finish_weight_update.")
+        ref, self._staged = self._staged, None
+        return await self.update(dataclasses.replace(ref, version=version or ref.version), timeout_s=timeout_s)
+
+    async def reset_caches(self, timeout_s: float = 60.0) -> Outcome:
+        """Empty the prefix cache of every replica."""
+        self._cache_resets += 1
+        wanted = self._cache_resets
+        complete = await self._until(lambda: all(one.status.cache_resets >= wanted for one in self._live()), timeout_s)
         return Outcome(complete, self.statuses())
 
     async def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> Outcome:

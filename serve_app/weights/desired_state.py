@@ -39,6 +39,7 @@ class DesiredState:
     load: WeightsRef | None = None  # beside those it serves
     mode: PauseMode = PauseMode.WAIT  # what becomes of running requests when `serve` changes
     paused: PauseMode | None = None
+    cache_resets: int = 0  # how often the prefix caches were to be emptied
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class WeightsStatus:
     failed: int | None = None  # number of what could not be loaded
     reason: str = ""  # why not
     paused: PauseMode | None = None  # how it stands still
+    cache_resets: int = 0  # as in `DesiredState`
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class WeightsKeeper:
         self._loaded_fingerprint = ""
         self._failed: tuple[int, str] | None = None
         self._paused: PauseMode | None = None
+        self._cache_resets = 0
         self._wanted = DesiredState(CONFIGURED)
         self._work: asyncio.Task[None] | None = None  # on the weights
         self._pause_work: asyncio.Task[None] | None = None  # separate: a pause may take as long as the longest request
@@ -67,6 +68,7 @@ class WeightsKeeper:
             number,
             reason,
             self._paused,
+            self._cache_resets,
         )
 
     @property
@@ -85,6 +87,9 @@ class WeightsKeeper:
     def obey(self, wanted: DesiredState) -> None:
         """Start converging to the desired state; returns at once."""
         self._wanted = wanted
+        if wanted.cache_resets > self._cache_resets:
+            self._backend.reset_prefix_cache()
+            self._cache_resets = wanted.cache_resets
         if self._pausing and wanted.paused is None and self._pause_work is not None:
             self._pause_work.cancel()
             self._pause_work = None

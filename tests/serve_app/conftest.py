@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from serve_app.access.request_gate import Gate
 from serve_app.http.admin import Admin
-from serve_app.http.routes import HealthCheck, MetricsPage, Operations, VerdictPage, build_ingress
+from serve_app.http.routes import Operations, VerdictPage, build_ingress
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
 from serve_app.page.feed import StatusFeed
@@ -113,8 +113,7 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> It
 
     def serve(
         limits: Limits | None = None,
-        metrics: MetricsPage | None = None,
-        health: HealthCheck | None = None,
+        operations: Operations = Operations(),  # noqa: B008  # frozen
         *,
         verdicts: VerdictPage | None = None,
         admin: Admin | None = None,
@@ -127,7 +126,7 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> It
         source = BackendSource(backend)
         app = build_ingress(
             FrontEnd(source, tokenizer, backend.info, limits),
-            operations=Operations(metrics, health),
+            operations=operations,
             verdicts=verdicts,
             admin=admin,
             gate=gate,

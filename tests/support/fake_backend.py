@@ -65,6 +65,7 @@ class FakeBackend:
         self._ending: set[str] = set()  # those of them that were aborted
         self.speculation = Speculation.ON
         self.num_distrusted = 0
+        self.num_cache_resets = 0
         self.loaded: str | None = None
         self.weight_version = DEFAULT_VERSION
         self.paused: PauseMode | None = None
@@ -149,6 +150,10 @@ class FakeBackend:
     def invalidate_cache(self) -> None:
         """Nothing is computed that could be wrong; counts the calls."""
         self.num_distrusted += 1
+
+    def reset_prefix_cache(self) -> None:
+        """There is none; how often it was asked for is counted."""
+        self.num_cache_resets += 1
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
         """Any name will do, but `missing`; the fingerprint is made of it."""

@@ -18,6 +18,7 @@ from serve_app.access.keys import KeyStore, digest_of
 from serve_app.access.request_gate import Gate
 from serve_app.errors import AccessDenied
 from serve_app.http.admin import Admin, SpeculationOrder
+from serve_app.http.routes import Operations
 from serve_app.openai.prepared_request import Limits
 from serve_app.page.feed import StatusFeed
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
@@ -94,7 +95,7 @@ def make(serve_fake: ServeFake, tmp_path_factory: pytest.TempPathFactory) -> Cal
         gate = Gate(access, Metrics([sink], model_name="fake", pool="decode"), clock=clock, **options)
         admin = Admin(access, nothing, obey)
         return Guarded(
-            serve_fake(metrics=page, health=well, admin=admin, page=StatusFeed(status), gate=gate, step_s=0.01),
+            serve_fake(operations=Operations(page, well), admin=admin, page=StatusFeed(status), gate=gate, step_s=0.01),
             sink,
             clock,
         )

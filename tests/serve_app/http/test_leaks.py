@@ -18,7 +18,7 @@ from serve_app.access.access import Access, Caller, Scope
 from serve_app.access.request_gate import Gate
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
-from serve_app.http import routes
+from serve_app.http import body
 from serve_app.http.event_stream import EventStream
 from serve_app.http.routes import build_ingress
 from serve_app.integrity.replay_selection import Selection
@@ -318,7 +318,7 @@ def test_clients_that_do_not_speak_http(replica: Replica) -> None:
 
 
 def test_a_body_that_never_comes_is_not_waited_for(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(body, "_BODY_TIMEOUT_S", 0.2)
     client = Raw(replica.connect(), "/v1/completions", b'{"model": ', length=1000)
     reported = client.read_until(b"}}")
     assert b" 408 " in reported and b"body_timeout" in reported

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.http.routes import Operations
 from serve_app.openai.prepared_request import Limits
 from speculative.errors import EngineFault
 from tests.support.fake_serving import Served, ServeFake
@@ -368,7 +369,7 @@ def test_health_and_metrics_are_asked_of_those_who_know(serve_fake: ServeFake) -
         await asyncio.sleep(0)
         return b"up 1\n", "text/plain; version=1.0.0"
 
-    server = serve_fake(health=health, metrics=metrics)
+    server = serve_fake(operations=Operations(metrics, health))
     for path in ("/healthz", "/health", "/ping"):
         assert httpx.get(server.url + path).json() == {"status": "ok"}
     page = httpx.get(server.url + "/metrics")

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from serve_app.access.access import Access
-from serve_app.errors import UpdateRefused
-from serve_app.http.admin import Admin, PauseOrder, WeightsAdmin, WeightsOrder
+from serve_app.http.admin import Admin, PauseOrder, WeightsOrder
 from serve_app.integrity.replays import Record, Verdict
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
@@ -21,9 +20,9 @@ from serve_app.openai.responses import ChoiceDelta, join, metadata_of
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from serve_app.text.tokenizer import Tokenizer
-from serve_app.weights.desired_state import Outcome
 from speculative.request import FinishReason, Request, TokenDelta, TokenKind
 from tests.support.fake_serving import Served, ServeFake, make_backend
+from tests.support.fake_weights import FakeWeights
 from tests.support.referees import Court, served
 
 BODY = {"model": "fake", "prompt": "hello", "max_tokens": 8, "temperature": 0}
@@ -122,8 +121,7 @@ class Operator:
     """What /admin was asked for."""
 
     def __init__(self, serve_fake: ServeFake) -> None:
-        self.asked: list[Any] = []
-        self.refuses = False
+        self.weights = FakeWeights()
 
         async def nothing() -> list[dict[str, Any]]:
             return []
@@ -131,20 +129,8 @@ class Operator:
         async def order(_: object) -> list[dict[str, Any]]:
             return []
 
-        weights = WeightsAdmin(self._statuses, self._take, self._take, self._resume)
-        self.server = serve_fake(admin=Admin(Access(admin_token="s3cret"), nothing, order, weights))
-
-    async def _statuses(self) -> list[dict[str, Any]]:
-        return [{"replica": "r1", "weight_version": "default", "fingerprint": "f", "paused": False}]
-
-    async def _take(self, asked: Any) -> Outcome:
-        self.asked.append(asked)
-        if self.refuses:
-            raise UpdateRefused("Nothing has changed, the weights are 'default': r1: no such folder.")
-        return Outcome(True, await self._statuses())
-
-    async def _resume(self) -> Outcome:
-        return await self._take("resume")
+        admin = Admin(Access(admin_token="s3cret"), nothing, order, self.weights.admin)
+        self.server = serve_fake(admin=admin)
 
     def post(self, route: str, token: str = "s3cret", **body: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {token}"}
@@ -162,7 +148,7 @@ def test_the_admin_endpoints_pass_on_what_is_asked(operator: Operator) -> None:
     assert done.json()["complete"] is True and done.json()["replicas"][0]["replica"] == "r1"
     assert operator.post("pause").status_code == operator.post("pause", mode="keep").status_code == 200
     assert operator.post("resume").status_code == 200
-    assert operator.asked == [
+    assert operator.weights.asked == [
         WeightsOrder(path="/m/v1", weight_version="step-1", mode="abort", drafter_path="/m/head"),
         PauseOrder(),
         PauseOrder(mode="keep"),
@@ -183,10 +169,10 @@ def test_what_is_refused_and_what_is_wrong_is_said(operator: Operator) -> None:
     ):
         reply = operator.post("weights", **body)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == field, body
-    assert operator.asked == []
+    assert operator.weights.asked == []
     assert operator.post("weights", "guess", path="x", weight_version="v").status_code == 401
     assert operator.post("resume", "guess").status_code == 401
-    operator.refuses = True
+    operator.weights.refuses = True
     refused = operator.post("weights", path="x", weight_version="v")
     assert refused.status_code == 409 and "no such folder" in refused.json()["error"]["message"]
 

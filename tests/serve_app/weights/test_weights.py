@@ -490,3 +490,51 @@ async def test_what_is_damaged_or_missing_on_the_wire_is_refused(tmp_path: Path)
     transfers.begin()
     with pytest.raises(UpdateRefused, match="another one has begun"):
         transfers.put(number, 0, part, digest_of(part))
+
+
+async def test_staged_weights_are_brought_when_they_are_finished() -> None:
+    app = App("p")
+    with pytest.raises(UpdateRefused, match="/update_weights comes before"):
+        await app.coordinator.finish("")
+    app.coordinator.stage(WeightsRef(0, "", path="/models/step"))
+    finished = asyncio.create_task(app.coordinator.finish(""))
+    load = await begun(app)
+    assert (load.path, load.version) == ("/models/step", "update-1"), "a trainer that names no version gets one"
+    app.report("p", loaded=1, loaded_fingerprint="f1")
+    app.report("p", serving=app.coordinator.wanted.serve)
+    assert (await finished).complete
+    with pytest.raises(UpdateRefused):
+        await app.coordinator.finish("")
+    app.coordinator.stage(WeightsRef(0, "", path="/models/step"))
+    again = asyncio.create_task(app.coordinator.finish("mine"))
+    assert (await begun(app)).version == "mine"
+    again.cancel()
+
+
+async def test_every_replicas_prefix_cache_is_emptied_once() -> None:
+    app = App("p", "d")
+    reset = asyncio.create_task(app.coordinator.reset_caches())
+    await soon(lambda: app.coordinator.wanted.cache_resets == 1)
+    app.report("p", cache_resets=1)
+    await asyncio.sleep(0.15)
+    assert not reset.done()
+    app.report("d", cache_resets=1)
+    assert (await reset).complete
+    anew = WeightCoordinator(app.clock)
+    anew.hear("p", app.stands["p"])
+    assert anew.wanted.cache_resets == 1, "a coordinator that starts later does not count from 0"
+
+
+async def test_a_replica_empties_its_cache_as_often_as_it_is_told_to() -> None:
+    backend = FakeBackend(FakeConfig())
+    info = await backend.start()
+    metrics = Metrics([BufferSink("r")], model_name="fake", pool="decode")
+
+    def unused(ref: WeightsRef) -> object:
+        raise AssertionError(ref)
+
+    keeper = WeightsKeeper(backend, info, unused, lambda info: None, metrics)  # type: ignore[arg-type]
+    for resets in (1, 1, 1, 2):
+        keeper.obey(DesiredState(CONFIGURED, cache_resets=resets))
+    await keeper.wait_converged()
+    assert backend.num_cache_resets == 2 and keeper.status.cache_resets == 2

@@ -1,0 +1,242 @@
+"""The routes that vLLM's server has beside OpenAI's: evaluators, load generators and trainers ask there."""
+
+import importlib.metadata
+import json
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from serve_app.backends.base import PauseMode
+from serve_app.errors import UnsupportedParameter
+from serve_app.http.admin import PauseOrder, WeightsAdmin, WeightsOrder
+from serve_app.http.body import MAX_ORDER_BYTES, read_body
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import parse
+from serve_app.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from serve_app.openai.wire import W, Wire
+from serve_app.weights.desired_state import Outcome
+from speculative.errors import InvalidRequest, RequestTimeout
+
+_PATH = Annotated[str, Field(min_length=1)]
+_NO_NCCL = (
+    "tensors are not taken over NCCL; save the checkpoint where every replica can read it and send its folder as "
+    "update_info.path, or push tensors through Ray with deploy.rl.push_weights."
+)
+
+
+class InitTransfer(Wire):
+    """POST /init_weight_transfer_engine. Weights come as folders, so there is nothing to set up."""
+
+    init_info: dict[str, Any] = Field(default_factory=dict)
+
+    def check_together(self) -> None:
+        """Refuse what would wait for a trainer's process group.
+
+        Raises:
+            UnsupportedParameter: `init_info` names one.
+        """
+        backend = self.init_info.get("backend")
+        other = next((name for name in self.init_info if name != "backend"), None)
+        if other is not None or backend not in (None, "folder"):
+            name = f"init_info.{other or 'backend'}"[:100]
+            raise UnsupportedParameter(name, f"{name}: {_NO_NCCL}")
+
+
+class StartUpdate(Wire):
+    """POST /start_weight_update."""
+
+    is_checkpoint_format: bool | None = None
+
+    def check_together(self) -> None:
+        """Refuse weights in an engine's own layout.
+
+        Raises:
+            UnsupportedParameter: they are not to come as a checkpoint.
+        """
+        if self.is_checkpoint_format is False:
+            raise UnsupportedParameter(
+                "is_checkpoint_format", "is_checkpoint_format: weights are read as a checkpoint; send true."
+            )
+
+
+class UpdateInfo(Wire):
+    """Where new weights lie; the other fields are those of vLLM's NCCL transfer, which is refused."""
+
+    path: _PATH | None = None
+    drafter_path: _PATH | None = None
+    names: list[Any] | None = None
+    dtype_names: list[Any] | None = None
+    shapes: list[Any] | None = None
+    packed: bool | None = None
+
+
+class UpdateOrder(Wire):
+    """POST /update_weights, as vLLM has it (`update_info`) or as prime-rl has it (`weight_dir`)."""
+
+    update_info: UpdateInfo | None = None
+    weight_dir: _PATH | None = None
+
+    def check_together(self) -> None:
+        """Check fields against each other.
+
+        Raises:
+            UnsupportedParameter: tensors are announced.
+            InvalidRequest: there is no folder, or there are two.
+        """
+        info = self.update_info or UpdateInfo()
+        if info.names is not None or info.shapes is not None:
+            raise UnsupportedParameter("update_info.names", f"update_info.names: {_NO_NCCL}")
+        if (info.path is None) == (self.weight_dir is None):
+            raise InvalidRequest(
+                "update_info.path", "Send the folder of the weights as update_info.path or weight_dir."
+            )
+
+    @property
+    def order(self) -> WeightsOrder:
+        """The same as an order of /admin/weights, without a version."""
+        info = self.update_info or UpdateInfo()
+        path = info.path or self.weight_dir
+        return WeightsOrder.model_construct(path=path, drafter_path=info.drafter_path, weight_version="")
+
+
+class FinishUpdate(Wire):
+    """POST /finish_weight_update."""
+
+    weight_version: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=-]{1,128}$")] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRoutes:
+    """What the routes answer from.
+
+    settings: those of the engine that clients of vLLM read, by vLLM's names.
+    weights: of the service.
+    """
+
+    settings: dict[str, Any]
+    weights: WeightsAdmin
+
+
+def add_vllm_routes(app: FastAPI, front_end: FrontEnd, routes: VllmRoutes | None) -> None:
+    """Add the routes; without `routes` those that need no replica but this."""
+    _add_tokenization(app, front_end)
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return JSONResponse({"version": importlib.metadata.version("truespec")})
+
+    if routes is not None:
+        _add_about(app, routes)
+        _add_weight_transfer(app, routes.weights)
+        _add_pauses(app, routes.weights)
+
+
+def _add_tokenization(app: FastAPI, front_end: FrontEnd) -> None:
+    async def read(request: Request, kind: type[W]) -> W:
+        return parse(await read_body(request, front_end.limits.max_body_bytes), kind)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        wire = await read(request, TokenizeRequest)
+        front_end.check_model(wire.model)
+        return JSONResponse(await front_end.tokenization.tokenize(wire))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        wire = await read(request, DetokenizeRequest)
+        front_end.check_model(wire.model)
+        return JSONResponse(await front_end.tokenization.detokenize(wire))
+
+    @app.get("/tokenizer_info")
+    async def show_tokenizer() -> Response:
+        return JSONResponse(front_end.tokenization.info())
+
+
+def _add_about(app: FastAPI, routes: VllmRoutes) -> None:
+    @app.get("/server_info")
+    async def show_server(config_format: str = "text") -> Response:
+        if config_format not in ("text", "json"):
+            raise InvalidRequest("config_format", "config_format must be text or json.")
+        config = routes.settings if config_format == "json" else json.dumps(routes.settings)
+        return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})
+
+    @app.get("/get_world_size")
+    async def show_world_size() -> Response:
+        return JSONResponse({"world_size": len(await routes.weights.statuses())})
+
+
+def _add_weight_transfer(app: FastAPI, weights: WeightsAdmin) -> None:
+    async def read(request: Request, kind: type[W]) -> W:
+        return parse(await read_body(request, MAX_ORDER_BYTES) or b"{}", kind)
+
+    @app.post("/init_weight_transfer_engine")
+    async def begin(request: Request) -> Response:
+        await read(request, InitTransfer)
+        return JSONResponse({"message": "Weight transfer initialized"})
+
+    @app.post("/start_weight_update")
+    async def start(request: Request) -> Response:
+        await read(request, StartUpdate)
+        await weights.stage(None)
+        return JSONResponse({"message": "Weight update started"})
+
+    @app.post("/update_weights")
+    async def update(request: Request) -> Response:
+        wire = await read(request, UpdateOrder)
+        await weights.stage(wire.order)
+        if wire.weight_dir is not None:  # prime-rl sends nothing to finish it
+            await _complete(weights.finish(""), "updated")
+        return JSONResponse({"message": "Weights updated"})
+
+    @app.post("/finish_weight_update")
+    async def finish(request: Request) -> Response:
+        wire = await read(request, FinishUpdate)
+        await _complete(weights.finish(wire.weight_version or ""), "updated")
+        return JSONResponse({"message": "Weight update finished"})
+
+    @app.get("/weight_info")
+    async def show_version() -> Response:
+        versions = sorted({one["weight_version"] for one in await weights.statuses()})
+        return JSONResponse({"weight_version": versions[0] if len(versions) == 1 else None})
+
+    @app.post("/reset_prefix_cache")
+    async def reset_cache() -> Response:
+        return JSONResponse({"success": (await weights.reset_caches()).complete})
+
+
+def _add_pauses(app: FastAPI, weights: WeightsAdmin) -> None:
+    @app.post("/pause")
+    async def pause(mode: str = "abort", clear_cache: bool = True) -> Response:
+        if mode not in tuple(PauseMode):
+            raise InvalidRequest("mode", "mode must be abort, wait or keep.")
+        await _complete(weights.pause(PauseOrder(mode=mode)), "paused")
+        if clear_cache:
+            await _complete(weights.reset_caches(), "emptied")
+        return JSONResponse({"status": "paused"})
+
+    @app.post("/resume")
+    async def resume() -> Response:
+        await _complete(weights.resume(), "resumed")
+        return JSONResponse({"status": "resumed"})
+
+    @app.get("/is_paused")
+    async def show_pause() -> Response:
+        statuses = await weights.statuses()
+        return JSONResponse({"is_paused": bool(statuses) and all(one["paused"] for one in statuses)})
+
+
+async def _complete(work: Awaitable[Outcome], done: str) -> None:
+    """Wait for what every replica is to do.
+
+    Raises:
+        RequestTimeout: not every replica has done it in time.
+    """
+    outcome = await work
+    if not outcome.complete:
+        raise RequestTimeout(
+            f"Not every replica is {done} yet; they go on. GET /admin/weights shows where each stands."
+        )

@@ -1,0 +1,106 @@
+"""Text to token ids and back over HTTP, as vLLM's server has it: /tokenize, /detokenize and /tokenizer_info."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from serve_app.openai.chat import ChatDesk
+from serve_app.openai.messages import Message, Tool
+from serve_app.openai.prepared_request import off_loop
+from serve_app.openai.prompts import PromptEncoder
+from serve_app.openai.requests import ChatCompletionRequest, TokenId
+from serve_app.openai.wire import MAX_TOOLS, Many, Wire
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import InvalidRequest
+
+
+class TokenizeRequest(Wire):
+    """POST /tokenize: the tokens of a prompt, or of a conversation in the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for a conversation
+    return_token_strs: bool | None = None
+
+    def check_together(self) -> None:
+        """Check fields against each other.
+
+        Raises:
+            InvalidRequest: there is no text, or there are two.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt", "Send either prompt or messages.")
+        if self.messages is not None:
+            self.conversation().check_together()
+
+    def conversation(self) -> ChatCompletionRequest:
+        """The same conversation as a request for a chat completion."""
+        assert self.messages is not None
+        own = {name: getattr(self, name) for name in _OF_A_CONVERSATION}
+        return ChatCompletionRequest.model_validate({"model": "", "tool_choice": "none", **own})
+
+
+_OF_A_CONVERSATION = (
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+)
+
+
+class DetokenizeRequest(Wire):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Many[TokenId]
+
+
+class Tokenization:
+    """Answers what a client asks of the served model's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, chats: ChatDesk, encoder: PromptEncoder, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._chats = chats
+        self._encoder = encoder
+        self._max_model_len = max_model_len
+
+    async def tokenize(self, wire: TokenizeRequest) -> dict[str, Any]:
+        """The reply to /tokenize.
+
+        Raises:
+            InvalidRequest: the chat template refuses the messages.
+        """
+        ids = await self._ids(wire)
+        strings = [self._tokenizer.token_text(token) for token in ids] if wire.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids, "token_strs": strings}
+
+    async def detokenize(self, wire: DetokenizeRequest) -> dict[str, Any]:
+        """The reply to /detokenize; special tokens are shown.
+
+        Raises:
+            InvalidRequest: an id is not in the vocabulary.
+        """
+        size = self._tokenizer.vocab_size
+        wrong = next((token for token in wire.tokens if token >= size), None)
+        if wrong is not None:
+            raise InvalidRequest("tokens", f"tokens holds the token id {wrong}; ids run from 0 to {size - 1}.")
+        decode = self._tokenizer.decode
+        return {"prompt": await off_loop(len(wire.tokens), lambda: decode(wire.tokens, skip_special=False))}
+
+    def info(self) -> dict[str, Any]:
+        """The reply to /tokenizer_info: what a client needs to build the same prompts."""
+        return self._tokenizer.description()
+
+    async def _ids(self, wire: TokenizeRequest) -> list[int]:
+        if wire.prompt is not None:
+            prompt, bare = wire.prompt, wire.add_special_tokens is False
+            return await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, continuation=bare))
+        conversation = wire.conversation()
+        return list(await self._encoder.template(conversation, self._chats.talk(conversation)))
