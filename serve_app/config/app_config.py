@@ -51,7 +51,8 @@ class ModelSection(Section):
     name: Annotated[str, Field(min_length=1)] | None = None
     """What clients ask for; the last part of `source` when not set."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
-    """A Jinja file in place of the model's own chat template, at this path on every node that answers HTTP."""
+    """In place of the model's own chat template: a Jinja file, at this path on every node that answers HTTP; or
+    `chatml-tools` or `smollm2-tools`, which come with the package."""
 
     @model_validator(mode="after")
     def _is_called_something(self) -> Self:
@@ -109,7 +110,7 @@ class VllmSection(Section):
     self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the steps in which self-checks see what vLLM's sampler draws from, and what it draws; 0 = none."""
     tool_parser: Annotated[str, Field(min_length=1)] | None = None
-    """vLLM's parser of the tool calls that the model makes, such as `hermes` (`--tool-call-parser`)."""
+    """vLLM's parser of the calls that the model makes, in place of ours, such as `hermes` (`--tool-call-parser`)."""
     reasoning_parser: Annotated[str, Field(min_length=1)] | None = None
     """vLLM's parser that separates reasoning from the answer, such as `deepseek_r1` (`--reasoning-parser`)."""
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from serve_app.backends.base import CallPart, ChatPrompt, Parsers, Reading, ReplyParser
 from serve_app.errors import UnsupportedParameter
+from serve_app.openai.call_formats import FORMATS, format_of
+from serve_app.openai.call_readers import AnswerReader, CallReader, ForcedList, FreeCalls, NamedCall, NewId, new_call_id
 from serve_app.openai.requests import ChatCompletionRequest
-from serve_app.openai.tools import ForcedCalls, behind_thought, call_form, forces_calls
-from serve_app.text.tokenizer import ChatTemplate, Tokenizer
+from serve_app.openai.tools import behind_thought, call_form, forces_calls
+from serve_app.text.tokenizer import ChatTemplate, Tokenizer, shipped_templates
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Structure
 
@@ -25,19 +27,35 @@ class ResponseParser:
 
     talk: ChatPrompt
     form: Structure | None  # that they must have
-    reading: Reading | None  # None: the text is content, or calls that had to be made
+    reading: Reading | None  # None: nobody separates reasoning, nor finds calls with a parser of vLLM's
+    format: type[FreeCalls] | None = None  # of calls that the model makes; None: `reading` finds them, if anybody does
+    new_id: NewId = new_call_id  # names calls that had to be made
 
     @property
     def keeps_special(self) -> bool:
         """Whether the text is to hold special tokens."""
         return self.reading is not None and self.reading.keeps_special
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens that the text is to hold in any case."""
+        return () if self.format is None else self.format.markers
+
     def parser(self) -> ReplyParser:
         """A parser of one answer."""
         inner = None if self.reading is None else self.reading.parser()
-        if inner is None or forces_calls(self.talk):
-            return ForcedCalls(self.talk, inner)
-        return inner
+        calls = self._calls()
+        if calls is None:
+            assert inner is not None  # or there was nothing to read
+            return inner
+        return AnswerReader(calls, inner)
+
+    def _calls(self) -> CallReader | None:
+        if self.talk.use == "named":
+            return NamedCall(self.talk.function, self.new_id)
+        if self.talk.use == "required":
+            return ForcedList(self.new_id)
+        return None if self.format is None else self.format(self.talk.tools)
 
     def allowed(self, calls: Sequence[CallPart]) -> tuple[CallPart, ...]:
         """Calls, or parts of them, as far as one answer may hold several."""
@@ -61,6 +79,7 @@ class ChatDesk:
     def __init__(self, tokenizer: Tokenizer, parsers: Parsers | None = None) -> None:
         self._tokenizer = tokenizer
         self._parsers = parsers
+        self._format = format_of(tokenizer)
 
     def talk(self, wire: ChatCompletionRequest) -> ChatPrompt:
         """The conversation and its tools, as far as the chat template shows them to the model.
@@ -89,9 +108,11 @@ class ChatDesk:
             UnsupportedParameter: the form that is asked for cannot begin behind the model's reasoning.
         """
         parsers, form = self._parsers, call_form(talk) if forces_calls(talk) else form
-        reads = parsers is not None and (parsers.reads_reasoning or talk.use == "auto")
+        finds_calls = parsers is not None and parsers.reads_tools
+        reads = parsers is not None and (parsers.reads_reasoning or (finds_calls and talk.use == "auto"))
         reading = parsers.reading(talk, prompt) if parsers is not None and reads else None
-        if reading is None and not forces_calls(talk):
+        own = self._format if talk.use == "auto" and not finds_calls else None
+        if reading is None and own is None and not forces_calls(talk):
             return None
         if form is not None and reading is not None and reading.thought_end is None:
             field = "tool_choice" if forces_calls(talk) else "response_format"
@@ -101,20 +122,24 @@ class ChatDesk:
         if form is not None and reading is not None and reading.thought_end:
             tokenizer, end = self._tokenizer, reading.thought_end
             form = behind_thought(form, end, tokenizer.added_id(end), tokenizer.eos_token_ids)
-        return ResponseParser(talk, form, reading)
+        new_id = new_call_id if self._format is None else self._format.new_id
+        return ResponseParser(talk, form, reading, own, new_id)
 
     def _check_tools(self, wire: ChatCompletionRequest, talk: ChatPrompt, template: ChatTemplate) -> None:
-        if talk.use == "auto" and not (self._parsers is not None and self._parsers.reads_tools):
+        shipped = " or ".join(shipped_templates())
+        fix = f"Set model.chat_template to one that does; for ChatML models {shipped} comes with the package."
+        if talk.use != "none" and template.source and "tools" not in template.variables:
+            raise UnsupportedParameter("tools", f"tools: the chat template does not show the model any. {fix}")
+        finds_calls = self._format is not None or (self._parsers is not None and self._parsers.reads_tools)
+        if talk.use == "auto" and template.source and not finds_calls:
             field = "tools" if wire.tool_choice is None else "tool_choice"
             raise UnsupportedParameter(
                 field,
-                f"{field}: whether to call a tool is left to the model, and this server has no parser of its calls. "
-                "Set engine.kind: vllm and vllm.tool_parser in its configuration, or send tool_choice = required or a "
-                "function.",
+                f"{field}: whether to call a tool is left to the model, and its chat template writes calls in none of "
+                f"the formats that are read here: {', '.join(one.title for one in FORMATS)}. Send tool_choice = "
+                "required or a function; or set engine.kind: vllm and vllm.tool_parser in the server's configuration, "
+                f"or model.chat_template to a template of such a format (for ChatML models {shipped}).",
             )
-        fix = "Set model.chat_template to one that does."
-        if talk.use != "none" and template.source and "tools" not in template.variables:
-            raise UnsupportedParameter("tools", f"tools: the chat template does not show the model any. {fix}")
         for number, message in enumerate(talk.messages):
             if "tool_calls" in message and "tool_calls" not in template.source:
                 field = f"messages.{number}.tool_calls"

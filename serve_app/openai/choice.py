@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from serve_app.backends.base import ParsedDelta
 from serve_app.errors import RequestAborted
 from serve_app.integrity.replays import Record
+from serve_app.openai.call_readers import put_together
 from serve_app.openai.chat import ResponseParser
 from serve_app.openai.echo import Echo
 from serve_app.openai.prepared_request import PreparedRequest, off_loop
 from serve_app.openai.responses import ChoiceDelta, RankedEntry, TokenEntry, TopEntry, Usage, finite_logprob, join
-from serve_app.openai.tools import put_together
 from serve_app.text.tokenizer import StopMatcher, Tokenizer
 from speculative.errors import EngineFault
 from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
@@ -39,7 +39,8 @@ class _Choice:
         self._with_tokens = self._with_logprobs or job.head.with_token_ids or job.head.with_token_kinds
         self._tokenizer = tokenizer
         keeps_special = not job.text_form.skip_special or (job.answers is not None and job.answers.keeps_special)
-        self._detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, continuation=True)
+        markers = () if job.answers is None else job.answers.markers
+        self._detokenizer = tokenizer.detokenizer(skip_special=not keeps_special, shown=markers, continuation=True)
         self._reader = _StreamReader(job.answers) if streams and job.answers is not None else None
         self._matcher = StopMatcher(job.stops, include=job.text_form.include_stop)
         self._text_offset = 0 if echo is None else len(echo.prompt.text)

@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer
 
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
+
+SHIPPED_TEMPLATES = Path(__file__).parents[1] / "chat_templates"
+"""Chat templates that come with the package: as `model.chat_template`, each is known by its file's name."""
 
 _PROBE = "Hello, wörld!  \n\tdef f(x): return x\r\n你好 🙂 é ▁ don't"
 
@@ -51,7 +54,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str | None = None) -> "Tokenizer":
-        """Load the tokenizer of a local Hugging Face folder; `chat_template` names a file in place of its own template.
+        """Load the tokenizer of a local Hugging Face folder; `chat_template` replaces its own template: a
+        file, or a name of `shipped_templates`.
 
         Raises:
             ConfigError: the folder holds no fast tokenizer, or the file no template.
@@ -110,6 +114,24 @@ class Tokenizer:
         """Token ids of a conversation in the chat template, with its tools and further template variables.
 
         Raises:
+            InvalidRequest: as of `render_chat`.
+        """
+        text = self.render_chat(messages, tools=tools, variables=variables)
+        try:
+            return list(self._core.encode(text, add_special_tokens=False).ids)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation in the chat template, with its tools and further template variables.
+
+        Raises:
             InvalidRequest: the model has no chat template, or the template refuses these messages.
         """
         if self._wrapped.chat_template is None:
@@ -117,15 +139,15 @@ class Tokenizer:
                 "messages", "This model has no chat template; send a prompt to /v1/completions instead."
             )
         try:
-            text = self._wrapped.apply_chat_template(
+            text: str = self._wrapped.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 **{"add_generation_prompt": True, **(variables or {})},
             )
-            return list(self._core.encode(text, add_special_tokens=False).ids)
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
+        return text
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Text of the ids; bytes that form no character become U+FFFD.
@@ -135,10 +157,14 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special=skip_special, continuation=continuation)
         return "".join(detokenizer.push(ids)) + detokenizer.finish()
 
-    def detokenizer(self, *, skip_special: bool = True, continuation: bool = False) -> "Detokenizer":
-        """A new incremental decoder; its parts add up to what `decode` returns with the same arguments."""
+    def detokenizer(
+        self, *, skip_special: bool = True, shown: Iterable[str] = (), continuation: bool = False
+    ) -> "Detokenizer":
+        """A new incremental decoder; its parts add up to what `decode` returns with the same arguments. `shown` are
+        special tokens that are not skipped in any case."""
         strip = 0 if continuation else self._scheme.num_stripped
-        return Detokenizer(self.token_bytes, self.special_ids if skip_special else frozenset(), strip)
+        skipped = self.special_ids.difference(self._added.get(text, -1) for text in shown) if skip_special else ()
+        return Detokenizer(self.token_bytes, frozenset(skipped), strip)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; empty for an id that the tokenizer does not know (a padded vocabulary)."""
@@ -340,16 +366,24 @@ class ChatTemplate:
         return cls(source, frozenset(find_undeclared_variables(syntax)))
 
 
-def _read_template(path: str) -> str:
+def _read_template(named: str) -> str:
+    """The template of a file, or of a name among those that come with the package."""
+    shipped = SHIPPED_TEMPLATES / f"{named}.jinja"
+    path = shipped if Path(named).name == named and shipped.is_file() else Path(named)
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
         ChatTemplate.read(source)
     except (OSError, UnicodeDecodeError, TemplateError) as error:
         raise ConfigError(
-            f"model.chat_template: {path} cannot be read as a Jinja template: {error}. It must be at this path on "
-            "every node that answers HTTP."
+            f"model.chat_template: {named} cannot be read as a Jinja template: {error}. It must be at this path on "
+            f"every node that answers HTTP, or come with the package, as do {' and '.join(shipped_templates())}."
         ) from error
     return source
+
+
+def shipped_templates() -> list[str]:
+    """Names of the chat templates that come with the package."""
+    return sorted(path.stem for path in SHIPPED_TEMPLATES.glob("*.jinja"))
 
 
 def _generation_eos(folder: Path) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from deploy import models
 from deploy.models import CATALOGUE, CatalogueModel, FetchFailed, fetch_model, find_model, model_here
 from serve_app.backends.base import SHIPPED_HEADS
+from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder, resolve_model
@@ -182,6 +183,7 @@ def test_the_real_model() -> None:
     ids = tokenizer(text)["input_ids"]
     assert (ids[0], ids.count(1), ids.count(2)) == (1, 3, 2)
     assert tokenizer.decode(ids) == text
+    assert Tokenizer.from_folder(folder, "smollm2-tools").render_chat(chat) == text
 
 
 def test_a_head_that_comes_with_the_package_is_found_and_only_its_package_knows_it(

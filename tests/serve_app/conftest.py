@@ -32,7 +32,6 @@ CHAT_TEMPLATE = (
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TOOLS_TEMPLATE = Path(__file__).parents[2] / "deploy" / "configs" / "chatml-tools.jinja"
 _CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "one two three STOP four"] * 20
 
 
@@ -63,7 +62,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def tooled(tokenizer_folder: Path) -> Tokenizer:
     """The same tokenizer with the template of ours that shows tools."""
-    return Tokenizer.from_folder(tokenizer_folder, str(TOOLS_TEMPLATE))
+    return Tokenizer.from_folder(tokenizer_folder, "chatml-tools")
 
 
 @pytest.fixture(scope="session")

@@ -123,7 +123,7 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools.0.type", "unsupported_parameter"),
     (CHAT, {"tools": [TOOL, TOOL]}, "tools.1.function.name", "invalid_value"),
     (CHAT, {"tools": [TOOL]}, "tools", "unsupported_parameter"),
-    (CHAT, {"tools": [TOOL], "tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tools", "unsupported_parameter"),
     (CHAT, {"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "invalid_value"),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "invalid_value"),

@@ -6,6 +6,7 @@ tested where vLLM is.
 
 import itertools
 import json
+import shutil
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -22,10 +23,21 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serve_app.backends.base import CallPart, ChatPrompt, ParsedDelta, Parsers
 from serve_app.errors import UnsupportedParameter
 from serve_app.http.routes import build_ingress
+from serve_app.openai.call_formats import format_of
+from serve_app.openai.call_readers import (
+    ForcedList,
+    FreeCalls,
+    HermesCalls,
+    LlamaCalls,
+    MistralCalls,
+    NamedCall,
+    XmlCalls,
+    put_together,
+)
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
-from serve_app.openai.tools import ForcedCalls, behind_thought, call_form, put_together
+from serve_app.openai.tools import behind_thought, call_form
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
@@ -120,7 +132,7 @@ def test_names_and_schemas_may_hold_any_text(compiler: StructureCompiler, tooled
     form = call_form(ChatPrompt(tools=(tool,), use="required"))
     answer = json.dumps([{"name": text, "arguments": {"a": text}}], ensure_ascii=False)
     assert fits(compiler, form, tooled.encode(answer), tooled.eos_token_ids[0])
-    (call,) = ForcedCalls(ChatPrompt(tools=(tool,), use="required")).whole(answer, ()).calls
+    (call,) = ForcedList().push(answer, last=True).calls
     assert (call.name, json.loads(call.arguments)) == (text, {"a": text})
 
 
@@ -161,26 +173,28 @@ def test_not_every_form_may_begin_behind_reasoning(kind: Any) -> None:
 @settings(derandomize=True, database=None, deadline=None)
 def test_calls_read_the_same_however_the_text_is_cut(cuts: set[int]) -> None:
     borders = [0, *sorted(cuts), len(LIST)]
-    parser = ForcedCalls(talk("required"))
+    reader = ForcedList()
     parts = [
         part
         for begin, end in itertools.pairwise(borders)
-        for part in parser.push(LIST[begin:end], (5,), last=end == len(LIST)).calls
+        for part in reader.push(LIST[begin:end], last=end == len(LIST)).calls
     ]
     assert [(call.name, call.arguments) for call in put_together(parts)] == CALLS
     assert [part.index for part in parts if part.name is not None] == [0, 1, 2], "each call is named once"
-    whole = ForcedCalls(talk("required")).whole(LIST, ()).calls
+    whole = ForcedList().push(LIST, last=True).calls
     assert [(call.name, call.arguments) for call in whole] == CALLS
     assert len({call.call_id for call in whole}) == 3
 
 
 def test_a_call_that_is_cut_off_is_reported_as_far_as_it_came() -> None:
     cut = LIST[: LIST.index("zones") + 2]
-    (first, second) = ForcedCalls(talk("required")).whole(cut, ()).calls
+    (first, second) = ForcedList().push(cut, last=True).calls
     assert first.arguments == CALLS[0][1]
     assert (second.name, second.arguments) == ('the "clock"', '{"zo')
-    assert ForcedCalls(talk("named")).whole(' \n{"ci', ()).calls[0].arguments == '{"ci'
-    assert ForcedCalls(talk("named")).whole("", ()).calls == ()
+    begun = LIST[: LIST.index("weather") + 2]
+    assert ForcedList().push(begun, last=True) == ParsedDelta(begun), "what is no call yet is not lost"
+    assert NamedCall("weather").push(' \n{"ci', last=True).calls[0].arguments == '{"ci'
+    assert NamedCall("weather").push("", last=True).calls == ()
 
 
 # ---- what the model is shown
@@ -251,19 +265,61 @@ async def test_whatever_is_long_to_render_is_rendered_beside_the_event_loop(
 
 async def test_a_template_that_shows_no_tools_is_no_way_to_serve_them(tokenizer: Tokenizer) -> None:
     end, _, _ = front(tokenizer)
-    with pytest.raises(UnsupportedParameter, match=r"model\.chat_template") as caught:
-        await end.prepare(wire(tools=TOOLS, tool_choice="required"))
-    assert caught.value.field == "tools"
+    for choice in ("auto", "required"):
+        with pytest.raises(UnsupportedParameter, match=r"model\.chat_template.*chatml-tools") as caught:
+            await end.prepare(wire(tools=TOOLS, tool_choice=choice))
+        assert caught.value.field == "tools"
     await end.prepare(wire(tools=TOOLS, tool_choice="none"))
     await end.prepare(wire(tools=[], tool_choice="auto"))
 
 
-async def test_calls_that_nobody_can_read_are_refused_with_the_fix(tooled: Tokenizer) -> None:
-    end, _, _ = front(tooled)
-    with pytest.raises(UnsupportedParameter, match=r"engine\.kind: vllm and vllm\.tool_parser"):
+# Templates that show tools, and write calls as the families do.
+SHOWN = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}"
+OF_FAMILY = {
+    HermesCalls: '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>',
+    LlamaCalls: '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
+    MistralCalls: '{% if c.id | length != 9 %}{{ raise_exception("id") }}{% endif %}[TOOL_CALLS] [{{ f | tojson }}]',
+    XmlCalls: "<tool_call>\n<function={{ f.name }}>\n</function>\n</tool_call>",
+    None: "call:{{ f.name }}",
+}
+
+
+def templated(folder: Path, call: str) -> Tokenizer:
+    """A tokenizer whose chat template writes calls so."""
+    path = folder / "template.jinja"
+    calls = "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + call + "{% endfor %}"
+    path.write_text(SHOWN + calls + "{% endfor %}", encoding="utf-8")
+    return Tokenizer.from_folder(folder, str(path))
+
+
+@pytest.fixture
+def copied(tokenizer_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tokenizer_folder, tmp_path / "tokenizer"))
+
+
+@pytest.mark.parametrize("kind", OF_FAMILY)
+def test_the_format_of_calls_is_that_of_the_chat_template(copied: Path, kind: type[FreeCalls] | None) -> None:
+    assert format_of(templated(copied, OF_FAMILY[kind])) is kind
+
+
+def test_the_format_of_another_mistral_template(copied: Path) -> None:
+    assert format_of(templated(copied, "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")) is MistralCalls
+
+
+async def test_calls_that_nobody_can_read_are_refused_with_the_fix(copied: Path) -> None:
+    end, _, _ = front(templated(copied, OF_FAMILY[None]))
+    with pytest.raises(UnsupportedParameter) as caught:
         await end.prepare(wire(tools=TOOLS))
+    assert caught.value.field == "tools"
+    for fix in ("tool_choice = required", "vllm.tool_parser", "model.chat_template", "chatml-tools", "Hermes"):
+        assert fix in caught.value.message
     job = await end.prepare(wire(tools=TOOLS, tool_choice="required"))
     assert job.requests[0].params.structure == call_form(talk("required"))
+
+
+async def test_calls_that_vllm_reads_need_no_format_of_ours(copied: Path) -> None:
+    end, _, _ = front(templated(copied, OF_FAMILY[None]), FakeParsers())
+    await end.prepare(wire(tools=TOOLS))
 
 
 THINKING = (
@@ -570,6 +626,61 @@ async def test_a_parser_that_fails_ends_the_answer_with_an_error(tooled: Tokeniz
         await ask(end, tools=TOOLS)
     chunks = [event async for event in end.events(await end.prepare(wire(tools=TOOLS, stream=True)))]
     assert b"error" in chunks[-1] and not any(b"[DONE]" in chunk for chunk in chunks)
+
+
+FREE = (
+    'Let me see 🙂.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Osl\u00f6"}}\n</tool_call>\n<tool_call>\n'
+)
+FREE += '{"name": "wind", "arguments": {"kn": 7}}\n</tool_call>'
+FOUND = {
+    "content": "Let me see 🙂.",
+    "reasoning": "",
+    "calls": [("weather", '{"city": "Oslö"}'), ("wind", '{"kn": 7}')],
+    "reason": "tool_calls",
+}
+
+
+@pytest.mark.parametrize("run_length", [1, 3, 500])
+async def test_calls_made_freely_are_read_without_any_setting(tooled: Tokenizer, run_length: int) -> None:
+    end, source, script = front(tooled, run_length=run_length)
+    script.say(FREE)
+    assert same_form(await ask(end, tools=TOOLS)) == FOUND
+    assert reported(await ask_streaming(end, tools=TOOLS)) == FOUND
+    first = FOUND | {"calls": FOUND["calls"][:1]}
+    assert same_form(await ask(end, tools=TOOLS, parallel_tool_calls=False)) == first
+    assert reported(await ask_streaming(end, tools=TOOLS, parallel_tool_calls=False)) == first
+    assert source.requests[0].params.structure is None
+    text = FOUND | {"content": FREE, "calls": [], "reason": "stop"}
+    assert same_form(await ask(end, tools=TOOLS, tool_choice="none")) == text
+
+
+async def test_calls_made_freely_come_behind_the_reasoning_that_vllm_finds(tooled: Tokenizer) -> None:
+    end, _, script = front(tooled, FakeParsers(tools=False, reasoning=True))
+    script.say(f"hm <tool_call>|{FREE}")
+    expected = FOUND | {"reasoning": "hm <tool_call>"}
+    assert same_form(await ask(end, tools=TOOLS)) == reported(await ask_streaming(end, tools=TOOLS)) == expected
+
+
+async def test_markers_may_be_special_tokens_and_others_are_not_shown(copied: Path) -> None:
+    config = json.loads((copied / "tokenizer.json").read_text(encoding="utf-8"))
+    added = config["added_tokens"]
+    number = 1 + max(one["id"] for one in [*added, {"id": max(config["model"]["vocab"].values())}])
+    added.append(added[0] | {"id": number, "content": "[TOOL_CALLS]", "special": True})
+    (copied / "tokenizer.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = templated(copied, OF_FAMILY[MistralCalls])
+    end, _, script = front(tokenizer)
+    script.say('So<|endoftext|>.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "x"}}]')
+    expected = FOUND | {"content": "So.", "calls": [("weather", '{"city": "x"}')]}
+    reply = await ask(end, tools=TOOLS)
+    assert same_form(reply) == reported(await ask_streaming(end, tools=TOOLS)) == expected
+    said = [{"role": "assistant", "tool_calls": reply["choices"][0]["message"]["tool_calls"]}]
+    await end.prepare(wire(messages=[*HI, *said], tools=TOOLS))  # the template takes the ids that it gets back
+    script.say("[TOOL_CALLS] x")
+    kept = FOUND | {"content": "[TOOL_CALLS] x", "calls": [], "reason": "stop"}
+    assert same_form(await ask(end, tools=TOOLS)) == reported(await ask_streaming(end, tools=TOOLS)) == kept
+    script.say(LIST)
+    (call, *_) = (await ask(end, tools=TOOLS, tool_choice="required"))["choices"][0]["message"]["tool_calls"]
+    assert len(call["id"]) == 9
 
 
 def test_the_client_library_calls_a_tool_and_reports_its_result(

@@ -1,0 +1,495 @@
+"""Tool calls, read out of the text of an answer while it grows: those that it was forced into, and those that a model
+makes as it likes, in the format of its family.
+
+What a reader finds is the same for a stream and for the whole text. Calls are passed on as the model wrote them: a call
+counts from where its name is known and its arguments begin, and one that breaks off has the arguments that came. What
+is no call, and what follows a broken one, stays content. White space around calls belongs to the format.
+"""
+
+import json
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from serve_app.backends.base import CallPart, ParsedDelta, ReplyParser
+from serve_app.openai.growing_text import GrowingText, Step
+from serve_app.openai.wire import refuse_constant
+
+MAX_NAME = 256  # characters of a function's name
+_ARGUMENTS = ("arguments", "parameters")
+_BEFORE_ARGUMENTS = ("name", *_ARGUMENTS, "type", "id")  # keys of a call; an object with others is none
+
+NewId = Callable[[], str]
+Tools = Sequence[Mapping[str, Any]]
+
+
+def new_call_id() -> str:
+    """A name for a call, by which its result comes back."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def put_together(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
+    """One part for each call, in order."""
+    calls: dict[int, CallPart] = {}
+    for part in parts:
+        begun = calls.get(part.index)
+        if begun is None:
+            calls[part.index] = part
+        else:
+            name, call_id = begun.name or part.name, begun.call_id or part.call_id
+            calls[part.index] = CallPart(part.index, begun.arguments + part.arguments, name, call_id)
+    return tuple(calls[index] for index in sorted(calls))
+
+
+class AnswerReader:
+    """Reads an answer's calls (a `ReplyParser`), behind what takes the reasoning out of its text."""
+
+    def __init__(self, calls: "CallReader", inner: ReplyParser | None = None) -> None:
+        self._calls = calls
+        self._inner = inner
+
+    def push(self, text: str, token_ids: Sequence[int], *, last: bool) -> ParsedDelta:
+        """What the next part of the text says."""
+        said = ParsedDelta(text) if self._inner is None else self._inner.push(text, token_ids, last=last)
+        return self._read(said, last=last)
+
+    def whole(self, text: str, token_ids: Sequence[int]) -> ParsedDelta:
+        """What the whole text says."""
+        said = ParsedDelta(text) if self._inner is None else self._inner.whole(text, token_ids)
+        return self._read(said, last=True)
+
+    def _read(self, said: ParsedDelta, *, last: bool) -> ParsedDelta:
+        found = self._calls.push(said.content, last=last)
+        return ParsedDelta(found.content, said.reasoning, found.calls)
+
+
+@dataclass(slots=True)
+class _Object:
+    """A call while its object is read: its name, and its arguments where they came first."""
+
+    name: str = ""
+    early: str | None = None
+    begun: bool = False
+
+
+class CallReader(ABC):
+    """Reads the calls of one answer. `new_id` names them."""
+
+    def __init__(self, new_id: NewId = new_call_id) -> None:
+        self._new_id = new_id
+        self._text = GrowingText()
+        self._content: list[str] = []
+        self._found: list[
+            tuple[CallPart, list[str]]
+        ] = []  # since the last push: the beginning of a part, its arguments
+        self._index = -1
+        self._steps = self._read()
+
+    def push(self, text: str, *, last: bool) -> ParsedDelta:
+        """What the next part of the text says; `last` = it ends here."""
+        self._text.add(text, last=last)
+        next(self._steps, None)
+        calls = tuple(
+            CallPart(part.index, "".join(arguments), part.name, part.call_id) for part, arguments in self._found
+        )
+        said = ParsedDelta("".join(self._content), calls=calls)
+        self._content, self._found = [], []
+        return said
+
+    @abstractmethod
+    def _read(self) -> Step[None]:
+        """Read all of the text."""
+
+    def _begin(self, name: str) -> None:
+        self._index += 1
+        self._found.append((CallPart(self._index, "", name, self._new_id()), []))
+
+    def _add(self, arguments: str) -> None:
+        """More arguments of the call that was begun last."""
+        if not self._found:
+            self._found.append((CallPart(self._index), []))
+        self._found[-1][1].append(arguments)
+
+    def _call(self, *, bare: bool = True) -> Step[bool]:
+        """Read a call that is an object with name and arguments, in any order; whether there is one.
+
+        Args:
+            bare: a name alone is a call without arguments.
+        """
+        text, call = self._text, _Object()
+        if not (yield from text.literal("{")):
+            return False
+        whole = yield from self._member(call)
+        while whole and (yield from text.literal(",")):
+            whole = yield from self._member(call)
+        whole = whole and (yield from text.literal("}"))
+        if call.begun or not whole or not call.name or (call.early is None and not bare):
+            return call.begun
+        self._begin(call.name)
+        self._add("{}" if call.early is None else call.early)
+        return True
+
+    def _member(self, call: _Object) -> Step[bool]:
+        """Read a key of a call's object, its value, and the white space around them; False = they are broken."""
+        text = self._text
+        yield from text.blanks()
+        key = yield from text.string()
+        if key is None or (not call.begun and key not in _BEFORE_ARGUMENTS):
+            return False
+        yield from text.blanks()
+        if not (yield from text.literal(":")):
+            return False
+        yield from text.blanks()
+        if key == "name" and not call.name:
+            call.name = (yield from text.string()) or ""
+            whole = bool(call.name)
+        elif key in _ARGUMENTS and not call.begun and call.early is None:
+            whole = yield from self._arguments(call)
+        else:
+            whole = yield from text.value()
+        yield from text.blanks()
+        return whole
+
+    def _arguments(self, call: _Object) -> Step[bool]:
+        """Read a call's arguments: an object, which is passed on as it comes, its text as a string, or null."""
+        text = self._text
+        begin = text.at
+        if call.name and (yield from text.peek()) == "{":
+            self._begin(call.name)
+            call.begun = True
+            return (yield from text.value(self._add))
+        if not (yield from text.value()):
+            return False
+        call.early = _object_text(text.since(begin))
+        if call.name and call.early is not None:
+            self._begin(call.name)
+            self._add(call.early)
+            call.begun = True
+        return call.early is not None
+
+    def _list(self) -> Step[bool]:
+        """Read a list of calls, or one; whether there is any."""
+        text = self._text
+        if not (yield from text.literal("[")):
+            return (yield from self._call())
+        yield from text.blanks()
+        if not (yield from self._call()):
+            return False
+        yield from self._further(",")
+        yield from text.blanks()
+        yield from text.literal("]")
+        return True
+
+    def _further(self, separator: str, *, bare: bool = True) -> Step[None]:
+        """Read calls that follow one, each behind a separator."""
+        text = self._text
+        while True:
+            end = text.at
+            yield from text.blanks()
+            if not (yield from text.literal(separator)):
+                text.at = end
+                return
+            yield from text.blanks()
+            if not (yield from self._call(bare=bare)):
+                self._no_call(end)
+                return
+
+    def _no_call(self, begin: int) -> None:
+        """What was read since then is no call, and stays content."""
+        self._content.append(self._text.since(begin))
+
+
+def _object_text(value: str) -> str | None:
+    """The text of the object that a value of JSON is, or that it holds as a string; None = it is no arguments."""
+    if value.startswith('"'):
+        try:
+            value = json.loads(value, strict=False)
+        except ValueError:
+            return None
+    if value == "null":
+        return "{}"
+    return value if value.lstrip().startswith("{") else None
+
+
+class NamedCall(CallReader):
+    """The text is the arguments of one call."""
+
+    def __init__(self, name: str, new_id: NewId = new_call_id) -> None:
+        super().__init__(new_id)
+        self._name = name
+
+    def _read(self) -> Step[None]:
+        yield from self._text.blanks()
+        if (yield from self._text.peek()):
+            self._begin(self._name)
+        while character := (yield from self._text.take()):
+            self._add(character)
+
+
+class ForcedList(CallReader):
+    """The text is a list of calls, as `call_form` lays it out."""
+
+    def _read(self) -> Step[None]:
+        yield from self._text.blanks()
+        if not (yield from self._list()):
+            self._no_call(0)
+
+
+class FreeCalls(CallReader):
+    """Calls that a model makes as it likes, in the text that it writes.
+
+    Args:
+        tools: that it was shown.
+    """
+
+    title: ClassVar[str]
+    """What the format is called, for people."""
+    rendered: ClassVar[re.Pattern[str]]
+    """What a chat template of the format writes of a call of the function `probe`."""
+    markers: ClassVar[tuple[str, ...]] = ()
+    """Texts of the format that may be special tokens."""
+
+    def __init__(self, tools: Tools = ()) -> None:
+        super().__init__(self.new_id)
+        self._tools = tools
+        self._after_call = False  # whether nothing but white space was read since a call
+
+    @staticmethod
+    def new_id() -> str:
+        """An id of a call, as the format's chat templates take it."""
+        return new_call_id()
+
+    def _read(self) -> Step[None]:
+        text = self._text
+        while True:
+            begin = text.at
+            yield from text.blanks()
+            place = text.at
+            if (yield from self._calls_at(line=begin == 0 or self._after_call or "\n" in text.since(begin))):
+                self._after_call = True
+                continue
+            ended = text.at == place and not (yield from text.take())
+            if not (ended and self._after_call):
+                self._no_call(begin)
+            if ended:
+                return
+            self._after_call = False
+
+    @abstractmethod
+    def _calls_at(self, *, line: bool) -> Step[bool]:
+        """Read calls that begin here; whether there are any. If not, what was read on the way is content, so that
+        nothing is read twice. `line` = this is the beginning of a line, or of the text behind a call."""
+
+    def _closing(self, marker: str) -> Step[bool]:
+        """Read what closes a call, if it is there."""
+        end = self._text.at
+        yield from self._text.blanks()
+        closed = yield from self._text.literal(marker)
+        if not closed:
+            self._text.at = end
+        return closed
+
+
+class HermesCalls(FreeCalls):
+    """`<tool_call>{"name": …, "arguments": …}</tool_call>`; SmolLM2 writes a list of calls in there."""
+
+    title = "Hermes (Qwen2.5, Qwen3, SmolLM)"
+    rendered = re.compile(r'<tool_call>\s*\[?\s*\{\s*"(name"\s*:\s*"probe"|arguments")')
+    markers = ("<tool_call>", "</tool_call>")
+
+    def _calls_at(self, *, line: bool) -> Step[bool]:
+        if not (yield from self._text.literal("<tool_call>")):
+            return False
+        yield from self._text.blanks()
+        if not (yield from self._list()):
+            return False
+        yield from self._closing("</tool_call>")
+        return True
+
+
+class LlamaCalls(FreeCalls):
+    """`{"name": …, "parameters": …}` at the beginning of a line or behind `<|python_tag|>`; `;` between several."""
+
+    title = "Llama 3 (JSON)"
+    rendered = re.compile(r'\{"name": "probe", "parameters": \{')
+    markers = ("<|python_tag|>",)
+
+    def _calls_at(self, *, line: bool) -> Step[bool]:
+        text = self._text
+        if not (yield from text.literal("<|python_tag|>")) and not line:
+            return False
+        yield from text.blanks()
+        if not (yield from self._call(bare=False)):
+            return False
+        yield from self._further(";", bare=False)
+        return True
+
+
+class MistralCalls(FreeCalls):
+    """`[TOOL_CALLS] [{"name": …, "arguments": …}]`, or `[TOOL_CALLS]name[ARGS]{…}`."""
+
+    title = "Mistral"
+    rendered = re.compile(r'\[TOOL_CALLS\]\s*(probe\b|\[?\s*\{\s*"name": ?"probe")')
+    markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+    @staticmethod
+    def new_id() -> str:
+        """Nine letters and digits: the templates refuse any other."""
+        return uuid.uuid4().hex[:9]
+
+    def _calls_at(self, *, line: bool) -> Step[bool]:
+        if not (yield from self._text.literal("[TOOL_CALLS]")):
+            return False
+        yield from self._text.blanks()
+        if (yield from self._text.peek()) in ("[", "{"):
+            return (yield from self._list())
+        return (yield from self._named())
+
+    def _named(self) -> Step[bool]:
+        """Read a name, an id that the model made up, and arguments."""
+        text = self._text
+        name = yield from text.word("[{ \n", MAX_NAME)
+        if (yield from text.literal("[CALL_ID]")):
+            yield from text.word("[{ \n", MAX_NAME)
+        yield from text.literal("[ARGS]")
+        yield from text.blanks()
+        if not name or (yield from text.peek()) != "{":
+            return False
+        self._begin(name)
+        yield from text.value(self._add)
+        return True
+
+
+class XmlCalls(FreeCalls):
+    """`<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`: values are bare text, and become JSON
+    by the function's schema."""
+
+    title = "Qwen3-Coder (XML)"
+    rendered = re.compile(r"<tool_call>\s*<function=probe>")
+    markers = ("<tool_call>", "</tool_call>")
+
+    def _calls_at(self, *, line: bool) -> Step[bool]:
+        text = self._text
+        yield from text.literal("<tool_call>")
+        yield from text.blanks()
+        name = (yield from text.word(">\n", MAX_NAME)) if (yield from text.literal("<function=")) else ""
+        if not name or not (yield from text.literal(">")):
+            return False
+        self._begin(name)
+        self._add("{")
+        parameters, separator = _parameters(self._tools, name), ""
+        while (yield from self._parameter(separator, parameters)):
+            separator = ", "
+        closed = yield from self._closing("</function>")
+        closed = (yield from self._closing("</tool_call>")) or closed
+        if closed:
+            self._add("}")
+        return True
+
+    def _parameter(self, separator: str, parameters: Mapping[str, Any]) -> Step[bool]:
+        """Read one argument; False = none begins here, or it is broken."""
+        text = self._text
+        begin = text.at
+        yield from text.blanks()
+        key = (yield from text.word(">\n", MAX_NAME)) if (yield from text.literal("<parameter=")) else ""
+        if not key or not (yield from text.literal(">")):
+            text.at = begin
+            return False
+        yield from text.literal("\n")
+        self._add(f"{separator}{_quoted(key)}: ")
+        properties = parameters.get("properties")
+        types = _types(properties.get(key) if isinstance(properties, Mapping) else None, parameters)
+        return (yield from (self._string() if types == {"string"} else self._other(types)))
+
+    def _string(self) -> Step[bool]:
+        """Read a text, which is passed on as it comes."""
+        self._add('"')
+        while not (yield from self._value_ends()):
+            character = yield from self._text.take()
+            if not character:
+                return False
+            self._add(_quoted(character)[1:-1])
+        self._add('"')
+        return True
+
+    def _other(self, types: frozenset[str]) -> Step[bool]:
+        begin = end = self._text.at
+        while not (yield from self._value_ends()):
+            character = yield from self._text.take()
+            end = self._text.at
+            if not character:
+                self._add(self._text.since(begin))
+                return False
+        at, self._text.at = self._text.at, end
+        self._add(_as_json(self._text.since(begin), types))
+        self._text.at = at
+        return True
+
+    def _value_ends(self) -> Step[bool]:
+        return (yield from self._text.literal("\n</parameter>")) or (yield from self._text.literal("</parameter>"))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _parameters(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The schema of a function's arguments."""
+    schemas = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name)
+    return next(schemas, None) or {}
+
+
+_KINDS: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some chat templates write them
+
+
+_MAX_OPTIONS = 16  # of a schema that are looked through
+
+
+def _types(schema: Any, root: Mapping[str, Any], levels: int = 4) -> frozenset[str]:
+    """The types that a value may have by its schema, as far as that says so plainly; none = it does not."""
+    if not isinstance(schema, Mapping) or not levels:
+        return frozenset()
+    if "type" in schema:
+        return frozenset(kind for kind in _as_list(schema["type"]) if isinstance(kind, str))
+    if "$ref" in schema:
+        return _types(_referred(schema["$ref"], root), root, levels - 1)
+    if values := [*_as_list(schema.get("enum", [])), *([schema["const"]] if "const" in schema else [])]:
+        return frozenset(kind for value in values for kind in _KINDS.get(type(value), ("string",)))
+    options = [*_as_list(schema.get("anyOf", [])), *_as_list(schema.get("oneOf", []))]
+    kinds = [_types(option, root, levels - 1) for option in options[:_MAX_OPTIONS]]
+    return frozenset().union(*kinds) if all(kinds) and len(kinds) == len(options) else frozenset()
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference within a schema names; None = it names nothing there."""
+    found: Any = root
+    for key in str(reference).removeprefix("#/").split("/"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """JSON of a value that was written as bare text and may have these types; none = any."""
+    bare = text.strip()
+    bare = _OF_PYTHON.get(bare, bare)
+    try:
+        kinds = _KINDS.get(type(json.loads(bare, parse_constant=refuse_constant)), ())
+    except (ValueError, RecursionError):
+        kinds = ()
+    fits = bool(kinds) and (not types or not types.isdisjoint(kinds) or "string" not in types)
+    return bare if fits else _quoted(text)
