@@ -152,9 +152,9 @@ class FrontEnd:
             )
         priority = terms.priority(wire.priority)
         talk = self._chats.talk(wire) if isinstance(wire, ChatCompletionRequest) else None
+        self._check_sequences(len(wire.prompts()) if isinstance(wire, CompletionRequest) else 1, num_choices)
         prompts = await self._prompts(wire, talk)
         echoed = await self._encoder.echoed(wire, prompts) if isinstance(wire, CompletionRequest) else ()
-        self._check_sequences(len(prompts), num_choices)
         for prompt in prompts:
             name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
             terms.check_prompt(name, len(prompt), self.limits.max_prompt_tokens)
@@ -223,7 +223,7 @@ class FrontEnd:
         raise InvalidRequest(
             "prompt",
             f"{num_prompts} prompts with {num_choices} choices each are {asked} sequences; this server runs at most "
-            f"{most} at once. Send several requests.",
+            f"{most} at once. Send several requests, or raise limits.max_ongoing_requests.",
         )
 
     def _current(self, head: ReplyHead) -> ReplyHead:
@@ -309,8 +309,6 @@ class FrontEnd:
         if isinstance(wire, ChatCompletionRequest):
             assert talk is not None
             return await self._encoder.chat(wire, talk)
-        if len(wire.prompts()) > self.limits.max_prompts:
-            raise InvalidRequest("prompt", f"prompt may hold at most {self.limits.max_prompts} prompts here.")
         return await self._encoder.completion(wire)
 
     async def _bad_words(self, wire: WireRequest) -> tuple[tuple[int, ...], ...]:

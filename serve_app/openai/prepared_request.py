@@ -32,7 +32,6 @@ class Limits:
     """What one HTTP request may ask for."""
 
     max_body_bytes: int = 8 * 2**20
-    max_prompts: int = 64
     max_choices: int = 64  # of each prompt
     max_sequences: int | None = None  # choices of all prompts; None = as many as the others allow
     max_prompt_tokens: int | None = None  # None = the model's own

@@ -156,6 +156,32 @@ def test_prefix_hits_change_no_answer(tiny_folder: Path) -> None:
     assert answer.values == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_a_prefix_is_shared_within_one_salt_only(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder)
+    cached = []
+    for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x"), ("e", "")):
+        engine.add(Request(name, PROMPTS["plain"], GREEDY, cache_salt=salt))
+        answer = run(engine)[name]
+        cached.append(answer.num_cached_tokens)
+    assert cached[:3] == [0, 0, 0] and cached[3] == cached[4] > 0
+
+
+def test_an_emptied_prefix_cache_is_filled_again(tiny_folder: Path) -> None:
+    engine = tiny_engine(tiny_folder)
+    fresh = answer_all(engine, requests())
+    for request in requests():
+        engine.add(request)
+    begun = {delta.request_id: list(delta.token_ids) for delta in engine.step()}
+    engine.reset_prefix_cache()  # while requests run, which go on
+    texts = {name: begun.get(name, []) + answer.token_ids for name, answer in run(engine).items()}
+    assert texts == {name: answer.token_ids for name, answer in fresh.items()}
+    engine.reset_prefix_cache()
+    again = answer_all(engine, requests())
+    assert again["plain"].num_cached_tokens == 0
+    assert answer_all(engine, requests())["plain"].num_cached_tokens > 0
+    assert_pool_is_whole(engine)
+
+
 def test_bfloat16_text_parts_only_where_rounding_decides(tiny_folder: Path) -> None:
     speculating, plain = (tiny_engine(tiny_folder, dtype="bfloat16", drafter=drafter) for drafter in (NGRAM, NO_DRAFTS))
     answers, references = answer_all(speculating, requests()), answer_all(plain, requests())

@@ -215,6 +215,18 @@ async def test_what_one_adapter_computed_is_no_prefix_of_anothers() -> None:
         assert reported._book.loads("a", PROMPT, computed)["a"].cached == (0 if computed else 40)
 
 
+async def test_a_prompt_goes_where_its_own_salt_is_cached() -> None:
+    router = bare(PrefillRouter, block_size=BLOCK)
+    replicas = [Replica("a"), Replica("b")]
+    salted = pending(Request("r1", PROMPT, cache_salt="tenant"))
+    await router.choose_replicas(replicas, salted)
+    router.on_request_routed(salted, replicas[1].replica_id, result := Result())
+    result.end()
+    for salt, expected in (("tenant", 40), ("other", 0), ("", 0)):
+        scope = Request("r2", PROMPT, cache_salt=salt).cache_scope
+        assert router._book.loads("ab", PROMPT, scope)["b"].cached == expected
+
+
 async def test_the_prompts_of_one_body_are_shared_out_before_any_replica_says_a_word() -> None:
     router = bare(PrefillRouter, block_size=BLOCK)
     replicas = [Replica("a"), Replica("b")]
