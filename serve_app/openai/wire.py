@@ -35,6 +35,9 @@ def _same_as_n(value: Any, body: Mapping[str, Any]) -> bool:
 
 
 _ONLY_CHAT = "is a field of /v1/chat/completions; send messages there."
+_ONLY_TEXT = "only text is served."
+_NOT_RETURNED = "is not returned here; POST /tokenize shows how a prompt is tokenized."
+_NOT_HERE = "is a field of vLLM's that is not served here; leave it out."
 _OLD_TOOLS = "is an old name; send tools and tool_choice."
 
 
@@ -63,7 +66,21 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
     "length_penalty": (_one_of(1, 1.0), "belongs to beam search, which is not served."),
     "vllm_xargs": (_empty, "is for plugins of vLLM's; there are none here."),
     "documents": (_empty, "documents are not served; put their text into the messages."),
-    "mm_processor_kwargs": (_empty, "only text is served."),
+    "mm_processor_kwargs": (_empty, _ONLY_TEXT),
+    "media_io_kwargs": (_empty, _ONLY_TEXT),
+    "mm_payload": (_empty, _ONLY_TEXT),
+    "return_mm_kwargs": (_one_of(False), _ONLY_TEXT),
+    "prompt_embeds": (_empty, "embeddings are not taken; send text or token ids."),
+    "request_id": (_empty, "is a header here; send it as x-request-id."),
+    "session_id": (_empty, "is a header here; send it as x-session-id."),
+    "truncation_side": (_one_of("left"), "prompts are cut at their beginning; leave it out."),
+    "return_prompt_text": (_one_of(False), _NOT_RETURNED),
+    "return_token_offsets": (_one_of(False), _NOT_RETURNED),
+    "ec_transfer_params": (_empty, _NOT_HERE),
+    "repetition_detection": (_empty, _NOT_HERE),
+    "stream_interval": (_empty, "is a setting here: limits.stream_interval_s."),
+    "thinking_token_budget": (_empty, _NOT_HERE),
+    "watermarking": (_empty, _NOT_HERE),
     "chat_template": (_empty, "the model's own chat template is used; send a ready prompt to /v1/completions instead."),
     "lora_request": (_empty, "an adapter is chosen by its name as `model`; GET /v1/models lists those that are there."),
 }

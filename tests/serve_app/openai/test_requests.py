@@ -1,5 +1,7 @@
 import contextlib
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +94,20 @@ ASKING = {
     "vllm_xargs": {"a": 1},
     "documents": [{"text": "a"}],
     "mm_processor_kwargs": {"a": 1},
+    "media_io_kwargs": {"a": 1},
+    "mm_payload": {"a": 1},
+    "return_mm_kwargs": True,
+    "prompt_embeds": "AAAA",
+    "request_id": "r1",
+    "session_id": "s1",
+    "truncation_side": "right",
+    "return_prompt_text": True,
+    "return_token_offsets": True,
+    "ec_transfer_params": {"a": 1},
+    "repetition_detection": {"a": 1},
+    "stream_interval": 2,
+    "thinking_token_budget": 5,
+    "watermarking": True,
     "chat_template": "x",
     "lora_request": {"name": "x"},
 }
@@ -339,3 +355,12 @@ def test_parameters_may_be_nested_some_levels() -> None:
         with pytest.raises(InvalidRequest, match="at most 64 levels") as caught:
             chat(tools=[tool(1), tool(levels)])
         assert caught.value.field == "tools.1.function.parameters"
+
+
+def test_the_table_of_fields_in_the_docs_has_every_field_and_no_other() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+    table = page[page.index("## Fields") :]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    known = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED}
+    assert sorted(named) == sorted(known)
