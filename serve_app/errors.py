@@ -7,6 +7,7 @@ InvalidRequest (speculative.errors)
 ├── ContextLengthExceeded  prompt and output do not fit into the model
 ├── MalformedBody          the body is not a JSON object
 ├── BodyTooLarge           the body is longer than the server takes
+├── PreviousResponseNotFound   the response to go on from is not kept here
 └── PriorityForbidden      the key may not ask for so early a priority
 
 EngineOverloaded (speculative.errors)
@@ -53,6 +54,10 @@ class BodyTooLarge(InvalidRequest):
     """The body is longer than the server takes."""
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    """The response that a request goes on from is not kept here."""
+
+
 class AccessDenied(TruespecError):
     """The caller is unknown: no key, or an invalid one."""
 
@@ -83,6 +88,10 @@ class BodyTimeout(TruespecError):
 
 class UnknownVerdict(TruespecError):
     """Nothing is known about an answer of that id: it never existed, is still being made, or is too old."""
+
+
+class UnknownResponse(TruespecError):
+    """No response of that id is kept."""
 
 
 class UnknownReplica(TruespecError):
@@ -130,6 +139,7 @@ _RULES: dict[type[BaseException], _Rule] = {
     ContextLengthExceeded: _Rule(400, "invalid_request_error", "context_length_exceeded"),
     MalformedBody: _Rule(400, "invalid_request_error", "malformed_body"),
     BodyTooLarge: _Rule(413, "invalid_request_error", "body_too_large"),
+    PreviousResponseNotFound: _Rule(400, "invalid_request_error", "previous_response_not_found"),
     InvalidRequest: _Rule(400, "invalid_request_error", "invalid_value"),
     AccessDenied: _Rule(401, "authentication_error", "invalid_api_key"),
     PriorityForbidden: _Rule(403, "permission_error", "priority_forbidden"),
@@ -137,6 +147,7 @@ _RULES: dict[type[BaseException], _Rule] = {
     RateLimited: _Rule(429, "rate_limit_error", "rate_limit_exceeded"),
     BodyTimeout: _Rule(408, "invalid_request_error", "body_timeout"),
     UnknownVerdict: _Rule(404, "invalid_request_error", "verdict_not_found"),
+    UnknownResponse: _Rule(404, "invalid_request_error", "response_not_found"),
     UnknownReplica: _Rule(404, "invalid_request_error", "replica_not_found"),
     UpdateRefused: _Rule(409, "invalid_request_error", "update_refused"),
     EngineOverloaded: _Rule(429, "rate_limit_error", "engine_overloaded"),

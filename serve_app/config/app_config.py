@@ -341,6 +341,16 @@ class AccessSection(Section):
         return self
 
 
+class ResponsesSection(Section):
+    """Responses that are kept for `previous_response_id` (docs/api.md), with the texts of their conversations. The
+    controller holds them in its memory: they are gone when it restarts."""
+
+    max_mib: Annotated[int, Field(ge=0)] = 0
+    """Size of all of them together, in MiB; the oldest go first. 0: none is kept."""
+    max_age_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    """How long each is kept."""
+
+
 class ReceiptsSection(Section):
     """The receipts of answers (docs/proof.md)."""
 
@@ -439,6 +449,8 @@ class AppConfig(Section):
     """Who may use what."""
     admin: AdminSection = AdminSection()
     """The admin endpoints."""
+    responses: ResponsesSection = ResponsesSection()
+    """Responses that are kept."""
     receipts: ReceiptsSection = ReceiptsSection()
     """The receipts of answers."""
     observability: ObservabilitySection = ObservabilitySection()

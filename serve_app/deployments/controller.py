@@ -27,6 +27,7 @@ from serve_app.integrity.replay_checker import ReplayChecker
 from serve_app.integrity.replays import ReplayJob
 from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.integrity.verdicts import Checked
+from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, RaySink
 from serve_app.telemetry.tracing import Carried, adopt, carried
@@ -87,6 +88,7 @@ class Controller:
             max_running=config.replay.max_running,
             verified=self._independent.offer,
         )
+        self._responses = ResponseStore(config.responses.max_mib * 2**20, config.responses.max_age_s)
         self._status = StatusBook(_about(config), time.time)
         self._weights = WeightCoordinator()
         self._transfers = Transfers(ray.put)
@@ -176,6 +178,18 @@ class Controller:
     async def verdict(self, reply_id: str) -> dict[str, Any] | None:
         """What is known of a reply."""
         return self._book.verdicts.reply(reply_id)
+
+    async def put_response(self, response_id: str, owner: str, record: bytes) -> bool:
+        """Keep a response; returns whether it is kept."""
+        return self._responses.put(response_id, owner, record)
+
+    async def response(self, response_id: str, owner: str) -> bytes | None:
+        """A response that is kept."""
+        return self._responses.get(response_id, owner)
+
+    async def delete_response(self, response_id: str, owner: str) -> bool:
+        """Forget a response; returns whether there was one."""
+        return self._responses.delete(response_id, owner)
 
     async def statuses(self) -> Statuses:
         """Where every replica stands."""

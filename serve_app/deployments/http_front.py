@@ -16,13 +16,14 @@ from serve_app.backends.base import ModelInfo, Parsers, PauseMode, TokenSource
 from serve_app.deployments.runtime import ReplicaRuntime, Reporter, own_error
 from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, PauseOrder, SpeculationOrder, Statuses, WeightsAdmin, WeightsOrder
-from serve_app.http.routes import Operations, build_ingress
+from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.integrity.breaker import Mode
 from serve_app.integrity.replay_selection import Checks, chosen
 from serve_app.integrity.replays import Record, Records, ReplayJob
 from serve_app.integrity.signatures import SigningKey
 from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.prepared_request import Limits
 from serve_app.openai.scoring import ScoreLimits, Scorer
 from serve_app.page.feed import StatusFeed
@@ -130,7 +131,7 @@ class HttpFront:
             self._front_end,
             scorer=self._scorer,
             operations=Operations(self.exposition, check_health, self._vllm_routes()),
-            verdicts=self.verdict,
+            replies=PastReplies(self.verdict, self._kept()),
             admin=self._admin,
             gate=Gate(
                 self._access,
@@ -174,6 +175,11 @@ class HttpFront:
         """What is known of a reply, this replica's newest ones included."""
         await self._reporter.report()
         return await self._runtime.controller().verdict.remote(reply_id)  # type: ignore[no-any-return]
+
+    def _kept(self) -> KeptResponses | None:
+        if not self._config.responses.max_mib:
+            return None
+        return ControllersResponses(self._runtime.controller)
 
     def _check_parsers(self) -> None:
         """Before an engine is loaded for minutes."""
@@ -236,6 +242,29 @@ class HttpFront:
         except (RayError, RayServeException) as error:
             self._runtime.metrics.count("truespec_replays_total", result="failed", answered_by=job.replica)
             _logger.warning("%s could not be submitted for replay: %s", job.request.request_id, error)
+
+
+class ControllersResponses:
+    """The responses that the controller keeps for all replicas (a `KeptResponses`)."""
+
+    def __init__(self, controller: Callable[[], "DeploymentHandle[Any]"]) -> None:
+        self._controller = controller
+
+    async def put(self, response_id: str, owner: str, record: bytes) -> bool:
+        """Keep a response; returns whether it is kept. The answer goes out in any case."""
+        try:
+            return await self._controller().put_response.remote(response_id, owner, record)  # type: ignore[no-any-return]
+        except (RayError, RayServeException) as error:
+            _logger.warning("%s could not be kept: %s", response_id, error)
+            return False
+
+    async def get(self, response_id: str, owner: str) -> bytes | None:
+        """A response that is kept; None where there is none."""
+        return await self._controller().response.remote(response_id, owner)  # type: ignore[no-any-return]
+
+    async def delete(self, response_id: str, owner: str) -> bool:
+        """Forget a response; returns whether there was one."""
+        return await self._controller().delete_response.remote(response_id, owner)  # type: ignore[no-any-return]
 
 
 def _weights_admin(controller: Callable[[], "DeploymentHandle[Any]"]) -> WeightsAdmin:

@@ -12,6 +12,7 @@ from serve_app.access.request_gate import HEALTH, scope_of
 from serve_app.http.admin import PauseOrder, SpeculationOrder, WeightsOrder
 from serve_app.http.vllm_routes import FinishUpdate, InitTransfer, StartUpdate, UpdateOrder
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.openai.response_requests import ResponsesRequest
 from serve_app.openai.scoring import ScoreRequest
 from serve_app.openai.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -59,6 +60,27 @@ _REPLIES: dict[str, Schema] = {
     "Usage": _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT}),
     "Completion": _reply("text_completion", "text", "logprobs"),
     "ChatCompletion": _reply("chat.completion", "message", "logprobs"),
+    "Response": _object(
+        {
+            "id": _TEXT,
+            "object": {"const": "response"},
+            "created_at": _COUNT,
+            "status": {"enum": ["completed", "incomplete", "failed", "in_progress"]},
+            "model": _TEXT,
+            "output": _list(_object({"type": {"enum": ["message", "function_call", "reasoning"]}, "id": _TEXT})),
+            "incomplete_details": {"type": ["object", "null"]},
+            "error": {"type": ["object", "null"]},
+            "store": {"type": "boolean"},
+            "usage": _object({"input_tokens": _COUNT, "output_tokens": _COUNT, "total_tokens": _COUNT}),
+        },
+        reproducible={"type": "boolean"},  # if a seed was sent
+        reproducible_reason=_TEXT,
+        verdict=_TEXT,
+        verdicts=_list(_TEXT),
+        checked=_list(_TEXT),
+        receipts=_list({"type": "object"}),
+    ),
+    "Deleted": _object({"id": _TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),
     "Model": _object(
         {
             "id": _TEXT,
@@ -127,6 +149,9 @@ OPERATIONS = (
     Operation(
         "POST", "/v1/chat/completions", "Answer a conversation.", "ChatCompletion", ChatCompletionRequest, streams=True
     ),
+    Operation("POST", "/v1/responses", "Answer a conversation, as items.", "Response", ResponsesRequest, streams=True),
+    Operation("GET", "/v1/responses/{response_id}", "Show a response that was kept.", "Response"),
+    Operation("DELETE", "/v1/responses/{response_id}", "Forget a response that was kept.", "Deleted"),
     Operation("POST", "/v1/score", "Score how likely labels are after contexts.", "Scores", ScoreRequest),
     Operation("GET", "/v1/verdicts/{reply_id}", "Return the verdict on a reply.", "Verdict"),
     Operation("GET", "/admin/speculation", "Return each replica's speculation state.", "Replicas"),

@@ -33,9 +33,12 @@ from serve_app.http.openapi import document
 from serve_app.http.request_ids import LONGEST_PATH, RequestIds, request_id_of
 from serve_app.http.vllm_routes import VllmRoutes, add_vllm_routes
 from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.parsing import parse
-from serve_app.openai.prepared_request import Terms
+from serve_app.openai.prepared_request import PreparedRequest, Terms
 from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest, WireRequest
+from serve_app.openai.response_requests import ResponsesRequest
+from serve_app.openai.responses_desk import ResponsesDesk
 from serve_app.openai.scoring import Scorer, ScoreRequest
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import Outcome
@@ -46,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 W = TypeVar("W", bound=PauseOrder)
+R = TypeVar("R", bound=WireRequest)
 
 
 MetricsPage = Callable[[], Awaitable[tuple[bytes, str]]]
@@ -79,12 +83,20 @@ class Operations:
     vllm: VllmRoutes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PastReplies:
+    """What is known of replies that were given."""
+
+    verdicts: VerdictPage | None = None
+    kept: KeptResponses | None = None
+
+
 def build_ingress(
     front_end: FrontEnd,
     *,
     scorer: Scorer | None = None,
     operations: Operations = Operations(),
-    verdicts: VerdictPage | None = None,
+    replies: PastReplies = PastReplies(),
     admin: Admin | None = None,
     gate: Gate | None = None,
     tracing: Tracing | None = None,
@@ -110,12 +122,13 @@ def build_ingress(
         app.add_middleware(CORSMiddleware, allow_origins=gate.cors_origins, **_CORS)
     app.add_exception_handler(HTTPException, _on_http_exception)
     _add_generation(app, front_end, gate)
+    _add_responses(app, front_end, ResponsesDesk(front_end, replies.kept), gate)
     if scorer is not None:
         _add_scoring(app, front_end, scorer, gate)
     _add_operations(app, operations)
     add_vllm_routes(app, front_end, operations.vllm)
-    if verdicts is not None:
-        _add_verdicts(app, verdicts)
+    if replies.verdicts is not None:
+        _add_verdicts(app, replies.verdicts)
     if admin is not None:
         _add_admin(app, admin)
 
@@ -185,11 +198,30 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _generate(front_end, gate, request, CompletionRequest)
+        return await _generate(front_end, gate, request, CompletionRequest, front_end.prepare)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _generate(front_end, gate, request, ChatCompletionRequest)
+        return await _generate(front_end, gate, request, ChatCompletionRequest, front_end.prepare)
+
+
+def _add_responses(app: FastAPI, front_end: FrontEnd, desk: ResponsesDesk, gate: Gate) -> None:
+    @app.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        owner = request.state.caller.id
+
+        async def prepare(wire: ResponsesRequest, terms: Terms) -> PreparedRequest:
+            return await desk.prepare(wire, terms, owner)
+
+        return await _generate(front_end, gate, request, ResponsesRequest, prepare)
+
+    @app.get("/v1/responses/{response_id}")
+    async def show_response(request: Request, response_id: str) -> Response:
+        return JSONResponse(await desk.show(response_id, request.state.caller.id))
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> Response:
+        return JSONResponse(await desk.delete(response_id, request.state.caller.id))
 
 
 def _add_scoring(app: FastAPI, front_end: FrontEnd, scorer: Scorer, gate: Gate) -> None:
@@ -272,14 +304,17 @@ def _add_operations(app: FastAPI, operations: Operations) -> None:
 
 
 async def _generate(
-    front_end: FrontEnd, gate: Gate, request: Request, kind: type[CompletionRequest] | type[ChatCompletionRequest]
+    front_end: FrontEnd,
+    gate: Gate,
+    request: Request,
+    kind: type[R],
+    prepare: Callable[[R, Terms], Awaitable[PreparedRequest]],
 ) -> Response:
     lease = gate.enter(request.state.caller)
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(lease.leave)
-        body = await read_body(request, front_end.limits.max_body_bytes)
-        wire = parse(body, kind)
-        job = await front_end.prepare(wire, _terms(request))
+        wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
+        job = await prepare(wire, _terms(request))
         headers = _warning(wire)
         logger.debug("%s is %s", request_id_of(request.scope), job.head.reply_id)
         if not job.stream:
@@ -340,7 +375,8 @@ def _unserved(request: Request, path: str) -> Response:
     first = path.partition("/")[0]
     if first in UNSUPPORTED_ENDPOINTS:
         return _error_response(reply_for(UnsupportedParameter("", f"/v1/{path}: {UNSUPPORTED_ENDPOINTS[first]}")))
-    allowed = {"models": "GET", "completions": "POST", "chat/completions": "POST", "score": "POST"}.get(path)
+    posts = dict.fromkeys(("completions", "chat/completions", "responses", "score"), "POST")
+    allowed = (posts | {"models": "GET"}).get(path)
     if allowed not in (None, request.method):
         response = _error_response(route_error(405, f"{request.method} is not served here; use {allowed} /v1/{path}."))
         response.headers["allow"] = allowed

@@ -7,7 +7,6 @@ router mount the same one.
 import asyncio
 import dataclasses
 import hashlib
-import json
 import logging
 import time
 import uuid
@@ -54,9 +53,6 @@ from speculative.errors import EngineFault, InvalidRequest, RequestTimeout
 from speculative.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class FrontEnd:
@@ -126,10 +122,18 @@ class FrontEnd:
             quantization=self._model.quantization,
         )
 
+    def count_tokens(self, text: str) -> int:
+        """How many tokens a text has that goes on after others."""
+        return len(self._tokenizer.encode(text, continuation=True))
+
     async def prepare(
-        self, wire: CompletionRequest | ChatCompletionRequest, terms: Terms = NO_TERMS
+        self,
+        wire: CompletionRequest | ChatCompletionRequest,
+        terms: Terms = NO_TERMS,
+        reply_format: ReplyFormat | None = None,
     ) -> PreparedRequest:
-        """Check a wire request against the model and the terms of who sent it, and tokenise it.
+        """Check a wire request against the model and the terms of who sent it, and tokenise it. The reply has the form
+        of the request's endpoint, if no other is given.
 
         Raises:
             InvalidRequest: it can never be served; `field` names what is wrong.
@@ -159,9 +163,10 @@ class FrontEnd:
             name = "messages" if isinstance(wire, ChatCompletionRequest) else "prompt"
             terms.check_prompt(name, len(prompt), self.limits.max_prompt_tokens)
         answers = None if talk is None else self._chats.answers(talk, prompts[0], wire.structure)
-        reply_format: ReplyFormat = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
+        if reply_format is None:
+            reply_format = ChatFormat() if isinstance(wire, ChatCompletionRequest) else CompletionFormat()
         head = ReplyHead(
-            reply_id=f"{reply_format.id_prefix}-{uuid.uuid4().hex}",
+            reply_id=reply_format.id_prefix + uuid.uuid4().hex,
             created=int(time.time()),
             model=wire.model,
             system_fingerprint=self._model.system_fingerprint,
@@ -246,38 +251,33 @@ class FrontEnd:
                         pieces[piece.index].append(piece)
             reported = await self._verdicts(job) | self._receipts(job, run)
         choices = [await read_choice(join(parts), job.answers) for parts in pieces]
-        return job.format.whole(self._current(job.head), choices, run.usage()) | reported
+        return await job.format.whole(self._current(job.head), choices, run.usage(), reported)
 
     async def events(self, job: PreparedRequest, spend: Spend = free) -> AsyncGenerator[bytes, None]:
         """Generate and give server-sent events, one for each delta that has something to say. `spend` is called with
         tokens as they are emitted.
 
         What goes wrong before the first event is raised, so that it can still become an HTTP status; later it becomes
-        an error event, and the stream ends without `[DONE]`.
+        the event of a failure, the stream's last.
         """
         run = ChoiceRun(job, self._tokenizer, streams=True)
+        stream = job.format.stream(continuous_usage=job.continuous_usage)
         begun = False
         try:
             with self._expecting(job):
                 with _settled(job, run, spend):
                     async with aclosing(self._pieces(job, run, spend)) as arriving:
                         async for piece in arriving:
-                            head = self._current(job.head)
-                            chunks = [*([] if begun else job.format.opening(head)), job.format.chunk(head, piece)]
-                            usage = {"usage": run.usage().to_wire()} if job.continuous_usage else {}
-                            yield b"".join(_event(chunk | usage) for chunk in chunks)
+                            yield stream.piece(self._current(job.head), piece, run.usage)
                             begun = True
                 reported = await self._verdicts(job) | self._receipts(job, run)
         except Exception as error:
             if not begun:
                 raise
             logger.error("%s failed while streaming: %r", job.head.reply_id, error, exc_info=error)
-            yield _event(reply_for(error).body())
+            yield stream.failure(self._current(job.head), reply_for(error))
             return
-        if job.head.with_usage:
-            reported["usage"] = run.usage().to_wire()
-        closing = _event(job.format.closing_chunk(self._current(job.head), reported)) if reported else b""
-        yield closing + b"data: [DONE]\n\n"
+        yield await stream.end(self._current(job.head), reported, run.usage)
 
     def _expecting(self, job: PreparedRequest) -> AbstractContextManager[None]:
         if self._checks is None or not job.verify:
@@ -453,8 +453,3 @@ def _refuse_dead_end(params: SamplingParams, eos_token_ids: Sequence[int]) -> No
             "allowed_token_ids",
             "allowed_token_ids leaves nothing to say: bad_words and min_tokens forbid every one of them.",
         )
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    """One server-sent event. ASCII only: some clients take U+2028 for the end of a line."""
-    return b"data: " + _to_json(payload).encode("ascii") + b"\n\n"

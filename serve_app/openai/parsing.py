@@ -19,7 +19,9 @@ from serve_app.openai.wire import (
 )
 from speculative.errors import InvalidRequest
 
-_TEXT_FIELDS = frozenset({"prompt", "messages", "stop", "bad_words", "contexts", "labels"})  # for the tokenizer
+_TEXT_FIELDS = frozenset(  # for the tokenizer
+    {"prompt", "messages", "input", "instructions", "stop", "bad_words", "contexts", "labels"}
+)
 
 
 def parse(body: bytes, kind: type[W]) -> W:
@@ -31,12 +33,13 @@ def parse(body: bytes, kind: type[W]) -> W:
         InvalidRequest: a value is wrong; `field` is its path, such as `messages.0.content`.
     """
     fields, known = _load(body), kind.model_fields
+    refused = {name: rule for name, rule in UNSUPPORTED.items() if name not in known} | dict(kind.unsupported)
     supported = {}
     for name, value in fields.items():
-        if name in known or name not in UNSUPPORTED:
+        if name not in refused:
             supported[name] = value
             continue
-        harmless, reason = UNSUPPORTED[name]
+        harmless, reason = refused[name]
         if not harmless(value, fields):
             raise UnsupportedParameter(name, f"{name}: {reason}")
     try:

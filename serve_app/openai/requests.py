@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.backends.base import ChatPrompt
@@ -28,7 +28,6 @@ LEGACY_MAX_TOKENS = 16  # what /v1/completions generates by default
 
 UNSUPPORTED_ENDPOINTS: dict[str, str] = {
     "embeddings": "embeddings are not served; this server generates text.",
-    "responses": "the responses API is not served; use /v1/chat/completions.",
     "images": "images are not served; this server generates text.",
     "audio": "audio is not served; this server generates text.",
     "moderations": "moderation is not served; this server generates text.",
@@ -466,6 +465,15 @@ class CompletionRequest(WireRequest):
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
+def _known_effort(effort: str) -> str:
+    if effort not in _EFFORTS:
+        raise PydanticCustomError("effort", "must be {known}.", {"known": ", ".join(_EFFORTS)})
+    return effort
+
+
+Effort = Annotated[str, Field(json_schema_extra={"enum": [*_EFFORTS]}), AfterValidator(_known_effort)]
+
+
 class ChatCompletionRequest(WireRequest):
     """POST /v1/chat/completions."""
 
@@ -475,18 +483,11 @@ class ChatCompletionRequest(WireRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice = None
-    reasoning_effort: str | None = Field(None, json_schema_extra={"enum": [*_EFFORTS, None]})
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # variables that the chat template reads
     add_generation_prompt: bool | None = None  # default: true, unless the last message is continued
     continue_final_message: bool | None = None  # the answer continues the last message
     add_special_tokens: bool | None = None  # true = also those that begin a text, beside the template's own
-
-    @field_validator("reasoning_effort")
-    @classmethod
-    def _known_effort(cls, effort: str | None) -> str | None:
-        if effort is not None and effort not in _EFFORTS:
-            raise PydanticCustomError("effort", "must be {known}.", {"known": ", ".join(_EFFORTS)})
-        return effort
 
     @property
     def num_logprobs(self) -> int | None:

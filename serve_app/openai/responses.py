@@ -1,11 +1,13 @@
 """Responses, chunks and their logprobs as OpenAI writes them."""
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serve_app.backends.base import CallPart
+from serve_app.errors import ErrorReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +194,47 @@ class ReplyHead:
         return fields
 
 
+UsageNow = Callable[[], Usage]
+"""The tokens up to now."""
+
+
+class ReplyStream(Protocol):
+    """Writes one reply as server-sent events."""
+
+    def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:
+        """The events of one piece; before the first, those that begin the reply."""
+        ...
+
+    async def end(self, head: ReplyHead, reported: dict[str, Any], usage: UsageNow) -> bytes:
+        """The events after the last piece; `reported` is what there is to say of the whole reply."""
+        ...
+
+    def failure(self, head: ReplyHead, error: ErrorReply) -> bytes:
+        """The event that ends a reply which failed."""
+        ...
+
+
 class ReplyFormat(Protocol):
     """The format of one endpoint's replies."""
 
-    id_prefix: str
+    @property
+    def id_prefix(self) -> str:
+        """What the ids of replies begin with."""
+        ...
+
+    def stream(self, *, continuous_usage: bool) -> ReplyStream:
+        """What writes one reply as a stream."""
+        ...
+
+    async def whole(
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The whole reply."""
+        ...
+
+
+class _ChunkFormat(Protocol):
+    """A format whose streams are chunks, which look like the whole reply."""
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
         """The chunks before the first piece."""
@@ -209,16 +248,52 @@ class ReplyFormat(Protocol):
         """The last chunk, where there is something to tell of the whole reply."""
         ...
 
-    def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage) -> dict[str, Any]:
-        """The whole reply."""
-        ...
+
+class ChunkStream:
+    """Writes a reply as chunks, and `[DONE]`; an error ends it without."""
+
+    def __init__(self, chunks: _ChunkFormat, *, continuous_usage: bool) -> None:
+        self._chunks = chunks
+        self._continuous_usage = continuous_usage
+        self._begun = False
+
+    def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:
+        """The chunk of one piece."""
+        chunks = [*([] if self._begun else self._chunks.opening(head)), self._chunks.chunk(head, piece)]
+        self._begun = True
+        counted = {"usage": usage().to_wire()} if self._continuous_usage else {}
+        return b"".join(sse_event(chunk | counted) for chunk in chunks)
+
+    async def end(self, head: ReplyHead, reported: dict[str, Any], usage: UsageNow) -> bytes:
+        """The closing chunk, where there is something to say, and the end."""
+        if head.with_usage:
+            reported = reported | {"usage": usage().to_wire()}
+        closing = sse_event(self._chunks.closing_chunk(head, reported)) if reported else b""
+        return closing + b"data: [DONE]\n\n"
+
+    def failure(self, head: ReplyHead, error: ErrorReply) -> bytes:
+        """The error."""
+        return sse_event(error.body())
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def sse_event(payload: dict[str, Any], name: str | None = None) -> bytes:
+    """One server-sent event. ASCII only: some clients take U+2028 for the end of a line."""
+    named = b"" if name is None else b"event: " + name.encode("ascii") + b"\n"
+    return named + b"data: " + _to_json(payload).encode("ascii") + b"\n\n"
 
 
 class CompletionFormat:
     """Replies of /v1/completions. Chunks and whole replies share one shape."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     _kind = "text_completion"
+
+    def stream(self, *, continuous_usage: bool) -> ReplyStream:
+        """What writes one reply as a stream."""
+        return ChunkStream(self, continuous_usage=continuous_usage)
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
         """No chunk: the text starts at once."""
@@ -232,10 +307,12 @@ class CompletionFormat:
         """The last chunk, where there is something to tell of the whole reply."""
         return head.envelope(self._kind, []) | reported
 
-    def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage) -> dict[str, Any]:
+    async def whole(
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
+    ) -> dict[str, Any]:
         """The whole reply."""
         rendered = [self._choice(head, piece) for piece in choices]
-        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices)
+        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices) | reported
 
     def _choice(self, head: ReplyHead, piece: ChoiceDelta) -> dict[str, Any]:
         choice = {
@@ -253,8 +330,12 @@ class CompletionFormat:
 class ChatFormat:
     """Replies of /v1/chat/completions."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     _kind = "chat.completion"
+
+    def stream(self, *, continuous_usage: bool) -> ReplyStream:
+        """What writes one reply as a stream."""
+        return ChunkStream(self, continuous_usage=continuous_usage)
 
     def opening(self, head: ReplyHead) -> list[dict[str, Any]]:
         """One chunk per choice, with the role."""
@@ -281,11 +362,14 @@ class ChatFormat:
         """The last chunk, where there is something to tell of the whole reply."""
         return head.envelope(self._kind + ".chunk", []) | reported
 
-    def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage) -> dict[str, Any]:
+    async def whole(
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
+    ) -> dict[str, Any]:
         """The whole reply."""
         rendered = [self._choice(head, piece, "message", _message(piece)) for piece in choices]
         prompt = self._prompt_fields(head) | choices[0].prompt_fields()
-        return head.envelope(self._kind, rendered) | {"usage": usage.to_wire()} | _metadata(choices) | prompt
+        counted = {"usage": usage.to_wire()} | _metadata(choices)
+        return head.envelope(self._kind, rendered) | counted | prompt | reported
 
     def _choice(self, head: ReplyHead, piece: ChoiceDelta, name: str, said: dict[str, Any]) -> dict[str, Any]:
         logprobs = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
@@ -357,6 +441,12 @@ def _legacy_top(entry: TokenEntry) -> dict[str, float] | None:
 
 
 def _chat_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
+    return {"content": token_logprobs(entries), "refusal": None}
+
+
+def token_logprobs(entries: Sequence[TokenEntry]) -> list[dict[str, Any]]:
+    """The logprobs of tokens, with the most likely ones at each position."""
+
     def render(entry: TokenEntry | TopEntry) -> dict[str, Any]:
         return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}
 
@@ -364,7 +454,7 @@ def _chat_logprobs(entries: Sequence[TokenEntry]) -> dict[str, Any]:
     for entry in entries:
         scored = {"scored": _scored(entry)} if entry.scored else {}
         content.append(render(entry) | {"top_logprobs": [render(candidate) for candidate in entry.top]} | scored)
-    return {"content": content, "refusal": None}
+    return content
 
 
 def finite_logprob(logprob: float) -> float:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -87,6 +87,33 @@ UNSUPPORTED: dict[str, tuple[Harmless, str]] = {
 """Fields that OpenAI's or vLLM's API has and this server does not, with the values that have no effect. An endpoint's
 own fields are not refused there."""
 
+_ONLY_ELSEWHERE = "is a field of /v1/completions and /v1/chat/completions."
+_MOVED = "is a field of /v1/chat/completions; here it is "
+
+
+UNSUPPORTED_IN_RESPONSES: dict[str, tuple[Harmless, str]] = {
+    "background": (_one_of(False), "nothing is computed in the background; send stream = true instead."),
+    "conversation": (_empty, "there are no conversations; send the items, or previous_response_id."),
+    "prompt": (_empty, "there are no prompt templates; send instructions and input."),
+    "truncation": (_one_of("disabled"), "no items are left out; shorten the input, or send truncate_prompt_tokens."),
+    "context_management": (_empty, "no input is compacted; shorten it."),
+    "access_programs": (_empty, "there are none."),
+    "image": (_empty, "images are not served; only text is."),
+    "messages": (_one_of(), f"{_MOVED}input."),
+    "max_tokens": (_one_of(), f"{_MOVED}max_output_tokens."),
+    "max_completion_tokens": (_one_of(), f"{_MOVED}max_output_tokens."),
+    "response_format": (_one_of(), f"{_MOVED}text.format."),
+    "reasoning_effort": (_one_of(), f"{_MOVED}reasoning.effort."),
+    "verbosity": (_one_of(), f"{_MOVED}text.verbosity."),
+    "logprobs": (_one_of(False), f"{_MOVED}include = ['message.output_text.logprobs'], with top_logprobs."),
+    "n": (_one_of(1), "a response has one answer; send several requests, or n to /v1/chat/completions."),
+    "prompt_logprobs": (_one_of(), _ONLY_ELSEWHERE),
+    "logprob_token_ids": (_empty, _ONLY_ELSEWHERE),
+    "return_token_ids": (_one_of(False), _ONLY_ELSEWHERE),
+    "return_token_kinds": (_one_of(False), _ONLY_ELSEWHERE),
+}
+"""The same for /v1/responses: fields of OpenAI's that are not served, and those that other endpoints have."""
+
 
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list that may be long. It is read up to its first error: only that one is reported, and each takes memory."""
@@ -96,6 +123,9 @@ class Wire(BaseModel):
     """Any object of a request's body: known fields only, and no type coercion."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    unsupported: ClassVar[Mapping[str, tuple[Harmless, str]]] = {}
+    """As `UNSUPPORTED`, of this body alone; fields that it inherits may be among them."""
 
     @model_validator(mode="before")
     @classmethod

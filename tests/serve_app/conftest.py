@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from serve_app.access.request_gate import Gate
 from serve_app.http.admin import Admin
-from serve_app.http.routes import Operations, VerdictPage, build_ingress
+from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.prepared_request import Limits
 from serve_app.page.feed import StatusFeed
@@ -114,7 +114,7 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> It
         limits: Limits | None = None,
         operations: Operations = Operations(),  # noqa: B008  # frozen
         *,
-        verdicts: VerdictPage | None = None,
+        replies: PastReplies | None = None,
         admin: Admin | None = None,
         page: StatusFeed | None = None,
         gate: Gate | None = None,
@@ -126,7 +126,7 @@ def serve_fake(tokenizer: Tokenizer, serve_http: Callable[[FastAPI], int]) -> It
         app = build_ingress(
             FrontEnd(source, tokenizer, backend.info, limits),
             operations=operations,
-            verdicts=verdicts,
+            replies=replies or PastReplies(),
             admin=admin,
             gate=gate,
         )

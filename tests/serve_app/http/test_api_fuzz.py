@@ -26,7 +26,7 @@ from serve_app.access.access import Access
 from serve_app.access.request_gate import Gate
 from serve_app.http.admin import Admin, SpeculationOrder
 from serve_app.http.openapi import OPERATIONS, document
-from serve_app.http.routes import Operations, build_ingress
+from serve_app.http.routes import Operations, PastReplies, build_ingress
 from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Records
@@ -84,7 +84,7 @@ class Fuzzed:
             FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
             scorer=Scorer(self.source, tokenizer, info, logprobs_mode="raw_logprobs"),
             operations=Operations(self.exposition, self.well, VllmRoutes({}, FakeWeights().admin)),
-            verdicts=self.verdict,
+            replies=PastReplies(self.verdict),
             admin=Admin(access, self.replicas, self.order),
             gate=Gate(access, metrics),
         )

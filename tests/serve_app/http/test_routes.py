@@ -334,7 +334,7 @@ def test_a_body_longer_than_the_limit_is_413_declared_or_not(serve_fake: ServeFa
 
 
 @pytest.mark.parametrize(
-    ("path", "words"), [("embeddings", "embeddings"), ("responses", "chat/completions"), ("audio/speech", "audio")]
+    ("path", "words"), [("embeddings", "embeddings"), ("assistants", "chat/completions"), ("audio/speech", "audio")]
 )
 def test_endpoints_of_openai_that_are_not_served_are_named(server: Served, path: str, words: str) -> None:
     assert words in error_of(server.post(f"/v1/{path}", model="fake", input="a"), 400)["message"]

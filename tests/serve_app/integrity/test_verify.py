@@ -12,6 +12,7 @@ import pytest
 from serve_app.access.access import Access, read_token
 from serve_app.errors import UnknownReplica
 from serve_app.http.admin import Admin, SpeculationOrder
+from serve_app.http.routes import PastReplies
 from serve_app.integrity.replay_selection import Checks
 from serve_app.integrity.replays import Record, Records, ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked
@@ -158,7 +159,7 @@ async def known(reply_id: str) -> dict[str, Any] | None:
 
 
 def test_a_verdict_is_reported_afterwards_or_missing_by_name(serve_fake: ServeFake) -> None:
-    server = serve_fake(verdicts=known)
+    server = serve_fake(replies=PastReplies(known))
     assert httpx.get(f"{server.url}/v1/verdicts/cmpl-known").json() == {"id": "cmpl-known", "verdict": "verified"}
     missing = httpx.get(f"{server.url}/v1/verdicts/cmpl-other")
     assert missing.status_code == 404

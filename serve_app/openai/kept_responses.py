@@ -1,0 +1,76 @@
+"""Responses that are kept for later requests, bounded in memory and age."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class KeptResponses(Protocol):
+    """Where responses are kept. Each belongs to the key that it was made with; who has another one finds nothing."""
+
+    async def put(self, response_id: str, owner: str, record: bytes) -> bool:
+        """Keep a response; returns whether it is kept."""
+        ...
+
+    async def get(self, response_id: str, owner: str) -> bytes | None:
+        """A response that is kept; None where there is none."""
+        ...
+
+    async def delete(self, response_id: str, owner: str) -> bool:
+        """Forget a response; returns whether there was one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    owner: str
+    expires_at: float
+    record: bytes
+
+
+class ResponseStore:
+    """Responses by their ids; the oldest go first.
+
+    Args:
+        max_bytes: of all of them together.
+        max_age_s: how long each is kept.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, max_bytes: int, max_age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._num_bytes = 0
+
+    def put(self, response_id: str, owner: str, record: bytes) -> bool:
+        """Keep a response; returns whether it is kept: one that is larger than all may be is not."""
+        if len(record) > self._max_bytes:
+            return False
+        self._drop(response_id)
+        self._entries[response_id] = _Entry(owner, self._clock() + self._max_age_s, record)
+        self._num_bytes += len(record)
+        while self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+        return True
+
+    def get(self, response_id: str, owner: str) -> bytes | None:
+        """A response that is kept; None where there is none."""
+        while self._entries and next(iter(self._entries.values())).expires_at <= self._clock():
+            self._drop(next(iter(self._entries)))
+        entry = self._entries.get(response_id)
+        return None if entry is None or entry.owner != owner else entry.record
+
+    def delete(self, response_id: str, owner: str) -> bool:
+        """Forget a response; returns whether there was one."""
+        found = self.get(response_id, owner) is not None
+        if found:
+            self._drop(response_id)
+        return found
+
+    def _drop(self, response_id: str) -> None:
+        entry = self._entries.pop(response_id, None)
+        self._num_bytes -= 0 if entry is None else len(entry.record)

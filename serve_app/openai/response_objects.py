@@ -1,0 +1,297 @@
+"""Responses of the Responses API: whole, and as typed events."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.backends.base import CallPart
+from serve_app.errors import ErrorReply
+from serve_app.openai.responses import (
+    ChoiceDelta,
+    ReplyHead,
+    Usage,
+    UsageNow,
+    join,
+    metadata_of,
+    sse_event,
+    token_logprobs,
+)
+from speculative.request import FinishReason
+
+ID_PREFIX = "resp_"
+_HEX = 32  # digits of a response's id
+
+Fields = dict[str, Any]
+
+
+def item_id(kind: str, response_id: str, index: int) -> str:
+    """The id of an item of a response, from which `response_of` finds the response again."""
+    return f"{kind}_{response_id.removeprefix(ID_PREFIX)}{index:02d}"
+
+
+def response_of(id_of_item: str) -> str:
+    """The id of the response that an item belongs to, if it is one of ours."""
+    return ID_PREFIX + id_of_item.partition("_")[2][:_HEX]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesFormat:
+    """The format of replies to one request.
+
+    Args:
+        settings: of the request, as the response repeats them.
+        stores: whether the response is to be kept.
+        keep: keeps a response; returns whether it is kept.
+        count_tokens: of a text.
+    """
+
+    settings: Mapping[str, Any]
+    stores: bool
+    keep: Callable[[Fields], Awaitable[bool]]
+    count_tokens: Callable[[str], int]
+    id_prefix: str = ID_PREFIX
+
+    def stream(self, *, continuous_usage: bool) -> "ResponseEvents":
+        """What writes one reply as a stream; its usage comes with its last event."""
+        return ResponseEvents(self)
+
+    async def whole(self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: Fields) -> Fields:
+        """The whole response."""
+        (piece,) = choices
+        items: list[Fields] = []
+
+        def add(kind: str, **fields: Any) -> None:
+            items.append({"id": item_id(kind, head.reply_id, len(items)), **fields, "status": "completed"})
+
+        if piece.reasoning:
+            add("rs", **_reasoning(piece.reasoning))
+        if piece.text or not (piece.reasoning or piece.calls):
+            add("msg", **_message(piece.text, token_logprobs(piece.logprobs or ())))
+        for part in piece.calls:
+            add("fc", **_call(part))
+        return await self.finished(head, piece, items, usage, reported)
+
+    async def finished(
+        self, head: ReplyHead, piece: ChoiceDelta, items: list[Fields], usage: Usage, reported: Fields
+    ) -> Fields:
+        """The response that holds these items; it has been kept, where it was to be.
+
+        Args:
+            piece: all of the answer; its end and its weights are used.
+        """
+        cut_off = piece.finish_reason == FinishReason.LENGTH.value
+        if cut_off:
+            items[-1]["status"] = "incomplete"
+        reasoning = "".join(part["text"] for item in items if item["type"] == "reasoning" for part in item["content"])
+        about = metadata_of(version for version, _ in piece.weight_versions).get("metadata", {})
+        fields = about | piece.version_fields() | piece.seed_fields() | reported
+        response = self.response(
+            head,
+            "incomplete" if cut_off else "completed",
+            output=items,
+            usage=_usage(usage, self.count_tokens(reasoning) if reasoning else 0),
+            incomplete_details={"reason": "max_output_tokens"} if cut_off else None,
+            completed_at=None if cut_off else int(time.time()),
+            **fields,
+        )
+        if self.stores:
+            response["store"] = await self.keep(response)
+        return response
+
+    def response(self, head: ReplyHead, status: str, **fields: Any) -> Fields:
+        """A response as far as it has come."""
+        begun = {
+            "id": head.reply_id,
+            "object": "response",
+            "created_at": head.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": head.model,
+            "system_fingerprint": head.system_fingerprint,
+            "output": [],
+            "usage": None,
+            "store": self.stores,
+        }
+        return begun | dict(self.settings) | fields
+
+
+class ResponseEvents:
+    """Writes one response as typed events (a `ReplyStream`)."""
+
+    def __init__(self, form: ResponsesFormat) -> None:
+        self._form = form
+        self._number = 0  # of the next event
+        self._items: list[Fields] = []  # all of them; the last may still grow
+        self._open: _OpenItem | None = None
+        self._call = -1  # the index of the call that grows
+        self._pieces: list[ChoiceDelta] = []  # without their text
+        self._entries: list[Fields] = []  # logprobs of all tokens; the message's own list
+        self._num_sent = 0  # of these
+
+    def piece(self, head: ReplyHead, piece: ChoiceDelta, usage: UsageNow) -> bytes:
+        """The events of one piece; before the first, those that begin the response."""
+        events: list[bytes] = []
+        if not self._pieces:
+            begun = self._form.response(head, "in_progress")
+            events += [self._event(f"response.{name}", response=begun) for name in ("created", "in_progress")]
+        self._entries += token_logprobs(piece.logprobs or ())
+        if piece.reasoning:
+            events += self._opened(head, "rs", _reasoning(""))
+            events += self._grown(piece.reasoning)
+        if piece.text:
+            events += self._opened(head, "msg", _message("", self._entries))
+            events += self._grown(piece.text)
+        for part in piece.calls:
+            events += self._called(head, part)
+        self._pieces.append(_without_text(piece))
+        return b"".join(events)
+
+    async def end(self, head: ReplyHead, reported: Fields, usage: UsageNow) -> bytes:
+        """The events that end the last item and the response."""
+        events: list[bytes] = []
+        if not self._items:
+            events += self._opened(head, "msg", _message("", self._entries))
+        if self._kind == "msg" and self._num_sent < len(self._entries):
+            events += self._grown("")  # tokens without text, such as the last one
+        whole = join(self._pieces)
+        cut_off = whole.finish_reason == FinishReason.LENGTH.value
+        events += self._closed("incomplete" if cut_off else "completed")
+        response = await self._form.finished(head, whole, self._items, usage(), reported)
+        events.append(self._event(f"response.{response['status']}", response=response))
+        return b"".join(events)
+
+    def failure(self, head: ReplyHead, error: ErrorReply) -> bytes:
+        """The event of a failure; the items that were finished before it are there."""
+        done = self._items[:-1] if self._open else self._items
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        reported = {"code": code, "message": error.message}
+        return self._event("response.failed", response=self._form.response(head, "failed", output=done, error=reported))
+
+    @property
+    def _kind(self) -> str | None:
+        return None if self._open is None else self._open.kind
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        numbered = {"type": name, "sequence_number": self._number}
+        self._number += 1
+        return sse_event(numbered | fields, name)
+
+    def _opened(self, head: ReplyHead, kind: str, item: Fields) -> list[bytes]:
+        """The events that begin an item, if it is not the one that grows."""
+        if self._kind == kind and kind != "fc":
+            return []
+        events = self._closed("completed")
+        index = len(self._items)
+        item = {"id": item_id(kind, head.reply_id, index), **item, "status": "in_progress"}
+        self._items.append(item)
+        self._open = _OpenItem(kind, index, item)
+        begun = item if kind == "fc" else item | {"content": []}
+        events.append(self._event("response.output_item.added", output_index=index, item=begun))
+        if kind != "fc":
+            part = item["content"][0] | ({"logprobs": []} if kind == "msg" else {})
+            events.append(self._event("response.content_part.added", **self._open.place(), part=part))
+        return events
+
+    def _called(self, head: ReplyHead, part: CallPart) -> list[bytes]:
+        events: list[bytes] = []
+        if part.index != self._call:
+            self._call = part.index
+            named = CallPart(part.index, "", part.name, part.call_id)
+            events += self._opened(head, "fc", _call(named))
+        return events + (self._grown(part.arguments) if part.arguments else [])
+
+    def _grown(self, text: str) -> list[bytes]:
+        """The event of more text for the item that grows."""
+        assert self._open is not None
+        self._open.texts.append(text)
+        more: Fields = {}
+        if self._open.kind == "msg":
+            more["logprobs"], self._num_sent = self._entries[self._num_sent :], len(self._entries)
+        return [self._event(f"response.{self._open.stem}.delta", **self._open.place(), delta=text, **more)]
+
+    def _closed(self, status: str) -> list[bytes]:
+        """The events that end the item that grows, if there is one."""
+        if self._open is None:
+            return []
+        ending, self._open = self._open, None
+        text, item = ending.finish(status), ending.item
+        name = f"response.{ending.stem}.done"
+        if ending.kind == "fc":
+            events = [self._event(name, **ending.place(), name=item["name"], arguments=text)]
+        else:
+            (part,) = item["content"]
+            logprobs = {"logprobs": part["logprobs"]} if ending.kind == "msg" else {}
+            events = [
+                self._event(name, **ending.place(), text=text, **logprobs),
+                self._event("response.content_part.done", **ending.place(), part=part),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=ending.index, item=item)]
+
+
+_STEMS = {"rs": "reasoning_text", "msg": "output_text", "fc": "function_call_arguments"}  # of events' names
+
+
+class _OpenItem:
+    """The item that grows."""
+
+    def __init__(self, kind: str, index: int, item: Fields) -> None:
+        self.kind = kind
+        self.index = index
+        self.item = item
+        self.stem = _STEMS[kind]
+        self.texts: list[str] = []
+
+    def place(self) -> Fields:
+        """Where an event belongs."""
+        placed = {"item_id": self.item["id"], "output_index": self.index}
+        return placed if self.kind == "fc" else placed | {"content_index": 0}
+
+    def finish(self, status: str) -> str:
+        """End the item; returns its text."""
+        text = "".join(self.texts)
+        self.item["status"] = status
+        if self.kind == "fc":
+            self.item["arguments"] = text
+        else:
+            self.item["content"][0]["text"] = text
+        return text
+
+
+def _without_text(piece: ChoiceDelta) -> ChoiceDelta:
+    """What is needed of a piece at the end."""
+    return ChoiceDelta(
+        piece.index,
+        finish_reason=piece.finish_reason,
+        weight_versions=piece.weight_versions,
+        unrepeatable=piece.unrepeatable,
+    )
+
+
+def _reasoning(text: str) -> Fields:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def _message(text: str, logprobs: list[Fields]) -> Fields:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return {"type": "message", "role": "assistant", "content": [part]}
+
+
+def _call(part: CallPart) -> Fields:
+    return {"type": "function_call", "call_id": part.call_id, "name": part.name, "arguments": part.arguments}
+
+
+def _usage(usage: Usage, reasoning_tokens: int) -> Fields:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.rejected_tokens,
+        },
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

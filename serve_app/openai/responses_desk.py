@@ -1,0 +1,127 @@
+"""Takes requests of the Responses API in: each becomes a chat request, and its answer a response, which may be kept."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.kept_responses import KeptResponses
+from serve_app.openai.prepared_request import PreparedRequest, Terms
+from serve_app.openai.response_items import AnyItem, Conversation, ItemReference, items_from
+from serve_app.openai.response_objects import Fields, ResponsesFormat, response_of
+from serve_app.openai.response_requests import ResponsesRequest
+from speculative.errors import InvalidRequest
+
+_NOTHING_KEPT = "this server keeps no responses; set responses.max_mib in its configuration"
+
+
+class ResponsesDesk:
+    """The Responses API over a front end.
+
+    Args:
+        front_end: answers the chat requests.
+        kept: where responses are kept; None = nothing is.
+    """
+
+    def __init__(self, front_end: FrontEnd, kept: KeptResponses | None = None) -> None:
+        self._front_end = front_end
+        self._kept = kept
+
+    async def prepare(self, wire: ResponsesRequest, terms: Terms, owner: str) -> PreparedRequest:
+        """Check a request and tokenise it; `owner` is whose responses it may refer to.
+
+        Raises:
+            InvalidRequest: it can never be served; `field` names what is wrong.
+        """
+        earlier = await self._earlier(wire, owner)
+        items = [await self._referred(item, f"input.{number}", owner) for number, item in enumerate(wire.items)]
+        talk = wire.conversation(earlier, items)
+        stores = self._kept is not None and wire.store is not False
+
+        async def keep(response: Fields) -> bool:
+            return await self._keep(response, [*earlier, *items], owner)
+
+        form = ResponsesFormat(wire.echo(), stores, keep, self._front_end.count_tokens)
+        with _our_words(talk):
+            chat = wire.as_chat(talk)
+            chat.check_together()
+            job = await self._front_end.prepare(chat, terms, form)
+        return dataclasses.replace(job, form_field=talk.in_our_words(job.form_field))
+
+    async def show(self, response_id: str, owner: str) -> Fields:
+        """A response that was kept.
+
+        Raises:
+            UnknownResponse: there is none of that id.
+        """
+        kept = await self._find(response_id, owner)
+        if kept is None:
+            raise self._unknown(response_id)
+        response: Fields = kept["response"]
+        return response
+
+    async def delete(self, response_id: str, owner: str) -> Fields:
+        """Forget a response.
+
+        Raises:
+            UnknownResponse: there is none of that id.
+        """
+        if self._kept is None or not await self._kept.delete(response_id, owner):
+            raise self._unknown(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    def _unknown(self, response_id: str) -> UnknownResponse:
+        what = f"There is no response '{response_id[:100]}' here"
+        if self._kept is None:
+            return UnknownResponse(f"{what}: {_NOTHING_KEPT}.")
+        return UnknownResponse(f"{what}: it was never kept, was deleted, or is too old.")
+
+    async def _find(self, response_id: str, owner: str) -> Fields | None:
+        record = None if self._kept is None else await self._kept.get(response_id, owner)
+        if record is None:
+            return None
+        found: Fields = json.loads(record)
+        return found
+
+    async def _keep(self, response: Fields, said: Sequence[AnyItem], owner: str) -> bool:
+        """Keep a response with the conversation before it, so that it outlives the responses that this went on from."""
+        assert self._kept is not None
+        items = [item.model_dump(exclude_none=True, by_alias=True) for item in said]
+        record = {"response": response | {"store": True}, "items": items}
+        return await self._kept.put(response["id"], owner, json.dumps(record).encode())
+
+    async def _earlier(self, wire: ResponsesRequest, owner: str) -> Sequence[AnyItem]:
+        name, response_id = "previous_response_id", wire.previous_response_id
+        if response_id is None:
+            return ()
+        if self._kept is None:
+            raise UnsupportedParameter(name, f"{name}: {_NOTHING_KEPT}, or send all items of the conversation.")
+        found = await self._find(response_id, owner)
+        if found is None:
+            raise PreviousResponseNotFound(
+                name, f"{name}: {self._unknown(response_id)} Send all items of the conversation instead."
+            )
+        return items_from([*found["items"], *found["response"]["output"]])
+
+    async def _referred(self, item: AnyItem, path: str, owner: str) -> AnyItem:
+        """What an item refers to; itself, where it is no reference."""
+        if not isinstance(item, ItemReference):
+            return item
+        if self._kept is None:
+            raise UnsupportedParameter(path, f"{path}: item_reference: {_NOTHING_KEPT}, or send the item itself.")
+        found = await self._find(response_of(item.id), owner)
+        for one in found["response"]["output"] if found is not None else ():
+            if one["id"] == item.id:
+                return items_from([one])[0]
+        raise InvalidRequest(path, f"{path}: there is no item '{item.id[:100]}' here; send the item itself.")
+
+
+@contextmanager
+def _our_words(talk: Conversation) -> Iterator[None]:
+    """Within it, what is refused of the chat request is refused by the names of the Responses API."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise type(error)(talk.in_our_words(error.field), talk.in_our_words(error.message)) from error
