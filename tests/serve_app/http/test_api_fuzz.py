@@ -42,6 +42,7 @@ from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_serving import make_backend
 from tests.support.fake_weights import FakeWeights
+from tests.support.kept_in_memory import KeptInMemory
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 # The stream of the status page lasts 30 s; weights have tests of their own.
@@ -56,7 +57,7 @@ ARGUMENTS = [
     ),
     *('{"a": "\\ud800"}', '{"\\u0000": 1}', '{"a": ' + "[" * 900 + "]" * 900 + "}", "[" * 5000, "[]", "{", "\0"),
 ]
-COMPUTING = ("/v1/completions", "/v1/chat/completions", "/v1/score")
+COMPUTING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/score")
 WITH_BODY = {f"{one.method} {one.path}" for one in OPERATIONS if one.body is not None}
 TOKEN = "operator"
 
@@ -84,7 +85,7 @@ class Fuzzed:
             FrontEnd(self.source, tokenizer, info, Limits(max_body_bytes=2**18, max_choices=8)),
             scorer=Scorer(self.source, tokenizer, info, logprobs_mode="raw_logprobs"),
             operations=Operations(self.exposition, self.well, VllmRoutes({}, FakeWeights().admin)),
-            replies=PastReplies(self.verdict),
+            replies=PastReplies(self.verdict, KeptInMemory()),
             admin=Admin(access, self.replicas, self.order),
             gate=Gate(access, metrics),
         )
@@ -148,7 +149,7 @@ def described() -> dict[str, Any]:
     made = document({(one.method, one.path) for one in fuzzed}, version="1", needs_key=False)
     for name in ("TokenizeRequest", "DetokenizeRequest"):
         made["components"]["schemas"][name]["properties"]["model"] = {"enum": ["fake", None]}
-    for name in ("CompletionRequest", "ChatCompletionRequest", "ScoreRequest"):
+    for name in ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest", "ScoreRequest"):
         fields = made["components"]["schemas"][name]["properties"]
         fields["model"] = {"enum": ["fake"]}
         fields["timeout"] = {"type": "number", "minimum": 20, "maximum": 1000}
@@ -184,8 +185,12 @@ def _narrow_chats(schemas: dict[str, Any]) -> None:
     schemas["CalledFunction"]["properties"]["arguments"] = {"enum": ARGUMENTS}
     parameters = schemas["FunctionSpec"]["properties"]["parameters"]
     parameters["anyOf"] = [*parameters["anyOf"], {"enum": [{"type": "object"}, nested(60), nested(100)]}]
-    fields["chat_template_kwargs"] = {"enum": [None, {}]}
     fields["reasoning_effort"] = {"enum": [None, "none"]}
+    schemas["FunctionCallItem"]["properties"]["arguments"] = {"enum": ARGUMENTS}
+    schemas["Reasoning"]["properties"]["effort"] = {"enum": [None, "none"]}
+    for name in ("ChatCompletionRequest", "ResponsesRequest"):
+        schemas[name]["properties"]["chat_template_kwargs"] = {"enum": [None, {}]}
+    del schemas["ResponsesRequest"]["properties"]["previous_response_id"]  # there is none that a stranger could name
 
 
 API = {found.ok().label: found.ok() for found in schemathesis.openapi.from_dict(described()).get_all_operations()}

@@ -1,0 +1,196 @@
+"""The Responses API as the `openai` client library, unchanged, uses it, against the real server."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from openai.types.responses import ResponseFunctionToolCall
+from pydantic import BaseModel
+
+from serve_app.access.access import Access, Caller, Scope
+from serve_app.access.request_gate import Gate
+from serve_app.http.routes import PastReplies, build_ingress
+from serve_app.openai.frontend import FrontEnd
+from serve_app.text.tokenizer import Tokenizer
+from tests.support.fake_serving import BackendSource, Served, make_backend
+from tests.support.kept_in_memory import KeptInMemory
+
+TEXT = "one two three, four 🙂 five"
+PARAMETERS = {
+    **{"type": "object", "properties": {"city": {"type": "string"}}},
+    **{"required": ["city"], "additionalProperties": False},
+}
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+
+
+class Place(BaseModel):
+    city: str
+    days: int
+
+
+class ByName:
+    """Keys that open what a user may do; a key is its own id."""
+
+    def find(self, key: str) -> Caller | None:
+        return Caller(key, frozenset({Scope.USER})) if key.startswith("key") else None
+
+
+@pytest.fixture(scope="module")
+def served(tooled: Tokenizer, serve_http: Callable[[FastAPI], int]) -> Served:
+    """A server that shows tools, keeps responses, and needs a key."""
+    backend, script = make_backend(tooled, max_model_len=2048)
+    backend._started = True
+    source = BackendSource(backend)
+    replies = PastReplies(kept=KeptInMemory())
+    app = build_ingress(FrontEnd(source, tooled, backend.info), replies=replies, gate=Gate(Access(ByName())))
+    port = serve_http(app)
+    return Served(f"http://127.0.0.1:{port}", port, backend, source, script)
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    served.script.say(TEXT)
+    yield served.client("key-1")
+    served.close()
+    served.wait_until_idle()
+
+
+def test_a_response(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="fake", input="hi", instructions="Count.", metadata={"a": "b"})
+    assert (response.output_text, response.status, response.metadata) == (TEXT, "completed", {"a": "b"})
+    assert response.usage is not None
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+
+
+def test_the_librarys_stream_helper_ends_with_the_whole_response(client: openai.OpenAI) -> None:
+    whole = client.responses.create(model="fake", input="hi")
+    with client.responses.stream(model="fake", input="hi") as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == whole.output_text == TEXT
+    own = {"id", "created_at", "completed_at", "output"}
+    assert final.to_dict().keys() == whole.to_dict().keys()
+    assert {name: value for name, value in final.to_dict().items() if name not in own} == {
+        name: value for name, value in whole.to_dict().items() if name not in own
+    }
+
+
+def test_a_models_answer_is_parsed(client: openai.OpenAI, served: Served) -> None:
+    served.script.say('{"city": "Rome", "days": 3}')
+    assert client.responses.parse(model="fake", input="hi", text_format=Place).output_parsed == Place(
+        city="Rome", days=3
+    )
+    with client.responses.stream(model="fake", input="hi", text_format=Place) as stream:
+        final = stream.get_final_response()
+    assert final.output_parsed == Place(city="Rome", days=3)
+    structure = served.source.requests[-1].params.structure
+    assert structure is not None
+    assert json.loads(structure.text)["properties"].keys() == {"city", "days"}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_function_is_called_and_its_result_reported(
+    client: openai.OpenAI, served: Served, tooled: Tokenizer, streams: bool, stateful: bool
+) -> None:
+    served.script.say('[{"name": "weather", "arguments": {"city": "Rome"}}]')
+    items: list[Any] = [{"role": "user", "content": "Weather?"}]
+    asked: Any = {"model": "fake", "tools": [WEATHER]}
+    if streams:
+        with client.responses.stream(**asked, input=items, tool_choice="required") as stream:
+            deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+            response: Any = stream.get_final_response()
+        assert json.loads("".join(deltas)) == {"city": "Rome"}
+    else:
+        response = client.responses.create(**asked, input=items, tool_choice="required")
+    (call,) = response.output
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
+    served.script.say("It rains.")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    more: Any = {"previous_response_id": response.id} if stateful else {}
+    said = [result] if stateful else [*items, *response.output, result]
+    answer = client.responses.create(**asked, input=said, tool_choice="none", **more)
+    assert answer.output_text == "It rains."
+    prompt = tooled.decode(served.source.requests[-1].prompt_token_ids, skip_special=False)
+    assert prompt.index("Weather?") < prompt.index('{"name": "weather", "arguments": {"city": "Rome"}}')
+    assert "rain" in prompt
+
+
+def test_logprobs_come_with_the_text_and_its_parts(client: openai.OpenAI, tooled: Tokenizer) -> None:
+    asked: Any = {"model": "fake", "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole: Any = client.responses.create(**asked).output[0]
+    entries = whole.content[0].logprobs
+    assert bytes(byte for entry in entries[:-1] for byte in entry.bytes) == TEXT.encode()
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    with client.responses.stream(**asked) as stream:
+        parts = [event.logprobs for event in stream if event.type == "response.output_text.delta"]
+    assert [entry.logprob for part in parts for entry in part] == [entry.logprob for entry in entries]
+
+
+def test_our_own_fields_reach_the_engine(client: openai.OpenAI, served: Served) -> None:
+    response = client.responses.create(
+        model="fake",
+        input="hi",
+        temperature=0.5,
+        top_p=0.9,
+        extra_body={"seed": 7, "top_k": 5, "speculate": False, "priority": 3, "stop": "three"},
+    )
+    request = served.source.requests[-1]
+    assert (request.seed, request.priority) == (7, 3)
+    params = request.params
+    assert (params.temperature, params.top_p, params.top_k, params.speculate) == (0.5, 0.9, 5, False)
+    assert (response.output_text, response.temperature, response.top_p) == ("one two ", 0.5, 0.9)
+    assert response.to_dict()["reproducible"] is True
+
+
+def test_a_response_is_shown_and_deleted_by_the_key_that_made_it(client: openai.OpenAI, served: Served) -> None:
+    response = client.responses.create(model="fake", input="hi")
+    other = served.client("key-2")
+    with pytest.raises(openai.NotFoundError) as missing:
+        other.responses.retrieve(response.id)
+    assert missing.value.code == "response_not_found"
+    with pytest.raises(openai.NotFoundError):
+        other.responses.delete(response.id)
+    with pytest.raises(openai.BadRequestError) as unknown:
+        other.responses.create(model="fake", input="hi", previous_response_id=response.id)
+    assert (unknown.value.code, unknown.value.param) == ("previous_response_not_found", "previous_response_id")
+    assert client.responses.retrieve(response.id).to_dict() == response.to_dict()
+    client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    for method in ("GET", "DELETE"):
+        assert httpx.request(method, f"{served.url}/v1/responses/{response.id}").status_code == 401
+
+
+def test_errors_are_the_librarys_own(client: openai.OpenAI, served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as hosted:
+        client.responses.create(model="fake", input="hi", tools=[{"type": "web_search"}])
+    assert (hosted.value.param, hosted.value.code) == ("tools.0.type", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="nope", input="hi")
+    served.script.fail_at = 3
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(model="fake", input="hi")
+    events = list(client.responses.create(model="fake", input="hi", stream=True))
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert "secret-host" not in last.response.error.message
+
+
+def test_a_wrong_method_names_the_right_one(served: Served) -> None:
+    wrong = httpx.get(f"{served.url}/v1/responses", headers={"authorization": "Bearer key-1"})
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+
+
+def test_a_stream_closed_early_frees_the_engine(client: openai.OpenAI, served: Served) -> None:
+    served.script.clear()
+    stream = client.responses.create(model="fake", input="hi", stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    served.wait_until_idle()
