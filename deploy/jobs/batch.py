@@ -23,7 +23,7 @@ from deploy.jobs.view import View
 
 _LONGEST_WAIT_S = 300.0  # between two attempts, whatever a server asks for
 _LONGEST_BACKOFF_S = 60.0
-_VERIFIED_URLS = ("/v1/completions", "/v1/chat/completions")
+_VERIFIED_URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _ERROR_TEXT = 1000  # characters kept of an answer that is not JSON
 _FIRST_RETRIES = 4  # at most, for a server that has never answered: no long wait for a wrong URL
 

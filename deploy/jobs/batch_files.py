@@ -139,8 +139,8 @@ class Tally:
             return
         body = result["response"]["body"]
         usage = body.get("usage") or {}
-        self.prompt_tokens += usage.get("prompt_tokens") or 0
-        self.completion_tokens += usage.get("completion_tokens") or 0
+        self.prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+        self.completion_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         if "verdict" in body:
             self.verdicts[body["verdict"]] += 1
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from deploy.cli.main import main
 from deploy.jobs.batch import BatchOptions, BatchStopped, retry_wait_s, run_batch
 from deploy.jobs.batch_engine import batch_application
-from deploy.jobs.batch_files import BatchInput, BatchLine, BatchOutput
+from deploy.jobs.batch_files import BatchInput, BatchLine, BatchOutput, Tally
 from deploy.jobs.view import View
 from speculative.errors import ConfigError
 from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure, wait_until
@@ -155,12 +155,22 @@ def test_a_suspect_answer_ends_with_an_error(tmp_path: Path) -> None:
 
 
 def test_verify_is_asked_of_generated_answers_only_and_a_line_may_say_otherwise(tmp_path: Path) -> None:
-    lines = [line("a"), line("b", url="/v1/score"), line("c")]
+    lines = [line("a"), line("b", url="/v1/score"), line("c"), line("d", url="/v1/responses")]
     lines[2]["body"]["verify"] = False
     requests = write_lines(tmp_path / "in.jsonl", lines)
     with FakeOpenAI(echo).running() as server:
         batch(requests, tmp_path / "out.jsonl", server.url, "--verify")
-    assert {body["prompt"]: body.get("verify") for body in server.bodies} == {"a": True, "b": None, "c": False}
+    assert {body["prompt"]: body.get("verify") for body in server.bodies} == {
+        **{"a": True, "b": None, "c": False, "d": True}
+    }
+
+
+def test_tokens_are_counted_whatever_the_endpoint_calls_them() -> None:
+    tally = Tally()
+    for usage in ({"prompt_tokens": 3, "completion_tokens": 5}, {"input_tokens": 30, "output_tokens": 50}, None):
+        body = {"usage": usage, "error": None}
+        tally.add({"response": {"status_code": 200, "body": body}, "error": None})
+    assert (tally.done, tally.failed, tally.prompt_tokens, tally.completion_tokens) == (3, 0, 33, 55)
 
 
 def test_a_refused_line_gets_its_error_and_the_others_their_answers(tmp_path: Path) -> None:

@@ -157,6 +157,23 @@ def test_labels_are_scored(disaggregated: Service, monolith: Service) -> None:
             assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
 
 
+def test_responses_are_kept_by_the_controller_for_every_replica(disaggregated: Service, monolith: Service) -> None:
+    client = disaggregated.openai
+    first = client.responses.create(model=MODEL, input="one two", max_output_tokens=4)
+    assert client.responses.retrieve(first.id).output == first.output
+    second = client.responses.create(
+        model=MODEL, input="three", previous_response_id=first.id, max_output_tokens=4, temperature=0
+    )
+    items = [{"role": "user", "content": "one two"}, *first.output, {"role": "user", "content": "three"}]
+    alone = monolith.openai.responses.create(model=MODEL, input=items, max_output_tokens=4, temperature=0)  # type: ignore[arg-type]
+    assert alone.output_text == second.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError, match="max_mib"):
+        monolith.openai.responses.create(model=MODEL, input="a", previous_response_id=second.id)
+
+
 def test_prompts_of_one_body_are_all_sent_at_once(disaggregated: Service) -> None:
     reply = disaggregated.completion(prompt=[f"prompt {number}" for number in range(12)], max_tokens=2, temperature=0)
     assert len(reply["choices"]) == 12

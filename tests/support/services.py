@@ -115,7 +115,7 @@ def deployed(port: int, name: str, args: dict[str, Any]) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def disaggregated(ray_port: int, tiny_folder: Path) -> Iterator[Service]:
-    args = app_args(tiny_folder, "disaggregated", limits={"max_load": 4})
+    args = app_args(tiny_folder, "disaggregated", limits={"max_load": 4}, responses={"max_mib": 1})
     with deployed(ray_port, "disaggregated", args) as service:
         yield service
 

@@ -160,6 +160,8 @@ def test_a_response_is_shown_and_deleted_by_the_key_that_made_it(client: openai.
         other.responses.create(model="fake", input="hi", previous_response_id=response.id)
     assert (unknown.value.code, unknown.value.param) == ("previous_response_not_found", "previous_response_id")
     assert client.responses.retrieve(response.id).to_dict() == response.to_dict()
+    with pytest.raises(openai.BadRequestError, match="whole"):
+        client.responses.retrieve(response.id, stream=True)
     client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)

@@ -145,6 +145,14 @@ def replica_of(span: ReadableSpan) -> str:
     return str(span.resource.attributes["service.instance.id"])
 
 
+async def test_responses_are_traced(app: App) -> None:
+    transport = httpx.ASGITransport(app=app.http)
+    async with httpx.AsyncClient(transport=transport, base_url="http://app", timeout=120) as client:
+        reply = await client.post("/v1/responses", json={"model": "fake", "input": "hi", "max_output_tokens": 3})
+    assert reply.status_code == 200
+    assert "POST /v1/responses" in app.spans()
+
+
 async def test_a_request_is_one_trace_over_all_replicas(app: App) -> None:
     reply = await app.post({"traceparent": SAMPLED, "x-request-id": "r-1"}, verify=True)
     assert reply.status_code == 200 and reply.json()["verdict"] == "verified"
