@@ -1,5 +1,6 @@
 """A deployment that answers HTTP."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from speculative.errors import EngineFault
 
 _logger = logging.getLogger("truespec.serve")
 _TRAINER_WAITS_S = 600.0  # for new weights, of those who cannot say for how long
+_KEEP_PATIENCE_S = 5.0  # with the controller, while a client waits for the end of its answer
 
 
 class HttpFront:
@@ -253,9 +255,10 @@ class ControllersResponses:
     async def put(self, response_id: str, owner: str, record: bytes) -> bool:
         """Keep a response; returns whether it is kept. The answer goes out in any case."""
         try:
-            return await self._controller().put_response.remote(response_id, owner, record)  # type: ignore[no-any-return]
-        except (RayError, RayServeException) as error:
-            _logger.warning("%s could not be kept: %s", response_id, error)
+            async with asyncio.timeout(_KEEP_PATIENCE_S):
+                return await self._controller().put_response.remote(response_id, owner, record)  # type: ignore[no-any-return]
+        except (RayError, RayServeException, TimeoutError) as error:
+            _logger.warning("%s could not be kept: %r", response_id, error)
             return False
 
     async def get(self, response_id: str, owner: str) -> bytes | None:

@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from pydantic import ValidationError
+
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.kept_responses import KeptResponses
@@ -103,7 +105,13 @@ class ResponsesDesk:
             raise PreviousResponseNotFound(
                 name, f"{name}: {self._unknown(response_id)} Send all items of the conversation instead."
             )
-        return items_from([*found["items"], *found["response"]["output"]])
+        try:
+            return items_from([*found["items"], *found["response"]["output"]])
+        except ValidationError as error:  # a call under `auto` is what the model wrote
+            raise InvalidRequest(
+                name,
+                f"{name}: {response_id} holds a call that cannot be sent again. Send the items of the conversation.",
+            ) from error
 
     async def _referred(self, item: AnyItem, path: str, owner: str) -> AnyItem:
         """What an item refers to; itself, where it is no reference."""

@@ -364,6 +364,15 @@ async def test_an_item_is_referred_to_by_its_name(serve: Serve) -> None:
         assert caught.value.field == "input.1"
 
 
+async def test_a_call_that_no_request_may_hold_is_reported_of_the_response_that_has_it(serve: Serve) -> None:
+    service = serve(FakeParsers(), KeptInMemory())
+    service.script.say("@" + "f" * 300 + "{};")
+    first = await service.ask(tools=[WEATHER])
+    with pytest.raises(InvalidRequest, match="cannot be sent again") as caught:
+        await service.ask(previous_response_id=first["id"])
+    assert caught.value.field == "previous_response_id"
+
+
 async def test_one_key_finds_nothing_of_another(serve: Serve) -> None:
     service = serve(memory=KeptInMemory())
     first = await service.ask(max_output_tokens=3)
