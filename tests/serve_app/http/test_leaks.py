@@ -286,7 +286,7 @@ RUBBISH = {
 }
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/score"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/score"])
 @pytest.mark.parametrize("body", RUBBISH.values(), ids=RUBBISH)
 def test_a_body_of_rubbish_is_refused(replica: Replica, path: str, body: bytes) -> None:
     url = f"http://127.0.0.1:{replica.port}{path}"
