@@ -14,6 +14,7 @@ from serve_app.http.vllm_routes import FinishUpdate, InitTransfer, StartUpdate, 
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.openai.response_requests import ResponsesRequest
 from serve_app.openai.scoring import ScoreRequest
+from serve_app.openai.token_generation import GenerateRequest
 from serve_app.openai.tokenization import DetokenizeRequest, TokenizeRequest
 
 Schema = dict[str, Any]
@@ -124,6 +125,12 @@ _REPLIES: dict[str, Schema] = {
     "Status": {"type": "object"},
     "Version": _object({"version": _TEXT}),
     "Done": _object({"message": _TEXT}),
+    "GeneratedTokens": _object(
+        {
+            "request_id": _TEXT,
+            "choices": _list(_object({"index": _COUNT, "finish_reason": _MAYBE_TEXT, "token_ids": _list(_COUNT)})),
+        }
+    ),
     "Tokens": _object({"count": _COUNT, "max_model_len": _COUNT, "tokens": _list(_COUNT)}),
     "Text": _object({"prompt": _TEXT}),
 }
@@ -152,6 +159,7 @@ OPERATIONS = (
     Operation("POST", "/v1/responses", "Answer a conversation, as items.", "Response", ResponsesRequest, streams=True),
     Operation("GET", "/v1/responses/{response_id}", "Show a response that was kept.", "Response"),
     Operation("DELETE", "/v1/responses/{response_id}", "Forget a response that was kept.", "Deleted"),
+    Operation("POST", "/inference/v1/generate", "Continue token ids.", "GeneratedTokens", GenerateRequest),
     Operation("POST", "/v1/score", "Score how likely labels are after contexts.", "Scores", ScoreRequest),
     Operation("GET", "/v1/verdicts/{reply_id}", "Return the verdict on a reply.", "Verdict"),
     Operation("GET", "/admin/speculation", "Return each replica's speculation state.", "Replicas"),

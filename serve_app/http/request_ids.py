@@ -14,8 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_COMPUTING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/score"}
-_WORTH_A_LINE = ("/v1/", "/admin/")  # what is polled is not
+_COMPUTING = {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/score",
+    "/inference/v1/generate",
+}
+_WORTH_A_LINE = ("/v1/", "/inference/", "/admin/")  # what is polled is not
 LONGEST_PATH = 200  # characters that are logged
 
 

@@ -36,10 +36,12 @@ from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.kept_responses import KeptResponses
 from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import PreparedRequest, Terms
-from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest, WireRequest
+from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionRequest, CompletionRequest
 from serve_app.openai.response_requests import ResponsesRequest
 from serve_app.openai.responses_desk import ResponsesDesk
 from serve_app.openai.scoring import Scorer, ScoreRequest
+from serve_app.openai.token_generation import GenerateRequest, TokensFormat
+from serve_app.openai.wire import Wire
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import Outcome
 from speculative.errors import InvalidRequest
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 W = TypeVar("W", bound=PauseOrder)
-R = TypeVar("R", bound=WireRequest)
+R = TypeVar("R", bound=Wire)
 
 
 MetricsPage = Callable[[], Awaitable[tuple[bytes, str]]]
@@ -204,6 +206,13 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
     async def chat_completions(request: Request) -> Response:
         return await _generate(front_end, gate, request, ChatCompletionRequest, front_end.prepare)
 
+    @app.post("/inference/v1/generate")
+    async def generate_tokens(request: Request) -> Response:
+        async def prepare(wire: GenerateRequest, terms: Terms) -> PreparedRequest:
+            return await front_end.prepare(wire.completion(front_end.served_name), terms, TokensFormat(wire.request_id))
+
+        return await _generate(front_end, gate, request, GenerateRequest, prepare)
+
 
 def _add_responses(app: FastAPI, front_end: FrontEnd, desk: ResponsesDesk, gate: Gate) -> None:
     @app.post("/v1/responses")
@@ -334,7 +343,7 @@ async def _generate(
         return stream
 
 
-def _warning(wire: WireRequest) -> dict[str, str]:
+def _warning(wire: Wire) -> dict[str, str]:
     """The header that warns of fields by their old names (RFC 9111 kept it out, and clients still show it)."""
     if not wire.deprecated_fields:
         return {}

@@ -134,7 +134,7 @@ class _Choice:
         first, num_top = self._request.prompt_token_ids[0], self._request.params.logprobs or 0
         rest = (dataclasses.replace(entry, top=entry.top[:num_top]) for entry in reported)
         return (
-            TokenEntry(self._name(first), self._tokenizer.token_bytes(first), None, (), offsets[0]),
+            TokenEntry(first, self._name(first), self._tokenizer.token_bytes(first), None, (), offsets[0]),
             *(self._entry(entry, offset) for entry, offset in zip(rest, offsets[1:], strict=True)),
         )
 
@@ -193,10 +193,12 @@ class _Choice:
 
     def _entry(self, entry: TokenLogprobs, offset: int) -> TokenEntry:
         raw = self._tokenizer.token_bytes
-        top = tuple(TopEntry(self._name(token), raw(token), finite_logprob(logprob)) for token, logprob in entry.top)
+        top = tuple(
+            TopEntry(token, self._name(token), raw(token), finite_logprob(logprob)) for token, logprob in entry.top
+        )
         scored = tuple((token, finite_logprob(logprob)) for token, logprob in entry.scored)
         own = entry.token_id
-        return TokenEntry(self._name(own), raw(own), finite_logprob(entry.logprob), top, offset, scored)
+        return TokenEntry(own, self._name(own), raw(own), finite_logprob(entry.logprob), top, offset, scored)
 
     def _name(self, token: int) -> str:
         """A token as logprobs show it: its text, or (as vLLM has it) its id."""

@@ -95,6 +95,11 @@ class FrontEnd:
         """The body of GET /v1/models."""
         return {"object": "list", "data": [self.model(name) for name in self._names]}
 
+    @property
+    def served_name(self) -> str:
+        """The model's name, for requests that need name none."""
+        return self._model.model_name
+
     def check_model(self, name: str | None) -> None:
         """Raises:
         ModelNotFound: the model is named, and not served here.

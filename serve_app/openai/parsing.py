@@ -32,7 +32,16 @@ def parse(body: bytes, kind: type[W]) -> W:
         UnsupportedParameter, UnknownParameter: a field this server does not serve, or nobody knows.
         InvalidRequest: a value is wrong; `field` is its path, such as `messages.0.content`.
     """
-    fields, known = _load(body), kind.model_fields
+    return checked(_load(body), kind)
+
+
+def checked(fields: dict[str, Any], kind: type[W]) -> W:
+    """A request body from its fields.
+
+    Raises:
+        UnsupportedParameter, UnknownParameter, InvalidRequest: as `parse` does.
+    """
+    known = kind.model_fields
     refused = {name: rule for name, rule in UNSUPPORTED.items() if name not in known} | dict(kind.unsupported)
     supported = {}
     for name, value in fields.items():

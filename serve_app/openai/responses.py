@@ -14,6 +14,7 @@ from serve_app.errors import ErrorReply
 class TopEntry:
     """One candidate token of a logprobs entry."""
 
+    token_id: int
     text: str
     raw: bytes
     logprob: float
@@ -23,6 +24,7 @@ class TopEntry:
 class TokenEntry:
     """The logprobs entry of one delivered token."""
 
+    token_id: int
     text: str
     raw: bytes
     logprob: float | None  # None: the first token of an echoed prompt, which nothing comes before

@@ -137,6 +137,11 @@ class Wire(BaseModel):
         unknown = next(name for name in fields if name not in known)
         return {name: value for name, value in fields.items() if name in known or name == unknown}
 
+    @property
+    def deprecated_fields(self) -> tuple[str, ...]:
+        """Old names that the client used."""
+        return ()
+
     def check_together(self) -> None:
         """Check fields against each other.
 

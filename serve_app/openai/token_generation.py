@@ -1,0 +1,133 @@
+"""POST /inference/v1/generate: token ids in, token ids out, as vLLM's server has it for trainers and renderers."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from serve_app.errors import UnknownParameter, UnsupportedParameter
+from serve_app.openai.parsing import checked
+from serve_app.openai.requests import MAX_CACHE_SALT, CompletionRequest, TokenId
+from serve_app.openai.responses import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
+from serve_app.openai.wire import Many, Wire
+from speculative.errors import InvalidRequest
+from speculative.request import MAX_PRIORITY
+
+# Of vLLM's SamplingParams: those that /v1/completions has by the same name, and those that change nothing here.
+_SAMPLING = {
+    *("max_tokens", "min_tokens", "n", "seed", "logprobs", "prompt_logprobs"),
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids", "structured_outputs"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+}
+_WITHOUT_EFFECT = {"detokenize", "output_kind"}
+
+
+class GenerateRequest(Wire):
+    """POST /inference/v1/generate."""
+
+    token_ids: Annotated[Many[TokenId], Field(min_length=1)]
+    sampling_params: dict[str, Any]
+    model: str | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    output_mode: str | None = Field(None, json_schema_extra={"enum": ["tokens", None]})
+    stream: bool | None = Field(None, json_schema_extra={"enum": [False, None]})
+    return_token_ids: bool | None = None  # accepted: they are always returned
+    features: None = None  # of images
+    content_parts: None = None
+
+    @field_validator("output_mode")
+    @classmethod
+    def _only_tokens(cls, mode: str | None) -> str | None:
+        if mode not in (None, "tokens"):
+            raise PydanticCustomError("unsupported", "only tokens are returned; send the prompt to /v1/completions.")
+        return mode
+
+    @field_validator("stream")
+    @classmethod
+    def _whole(cls, stream: bool | None) -> bool | None:
+        if stream:
+            raise PydanticCustomError(
+                "unsupported", "is not served here; stream /v1/completions with return_token_ids."
+            )
+        return stream
+
+    def check_together(self) -> None:
+        """Check the sampling parameters.
+
+        Raises:
+            InvalidRequest: one is wrong, unknown, or not served.
+        """
+        self.completion("")
+
+    def completion(self, model: str) -> CompletionRequest:
+        """The same as a request for a completion.
+
+        Args:
+            model: that answers where the request names none.
+
+        Raises:
+            InvalidRequest: a sampling parameter is wrong, unknown, or not served.
+        """
+        sampling = {name: value for name, value in self.sampling_params.items() if name not in _WITHOUT_EFFECT}
+        other = next((name for name in sampling if name not in _SAMPLING), None)
+        if other is not None:
+            path = f"sampling_params.{other[:100]}"
+            raise UnknownParameter(path, f"Unknown field '{path}'. Remove it, or check its spelling.")
+        fields = {
+            "model": self.model or model,
+            "prompt": self.token_ids,
+            "cache_salt": self.cache_salt,
+            "priority": self.priority,
+            "return_token_ids": True,
+        }
+        try:
+            return checked(fields | sampling, CompletionRequest)
+        except InvalidRequest as error:
+            path = f"sampling_params.{error.field}"
+            kind = UnsupportedParameter if isinstance(error, UnsupportedParameter) else InvalidRequest
+            raise kind(path, error.message.replace(error.field, path, 1)) from error
+
+
+class TokensFormat:
+    """Replies of /inference/v1/generate."""
+
+    id_prefix = "cmpl-"
+
+    def __init__(self, request_id: str | None) -> None:
+        self._request_id = request_id
+
+    def stream(self, *, continuous_usage: bool) -> ReplyStream:
+        """Refused before."""
+        raise AssertionError("streams of tokens are refused when the request is read")
+
+    async def whole(
+        self, head: ReplyHead, choices: Sequence[ChoiceDelta], usage: Usage, reported: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The whole reply."""
+        prompt = choices[0].prompt_fields().get("prompt_logprobs")
+        return {
+            "request_id": self._request_id or head.reply_id,
+            "choices": [_choice(piece) for piece in choices],
+            "prompt_logprobs": prompt,
+            "usage": usage.to_wire(),
+            **reported,
+        }
+
+
+def _choice(piece: ChoiceDelta) -> dict[str, Any]:
+    logprobs = None if piece.logprobs is None else {"content": [_entry(entry) for entry in piece.logprobs]}
+    chosen = {"index": piece.index, "finish_reason": piece.finish_reason, "token_ids": list(piece.token_ids)}
+    return chosen | {"logprobs": logprobs} | piece.version_fields()
+
+
+def _entry(entry: TokenEntry) -> dict[str, Any]:
+    return _token(entry) | {"top_logprobs": [_token(candidate) for candidate in entry.top]}
+
+
+def _token(entry: TokenEntry | TopEntry) -> dict[str, Any]:
+    return {"token_id": entry.token_id, "logprob": entry.logprob}
