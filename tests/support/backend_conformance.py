@@ -178,6 +178,18 @@ class Conformance:
 class EngineConformance(Conformance):
     """What also holds where there is a model behind it."""
 
+    async def test_a_prefix_is_found_within_one_salt_only_until_the_cache_is_emptied(self, backend: Backend) -> None:
+        async def num_cached(name: str, salt: str) -> int:
+            deltas = await collect(backend.generate(Request(name, PROMPT * 4, GREEDY, cache_salt=salt)))
+            return max(delta.num_cached_tokens for delta in deltas)
+
+        backend.reset_prefix_cache()
+        found = [await num_cached(f"r{number}", salt) for number, salt in enumerate(("", "a", "b", "a", ""))]
+        assert found[:3] == [0, 0, 0]
+        assert found[3] == found[4] > 0
+        backend.reset_prefix_cache()
+        assert [await num_cached("r5", "a"), await num_cached("r6", "")] == [0, 0]
+
     async def test_a_request_that_cannot_be_served_harms_nobody(self, backend: Backend) -> None:
         neighbour = asyncio.create_task(collect(backend.generate(Request("neighbour", PROMPT, GREEDY))))
         with pytest.raises(InvalidRequest, match=r"vocabulary|[Tt]oken id"):
