@@ -125,9 +125,9 @@ class PastOutputs:
         return sum(half.tree.num_tokens for half in self._halves)
 
     def remember(self, sequence: Sequence) -> None:
-        """Take in a finished sequence's output; of one that is too long, the end."""
+        """Take in a finished sequence's output; of one that is too long, the end. One with a salt shares nothing."""
         output = sequence.tokens[sequence.num_prompt :][-self._room :]
-        if self._room == 0 or not output:
+        if self._room == 0 or not output or sequence.request.cache_salt:
             return
         if not self._halves or self._halves[0].tree.num_tokens + len(output) > self._room:
             self._halves = (_PastHalf(SuffixTree(self._depth)), *self._halves[:1])

@@ -87,8 +87,10 @@ def naive_draft(sources: list[Texts], tokens: list[int], most: int, setting: Dra
     return drafts
 
 
-def sequence(tokens: list[int], request_id: str = "a", num_prompt: int = 1, seed: int = 0, **params: Any) -> Sequence:
-    request = Request(request_id, tuple(tokens[:num_prompt]), SamplingParams(**params), seed=seed)
+def sequence(
+    tokens: list[int], request_id: str = "a", num_prompt: int = 1, seed: int = 0, salt: str = "", **params: Any
+) -> Sequence:
+    request = Request(request_id, tuple(tokens[:num_prompt]), SamplingParams(**params), seed=seed, cache_salt=salt)
     return Sequence(request, tokens=tokens)
 
 
@@ -192,6 +194,15 @@ def test_a_request_that_has_left_is_only_its_output() -> None:
     drafter.forget("never seen")
     assert not drafter._indexes
     assert drafts(drafter, sequence([99], "b", seed=2)) == []
+
+
+def test_what_a_salted_request_wrote_is_drafted_for_nobody_else() -> None:
+    drafter = made(config())
+    finish(drafter, [1, 2, 3, 4], seed=1, salt="mine")
+    assert drafts(drafter, sequence([2, 3], "b", seed=2)) == [], "accepted drafts would show that somebody wrote it"
+    assert drafts(drafter, sequence([2, 3], "c", seed=3, salt="other")) == []
+    finish(drafter, [1, 2, 3, 5], "e", seed=4)
+    assert drafts(drafter, sequence([2, 3], "d", seed=5, salt="mine")) == [5], "what all share is shared with it, too"
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
