@@ -129,6 +129,7 @@ class WeightCoordinator:
 
     async def reset_caches(self, timeout_s: float = 60.0) -> Outcome:
         """Empty the prefix cache of every replica."""
+        await self._first_reports()
         self._cache_resets += 1
         wanted = self._cache_resets
         complete = await self._until(lambda: all(one.status.cache_resets >= wanted for one in self._live()), timeout_s)

@@ -525,6 +525,20 @@ async def test_every_replicas_prefix_cache_is_emptied_once() -> None:
     assert anew.wanted.cache_resets == 1, "a coordinator that starts later does not count from 0"
 
 
+async def test_a_new_coordinator_empties_no_cache_before_it_knows_how_often_the_last_one_did() -> None:
+    clock = Clock(100.0)
+    coordinator = WeightCoordinator(clock)
+    reset = asyncio.create_task(coordinator.reset_caches())
+    await asyncio.sleep(0.02)
+    replica = WeightsStatus(CONFIGURED, "f0", cache_resets=5)
+    coordinator.hear("p", replica)
+    clock.now += 10
+    await soon(lambda: coordinator.wanted.cache_resets == 6)
+    assert not reset.done(), "the replica has done what the last coordinator wanted, and not yet this"
+    coordinator.hear("p", dataclasses.replace(replica, cache_resets=6))
+    assert (await reset).complete
+
+
 async def test_a_replica_empties_its_cache_as_often_as_it_is_told_to() -> None:
     backend = FakeBackend(FakeConfig())
     info = await backend.start()
