@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -158,13 +159,20 @@ class _GuardedRoute(APIRoute):
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_CLOSED)
             except Exception as error:
-                reply = reply_for(error)
+                reply = reply_for(_wrong_query(error) if isinstance(error, RequestValidationError) else error)
                 if reply.status >= 500:
                     request_id, path = request_id_of(request.scope), request.url.path[:LONGEST_PATH]
                     logger.error("%s %s failed: %r", path, request_id, error, exc_info=error)
                 return _error_response(reply)
 
         return guarded
+
+
+def _wrong_query(error: RequestValidationError) -> InvalidRequest:
+    """What FastAPI refuses: a parameter in the URL, as bodies are read by us."""
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return InvalidRequest(name, f"{name}: {first['msg']}.")
 
 
 def _admission(gate: Gate) -> Callable[[Request], Awaitable[None]]:

@@ -187,9 +187,10 @@ def _add_weight_transfer(app: FastAPI, weights: WeightsAdmin) -> None:
     @app.post("/update_weights")
     async def update(request: Request) -> Response:
         wire = await read(request, UpdateOrder)
-        await weights.stage(wire.order)
-        if wire.weight_dir is not None:  # prime-rl sends nothing to finish it
-            await _complete(weights.finish(""), "updated")
+        if wire.weight_dir is None:
+            await weights.stage(wire.order)
+        else:  # prime-rl sends nothing to finish it
+            await _complete(weights.update(wire.order), "updated")
         return JSONResponse({"message": "Weights updated"})
 
     @app.post("/finish_weight_update")

@@ -138,8 +138,8 @@ def test_weights_are_named_and_served_when_the_update_is_finished(trainer: Train
 
 def test_prime_rls_folder_is_served_at_once(trainer: Trainer) -> None:
     assert trainer.post("/update_weights", {"weight_dir": "/m/v2"}).status_code == 200
-    (_, order), finished = trainer.weights.asked
-    assert order.path == "/m/v2" and finished == ("finish", "")
+    (order,) = trainer.weights.asked  # in one step, so that no other trainer's folder can come between
+    assert (order.path, order.weight_version) == ("/m/v2", "")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,9 @@ def test_pauses_have_vllms_form(trainer: Trainer) -> None:
     trainer.post("/pause")
     assert trainer.weights.asked[2:] == [PauseOrder(mode="abort"), "reset_caches"]
     assert error_of(trainer.post("/pause?mode=later"), 400)["param"] == "mode"
+    error = error_of(trainer.post("/pause?clear_cache=maybe"), 400)
+    assert error["param"] == "clear_cache" and "clear_cache" in error["message"]
+    assert trainer.weights.asked[4:] == []
 
 
 def test_trainers_need_a_key_unless_they_are_let_in_without(serve_fake: ServeFake) -> None:
