@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -105,13 +106,7 @@ class ResponsesDesk:
             raise PreviousResponseNotFound(
                 name, f"{name}: {self._unknown(response_id)} Send all items of the conversation instead."
             )
-        try:
-            return items_from([*found["items"], *found["response"]["output"]])
-        except ValidationError as error:  # a call under `auto` is what the model wrote
-            raise InvalidRequest(
-                name,
-                f"{name}: {response_id} holds a call that cannot be sent again. Send the items of the conversation.",
-            ) from error
+        return _read_again([*found["items"], *found["response"]["output"]], name, response_id)
 
     async def _referred(self, item: AnyItem, path: str, owner: str) -> AnyItem:
         """What an item refers to; itself, where it is no reference."""
@@ -122,8 +117,22 @@ class ResponsesDesk:
         found = await self._find(response_of(item.id), owner)
         for one in found["response"]["output"] if found is not None else ():
             if one["id"] == item.id:
-                return items_from([one])[0]
+                return _read_again([one], path, item.id)[0]
         raise InvalidRequest(path, f"{path}: there is no item '{item.id[:100]}' here; send the item itself.")
+
+
+def _read_again(kept: Sequence[Any], field: str, named: str) -> list[AnyItem]:
+    """Items that were kept.
+
+    Raises:
+        InvalidRequest: one is a call that no request may hold: under `auto` a call is what the model wrote.
+    """
+    try:
+        return items_from(kept)
+    except ValidationError as error:
+        raise InvalidRequest(
+            field, f"{field}: {named} holds a call that cannot be sent again. Send the items of the conversation."
+        ) from error
 
 
 @contextmanager

@@ -367,9 +367,12 @@ async def test_a_call_that_no_request_may_hold_is_reported_of_the_response_that_
     service = serve(FakeParsers(), KeptInMemory())
     service.script.say("@" + "f" * 300 + "{};")
     first = await service.ask(tools=[WEATHER])
-    with pytest.raises(InvalidRequest, match="cannot be sent again") as caught:
-        await service.ask(previous_response_id=first["id"])
-    assert caught.value.field == "previous_response_id"
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    again: dict[str, Any] = {"previous_response_id": first["id"], "input.0": [reference]}
+    for field, value in again.items():
+        with pytest.raises(InvalidRequest, match="cannot be sent again") as caught:
+            await service.ask(**{field.partition(".")[0]: value})
+        assert caught.value.field == field
 
 
 async def test_one_key_finds_nothing_of_another(serve: Serve) -> None:
