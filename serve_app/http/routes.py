@@ -41,7 +41,7 @@ from serve_app.openai.requests import UNSUPPORTED_ENDPOINTS, ChatCompletionReque
 from serve_app.openai.response_requests import ResponsesRequest
 from serve_app.openai.responses_desk import ResponsesDesk
 from serve_app.openai.scoring import Scorer, ScoreRequest
-from serve_app.openai.token_generation import GenerateRequest, TokensFormat
+from serve_app.openai.token_generation import GenerateRequest, prepare_generation
 from serve_app.openai.wire import Wire
 from serve_app.telemetry.tracing import Tracing
 from serve_app.weights.desired_state import Outcome
@@ -216,9 +216,7 @@ def _add_generation(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
 
     @app.post("/inference/v1/generate")
     async def generate_tokens(request: Request) -> Response:
-        async def prepare(wire: GenerateRequest, terms: Terms) -> PreparedRequest:
-            return await front_end.prepare(wire.completion(front_end.served_name), terms, TokensFormat(wire.request_id))
-
+        prepare = functools.partial(prepare_generation, front_end)
         return await _generate(front_end, gate, request, GenerateRequest, prepare)
 
 

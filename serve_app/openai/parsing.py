@@ -1,6 +1,8 @@
 """From bytes to a request body, with errors that name the field."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -57,6 +59,19 @@ def checked(fields: dict[str, Any], kind: type[W]) -> W:
         _complain(error.errors(include_url=False)[0])
     wire.check_together()
     return wire
+
+
+@contextmanager
+def in_words(words: Callable[[str], str]) -> Iterator[None]:
+    """Within it, what is refused is refused in the words of the endpoint that the client knows.
+
+    Args:
+        words: gives a field, or a message, with that endpoint's names.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        raise type(error)(words(error.field), words(error.message)) from error
 
 
 def _load(body: bytes) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,8 +10,9 @@ from pydantic import ValidationError
 from serve_app.errors import PreviousResponseNotFound, UnknownResponse, UnsupportedParameter
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.kept_responses import KeptResponses
+from serve_app.openai.parsing import in_words
 from serve_app.openai.prepared_request import PreparedRequest, Terms
-from serve_app.openai.response_items import AnyItem, Conversation, ItemReference, items_from
+from serve_app.openai.response_items import AnyItem, ItemReference, items_from
 from serve_app.openai.response_objects import Fields, ResponsesFormat, response_of
 from serve_app.openai.response_requests import ResponsesRequest
 from speculative.errors import InvalidRequest
@@ -47,7 +47,7 @@ class ResponsesDesk:
             return await self._keep(response, [*earlier, *items], owner)
 
         form = ResponsesFormat(wire.echo(), stores, keep, self._front_end.count_tokens)
-        with _our_words(talk):
+        with in_words(talk.in_our_words):
             chat = wire.as_chat(talk)
             chat.check_together()
             job = await self._front_end.prepare(chat, terms, form)
@@ -133,12 +133,3 @@ def _read_again(kept: Sequence[Any], field: str, named: str) -> list[AnyItem]:
         raise InvalidRequest(
             field, f"{field}: {named} holds a call that cannot be sent again. Send the items of the conversation."
         ) from error
-
-
-@contextmanager
-def _our_words(talk: Conversation) -> Iterator[None]:
-    """Within it, what is refused of the chat request is refused by the names of the Responses API."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise type(error)(talk.in_our_words(error.field), talk.in_our_words(error.message)) from error

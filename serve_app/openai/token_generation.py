@@ -1,17 +1,20 @@
 """POST /inference/v1/generate: token ids in, token ids out, as vLLM's server has it for trainers and renderers."""
 
+import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.errors import UnknownParameter, UnsupportedParameter
-from serve_app.openai.parsing import checked
+from serve_app.errors import UnknownParameter
+from serve_app.openai.frontend import FrontEnd
+from serve_app.openai.parsing import checked, in_words
+from serve_app.openai.prepared_request import PreparedRequest, Terms
 from serve_app.openai.requests import MAX_CACHE_SALT, CompletionRequest, TokenId
 from serve_app.openai.responses import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
 from serve_app.openai.wire import Many, Wire
-from speculative.errors import InvalidRequest
 from speculative.request import MAX_PRIORITY
 
 # Of vLLM's SamplingParams: those that /v1/completions has by the same name, and those that change nothing here.
@@ -85,12 +88,27 @@ class GenerateRequest(Wire):
             "priority": self.priority,
             "return_token_ids": True,
         }
-        try:
+        with in_words(_own_names):
             return checked(fields | sampling, CompletionRequest)
-        except InvalidRequest as error:
-            path = f"sampling_params.{error.field}"
-            kind = UnsupportedParameter if isinstance(error, UnsupportedParameter) else InvalidRequest
-            raise kind(path, error.message.replace(error.field, path, 1)) from error
+
+
+async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, terms: Terms) -> PreparedRequest:
+    """Check a request and make it one for a completion.
+
+    Raises:
+        InvalidRequest: it can never be served; `field` names what is wrong.
+    """
+    with in_words(_own_names):
+        job = await front_end.prepare(wire.completion(front_end.served_name), terms, TokensFormat(wire.request_id))
+    return dataclasses.replace(job, form_field=_own_names(job.form_field))
+
+
+_NAMES = re.compile(rf"(?<![\w.])({'|'.join(sorted(_SAMPLING))}|prompt)\b")
+
+
+def _own_names(text: str) -> str:
+    """A text with the names of this API for the fields of a completion."""
+    return _NAMES.sub(lambda name: "token_ids" if name[0] == "prompt" else f"sampling_params.{name[0]}", text)
 
 
 class TokensFormat:

@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from speculative.errors import InvalidRequest
 from tests.support.fake_backend import fake_logprob
 from tests.support.fake_serving import Served
 
@@ -47,9 +48,13 @@ def test_what_is_not_asked_for_is_null(server: Served) -> None:
     [
         ({"token_ids": []}, "token_ids", "invalid_value"),
         ({"token_ids": "a"}, "token_ids", "invalid_value"),
-        ({"token_ids": [10**6]}, "prompt", "invalid_value"),
+        ({"token_ids": [10**6]}, "token_ids", "invalid_value"),
+        ({"token_ids": [5] * 500}, "token_ids", "context_length_exceeded"),
         ({"sampling_params": None}, "sampling_params", "invalid_value"),
-        ({"sampling_params": {"temperature": -1}}, "temperature", "invalid_value"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature", "invalid_value"),
+        ({"sampling_params": {"logit_bias": {"9999": 1}}}, "sampling_params.logit_bias", "invalid_value"),
+        ({"sampling_params": {"n": 1000}}, "sampling_params.n", "invalid_value"),
+        ({"sampling_params": {"max_tokens": 500}}, "sampling_params.max_tokens", "context_length_exceeded"),
         ({"sampling_params": {"temperature": "a"}}, "sampling_params.temperature", "invalid_value"),
         ({"sampling_params": {"stream": True}}, "sampling_params.stream", "unknown_parameter"),
         ({"sampling_params": {"echo": True}}, "sampling_params.echo", "unknown_parameter"),
@@ -66,4 +71,17 @@ def test_what_cannot_be_served_is_refused_by_name(
 ) -> None:
     error = generate(server, status=404 if code == "model_not_found" else 400, **fields)["error"]
     assert (error["param"], error["code"]) == (field, code), error
-    assert error["param"].rpartition(".")[2] in error["message"]
+    assert error["param"] in error["message"]
+
+
+def test_a_form_that_the_engine_refuses_is_named_as_it_was_sent(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refusing(requests: Any) -> Any:
+        raise InvalidRequest("response_format", "The regex cannot be used: it is not closed.")
+        yield
+
+    monkeypatch.setattr(server.source, "stream", refusing)
+    sampling = {"structured_outputs": {"regex": "("}}
+    error = generate(server, status=400, sampling_params=sampling)["error"]
+    assert error["param"] == "sampling_params.structured_outputs.regex"
