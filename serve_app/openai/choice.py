@@ -126,7 +126,7 @@ class _Choice:
         self._prompt_due = False
         if self._num_ranked is not None:
             self._prompt_entries = tuple(self._ranked(entry, self._num_ranked) for entry in reported)
-        if self._echo is not None and self._with_logprobs:
+        if self._echo is not None and self._echo.entries is None:
             self._echo.entries = self._echoed(reported, self._echo.prompt.offsets)
 
     def _echoed(self, reported: Sequence[TokenLogprobs], offsets: Sequence[int]) -> tuple[TokenEntry, ...]:

@@ -24,12 +24,20 @@ class EchoedPrompt:
 
         The first `added` tokens were put before the text by the tokenizer, and take no characters of it.
         """
-        texts = tokenizer.detokenizer(skip_special=False).push(token_ids[added:])
+        detokenizer = tokenizer.detokenizer(skip_special=False)
+        texts = detokenizer.push(token_ids[added:])
+        whole = "".join(texts) + detokenizer.finish() if prompt is None else prompt
         offsets, offset = [0] * added, 0
         for text in texts:
             offsets.append(offset)
-            offset += len(text)
-        return cls("".join(texts) if prompt is None else prompt, tuple(offsets))
+            offset = min(offset + len(_as_sent(text, whole, offset)), len(whole))
+        return cls(whole, tuple(offsets))
+
+
+def _as_sent(text: str, prompt: str, offset: int) -> str:
+    """A token's text in a prompt, which lacks the space that sentencepiece puts behind a special token."""
+    bare = text.removeprefix(" ")
+    return bare if not prompt.startswith(text, offset) and prompt.startswith(bare, offset) else text
 
 
 class Echo:

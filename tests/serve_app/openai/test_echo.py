@@ -149,6 +149,30 @@ async def test_logprobs_of_the_prompt_that_do_not_come_are_a_fault(tokenizer: To
             await choice_of(front_end(source, tokenizer), prompt=[5, 6], max_tokens=most, logprobs=0, echo=True)
 
 
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+async def test_logprobs_of_named_tokens_alone_do_not_ask_for_the_prompts(
+    tokenizer: Tokenizer, prompt_logprobs: int | None
+) -> None:
+    front, _, _ = fake_front_end(tokenizer)
+    fields: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 1, "logprob_token_ids": [7], "echo": True}
+    choice = await choice_of(front, **fields, prompt_logprobs=prompt_logprobs)
+    assert choice["text"].startswith(tokenizer.decode([5, 6])) and choice["logprobs"]["text_offset"] == [2]
+
+
+def test_a_prompt_that_breaks_off_within_a_character_is_echoed_as_it_decodes(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello 🙂")[:-1]
+    echoed = EchoedPrompt.of(None, ids, tokenizer)
+    assert echoed.text == tokenizer.decode(ids, skip_special=False) == "hello \ufffd"
+
+
+@pytest.mark.parametrize("text", ["Hello", " Hello  wörld", "<s>Hello</s>Hew", "<s> Hello", "H</s>"])
+def test_offsets_point_into_the_text_that_was_sent(sentencepiece: Tokenizer, text: str) -> None:
+    echoed = EchoedPrompt.of(text, sentencepiece.encode(text), sentencepiece)
+    shown = [text[start:end] for start, end in itertools.pairwise([*echoed.offsets, len(text)])]
+    names = [sentencepiece.token_text(token) for token in sentencepiece.encode(text)]
+    assert [one.strip() for one in shown] == [name.strip() for name in names]
+
+
 def test_tokens_that_the_tokenizer_put_before_a_text_take_no_characters_of_it(tokenizer: Tokenizer) -> None:
     ids = [0, *tokenizer.encode("hello")]
     echoed = EchoedPrompt.of("hello", ids, tokenizer, added=1)
