@@ -78,7 +78,9 @@ class Tokenization:
             InvalidRequest: the chat template refuses the messages.
         """
         ids = await self._ids(wire)
-        strings = [self._tokenizer.token_text(token) for token in ids] if wire.return_token_strs else None
+        strings, name = None, self._tokenizer.token_text
+        if wire.return_token_strs:
+            strings = await off_loop(len(ids), lambda: [name(token) for token in ids])
         return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids, "token_strs": strings}
 
     async def detokenize(self, wire: DetokenizeRequest) -> dict[str, Any]:

@@ -12,18 +12,25 @@ import httpx
 import openai
 import pytest
 import yaml
+from starlette.testclient import TestClient
 
 from serve_app.access.access import Access
 from serve_app.access.keys import KeyStore, digest_of
-from serve_app.access.request_gate import Gate
+from serve_app.access.request_gate import TRAINER, Gate
 from serve_app.errors import AccessDenied
 from serve_app.http.admin import Admin, SpeculationOrder
-from serve_app.http.routes import Operations
+from serve_app.http.routes import Operations, build_ingress
+from serve_app.http.vllm_routes import VllmRoutes
 from serve_app.openai.prepared_request import Limits
+from serve_app.openai.scoring import Scorer
 from serve_app.page.feed import StatusFeed
+from serve_app.page.page_routes import add_page
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.text.tokenizer import Tokenizer
 from tests.support.clock import Clock
 from tests.support.fake_serving import Served, ServeFake
+from tests.support.fake_weights import FakeWeights
+from tests.support.front_ends import fake_front_end
 
 KEYS: dict[str, dict[str, Any]] = {  # by id; the key itself is secret-<id>
     "user": {},
@@ -183,6 +190,33 @@ def test_every_route_lies_behind_the_gate(module_guarded: Guarded) -> None:
     for route in ("/admin/new", "/administer"):
         with pytest.raises(AccessDenied):
             gate.admit(route, None)
+
+
+OPEN = {"/", "/page/{name}", "/healthz", "/health", "/ping", "/metrics", "/openapi.json", "/version"}
+FOR_ADMINS = {*TRAINER, "/admin/speculation", "/admin/weights", "/admin/pause", "/admin/resume"}
+
+
+def test_no_other_route_of_the_whole_app_answers_without_a_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": [{"id": "u", "sha256": digest_of("k"), "scopes": ["user"]}]}))
+    access, weights = Access(KeyStore(path)), FakeWeights()
+    app = build_ingress(
+        fake_front_end(tokenizer)[0],
+        scorer=Scorer(None, tokenizer, None, logprobs_mode="raw_logprobs"),  # type: ignore[arg-type]  # nobody gets there
+        operations=Operations(page, well, VllmRoutes({}, weights.admin)),
+        admin=Admin(access, nothing, obey, weights.admin),
+        gate=Gate(access),
+    )
+    add_page(app, StatusFeed(status))
+    served = {(method, route.path) for route in app.routes for method in route.methods}  # type: ignore[attr-defined]
+    with TestClient(app) as client:
+        for method, route in served:
+            url = re.sub(r"\{[^}]*\}", "page.js", route)
+            assert (client.request(method, url).status_code == 401) == (route not in OPEN), route
+            if route in FOR_ADMINS:
+                assert client.request(method, url, headers={"authorization": "Bearer k"}).status_code == 403, route
+    assert {*OPEN, *FOR_ADMINS} <= {route for _, route in served}
+    assert weights.asked == []
 
 
 def test_operations_can_be_closed(make: Callable[..., Guarded]) -> None:
