@@ -50,6 +50,7 @@ class ResponseStore:
         """Keep a response; returns whether it is kept: one that is larger than all may be is not."""
         if len(record) > self._max_bytes:
             return False
+        self._drop_old()
         self._drop(response_id)
         self._entries[response_id] = _Entry(owner, self._clock() + self._max_age_s, record)
         self._num_bytes += len(record)
@@ -59,8 +60,7 @@ class ResponseStore:
 
     def get(self, response_id: str, owner: str) -> bytes | None:
         """A response that is kept; None where there is none."""
-        while self._entries and next(iter(self._entries.values())).expires_at <= self._clock():
-            self._drop(next(iter(self._entries)))
+        self._drop_old()
         entry = self._entries.get(response_id)
         return None if entry is None or entry.owner != owner else entry.record
 
@@ -70,6 +70,10 @@ class ResponseStore:
         if found:
             self._drop(response_id)
         return found
+
+    def _drop_old(self) -> None:
+        while self._entries and next(iter(self._entries.values())).expires_at <= self._clock():
+            self._drop(next(iter(self._entries)))
 
     def _drop(self, response_id: str) -> None:
         entry = self._entries.pop(response_id, None)

@@ -442,5 +442,8 @@ def test_what_is_old_is_forgotten() -> None:
     assert store.get("r2", "a") is not None
     now = 90.0
     assert not store.delete("r2", "a")
-    assert store.put("r3", "a", b"x" * 100)
+    assert store.put("r3", "a", b"x" * 60)
     assert store.get("r3", "a") is not None
+    now = 150.0
+    assert store.put("r4", "a", b"x" * 40)
+    assert store._num_bytes == 40, "a text is not held longer because nobody asks for one"
