@@ -8,8 +8,8 @@ go through TRL's own `VLLMClient`, and weights by the routes of vLLM's server, a
 `rollout_func` is TRL's hook for that: its server mode sends weights over NCCL only, which needs a GPU.
 
 It prints, step by step: reward; TME, the mean of e^|d| over the difference d of rollout and trainer logprobs (1 is
-exact); the share of drafts accepted, which falls as the policy leaves the weights that the head was trained for; and at
-the end tokens a second with and without speculation. It leaves a plot.
+exact); the share of drafts accepted, which shows whether the head still fits the policy; and at the end tokens a second
+with and without speculation. It leaves a plot.
 """
 
 import argparse
