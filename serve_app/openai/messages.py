@@ -211,7 +211,8 @@ class NamedTool(Wire):
 _CHOICES = ("none", "auto", "required")
 
 
-def _choice_kind(value: Any) -> str:
+def choice_kind(value: Any) -> str:
+    """Which kind of tool_choice a value is to be."""
     return "<function>" if isinstance(value, dict) else "<nothing>" if value is None else "<word>"
 
 
@@ -221,9 +222,9 @@ def _known_choice(word: str) -> str:
     return word
 
 
+ChoiceWord = Annotated[str, Field(json_schema_extra={"enum": [*_CHOICES]}), AfterValidator(_known_choice)]
+
 ToolChoice = Annotated[
-    Annotated[str, Field(json_schema_extra={"enum": [*_CHOICES]}), AfterValidator(_known_choice), Tag("<word>")]
-    | Annotated[NamedTool, Tag("<function>")]
-    | Annotated[None, Tag("<nothing>")],
-    Discriminator(_choice_kind),
+    Annotated[ChoiceWord, Tag("<word>")] | Annotated[NamedTool, Tag("<function>")] | Annotated[None, Tag("<nothing>")],
+    Discriminator(choice_kind),
 ]

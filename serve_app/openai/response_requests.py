@@ -4,11 +4,20 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, GetJsonSchemaHandler, Tag, field_validator
+from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag, field_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from serve_app.openai.messages import FunctionKind, FunctionName, FunctionSpec, NamedTool, Tool, ToolName
+from serve_app.openai.messages import (
+    ChoiceWord,
+    FunctionKind,
+    FunctionName,
+    FunctionSpec,
+    NamedTool,
+    Tool,
+    ToolName,
+    choice_kind,
+)
 from serve_app.openai.requests import ChatCompletionRequest, Effort, JsonSchemaFormat, ResponseFormat, WireRequest
 from serve_app.openai.response_items import AnyItem, Conversation, Item, MessageItem
 from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, UNSUPPORTED_IN_RESPONSES, Many, Wire
@@ -63,19 +72,6 @@ class ChosenFunction(_TypedFunction):
     """The function that must be called."""
 
     name: ToolName
-
-
-_CHOICES = ("none", "auto", "required")
-
-
-def _choice_kind(value: Any) -> str:
-    return "<function>" if isinstance(value, dict) else "<nothing>" if value is None else "<word>"
-
-
-def _known_choice(word: str) -> str:
-    if word not in _CHOICES:
-        raise PydanticCustomError("choice", "must be none, auto, required, or a function.")
-    return word
 
 
 class PlainFormat(Wire):
@@ -153,10 +149,10 @@ class ResponsesRequest(WireRequest):
     reasoning: Reasoning | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[
-        Annotated[str, Field(json_schema_extra={"enum": [*_CHOICES]}), AfterValidator(_known_choice), Tag("<word>")]
+        Annotated[ChoiceWord, Tag("<word>")]
         | Annotated[ChosenFunction, Tag("<function>")]
         | Annotated[None, Tag("<nothing>")],
-        Discriminator(_choice_kind),
+        Discriminator(choice_kind),
     ] = None
     include: list[str] | None = Field(None, json_schema_extra={"items": {"enum": [*INCLUDABLE]}})
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -7,6 +7,7 @@ from typing import Any
 from serve_app.backends.base import ModelInfo
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
+from serve_app.openai.prepared_request import Limits
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import Request, TokenDelta
@@ -36,9 +37,12 @@ class DeltaSource:
         """Nothing runs here."""
 
 
-def front_end(source: Any, tokenizer: Tokenizer) -> FrontEnd:
-    info = ModelInfo("m", 100, tokenizer.vocab_size, "abcdef0123456789", "", tokenizer.eos_token_ids)
-    return FrontEnd(source, tokenizer, info)
+def info(tokenizer: Tokenizer, max_model_len: int = 100) -> ModelInfo:
+    return ModelInfo("m", max_model_len, tokenizer.vocab_size, "abcdef0123456789", "", tokenizer.eos_token_ids)
+
+
+def front_end(source: Any, tokenizer: Tokenizer, limits: Limits | None = None) -> FrontEnd:
+    return FrontEnd(source, tokenizer, info(tokenizer), limits)
 
 
 def fake_front_end(tokenizer: Tokenizer, **settings: Any) -> tuple[FrontEnd, BackendSource, Script]:

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from serve_app.backends.base import ModelInfo
 from serve_app.errors import ContextLengthExceeded, ModelNotFound, RequestAborted, reply_for
 from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Records
 from serve_app.openai.frontend import FrontEnd, choice_seed
-from serve_app.openai.parsing import parse
 from serve_app.openai.prepared_request import Limits
-from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
 from serve_app.streams.merge import merge
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
@@ -24,17 +21,8 @@ from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import EngineFault, EngineOverloaded, HandoffRefused, InvalidRequest, RequestTimeout
 from speculative.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from tests.support.fake_backend import fake_logprob
-from tests.support.fake_serving import BackendSource, Script, make_backend
-
-
-def completion(**fields: Any) -> CompletionRequest:
-    body = {"model": "m", "prompt": "hello", "max_tokens": 50, **fields}
-    return parse(json.dumps(body).encode(), CompletionRequest)
-
-
-def chat(**fields: Any) -> ChatCompletionRequest:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], **fields}
-    return parse(json.dumps(body).encode(), ChatCompletionRequest)
+from tests.support.fake_serving import BackendSource, make_backend
+from tests.support.front_ends import chat, completion, fake_front_end, front_end, info, reply_to
 
 
 class ScriptedSource:
@@ -72,24 +60,6 @@ async def test_a_model_says_how_its_weights_are_rounded(tokenizer: Tokenizer) ->
     assert front.model("m")["quantization"] == "int4"
     front.weights_switched(info(tokenizer))
     assert front.model("m")["quantization"] is None
-
-
-def info(tokenizer: Tokenizer, max_model_len: int = 100) -> ModelInfo:
-    return ModelInfo("m", max_model_len, tokenizer.vocab_size, "abcdef0123456789", "", tokenizer.eos_token_ids)
-
-
-def front_end(source: Any, tokenizer: Tokenizer, limits: Limits | None = None) -> FrontEnd:
-    return FrontEnd(source, tokenizer, info(tokenizer), limits)
-
-
-def fake_front_end(tokenizer: Tokenizer, **settings: Any) -> tuple[FrontEnd, BackendSource, Script]:
-    backend, script = make_backend(tokenizer, max_model_len=100, **settings)
-    source = BackendSource(backend)
-    return front_end(source, tokenizer), source, script
-
-
-async def reply_to(front: FrontEnd, wire: Any) -> dict[str, Any]:
-    return await front.collect(await front.prepare(wire))
 
 
 async def chunks_of(front: FrontEnd, wire: Any) -> list[Any]:
