@@ -7,11 +7,12 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test slow test-gpu gpu-day vllm test-vllm test-all check chart chaos checkov clean
+.PHONY: help setup demo serve test slow test-gpu gpu-day vllm test-vllm clients test-clients test-all check chart chaos checkov clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
 VLLM_STAMP := build/vllm/.installed
+CLIENTS := build/clients build/clients-vllm
 CORE := speculative/*.py speculative/{cache,state,sampling,verification,scheduling,step}/*.py
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -72,6 +73,17 @@ test-vllm: vllm ## run the tests that need vLLM
 	build/vllm/bin/truespec model get smollm2-135m
 	build/vllm/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 
+clients: $(CLIENTS:=/.installed) ## install SDKs, frameworks, trainers, evaluators and load generators to test against (5 GB)
+
+# Without truespec in them: the tests start the server from .venv. CLIENTS=build/clients leaves the large environment out.
+test-clients: $(STAMP) clients ## run the clients' tests; PAGE=docs/clients.md writes what they found
+	$(VENV)/bin/truespec model get smollm2-135m
+	@for environment in $(CLIENTS); do \
+	  $$environment/bin/pytest -c tests/clients/pytest.ini tests/clients --results $$environment/results.json $(ARGS) || \
+	    test $$? = 5 || exit 1; \
+	done
+	@test -z "$(PAGE)" || $(VENV)/bin/python tests/clients/page.py $(CLIENTS:=/results.json) > $(PAGE)
+
 clean: ## remove .venv, build output and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -94,4 +106,17 @@ $(VLLM_STAMP): pyproject.toml
 	  build/vllm/bin/pip install -qq ray[serve]==2.60.0 gguf==0.19.0 xxhash==4.1.0 rich==15.0.0 hypothesis==6.170.15 \
 	    pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0; }
 	@build/vllm/bin/pip install -qq --no-deps -e . nixl==1.5.1 nixl-cu12==1.5.1
+	@touch $@
+
+build/clients/.installed: tests/clients/requirements.txt tests/clients/package.json
+	@test -x build/clients/bin/pip || $(PYTHON) -m venv build/clients
+	@build/clients/bin/pip install -qq --disable-pip-version-check -r tests/clients/requirements.txt
+	@if command -v npm >/dev/null; then cp tests/clients/package.json build/clients/ && \
+	  npm install --silent --no-audit --no-fund --prefix build/clients; \
+	  else echo "there is no npm here; the tests with the SDK for Node are skipped" >&2; fi
+	@touch $@
+
+build/clients-vllm/.installed: tests/clients/requirements-vllm.txt
+	@test -x build/clients-vllm/bin/pip || $(PYTHON) -m venv build/clients-vllm
+	@build/clients-vllm/bin/pip install -qq --disable-pip-version-check -r tests/clients/requirements-vllm.txt
 	@touch $@

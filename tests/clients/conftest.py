@@ -1,0 +1,154 @@
+"""A served model for the clients' tests, whose environments have no truespec; and the results for docs/clients.md.
+
+TRUESPEC_URL names a server that already runs with `config.yaml`; without it one is started from .venv.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PYTHON = ROOT / ".venv" / "bin" / "python"
+MODEL = "SmolLM2-135M-Instruct"
+START_S = 300
+
+# Before any client is imported: none of them asks a hub, and tokenizers start no threads beside the server's.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+NEEDS = {
+    "test_with_agents.py": "agents",
+    "test_with_instructor.py": "instructor",
+    "test_with_langchain.py": "langchain_openai",
+    "test_with_litellm.py": "litellm",
+    "test_with_openai.py": "openai",
+}
+"""What each file imports; an environment runs the files whose packages it has."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Nothing here is for the main suite's environment, nor for one without the client."""
+    if collection_path.parent != HERE or not collection_path.name.startswith("test_"):
+        return None
+    if config.inipath != HERE / "pytest.ini":
+        return True
+    needed = NEEDS.get(collection_path.name)
+    return True if needed is not None and importlib.util.find_spec(needed) is None else None
+
+
+@pytest.fixture(scope="session")
+def base_url() -> Iterator[str]:
+    """The address of the served model, without `/v1`."""
+    if url := os.environ.get("TRUESPEC_URL"):
+        yield url.rstrip("/")
+        return
+    port = _free_port()
+    log = ROOT / "build" / "clients-server.log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [PYTHON, "-m", "deploy.cli.main", "serve", HERE / "config.yaml", "--port", str(port)],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_up(server, url, log)
+        yield url
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(timeout=90)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@pytest.fixture(scope="session")
+def api(base_url: str) -> str:
+    """The address that clients of OpenAI's API are given."""
+    return f"{base_url}/v1"
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    return MODEL
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> str:
+    """The folder of the served checkpoint, for clients that tokenize or compare."""
+    command = [PYTHON, "-m", "deploy.cli.main", "model", "get", "smollm2-135m"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600)
+    return shown.stdout.strip().splitlines()[-1]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_up(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/healthz", timeout=5) as reply:
+            if reply.status == 200:
+                return
+        assert server.poll() is None, f"the server ended with {server.returncode}:\n{log.read_text()[-4000:]}"
+        assert time.monotonic() < deadline, f"no server within {START_S} s:\n{log.read_text()[-4000:]}"
+        time.sleep(1)
+
+
+# What the run found, for page.py.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="write what passed and failed to this file, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.inipath == HERE / "pytest.ini":
+        config.pluginmanager.register(_Results(config.getoption("--results")))
+
+
+class _Results:
+    """Collects each test's file, sentence and outcome."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._sentences: dict[str, str] = {}
+        self._outcomes: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            self._sentences[item.nodeid] = _sentence(item)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "passed" or report.when == "call":
+            self._outcomes[report.nodeid] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        if self._path is None:
+            return
+        tests = [
+            {"file": name.split("::")[0], "says": self._sentences[name], "outcome": outcome}
+            for name, outcome in self._outcomes.items()
+        ]
+        self._path.write_text(json.dumps(tests, indent=1) + "\n")
+
+
+def _sentence(item: pytest.Item) -> str:
+    text = item.obj.__doc__ if isinstance(item, pytest.Function) else None
+    assert text, f"{item.nodeid} has no docstring; docs/clients.md shows its first line"
+    return text.strip().splitlines()[0].rstrip(".")

@@ -1,0 +1,75 @@
+"""OpenAI's Agents SDK over chat completions."""
+
+import asyncio
+from typing import Literal
+
+import agents
+import openai
+import pytest
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from pydantic import BaseModel
+
+QUESTION = "What is the capital of France?"
+agents.set_tracing_disabled(True)
+
+
+class Answer(BaseModel):
+    city: Literal["Paris", "London"]
+
+
+@function_tool
+def temperature(city: Literal["Oslo", "Paris"]) -> str:
+    """The temperature of a city."""
+    return f"It is 17 degrees in {city}."
+
+
+@pytest.fixture
+def chat(api: str, model: str) -> OpenAIChatCompletionsModel:
+    return OpenAIChatCompletionsModel(model, openai.AsyncOpenAI(base_url=api, api_key="unused", max_retries=0))
+
+
+SETTINGS = ModelSettings(temperature=0, max_tokens=60)
+
+
+async def _streamed(agent: Agent) -> tuple[str, str]:
+    result = Runner.run_streamed(agent, QUESTION)
+    deltas = [
+        event.data.delta
+        async for event in result.stream_events()
+        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
+    ]
+    assert len(deltas) > 1
+    return "".join(deltas), result.final_output
+
+
+def test_run_and_stream_agree(chat: OpenAIChatCompletionsModel) -> None:
+    """`Runner.run` and `run_streamed`"""
+    agent = Agent(name="plain", model=chat, model_settings=SETTINGS)
+
+    async def both() -> None:
+        whole = await Runner.run(agent, QUESTION)
+        text, final = await _streamed(agent)
+        assert "Paris" in text
+        assert text == final == whole.final_output
+        usage = whole.context_wrapper.usage
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens > 0
+
+    asyncio.run(both())
+
+
+def test_output_type(chat: OpenAIChatCompletionsModel) -> None:
+    """an `output_type`"""
+    agent = Agent(name="typed", model=chat, model_settings=SETTINGS, output_type=Answer)
+    result = asyncio.run(Runner.run(agent, QUESTION))
+    assert isinstance(result.final_output, Answer)
+
+
+def test_tool_is_called(chat: OpenAIChatCompletionsModel) -> None:
+    """a tool that is called, whose result is the answer"""
+    settings = ModelSettings(temperature=0, max_tokens=60, tool_choice="required", parallel_tool_calls=False)
+    agent = Agent(
+        name="tool", model=chat, model_settings=settings, tools=[temperature], tool_use_behavior="stop_on_first_tool"
+    )
+    result = asyncio.run(Runner.run(agent, "How warm is it in Oslo?"))
+    assert "17 degrees" in result.final_output
+    assert [item.type for item in result.new_items] == ["tool_call_item", "tool_call_output_item"]

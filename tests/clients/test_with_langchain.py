@@ -1,0 +1,113 @@
+"""LangChain's `ChatOpenAI`, and an agent's tools."""
+
+import asyncio
+from typing import Any, Literal
+
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+QUESTION = "What is the capital of France?"
+
+
+class City(BaseModel):
+    """Facts about a city."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Literal["Paris", "London"]
+    millions: int = Field(ge=0, le=99)
+
+
+@tool
+def temperature(city: Literal["Oslo", "Paris"]) -> str:
+    """The temperature of a city."""
+    return f"It is 17 degrees in {city}."
+
+
+@pytest.fixture(scope="module")
+def chat(api: str, model: str) -> ChatOpenAI:
+    return ChatOpenAI(base_url=api, api_key="unused", model=model, temperature=0, max_tokens=60, max_retries=0)
+
+
+def test_invoke_stream_and_batch_agree(chat: ChatOpenAI) -> None:
+    """`invoke`, `stream` and `batch`"""
+    whole = chat.invoke(QUESTION)
+    assert "Paris" in whole.content
+    parts = list(chat.stream(QUESTION, stream_usage=True))
+    assert len(parts) > 2
+    joined = parts[0]
+    for part in parts[1:]:
+        joined += part
+    assert joined.content == whole.content
+    for usage in (whole.usage_metadata, joined.usage_metadata):
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert joined.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
+    batched = chat.batch([QUESTION, "What is the capital of Italy?", QUESTION])
+    assert batched[0].content == batched[2].content == whole.content
+    assert "Rome" in batched[1].content
+
+
+async def _streamed(chat: ChatOpenAI) -> str:
+    return "".join([part.content async for part in chat.astream(QUESTION)])
+
+
+def test_chains_and_async(chat: ChatOpenAI) -> None:
+    """prompt templates, and the asynchronous methods"""
+    chain = ChatPromptTemplate.from_messages([("system", "Answer briefly."), ("human", "{question}")]) | chat
+    whole = chain.invoke({"question": QUESTION}).content
+    assert whole == chat.invoke([SystemMessage("Answer briefly."), HumanMessage(QUESTION)]).content
+    assert asyncio.run(_streamed(chat)) == chat.invoke(QUESTION).content
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output(chat: ChatOpenAI, method: str) -> None:
+    """`with_structured_output` by `json_schema` and `function_calling`"""
+    found = chat.with_structured_output(City, method=method).invoke("Describe Paris.")
+    assert isinstance(found, City)
+
+
+def test_json_mode(chat: ChatOpenAI) -> None:
+    """`with_structured_output` by `json_mode`"""
+    asked = 'Repeat this JSON: {"city": "Paris"}'
+    found: Any = chat.with_structured_output(method="json_mode").invoke(asked)
+    assert found == {"city": "Paris"}
+
+
+def test_forced_tool(chat: ChatOpenAI) -> None:
+    """`bind_tools` with a forced choice, whole and streamed, and the tool's result"""
+    forced = chat.bind_tools([temperature], tool_choice="any", parallel_tool_calls=False)
+    asked = HumanMessage("How warm is it in Oslo?")
+    reply = forced.invoke([asked])
+    (call,) = reply.tool_calls
+    assert call["name"] == "temperature" and call["args"]["city"] in ("Oslo", "Paris")
+    streamed = None
+    for part in forced.stream([asked]):
+        streamed = part if streamed is None else streamed + part
+    assert [(one["name"], one["args"]) for one in streamed.tool_calls] == [(call["name"], call["args"])]
+    result = temperature.invoke(call)
+    assert isinstance(reply, AIMessage) and isinstance(result, ToolMessage)
+    answer = chat.bind_tools([temperature], tool_choice="none").invoke([asked, reply, result])
+    assert "17" in answer.content
+
+
+def test_completion_model(api: str, model: str) -> None:
+    """the completion model `OpenAI`"""
+    llm = OpenAI(base_url=api, api_key="unused", model=model, temperature=0, max_tokens=8)
+    assert "".join(llm.stream("Water is")) == llm.invoke("Water is")
+
+
+def test_logprobs(chat: ChatOpenAI) -> None:
+    """logprobs in `response_metadata`"""
+    reply = chat.bind(logprobs=True, top_logprobs=2).invoke(QUESTION)
+    content = reply.response_metadata["logprobs"]["content"]
+    assert len(content) == reply.usage_metadata["output_tokens"]
+
+
+def test_error(api: str) -> None:
+    """errors as the SDK's classes"""
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        ChatOpenAI(base_url=api, api_key="unused", model="another", max_retries=0).invoke(QUESTION)

@@ -1,0 +1,97 @@
+"""LiteLLM with the providers `openai/` and `hosted_vllm/`."""
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # before the import, which otherwise fetches a list
+
+import litellm
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "temperature",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Paris"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+
+
+@pytest.fixture(params=["openai", "hosted_vllm"])
+def asked(request: pytest.FixtureRequest, api: str, model: str) -> dict[str, Any]:
+    """The arguments of each request; `hosted_vllm` needs no key."""
+    key = {"api_key": "unused"} if request.param == "openai" else {}
+    return {"model": f"{request.param}/{model}", "api_base": api, "temperature": 0, "max_tokens": 40, **key}
+
+
+def test_stream_equals_whole_answer(asked: dict[str, Any]) -> None:
+    """chat, whole and streamed"""
+    whole = litellm.completion(**asked, messages=QUESTION)
+    chunks = list(litellm.completion(**asked, messages=QUESTION, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "Paris" in text
+    assert text == whole.choices[0].message.content
+    rebuilt = litellm.stream_chunk_builder(chunks)
+    assert rebuilt.usage.total_tokens == whole.usage.total_tokens
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+
+def test_vllm_parameters(asked: dict[str, Any]) -> None:
+    """`top_k`, `min_p` and `seed`, which OpenAI does not have all"""
+    sampled = {**asked, "temperature": 5, "messages": QUESTION}
+    greedy = litellm.completion(**asked, messages=QUESTION).choices[0].message.content
+    assert litellm.completion(**sampled, top_k=1).choices[0].message.content == greedy
+    assert litellm.completion(**sampled, min_p=1.0).choices[0].message.content == greedy
+    assert litellm.completion(**sampled, seed=7).choices[0].message.content != greedy
+
+
+def test_structured_output(asked: dict[str, Any]) -> None:
+    """`response_format` with a JSON schema"""
+    schema = TOOL["function"]["parameters"]
+    reply = litellm.completion(
+        **asked,
+        messages=QUESTION,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
+    )
+    assert json.loads(reply.choices[0].message.content)["city"] in ("Oslo", "Paris")
+
+
+def test_forced_tool(asked: dict[str, Any]) -> None:
+    """forced tool calls, whole and streamed"""
+    forced = {**asked, "messages": QUESTION, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    (call,) = litellm.completion(**forced).choices[0].message.tool_calls
+    rebuilt = litellm.stream_chunk_builder(list(litellm.completion(**forced, stream=True)))
+    (streamed,) = rebuilt.choices[0].message.tool_calls
+    assert call.function.name == streamed.function.name == "temperature"
+    assert json.loads(call.function.arguments) == json.loads(streamed.function.arguments)
+
+
+def test_text_completion(api: str, model: str) -> None:
+    """`text_completion`"""
+    for provider in ("text-completion-openai", "hosted_vllm"):
+        made = litellm.text_completion(
+            model=f"{provider}/{model}",
+            prompt="Water is",
+            api_base=api,
+            api_key="unused",
+            max_tokens=6,
+            temperature=0,
+        )
+        assert made.usage.completion_tokens == 6 and made.choices[0].text.strip()
+
+
+def test_errors(asked: dict[str, Any]) -> None:
+    """errors as LiteLLM's classes"""
+    with pytest.raises(litellm.BadRequestError, match="temperature must be between"):
+        litellm.completion(**{**asked, "temperature": -1}, messages=QUESTION)
+    with pytest.raises(litellm.NotFoundError, match="does not exist"):
+        litellm.completion(**{**asked, "model": asked["model"].split("/")[0] + "/another"}, messages=QUESTION)

@@ -1,0 +1,212 @@
+"""OpenAI's SDK for Python: completions and chat, whole and streamed, logprobs, structured output, tools, errors."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 30}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class City(BaseModel):
+    """A small model ends an object only where nothing more is allowed in it."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    country: str
+
+
+@pytest.fixture(scope="module")
+def client(api: str):
+    with openai.OpenAI(base_url=api, api_key="unused", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def test_models(client: openai.OpenAI, model: str) -> None:
+    """models"""
+    assert [one.id for one in client.models.list()] == [model]
+    assert client.models.retrieve(model).id == model
+
+
+def test_chat_stream_equals_whole_answer(client: openai.OpenAI, model: str) -> None:
+    """chat, whole and streamed"""
+    asked = {"model": model, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 40}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "Paris" in text
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason == "stop"
+    for usage in (whole.usage, chunks[-1].usage):
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (
+        chunks[-1].usage.prompt_tokens,
+        chunks[-1].usage.completion_tokens,
+    )
+
+
+def test_stream_helper(client: openai.OpenAI, model: str) -> None:
+    """the `stream` helper's events"""
+    with client.chat.completions.stream(model=model, messages=QUESTION, temperature=0, max_tokens=40) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert len(deltas) > 1
+    assert "".join(deltas) == final.choices[0].message.content
+
+
+def test_legacy_completions(client: openai.OpenAI, model: str) -> None:
+    """completions with several prompts, `n` and logprobs"""
+    made = client.completions.create(
+        model=model, prompt=["Water is", "The sky is"], max_tokens=8, n=2, temperature=0, logprobs=2
+    )
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    assert made.choices[0].text == made.choices[1].text != made.choices[2].text
+    for choice in made.choices:
+        assert "".join(choice.logprobs.tokens) == choice.text
+        for token, logprob, top in zip(
+            choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+        ):
+            assert logprob == top[token] == max(top.values())  # greedy
+
+
+def test_logprobs(client: openai.OpenAI, model: str) -> None:
+    """chat logprobs"""
+    made = client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3
+    )
+    content = made.choices[0].logprobs.content
+    assert len(content) == made.usage.completion_tokens
+    assert all(len(one.top_logprobs) == 3 and one.logprob == one.top_logprobs[0].logprob for one in content)
+
+
+def test_parse(client: openai.OpenAI, model: str) -> None:
+    """`parse` into a Pydantic class"""
+    made = client.chat.completions.parse(
+        model=model, messages=QUESTION, response_format=City, temperature=0, max_tokens=80
+    )
+    assert isinstance(made.choices[0].message.parsed, City)
+
+
+def test_tools_streamed_and_whole(client: openai.OpenAI, model: str) -> None:
+    """forced tool calls, whole and streamed"""
+    asked = {
+        "model": model,
+        "messages": [{"role": "user", "content": "How warm is it in Paris?"}],
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 80,
+    }
+    whole = client.chat.completions.create(**asked).choices[0]
+    (call,) = whole.message.tool_calls
+    with client.chat.completions.stream(**asked) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert call.function.name == streamed.function.name == "get_weather"
+    assert call.function.arguments == streamed.function.arguments
+    assert set(json.loads(call.function.arguments)) == {"city", "unit"}
+    assert whole.finish_reason == "tool_calls"
+
+
+def test_tool_result_is_read(client: openai.OpenAI, model: str) -> None:
+    """the result of a call goes back"""
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    made = client.chat.completions.create(
+        model=model,
+        messages=[
+            {"role": "user", "content": "How warm is it in Oslo?"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "It is 17 degrees in Oslo."},
+        ],
+        tools=[WEATHER],
+        tool_choice="none",
+        temperature=0,
+        max_tokens=40,
+    )
+    assert "17" in made.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "field"),
+    [
+        ({"model": "another"}, openai.NotFoundError, "model"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 100_000}, openai.BadRequestError, None),
+        ({"extra_body": {"no_such_field": 1}}, openai.BadRequestError, "no_such_field"),
+    ],
+    ids=["model", "temperature", "max_tokens", "unknown-field"],
+)
+def test_errors(client: openai.OpenAI, model: str, changes: dict, error: type, field: str | None) -> None:
+    """errors as the SDK's classes, with the field's name"""
+    with pytest.raises(error) as raised:
+        client.chat.completions.create(**{"model": model, "messages": QUESTION, "max_tokens": 4, **changes})
+    assert raised.value.type == "invalid_request_error"
+    if field is not None:
+        assert raised.value.param == field
+        assert field in raised.value.message
+
+
+def test_unserved_endpoints_are_refused(client: openai.OpenAI, model: str) -> None:
+    """endpoints that are not served, by name"""
+    with pytest.raises(openai.BadRequestError, match="embeddings are not served"):
+        client.embeddings.create(model=model, input="Hello")
+
+
+async def _ask(client: openai.AsyncOpenAI, model: str, word: str) -> str:
+    made = await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": f"Say {word}."}], temperature=0, max_tokens=12
+    )
+    return made.choices[0].message.content
+
+
+def test_async_requests_at_once(api: str, model: str) -> None:
+    """the asynchronous client, eight requests at once"""
+    words = ["one", "two", "three", "four"]
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=api, api_key="unused", max_retries=0, timeout=120) as client:
+            return await asyncio.gather(*(_ask(client, model, word) for word in words * 2))
+
+    answers = asyncio.run(all_of_them())
+    assert answers[:4] == answers[4:]  # alone or in company, a greedy answer is the same
+    assert len(set(answers[:4])) > 1
+
+
+def test_closing_a_stream_ends_the_request(client: openai.OpenAI, base_url: str, model: str) -> None:
+    """a stream that is closed early"""
+    with client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Count to a thousand."}],
+        max_tokens=1000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ) as stream:
+        next(iter(stream))
+    deadline = time.monotonic() + 30
+    while _running(base_url) > 0:
+        assert time.monotonic() < deadline, "the request went on without its reader"
+        time.sleep(0.5)
+
+
+def _running(base_url: str) -> float:
+    text = httpx.get(f"{base_url}/metrics").text
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("truespec_requests_running")
+    )
