@@ -119,4 +119,5 @@ build/clients/.installed: tests/clients/requirements.txt tests/clients/package.j
 build/clients-vllm/.installed: tests/clients/requirements-vllm.txt
 	@test -x build/clients-vllm/bin/pip || $(PYTHON) -m venv build/clients-vllm
 	@build/clients-vllm/bin/pip install -qq --disable-pip-version-check -r tests/clients/requirements-vllm.txt
+	@build/clients-vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec  # built for another torch
 	@touch $@

@@ -31,6 +31,7 @@ NEEDS = {
     "test_with_instructor.py": "instructor",
     "test_with_langchain.py": "langchain_openai",
     "test_with_litellm.py": "litellm",
+    "test_with_lm_eval.py": "lm_eval",
     "test_with_openai.py": "openai",
 }
 """What each file imports; an environment runs the files whose packages it has."""
