@@ -173,6 +173,16 @@ class FunctionSpec(Wire):
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema of an object
     strict: bool | None = None  # accepted: required calls follow the schema in any case
+    result: dict[str, Any] | None = Field(
+        None, alias="return"
+    )  # its JSON schema, as transformers' get_json_schema has it
+
+    @field_validator("result")
+    @classmethod
+    def _not_deep(cls, result: dict[str, Any] | None) -> dict[str, Any] | None:
+        if _is_deep(result or {}):
+            raise PydanticCustomError("schema", "may be nested at most {most} levels deep.", {"most": MAX_LEVELS})
+        return result
 
     @field_validator("parameters")
     @classmethod
@@ -192,7 +202,8 @@ class Tool(Wire):
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates expect it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+        function = self.function.model_dump(by_alias=True, exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": function}
 
 
 class FunctionName(Wire):

@@ -7,12 +7,14 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +29,17 @@ START_S = 300
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 NEEDS = {
+    "test_with_aiperf.py": "aiperf",
     "test_with_agents.py": "agents",
+    "test_with_guidellm.py": "guidellm",
     "test_with_instructor.py": "instructor",
     "test_with_langchain.py": "langchain_openai",
     "test_with_litellm.py": "litellm",
     "test_with_lm_eval.py": "lm_eval",
+    "test_with_node.py": "langchain_openai",  # beside which Node's packages are
     "test_with_openai.py": "openai",
+    "test_with_trl.py": "trl",
+    "test_with_vllm_bench.py": "vllm",
 }
 """What each file imports; an environment runs the files whose packages it has."""
 
@@ -66,6 +73,8 @@ def base_url() -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         _wait_until_up(server, url, log)
         yield url
+        alarms = {line for line in _metrics(url) if "_alarms_total" in line and not line.endswith(" 0.0")}
+        assert not alarms, "the service found itself wrong"
     finally:
         server.send_signal(signal.SIGINT)
         try:
@@ -82,6 +91,27 @@ def api(base_url: str) -> str:
 
 
 @pytest.fixture(scope="session")
+def metric(base_url: str) -> Callable[[str], float]:
+    """A metric of the service by its name, added up over labels."""
+    return lambda name: sum(
+        float(line.rsplit(" ", 1)[1]) for line in _metrics(base_url) if line.startswith((f"{name}{{", f"{name} "))
+    )
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[..., None]:
+    """Runs a command of this environment; its options are given as lines, since they are many."""
+
+    def running(command: str, *options: str, **environment: str | None) -> None:
+        changed = {name: value for name, value in (os.environ | environment).items() if value is not None}
+        words = [word for line in options for word in line.split()]
+        program, *first = shlex.split(command)
+        subprocess.run([Path(sys.prefix) / "bin" / program, *first, *words], env=changed, check=True, timeout=300)
+
+    return running
+
+
+@pytest.fixture(scope="session")
 def model() -> str:
     return MODEL
 
@@ -92,6 +122,11 @@ def checkpoint() -> str:
     command = [PYTHON, "-m", "deploy.cli.main", "model", "get", "smollm2-135m"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600)
     return shown.stdout.strip().splitlines()[-1]
+
+
+def _metrics(url: str) -> list[str]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
+        return reply.read().decode().splitlines()
 
 
 def _free_port() -> int:
@@ -130,6 +165,7 @@ class _Results:
         self._path = path
         self._sentences: dict[str, str] = {}
         self._outcomes: dict[str, str] = {}
+        self._figures: dict[str, object] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
@@ -138,12 +174,18 @@ class _Results:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed" or report.when == "call":
             self._outcomes[report.nodeid] = report.outcome
+            self._figures[report.nodeid] = dict(report.user_properties).get("figures")
 
     def pytest_sessionfinish(self) -> None:
         if self._path is None:
             return
         tests = [
-            {"file": name.split("::")[0], "says": self._sentences[name], "outcome": outcome}
+            {
+                "file": name.split("::")[0],
+                "says": self._sentences[name],
+                "outcome": outcome,
+                "figures": self._figures[name],
+            }
             for name, outcome in self._outcomes.items()
         ]
         self._path.write_text(json.dumps(tests, indent=1) + "\n")

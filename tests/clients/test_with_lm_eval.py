@@ -1,7 +1,7 @@
 """lm-evaluation-harness: its own tasks over local data, compared with its `hf` model on the same checkpoint in float32."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +146,14 @@ def test_rolling(served: Any, reference: Any) -> None:
 
 
 @pytest.mark.usefixtures("traffic")
-def test_generate_until(served: Any, reference: Any) -> None:
-    """`generate_until`: the same texts as `hf`"""
+def test_generate_until(served: Any, reference: Any, metric: Callable[[str], float]) -> None:
+    """`generate_until`: the same texts as `hf`, made with drafts"""
+    accepted = metric("truespec_accepted_tokens_total")
     ours, theirs = served("answers"), reference("answers")
     assert responses(ours, "answers") == responses(theirs, "answers")
     assert metrics(ours, "answers") == metrics(theirs, "answers")
     assert ours["results"]["answers"]["exact_match,named"] > 0.4
+    assert metric("truespec_accepted_tokens_total") > accepted
 
 
 @pytest.mark.usefixtures("traffic")

@@ -364,3 +364,10 @@ def test_the_table_of_fields_in_the_docs_has_every_field_and_no_other() -> None:
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     known = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED}
     assert sorted(named) == sorted(known)
+
+
+def test_a_function_may_describe_what_it_returns() -> None:
+    # As transformers' get_json_schema writes functions, which TRL sends; a chat template may show it.
+    function = {"name": "weather", "return": {"type": "string", "description": "The weather."}}
+    (tool,) = chat(tools=[{"type": "function", "function": function}]).tools or ()
+    assert tool.for_template() == {"type": "function", "function": function}

@@ -1,0 +1,41 @@
+"""guidellm: a short run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def test_run(
+    base_url: str,
+    checkpoint: str,
+    run: Callable[..., None],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """`guidellm run` with four streams over chat completions"""
+    report = tmp_path / "report.json"
+    run(
+        "guidellm run --disable-progress",
+        f"--backend kind=openai_http,target={base_url} --tokenizer kind=huggingface_auto,model={checkpoint}",
+        "--profile kind=concurrent,streams=4 --constraint kind=max_requests,count=16",
+        "--data kind=synthetic_text,prompt_tokens=48,output_tokens=32",
+        f"--output kind=json,path={report}",
+    )
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    metrics = benchmark["metrics"]
+    totals = metrics["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (16, 0)
+    assert metrics["output_token_count"]["successful"]["total_sum"] == 16 * 32
+    record_property(
+        "figures",
+        {
+            "requests": totals["successful"],
+            "output tokens/s": metrics["output_tokens_per_second"]["total"]["mean"],
+            "TTFT, median (ms)": metrics["time_to_first_token_ms"]["successful"]["median"],
+            "per output token, median (ms)": metrics["time_per_output_token_ms"]["successful"]["median"],
+        },
+    )
