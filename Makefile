@@ -116,8 +116,9 @@ build/clients/.installed: tests/clients/requirements.txt tests/clients/package.j
 	  else echo "there is no npm here; the tests with the SDK for Node are skipped" >&2; fi
 	@touch $@
 
-build/clients-vllm/.installed: tests/clients/requirements-vllm.txt
+build/clients-vllm/.installed: tests/clients/requirements-vllm.txt tests/clients/requirements-alone.txt
 	@test -x build/clients-vllm/bin/pip || $(PYTHON) -m venv build/clients-vllm
 	@build/clients-vllm/bin/pip install -qq --disable-pip-version-check -r tests/clients/requirements-vllm.txt
+	@build/clients-vllm/bin/pip install -qq --disable-pip-version-check --no-deps -r tests/clients/requirements-alone.txt
 	@build/clients-vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec  # built for another torch
 	@touch $@

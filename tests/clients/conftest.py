@@ -38,6 +38,7 @@ NEEDS = {
     "test_with_lm_eval.py": "lm_eval",
     "test_with_node.py": "langchain_openai",  # beside which Node's packages are
     "test_with_openai.py": "openai",
+    "test_with_skyrl.py": "skyrl",
     "test_with_trl.py": "trl",
     "test_with_vllm_bench.py": "vllm",
 }

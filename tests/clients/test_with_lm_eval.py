@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: its own tasks over local data, compared with its `hf` model on the same checkpoint in float32."""
+"""lm-evaluation-harness: its own tasks over local data, compared with its `hf` model in float32."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -112,7 +112,7 @@ def responses(found: dict[str, Any], task: str) -> list[Any]:
 
 @pytest.mark.usefixtures("traffic")
 def test_multiple_choice(served: Any, reference: Any) -> None:
-    """`local-completions`: log-likelihoods within 1e-3 nats of `hf`, equal accuracy, with speculation and other traffic"""
+    """`local-completions`: log-likelihoods within 1e-3 nats of `hf`, and equal accuracy, under other traffic"""
     ours, theirs = served("facts"), reference("facts")
     pairs = 0
     for mine, other in zip(responses(ours, "facts"), responses(theirs, "facts"), strict=True):

@@ -1,13 +1,16 @@
-"""TRL's `VLLMClient`, compared with a float32 forward pass of the same checkpoint by `transformers`."""
+"""TRL's `VLLMClient` and vLLM's client of weight updates, compared with a float32 forward pass by `transformers`."""
 
 import re
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TRL on versions of vLLM that it does not know yet
@@ -28,10 +31,15 @@ def tokenizer(checkpoint: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def logprobs_of(checkpoint: str) -> Callable[[list[int]], torch.Tensor]:
-    """Log-probabilities of every token behind each prefix of a sequence, by transformers."""
+def reference(checkpoint: str) -> Any:
+    """The served checkpoint in transformers."""
     torch.set_num_threads(2)
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def logprobs_of(reference: Any) -> Callable[[list[int]], torch.Tensor]:
+    """Log-probabilities of every token behind each prefix of a sequence, by transformers."""
 
     @torch.no_grad()
     def compute(token_ids: list[int]) -> torch.Tensor:
@@ -128,3 +136,49 @@ def test_sequence_logprobs(client: VLLMClient, tokenizer: Any, logprobs_of: Any)
             chosen = torch.tensor(sequence[length:])[:, None]
             actual = torch.tensor(found["actual_logprobs"][number])
             torch.testing.assert_close(actual, expected.gather(-1, chosen), atol=NATS, rtol=0)
+
+
+def test_server(client: VLLMClient) -> None:
+    """`get_server_info`, `get_world_size` and `reset_prefix_cache`; on a CPU, NCCL is refused by TRL itself"""
+    assert client.get_server_info()["weight_transfer_config"] is not None
+    assert client.get_world_size() == 2  # a prefill and a decode replica
+    client.reset_prefix_cache()
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        client.init_communicator(device="cpu")
+
+
+def test_new_weights(
+    base_url: str,
+    client: VLLMClient,
+    tokenizer: Any,
+    reference: Any,
+    logprobs_of: Any,
+    checkpoint: str,
+    tmp_path: Path,
+) -> None:
+    """new weights from a folder, by vLLM's own `HTTPVLLMWeightSyncClient`, while requests run"""
+    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+    kept = {name: value.clone() for name, value in reference.state_dict().items()}
+    updates = HTTPVLLMWeightSyncClient(base_url)
+
+    def put(folder: str, version: str) -> None:
+        updates.init_weight_transfer_engine({"backend": "folder"})
+        updates.start_weight_update()
+        updates.update_weights({"path": folder})
+        updates.finish_weight_update(version)
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for value in reference.parameters():
+            value.add_(torch.randn_like(value) * 0.02 * value.std())
+    reference.save_pretrained(tmp_path)
+    try:
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(client.generate, prompts, n=4, max_tokens=64)
+            put(str(tmp_path), "step-1")
+            assert len(running.result()["completion_ids"]) == 12
+        assert compared(client.generate(prompts, max_tokens=24), prompts, logprobs_of) > 30
+    finally:
+        put(checkpoint, "step-2")
+        reference.load_state_dict(kept)
+    assert compared(client.generate(prompts, max_tokens=24), prompts, logprobs_of) > 30
