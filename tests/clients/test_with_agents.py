@@ -73,3 +73,13 @@ def test_tool_is_called(chat: OpenAIChatCompletionsModel) -> None:
     result = asyncio.run(Runner.run(agent, "How warm is it in Oslo?"))
     assert "17 degrees" in result.final_output
     assert [item.type for item in result.new_items] == ["tool_call_item", "tool_call_output_item"]
+
+
+def test_tool_loop(chat: OpenAIChatCompletionsModel) -> None:
+    """a loop of calls: the first is forced, then the model answers"""
+    settings = ModelSettings(temperature=0, max_tokens=60, tool_choice="required", parallel_tool_calls=False)
+    agent = Agent(name="loop", model=chat, model_settings=settings, tools=[temperature])
+    result = asyncio.run(Runner.run(agent, "How warm is it in Oslo?", max_turns=4))
+    assert [item.type for item in result.new_items][:2] == ["tool_call_item", "tool_call_output_item"]
+    assert result.new_items[-1].type == "message_output_item"
+    assert result.final_output

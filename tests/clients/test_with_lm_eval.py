@@ -165,3 +165,10 @@ def test_chat(api: str, model: str, reference: Any) -> None:
     theirs = reference("answers", **asked)
     assert responses(ours, "answers") == responses(theirs, "answers")
     assert metrics(ours, "answers") == metrics(theirs, "answers")
+
+
+def test_remote_tokenizer(api: str, model: str, served: Any) -> None:
+    """with the service's tokenizer, as `local-completions` does unless it is given one"""
+    arguments = {"model": model, "base_url": f"{api}/completions", "num_concurrent": 4, "max_length": WINDOW}
+    found = evaluated("facts", "local-completions", arguments=arguments)
+    assert responses(found, "facts") == responses(served("facts"), "facts")
