@@ -78,11 +78,11 @@ clients: $(CLIENTS:=/.installed) ## install SDKs, frameworks, trainers, evaluato
 # Without truespec in them: the tests start the server from .venv. CLIENTS=build/clients leaves the large environment out.
 test-clients: $(STAMP) clients ## run the clients' tests; PAGE=docs/clients.md writes what they found
 	$(VENV)/bin/truespec model get smollm2-135m
-	@for environment in $(CLIENTS); do \
+	@failed=0; for environment in $(CLIENTS); do \
 	  $$environment/bin/pytest -c tests/clients/pytest.ini tests/clients --results $$environment/results.json $(ARGS) || \
-	    test $$? = 5 || exit 1; \
-	done
-	@test -z "$(PAGE)" || $(VENV)/bin/python tests/clients/page.py $(CLIENTS:=/results.json) > $(PAGE)
+	    test $$? = 5 || failed=1; \
+	done; \
+	test -z "$(PAGE)" || $(VENV)/bin/python tests/clients/page.py "$(PAGE)" $(CLIENTS:=/results.json); exit $$failed
 
 clean: ## remove .venv, build output and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -74,7 +74,7 @@ def base_url() -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         _wait_until_up(server, url, log)
         yield url
-        alarms = {line for line in _metrics(url) if "_alarms_total" in line and not line.endswith(" 0.0")}
+        alarms = {line for line in _metrics(url) if "_alarms_total{" in line and not line.endswith(" 0.0")}
         assert not alarms, "the service found itself wrong"
     finally:
         server.send_signal(signal.SIGINT)

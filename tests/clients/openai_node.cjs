@@ -65,6 +65,13 @@ async function main() {
   });
   found.parsed = parsed.choices[0].message.parsed;
 
+  const responding = { model, input: QUESTION[0].content, temperature: 0, max_output_tokens: 40 };
+  found.response = (await client.responses.create(responding)).output_text;
+  found.responseDeltas = [];
+  for await (const event of await client.responses.create({ ...responding, stream: true })) {
+    if (event.type === "response.output_text.delta") found.responseDeltas.push(event.delta);
+  }
+
   found.text = (await client.completions.create({ model, prompt: "Water is", max_tokens: 6, temperature: 0 })).choices[0].text;
 
   found.aborted = 0;

@@ -198,8 +198,9 @@ def _figures(tests: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def main() -> None:
-    tests = [test for path in sys.argv[1:] for test in json.loads(Path(path).read_text())]
-    sys.stdout.write(page(tests, os.cpu_count() or 1))
+    to, *results = map(Path, sys.argv[1:])
+    tests = [test for path in results for test in json.loads(path.read_text())]
+    to.write_text(page(tests, os.cpu_count() or 1))
 
 
 if __name__ == "__main__":

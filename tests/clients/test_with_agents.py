@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK over chat completions."""
+"""OpenAI's Agents SDK over chat completions and over responses."""
 
 import asyncio
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 import agents
 import openai
 import pytest
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import Agent, Model, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
 from pydantic import BaseModel
 
 QUESTION = "What is the capital of France?"
@@ -23,9 +23,9 @@ def temperature(city: Literal["Oslo", "Paris"]) -> str:
     return f"It is 17 degrees in {city}."
 
 
-@pytest.fixture
-def chat(api: str, model: str) -> OpenAIChatCompletionsModel:
-    return OpenAIChatCompletionsModel(model, openai.AsyncOpenAI(base_url=api, api_key="unused", max_retries=0))
+@pytest.fixture(params=[OpenAIChatCompletionsModel, OpenAIResponsesModel], ids=["chat", "responses"])
+def chat(request: pytest.FixtureRequest, api: str, model: str) -> Model:
+    return request.param(model, openai.AsyncOpenAI(base_url=api, api_key="unused", max_retries=0))
 
 
 SETTINGS = ModelSettings(temperature=0, max_tokens=60)
@@ -42,8 +42,8 @@ async def _streamed(agent: Agent) -> tuple[str, str]:
     return "".join(deltas), result.final_output
 
 
-def test_run_and_stream_agree(chat: OpenAIChatCompletionsModel) -> None:
-    """`Runner.run` and `run_streamed`"""
+def test_run_and_stream_agree(chat: Model) -> None:
+    """over chat completions and over responses: `Runner.run` and `run_streamed`"""
     agent = Agent(name="plain", model=chat, model_settings=SETTINGS)
 
     async def both() -> None:
@@ -57,14 +57,14 @@ def test_run_and_stream_agree(chat: OpenAIChatCompletionsModel) -> None:
     asyncio.run(both())
 
 
-def test_output_type(chat: OpenAIChatCompletionsModel) -> None:
+def test_output_type(chat: Model) -> None:
     """an `output_type`"""
     agent = Agent(name="typed", model=chat, model_settings=SETTINGS, output_type=Answer)
     result = asyncio.run(Runner.run(agent, QUESTION))
     assert isinstance(result.final_output, Answer)
 
 
-def test_tool_is_called(chat: OpenAIChatCompletionsModel) -> None:
+def test_tool_is_called(chat: Model) -> None:
     """a tool that is called, whose result is the answer"""
     settings = ModelSettings(temperature=0, max_tokens=60, tool_choice="required", parallel_tool_calls=False)
     agent = Agent(
@@ -75,7 +75,7 @@ def test_tool_is_called(chat: OpenAIChatCompletionsModel) -> None:
     assert [item.type for item in result.new_items] == ["tool_call_item", "tool_call_output_item"]
 
 
-def test_tool_loop(chat: OpenAIChatCompletionsModel) -> None:
+def test_tool_loop(chat: Model) -> None:
     """a loop of calls: the first is forced, then the model answers"""
     settings = ModelSettings(temperature=0, max_tokens=60, tool_choice="required", parallel_tool_calls=False)
     agent = Agent(name="loop", model=chat, model_settings=settings, tools=[temperature])

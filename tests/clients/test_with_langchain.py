@@ -106,6 +106,20 @@ def test_free_tool_choice(chat: ChatOpenAI) -> None:
     assert [one["args"] for one in streamed.tool_calls] == [one["args"] for one in reply.tool_calls]
 
 
+def test_responses(api: str, model: str, chat: ChatOpenAI) -> None:
+    """`use_responses_api`: whole, streamed, structured and with tools"""
+    responding = ChatOpenAI(
+        base_url=api, api_key="unused", model=model, temperature=0, max_tokens=60, use_responses_api=True
+    )
+    whole = responding.invoke(QUESTION)
+    assert whole.text == chat.invoke(QUESTION).content
+    assert "".join(part.text for part in responding.stream(QUESTION)) == whole.text
+    assert isinstance(responding.with_structured_output(City).invoke("Describe Paris."), City)
+    forced = responding.bind_tools([temperature], tool_choice="temperature")
+    (call,) = forced.invoke("How warm is it in Oslo?").tool_calls
+    assert call["name"] == "temperature"
+
+
 def test_completion_model(api: str, model: str) -> None:
     """the completion model `OpenAI`"""
     llm = OpenAI(base_url=api, api_key="unused", model=model, temperature=0, max_tokens=8)

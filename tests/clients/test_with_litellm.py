@@ -89,6 +89,27 @@ def test_text_completion(api: str, model: str) -> None:
         assert made.usage.completion_tokens == 6 and made.choices[0].text.strip()
 
 
+def test_responses(asked: dict[str, Any]) -> None:
+    """`responses`, whole and streamed"""
+    prompt = {**asked, "input": QUESTION[0]["content"], "max_output_tokens": asked["max_tokens"]}
+    del prompt["max_tokens"]
+    whole = litellm.responses(**prompt)
+    text = "".join(part.text for item in whole.output if item.type == "message" for part in item.content)
+    events = list(litellm.responses(**prompt, stream=True))
+    assert "Paris" in text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+
+
+def test_bridges(asked: dict[str, Any], model: str, api: str) -> None:
+    """the bridge from chat to responses (`openai/responses/`)"""
+    whole = litellm.completion(**asked, messages=QUESTION).choices[0].message.content
+    bridged = {**asked, "model": f"openai/responses/{model}", "api_key": "unused", "messages": QUESTION}
+    assert litellm.completion(**bridged).choices[0].message.content == whole
+    chunks = list(litellm.completion(**bridged, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+
+
 def test_errors(asked: dict[str, Any]) -> None:
     """errors as LiteLLM's classes"""
     with pytest.raises(litellm.BadRequestError, match="temperature must be between"):

@@ -47,6 +47,12 @@ def test_tools_and_structured_output(found: dict[str, Any]) -> None:
     assert found["parsed"]["city"] in ("Oslo", "Paris")
 
 
+def test_responses(found: dict[str, Any]) -> None:
+    """responses, whole and streamed"""
+    assert "Paris" in found["response"]
+    assert "".join(found["responseDeltas"]) == found["response"]
+
+
 def test_completions_and_aborted_stream(found: dict[str, Any]) -> None:
     """completions, and a stream that is aborted"""
     assert found["text"].strip()

@@ -143,6 +143,41 @@ def test_tool_result_is_read(client: openai.OpenAI, model: str) -> None:
     assert "17" in made.choices[0].message.content
 
 
+def test_responses(client: openai.OpenAI, model: str) -> None:
+    """responses: whole, streamed, parsed, and continued from the one before"""
+    asked = {"model": model, "input": "What is the capital of France?", "temperature": 0, "max_output_tokens": 60}
+    whole = client.responses.create(**asked)
+    assert "Paris" in whole.output_text
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert len(deltas) > 1
+    assert "".join(deltas) == final.output_text == whole.output_text
+    assert client.responses.parse(**asked, text_format=City).output_parsed.name
+    following = client.responses.create(**asked | {"input": "And of Italy?"}, previous_response_id=whole.id)
+    assert following.usage.input_tokens > whole.usage.input_tokens + whole.usage.output_tokens - 2
+
+
+def test_responses_call_tools(client: openai.OpenAI, model: str) -> None:
+    """responses with tools, whole and streamed"""
+    tool = {"type": "function", **WEATHER["function"]}
+    asked = {
+        "model": model,
+        "input": "How warm is it in Paris?",
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_output_tokens": 80,
+    }
+    (call,) = client.responses.create(**asked).output
+    with client.responses.stream(**asked) as stream:
+        (streamed,) = stream.get_final_response().output
+    assert (call.type, call.name, call.arguments) == (streamed.type, streamed.name, streamed.arguments)
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "unit"}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "field"),
     [

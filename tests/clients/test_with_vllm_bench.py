@@ -8,6 +8,11 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+ENDPOINTS = {
+    "openai-chat": "/v1/chat/completions",
+    "openai": "/v1/completions",
+    "openai-responses": "/v1/responses",
+}
 # The command `vllm` asks for the version of a package called vllm, which its CPU build is not.
 BENCH = (
     "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
@@ -15,7 +20,7 @@ BENCH = (
 )
 
 
-@pytest.mark.parametrize("backend", ["openai-chat", "openai"])
+@pytest.mark.parametrize("backend", list(ENDPOINTS))
 def test_serve(
     base_url: str,
     checkpoint: str,
@@ -24,11 +29,10 @@ def test_serve(
     record_property: Callable[[str, object], None],
     backend: str,
 ) -> None:
-    """`vllm bench serve` with four requests at once, over chat completions and over completions"""
-    endpoint = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
+    """`vllm bench serve` with four requests at once, over chat completions, completions and responses"""
     run(
         f"python -c '{BENCH}'",
-        f"--base-url {base_url} --backend {backend} --endpoint {endpoint} --tokenizer {checkpoint}",
+        f"--base-url {base_url} --backend {backend} --endpoint {ENDPOINTS[backend]} --tokenizer {checkpoint}",
         "--dataset-name random --random-input-len 48 --random-output-len 32 --num-prompts 16 --max-concurrency 4",
         f"--save-result --result-dir {tmp_path} --result-filename report.json",
     )
