@@ -52,6 +52,35 @@ def test_completions(with_client: Any, model: str) -> None:
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 4
 
 
+def test_generate(with_client: Any) -> None:
+    """`generate` from token ids (`/inference/v1/generate`), and `sample` with logprobs of the prompt"""
+    prompts = [[504, 3575, 282, 4649], [12615, 314]]
+
+    async def both(client: RemoteInferenceClient) -> tuple[dict[str, Any], dict[str, Any]]:
+        params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 1, "seed": 3}
+        batch = {"prompt_token_ids": prompts, "sampling_params": params, "session_ids": ["one", "two"]}
+        chunks = [{"type": "encoded_text", "tokens": prompts[0]}]
+        asked = {
+            "prompt": {"chunks": chunks},
+            "num_samples": 3,
+            "sampling_params": {"temperature": 1.0, "max_tokens": 8},
+            "prompt_logprobs": True,
+            "topk_prompt_logprobs": 2,
+        }
+        return await client.generate(batch), await client.sample({"json": asked})
+
+    generated, sampled = with_client(both)
+    assert [len(one) for one in generated["response_ids"]] == [8, 8]
+    assert [len(one) for one in generated["response_logprobs"]] == [8, 8]
+    assert generated["stop_reasons"] == ["length", "length"]
+    assert all(generated["responses"])
+    assert len(sampled["sequences"]) == 3
+    assert all(len(one["logprobs"]) == len(one["tokens"]) > 0 for one in sampled["sequences"])
+    assert sampled["prompt_logprobs"][0] is None
+    assert all(value < 0 for value in sampled["prompt_logprobs"][1:])
+    assert [len(one) for one in sampled["topk_prompt_logprobs"][1:]] == [2, 2, 2]
+
+
 def test_tokenization(with_client: Any) -> None:
     """`tokenize` and `detokenize`"""
     texts = ["Hello, world.", "Café 🦊"]
