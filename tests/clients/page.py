@@ -121,7 +121,8 @@ NOTES = """
 lm-evaluation-harness gets its tokenizer from the service; `tokenizer=FOLDER` uses a local one. Trainers that send no
 key need `admin.open_trainer_api` in the service's [configuration](configuration.md), and weights travel as folders
 rather than over NCCL ([rollouts for a trainer](rl.md)). SkyRL's client lies in a package that Python 3.11 cannot
-import; it is loaded past that.
+import; it is loaded past that. The command `vllm` does not start in vLLM's CPU build, so its benchmark is run as a
+module.
 
 ## Load generators
 
