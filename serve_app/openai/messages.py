@@ -173,9 +173,7 @@ class FunctionSpec(Wire):
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema of an object
     strict: bool | None = None  # accepted: required calls follow the schema in any case
-    result: dict[str, Any] | None = Field(
-        None, alias="return"
-    )  # its JSON schema, as transformers' get_json_schema has it
+    result: dict[str, Any] | None = Field(default=None, alias="return")  # a JSON schema: transformers writes one
 
     @field_validator("result")
     @classmethod
