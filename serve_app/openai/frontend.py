@@ -101,8 +101,10 @@ class FrontEnd:
         return self._model.model_name
 
     def check_model(self, name: str | None) -> None:
-        """Raises:
-        ModelNotFound: the model is named, and not served here.
+        """Refuse a request that names another model.
+
+        Raises:
+            ModelNotFound: it is not served here.
         """
         if name is not None:
             self.model(name)
