@@ -1,6 +1,9 @@
 """TRL's `VLLMClient` and vLLM's client of weight updates, compared with a float32 forward pass by `transformers`."""
 
+import json
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -182,3 +186,24 @@ def test_new_weights(
         put(checkpoint, "step-2")
         reference.load_state_dict(kept)
     assert compared(client.generate(prompts, max_tokens=24), prompts, logprobs_of) > 30
+
+
+def test_the_grpo_example(base_url: str, checkpoint: str, tmp_path: Path) -> None:
+    """`GRPOTrainer` with rollouts from the service and its weights after every step (`examples/grpo_trl.py`)"""
+    example = Path(__file__).parents[2] / "examples" / "grpo_trl.py"
+    options = ["--url", base_url, "--model", checkpoint, "--out", str(tmp_path), "--steps", "2", "--prompts", "2"]
+    options += ["--generations", "4", "--learning-rate", "1e-4"]
+    done = subprocess.run([sys.executable, example, *options], check=False, capture_output=True, text=True, timeout=500)
+    try:
+        assert done.returncode == 0, done.stderr[-3000:]
+        figures = json.loads((tmp_path / "figures.json").read_text())
+        assert len(figures["rewards"]) == len(figures["steps"]) == 2
+        # The second rollouts come from the weights that the first step made; those before it would give another TME.
+        assert all(step["tme"] < 1.001 and step["acceptance"] > 0 for step in figures["steps"])
+        assert requests.get(f"{base_url}/weight_info", timeout=60).json() == {"weight_version": "step-2"}
+        assert (tmp_path / "grpo.png").stat().st_size > 10_000
+    finally:
+        updates = HTTPVLLMWeightSyncClient(base_url)
+        updates.start_weight_update()
+        updates.update_weights({"path": checkpoint})
+        updates.finish_weight_update("configured")
