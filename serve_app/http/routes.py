@@ -129,7 +129,7 @@ def build_ingress(
     if scorer is not None:
         _add_scoring(app, front_end, scorer, gate)
     _add_operations(app, operations)
-    add_vllm_routes(app, front_end, operations.vllm)
+    add_vllm_routes(app, front_end, gate, operations.vllm)
     if replies.verdicts is not None:
         _add_verdicts(app, replies.verdicts)
     if admin is not None:

@@ -2,14 +2,15 @@
 
 import importlib.metadata
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from serve_app.access.request_gate import Gate
 from serve_app.backends.base import PauseMode
 from serve_app.errors import UnsupportedParameter
 from serve_app.http.admin import PauseOrder, WeightsAdmin, WeightsOrder
@@ -20,6 +21,8 @@ from serve_app.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from serve_app.openai.wire import W, Wire
 from serve_app.weights.desired_state import Outcome
 from speculative.errors import InvalidRequest, RequestTimeout
+
+T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
 
 _PATH = Annotated[str, Field(min_length=1)]
 _NO_NCCL = (
@@ -121,9 +124,9 @@ class VllmRoutes:
     weights: WeightsAdmin
 
 
-def add_vllm_routes(app: FastAPI, front_end: FrontEnd, routes: VllmRoutes | None) -> None:
+def add_vllm_routes(app: FastAPI, front_end: FrontEnd, gate: Gate, routes: VllmRoutes | None) -> None:
     """Add the routes; without `routes` those that need no replica but this."""
-    _add_tokenization(app, front_end)
+    _add_tokenization(app, front_end, gate)
 
     @app.get("/version")
     async def show_version() -> Response:
@@ -135,21 +138,23 @@ def add_vllm_routes(app: FastAPI, front_end: FrontEnd, routes: VllmRoutes | None
         _add_pauses(app, routes.weights)
 
 
-def _add_tokenization(app: FastAPI, front_end: FrontEnd) -> None:
-    async def read(request: Request, kind: type[W]) -> W:
-        return parse(await read_body(request, front_end.limits.max_body_bytes), kind)
+def _add_tokenization(app: FastAPI, front_end: FrontEnd, gate: Gate) -> None:
+    async def answer(request: Request, kind: type[T], work: Callable[[T], Awaitable[dict[str, Any]]]) -> Response:
+        lease = gate.enter(request.state.caller)  # a body may hold as much work as one that asks for tokens
+        try:
+            wire = parse(await read_body(request, front_end.limits.max_body_bytes), kind)
+            front_end.check_model(wire.model)
+            return JSONResponse(await work(wire))
+        finally:
+            lease.leave()
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        wire = await read(request, TokenizeRequest)
-        front_end.check_model(wire.model)
-        return JSONResponse(await front_end.tokenization.tokenize(wire))
+        return await answer(request, TokenizeRequest, front_end.tokenization.tokenize)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        wire = await read(request, DetokenizeRequest)
-        front_end.check_model(wire.model)
-        return JSONResponse(await front_end.tokenization.detokenize(wire))
+        return await answer(request, DetokenizeRequest, front_end.tokenization.detokenize)
 
     @app.get("/tokenizer_info")
     async def show_tokenizer() -> Response:

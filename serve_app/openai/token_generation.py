@@ -15,6 +15,7 @@ from serve_app.openai.prepared_request import PreparedRequest, Terms
 from serve_app.openai.requests import MAX_CACHE_SALT, CompletionRequest, TokenId
 from serve_app.openai.responses import ChoiceDelta, ReplyHead, ReplyStream, TokenEntry, TopEntry, Usage
 from serve_app.openai.wire import Many, Wire
+from speculative.errors import InvalidRequest
 from speculative.request import MAX_PRIORITY
 
 # Of vLLM's SamplingParams: those that /v1/completions has by the same name, and those that change nothing here.
@@ -81,6 +82,9 @@ class GenerateRequest(Wire):
         if other is not None:
             path = f"sampling_params.{other[:100]}"
             raise UnknownParameter(path, f"Unknown field '{path}'. Remove it, or check its spelling.")
+        if type(sampling.get("max_tokens")) is int and sampling["max_tokens"] < 1:
+            path = "sampling_params.max_tokens"
+            raise InvalidRequest(path, f"{path} must be at least 1, got {sampling['max_tokens']}.")
         fields = {
             "model": self.model or model,
             "prompt": self.token_ids,

@@ -50,6 +50,7 @@ class WeightCoordinator:
         self._serve = CONFIGURED
         self._mode = PauseMode.WAIT
         self._paused: PauseMode | None = None
+        self._pause_decided = False  # whether this coordinator was asked for a pause or its end; else the last one was
         self._update: _Update | None = None
         self._last_number = 0
         self._staged: WeightsRef | None = None
@@ -64,7 +65,9 @@ class WeightCoordinator:
             self._serve = status.serving  # this coordinator is new; the replica knows what the last one decided
             if update is not None:  # its number may be too low
                 update.refusal = f"{name} says only now that they are what is served; ask again"
-        self._cache_resets = max(self._cache_resets, status.cache_resets)  # it may be new, too
+        self._cache_resets = max(self._cache_resets, status.cache_resets)  # this coordinator may be new
+        if not self._pause_decided and status.paused is not None:
+            self._paused = status.paused
         self._decide()
         return self.wanted
 
@@ -106,7 +109,8 @@ class WeightCoordinator:
             if not await self._until(lambda: self._decided(update), timeout_s):
                 update.refusal = f"{self._behind(numbered)} did not load them within {timeout_s:g} s"
             if update.refusal:
-                raise UpdateRefused(f"Nothing has changed, the weights are {self._serve.version!r}: {update.refusal}.")
+                why = update.refusal.rstrip(".")
+                raise UpdateRefused(f"Nothing has changed, the weights are {self._serve.version!r}: {why}.")
         finally:
             self._update = None
         complete = await self._until(lambda: all(self._serves(one, numbered) for one in self._live()), timeout_s)
@@ -124,8 +128,11 @@ class WeightCoordinator:
         """
         if self._staged is None:
             raise UpdateRefused("No weights were named: POST /update_weights comes before /finish_weight_update.")
-        ref, self._staged = self._staged, None
-        return await self.update(dataclasses.replace(ref, version=version or ref.version), timeout_s=timeout_s)
+        ref = self._staged
+        outcome = await self.update(dataclasses.replace(ref, version=version or ref.version), timeout_s=timeout_s)
+        if self._staged is ref:  # after a refusal it may be tried again
+            self._staged = None
+        return outcome
 
     async def reset_caches(self, timeout_s: float = 60.0) -> Outcome:
         """Empty the prefix cache of every replica."""
@@ -137,7 +144,7 @@ class WeightCoordinator:
 
     async def pause(self, mode: PauseMode, timeout_s: float = 600.0) -> Outcome:
         """Have every replica begin nothing new; returns when all stand still so, or something else is wanted."""
-        self._paused = mode
+        self._paused, self._pause_decided = mode, True
 
         def ended() -> bool:
             return self._paused is not mode or all(one.status.paused is mode for one in self._live())
@@ -147,7 +154,7 @@ class WeightCoordinator:
 
     async def resume(self, timeout_s: float = 60.0) -> Outcome:
         """Have every replica go on."""
-        self._paused = None
+        self._paused, self._pause_decided = None, True
         complete = await self._until(lambda: not any(one.status.paused for one in self._live()), timeout_s)
         return Outcome(complete, self.statuses())
 

@@ -412,6 +412,15 @@ def test_a_callers_key_is_in_no_object_that_could_be_printed(tmp_path: Path) -> 
     assert "the-key" not in repr(caller) and digest_of("the-key") not in repr(caller)
 
 
+def test_tokenizing_is_work_that_a_key_may_ask_for_so_often(make: Callable[..., Guarded]) -> None:
+    guarded = make()
+    asked = [guarded.ask("/tokenize", "two-requests", {"prompt": "a"}), guarded.ask("/detokenize", "two-requests", {})]
+    assert [reply.status_code for reply in asked] == [200, 400]
+    assert guarded.ask("/tokenize", "two-requests", {"prompt": "a"}).status_code == 429
+    assert guarded.ask("/tokenize", "one-at-a-time", {"prompt": "a"}).status_code == 200
+    assert guarded.ask("/tokenize", "one-at-a-time", {"prompt": "a"}).status_code == 200, "the first one was left"
+
+
 def test_the_service_has_a_limit_for_prompts_too(serve_fake: ServeFake) -> None:
     served = serve_fake(Limits(max_prompt_tokens=6))
     assert served.post("/v1/completions", **PROMPT | {"prompt": [5] * 6}).status_code == 200

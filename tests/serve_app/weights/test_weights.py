@@ -505,7 +505,9 @@ async def test_staged_weights_are_brought_when_they_are_finished() -> None:
     assert (await finished).complete
     with pytest.raises(UpdateRefused):
         await app.coordinator.finish("")
-    app.coordinator.stage(WeightsRef(0, "", path="/models/step"))
+    app.coordinator.stage(WeightsRef(0, "update-1", path="/models/step"))
+    with pytest.raises(UpdateRefused, match="give new weights a new name"):
+        await app.coordinator.finish("")
     again = asyncio.create_task(app.coordinator.finish("mine"))
     assert (await begun(app)).version == "mine"
     again.cancel()
@@ -552,3 +554,17 @@ async def test_a_replica_empties_its_cache_as_often_as_it_is_told_to() -> None:
         keeper.obey(DesiredState(CONFIGURED, cache_resets=resets))
     await keeper.wait_converged()
     assert backend.num_cache_resets == 2 and keeper.status.cache_resets == 2
+
+
+async def test_a_coordinator_that_starts_later_keeps_a_pause_until_it_is_told_to_end_it() -> None:
+    app = App("p", "d")
+    for name in app.stands:
+        app.stands[name] = dataclasses.replace(app.stands[name], paused=PauseMode.KEEP)
+    app.coordinator = WeightCoordinator(app.clock)
+    assert app.report("p").paused is PauseMode.KEEP
+    resumed = asyncio.create_task(app.coordinator.resume())
+    await asyncio.sleep(0)
+    assert app.report("p").paused is None, "a replica that is still paused does not bring the pause back"
+    for name in app.stands:
+        app.report(name, paused=None)
+    assert (await resumed).complete
