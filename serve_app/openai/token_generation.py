@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.errors import UnknownParameter
@@ -29,11 +29,20 @@ _SAMPLING = {
 _WITHOUT_EFFECT = {"detokenize", "output_kind"}
 
 
+def _described() -> dict[str, Any]:
+    """The JSON schema of the sampling parameters, from the fields of a completion; without the one that has its own."""
+    fields = {name: info for name, info in CompletionRequest.model_fields.items() if name in _SAMPLING}
+    del fields["structured_outputs"]
+    made = create_model("SamplingParams", **{name: (info.annotation, info) for name, info in fields.items()})  # type: ignore[call-overload]
+    schema: dict[str, Any] = made.model_json_schema()
+    return schema
+
+
 class GenerateRequest(Wire):
     """POST /inference/v1/generate."""
 
     token_ids: Annotated[Many[TokenId], Field(min_length=1)]
-    sampling_params: dict[str, Any]
+    sampling_params: Annotated[dict[str, Any], WithJsonSchema(_described())]
     model: str | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)

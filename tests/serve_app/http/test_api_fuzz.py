@@ -57,7 +57,7 @@ ARGUMENTS = [
     ),
     *('{"a": "\\ud800"}', '{"\\u0000": 1}', '{"a": ' + "[" * 900 + "]" * 900 + "}", "[" * 5000, "[]", "{", "\0"),
 ]
-COMPUTING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/score")
+COMPUTING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/score", "/inference/v1/generate")
 WITH_BODY = {f"{one.method} {one.path}" for one in OPERATIONS if one.body is not None}
 TOKEN = "operator"
 
