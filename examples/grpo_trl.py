@@ -52,9 +52,10 @@ class Rollouts:
         prompt_ids = [prompt for prompt in out["prompt_ids"] for _ in range(self.num_generations)]
         logprobs = [[step[0] for step in answer] for answer in out["logprobs"]]
         drafted, accepted = (now - earlier for now, earlier in zip(after, before, strict=True))
+        few = slice(self.num_generations)  # the answers to one prompt: to compare costs a forward pass
         self.history.append(
             {
-                "tme": tme(trainer.model, prompt_ids, out["completion_ids"], logprobs),
+                "tme": tme(trainer.model, prompt_ids[few], out["completion_ids"][few], logprobs[few]),
                 "acceptance": accepted / drafted if drafted else 0.0,
                 "tokens_per_s": sum(map(len, out["completion_ids"])) / took,
             }
@@ -68,7 +69,12 @@ class PushWeights(TrainerCallback):
     def __init__(self, url: str, folder: Path) -> None:
         self.url = url
         self.folder = folder
+        self.run = f"grpo-{int(time.time())}"  # versions are never used twice
         self.seconds: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """Start from the same weights, whatever the service serves by now."""
+        self.on_step_end(args, state, control, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         """Save the checkpoint where every replica can read it, and have it served."""
@@ -77,7 +83,7 @@ class PushWeights(TrainerCallback):
         for path, body in (
             ("start_weight_update", {}),
             ("update_weights", {"update_info": {"path": str(folder.resolve())}}),
-            ("finish_weight_update", {"weight_version": folder.name}),
+            ("finish_weight_update", {"weight_version": f"{self.run}-{folder.name}"}),
         ):
             reply = requests.post(f"{self.url}/{path}", json=body, timeout=600)
             if not reply.ok:
@@ -218,8 +224,8 @@ def main() -> None:
         help="folder of the checkpoint that the service started with (truespec model get smollm2-135m)",
     )
     parser.add_argument("--out", type=Path, default=Path("build/grpo"), help="where weights, figures and the plot go")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--prompts", type=int, default=3, help="prompts a step")
     parser.add_argument("--generations", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
