@@ -147,20 +147,7 @@ class FrontEnd:
         """
         self.model(wire.model)
         num_choices = wire.n or 1
-        if num_choices > self.limits.max_choices:
-            raise InvalidRequest("n", f"n may be at most {self.limits.max_choices} here, got {num_choices}.")
-        if wire.verify and self._checks is None:
-            raise UnsupportedParameter(
-                "verify", "verify needs a server whose logprobs_mode is raw_logprobs: only these are compared."
-            )
-        if wire.receipt and not self._model.computing.keeps_rounds:
-            raise UnsupportedParameter(
-                "receipt", "receipt needs engine.kind: torch; what vLLM draws, only its own service makes again."
-            )
-        if wire.resume and self.limits.resumes is None:
-            raise UnsupportedParameter(
-                "resume", "resume needs a server with a stream router; set pools.router in its configuration."
-            )
+        self._check_served(wire, num_choices)
         priority = terms.priority(wire.priority)
         talk = self._chats.talk(wire) if isinstance(wire, ChatCompletionRequest) else None
         self._check_sequences(len(wire.prompts()) if isinstance(wire, CompletionRequest) else 1, num_choices)
@@ -214,6 +201,23 @@ class FrontEnd:
             form_field=form_field,
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
         )
+
+    def _check_served(self, wire: WireRequest, num_choices: int) -> None:
+        """Refuse what this server, as it is configured, serves to nobody."""
+        if num_choices > self.limits.max_choices:
+            raise InvalidRequest("n", f"n may be at most {self.limits.max_choices} here, got {num_choices}.")
+        if wire.verify and self._checks is None:
+            raise UnsupportedParameter(
+                "verify", "verify needs a server whose logprobs_mode is raw_logprobs: only these are compared."
+            )
+        if wire.receipt and not self._model.computing.keeps_rounds:
+            raise UnsupportedParameter(
+                "receipt", "receipt needs engine.kind: torch; what vLLM draws, only its own service makes again."
+            )
+        if wire.resume and self.limits.resumes is None:
+            raise UnsupportedParameter(
+                "resume", "resume needs a server with a stream router; set pools.router in its configuration."
+            )
 
     def _unrepeatable(self, params: SamplingParams) -> str:
         """Why a request with a seed may get another text when it is asked again; "" = it gets the same."""

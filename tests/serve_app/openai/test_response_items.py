@@ -72,17 +72,17 @@ def test_what_the_model_said_in_one_turn_is_one_message() -> None:
     said = {"type": "message", "role": "assistant", "content": "I look."}
     user = {"role": "user", "content": "Weather?"}
     calls = [CALL, CALL | {"call_id": "c2"}]
-    told = messages(user, thought, said, *calls, OUTPUT, OUTPUT | {"call_id": "c2"}, said, said)
-    assert [message["role"] for message in told] == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
-    turn = told[1]
+    shown = messages(user, thought, said, *calls, OUTPUT, OUTPUT | {"call_id": "c2"}, said, said)
+    assert [message["role"] for message in shown] == ["user", "assistant", "tool", "tool", "assistant", "assistant"]
+    turn = shown[1]
     assert (turn["content"], turn["reasoning"]) == ("I look.", "hm")
     assert [call["id"] for call in turn["tool_calls"]] == ["c1", "c2"]
     assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
 def test_calls_after_calls_are_turns_of_their_own_where_a_result_lies_between() -> None:
-    told = messages(CALL, OUTPUT, CALL, OUTPUT)
-    assert [message["role"] for message in told] == ["assistant", "tool", "assistant", "tool"]
+    shown = messages(CALL, OUTPUT, CALL, OUTPUT)
+    assert [message["role"] for message in shown] == ["assistant", "tool", "assistant", "tool"]
 
 
 def test_reasoning_is_of_what_follows_it_and_nothing_alone() -> None:

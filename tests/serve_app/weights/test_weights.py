@@ -522,9 +522,9 @@ async def test_every_replicas_prefix_cache_is_emptied_once() -> None:
     assert not reset.done()
     app.report("d", cache_resets=1)
     assert (await reset).complete
-    anew = WeightCoordinator(app.clock)
-    anew.hear("p", app.stands["p"])
-    assert anew.wanted.cache_resets == 1, "a coordinator that starts later does not count from 0"
+    later = WeightCoordinator(app.clock)
+    later.hear("p", app.stands["p"])
+    assert later.wanted.cache_resets == 1, "a coordinator that starts later does not count from 0"
 
 
 async def test_a_new_coordinator_empties_no_cache_before_it_knows_how_often_the_last_one_did() -> None:
