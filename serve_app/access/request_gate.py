@@ -72,7 +72,7 @@ class Gate:
     ) -> None:
         self._access = access
         self.cors_origins = tuple(cors_origins)
-        self._metrics = metrics
+        self.metrics = metrics
         self._limiter = KeyLimiter(metrics, clock)
         self._open = {
             *_OPEN,
@@ -122,5 +122,5 @@ class Gate:
             raise
 
     def _count_refusal(self, reason: str) -> None:
-        if self._metrics is not None:
-            self._metrics.count("truespec_refusals_total", reason=reason)
+        if self.metrics is not None:
+            self.metrics.count("truespec_refusals_total", reason=reason)

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.backends.base import PauseMode, Replayed
 from serve_app.config.app_config import AppConfig
+from serve_app.deployments.pool_states import watch_pools
 from serve_app.deployments.runtime import REPORT_EVERY_S, observe, own_error
 from serve_app.http.admin import Statuses
 from serve_app.integrity.breaker import Mode
@@ -29,7 +30,7 @@ from serve_app.integrity.replica_book import ReplicaBook
 from serve_app.integrity.verdicts import Checked
 from serve_app.openai.kept_responses import ResponseStore
 from serve_app.page.status import StatusBook
-from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, RaySink
+from serve_app.telemetry.metrics import MetricBatch, Metrics, PrometheusSink, RaySink, Sink
 from serve_app.telemetry.tracing import Carried, adopt, carried
 from serve_app.weights.coordinator import WeightCoordinator
 from serve_app.weights.desired_state import DesiredState, Outcome, WeightsRef
@@ -66,7 +67,8 @@ class Controller:
                     raise own_error(error) from error
 
         self._sums = PrometheusSink(source=context.replica_tag)
-        metrics = Metrics([RaySink(), self._sums], model_name=config.model.served_name, pool=pool)
+        sinks: list[Sink] = [RaySink(), self._sums]
+        metrics = Metrics(sinks, model_name=config.model.served_name, pool=pool)
         rounding = Rounding(config.replay.distribution_tolerance, config.replay.edge_of(config.engine))
         self._book = ReplicaBook(metrics, rounding, _dump_folder(config), config.replay.keep_verdicts)
         num_draft_tokens = config.engine_config(pool).drafter.max_drafts
@@ -92,13 +94,15 @@ class Controller:
         self._status = StatusBook(_about(config), time.time)
         self._weights = WeightCoordinator()
         self._transfers = Transfers(ray.put)
-        self._work = asyncio.get_running_loop().create_task(self._run())
+        pools = watch_pools(context.app_name, config, sinks)
+        self._work = asyncio.get_running_loop().create_task(self._run(pools))
 
-    async def _run(self) -> None:
+    async def _run(self, pools: Coroutine[Any, Any, None]) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._checker.run())
             tasks.create_task(self._independent.run())
             tasks.create_task(self._note_forever())
+            tasks.create_task(pools)
 
     async def _note_forever(self) -> None:
         while True:

@@ -236,6 +236,7 @@ class HttpFront:
             self._checks.ended(job)
 
     def _submit(self, job: ReplayJob) -> None:
+        self._runtime.metrics.count("truespec_replays_requested_total")
         self._runtime.spawn(self._submit_soon(job))
 
     async def _submit_soon(self, job: ReplayJob) -> None:

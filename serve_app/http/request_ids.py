@@ -1,4 +1,4 @@
-"""The id of every request, and its line in the log."""
+"""The id of every request, its line in the log, and the count of its response."""
 
 import logging
 import re
@@ -8,6 +8,7 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.telemetry.metrics import Metrics
 from serve_app.telemetry.tracing import Tracing, failed
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ _COMPUTING = {
     "/inference/v1/generate",
 }
 _WORTH_A_LINE = ("/v1/", "/inference/", "/admin/")  # what is polled is not
+_COUNTED = ("/v1/", "/inference/")
 LONGEST_PATH = 200  # characters that are logged
 
 
@@ -34,11 +36,13 @@ class RequestIds:
 
     Args:
         tracing: goes on with the client's trace.
+        metrics: responses by status code; None = not counted.
     """
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, tracing: Tracing, metrics: Metrics | None = None) -> None:
         self._app = app
         self._tracing = tracing
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -68,6 +72,8 @@ class RequestIds:
                 level = logging.INFO if path.startswith(_WORTH_A_LINE) else logging.DEBUG
                 logger.log(level, "%s %s %d", method, shown, status, extra={"fields": fields})
                 span.set_attribute("http.response.status_code", status)
+                if self._metrics is not None and status and path.startswith(_COUNTED):
+                    self._metrics.count("truespec_http_responses_total", code=str(status))
                 if status >= 500:
                     failed(span, f"status {status}")
 

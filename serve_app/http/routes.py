@@ -120,7 +120,7 @@ def build_ingress(
     )
     app.router.route_class = _GuardedRoute
     app.add_middleware(HeadRequests)
-    app.add_middleware(RequestIds, tracing=tracing or Tracing())
+    app.add_middleware(RequestIds, tracing=tracing or Tracing(), metrics=gate.metrics)
     if gate.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=gate.cors_origins, **_CORS)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
@@ -33,10 +34,11 @@ class ReplayChecker:
         replay: recomputes a request.
         judge: compares an answer with its replay.
         book: is given the verdicts on what clients were served.
-        metrics: replays by result, and the length of the queue.
+        metrics: replays by result, the length of the queue, and how long its oldest job has waited.
         max_queue: jobs that wait; as many more may wait that somebody waits for.
         max_running: replays at once.
         verified: called for each answer of a client that was found correct.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ReplayChecker:
         max_queue: int = 64,
         max_running: int = 2,
         verified: Callable[[ReplayJob], None] = lambda job: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replay = replay
         self._judge = judge
@@ -57,8 +60,10 @@ class ReplayChecker:
         self._max_queue = max_queue
         self._max_running = max_running
         self._verified = verified
+        self._clock = clock
         self._urgent: deque[_Queued] = deque()
         self._queue: deque[_Queued] = deque()
+        self._queued_at: dict[asyncio.Future[Checked], float] = {}  # of all that is not settled, the oldest first
         self._wake = asyncio.Semaphore(0)  # one permit per job in either queue
 
     def submit(self, job: ReplayJob) -> None:
@@ -71,8 +76,10 @@ class ReplayChecker:
         return await settled if settled is not None else Checked(reason="skipped: too many wait to be replayed")
 
     def report_queue(self) -> None:
-        """Set the gauge of the queue's length; call this about once a second."""
+        """Set the gauges of the queue; call this about once a second."""
         self._metrics.gauge("truespec_replay_queue_length", len(self._urgent) + len(self._queue))
+        now = self._clock()
+        self._metrics.gauge("truespec_replay_lag_seconds", now - next(iter(self._queued_at.values()), now))
 
     def _enqueue(self, queue: deque[_Queued], job: ReplayJob) -> asyncio.Future[Checked] | None:
         if len(queue) >= self._max_queue:
@@ -80,6 +87,7 @@ class ReplayChecker:
             return None
         settled: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
         queue.append((job, settled, copy_context()))
+        self._queued_at[settled] = self._clock()
         self._wake.release()
         return settled
 
@@ -93,7 +101,10 @@ class ReplayChecker:
         while True:
             await self._wake.acquire()
             job, settled, context = (self._urgent or self._queue).popleft()
-            checked = await asyncio.get_running_loop().create_task(self._check(job), context=context)
+            try:
+                checked = await asyncio.get_running_loop().create_task(self._check(job), context=context)
+            finally:
+                del self._queued_at[settled]
             if not settled.done():
                 settled.set_result(checked)
 

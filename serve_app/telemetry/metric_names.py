@@ -152,6 +152,13 @@ CATALOGUE: tuple[Metric, ...] = (
         f"Valid requests that were refused, by reason: {', '.join(REFUSALS)}.",
         "reason",
     ),
+    _counter(
+        "http_responses_total",
+        "responses",
+        "Responses under /v1 and /inference, by status code. A stream that breaks off later has begun with 200; what "
+        "Ray Serve's proxy answers itself, for want of a replica, is not counted.",
+        "code",
+    ),
     _counter("key_requests_total", "requests", "HTTP requests admitted, by API key id.", "key"),
     _counter("key_tokens_total", "tokens", "Prompt and answer tokens, by API key id.", "key"),
     _counter(
@@ -238,6 +245,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "result",
         "answered_by",
     ),
+    _counter("replays_requested_total", "replays", "Finished requests that were selected for a replay."),
     _counter(
         "independent_replays_total",
         "replays",
@@ -245,6 +253,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "result",
     ),
     _gauge("replay_queue_length", "replays", "Finished requests waiting to be replayed."),
+    _gauge("replay_lag_seconds", "seconds", "How long the oldest request that is not replayed yet has waited for it."),
     _gauge("replays_running", "replays", "Replays that a replica is computing, or that wait for room in its engine."),
     _counter("replay_tokens_total", "tokens", "Tokens whose logprob was compared with a replay's.", "stratum"),
     _counter(
@@ -342,6 +351,15 @@ CATALOGUE: tuple[Metric, ...] = (
         "canaries_total", "canaries", "Canary trials of speculation, by result: passed, failed, inconclusive.", "result"
     ),
     _counter("dumps_total", "dumps", "Dumps written for a post-mortem."),
+    # Replicas, as Ray Serve counts them
+    _gauge("replicas_wanted", "replicas", "Replicas of the pool that Ray Serve is to run."),
+    _gauge("replicas_running", "replicas", "Replicas of the pool that serve."),
+    _counter(
+        "replica_restarts_total",
+        "restarts",
+        "Replicas that Ray Serve replaced although nothing was deployed, scaled or drained: they died or failed their "
+        "health check.",
+    ),
     # Weights
     _counter(
         "weight_updates_total",

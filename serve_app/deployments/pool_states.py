@@ -1,0 +1,47 @@
+"""What Ray Serve knows of this application's pools."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from ray.serve.context import _get_global_client
+from ray.serve.schema import DeploymentDetails, ServeInstanceDetails
+
+from serve_app.config.app_config import AppConfig
+from serve_app.routing.replica_counts import PoolState, ReplicaCounts
+from serve_app.telemetry.metrics import Metrics, Sink
+
+_logger = logging.getLogger("truespec.serve")
+_EVERY_S = 5.0
+_POOLS = {"DecodeServer": "decode", "PrefillServer": "prefill", "MonolithServer": "monolith", "StreamRouter": "router"}
+
+
+async def watch_pools(app_name: str, config: AppConfig, sinks: list[Sink]) -> None:
+    """Record how many replicas each pool has and should have, until cancelled."""
+    pools = {pool: Metrics(sinks, model_name=config.model.served_name, pool=pool) for pool in _POOLS.values()}
+    counts = ReplicaCounts(pools.__getitem__)
+    while True:
+        try:
+            counts.note(await asyncio.to_thread(pool_states, app_name))
+        except Exception as error:  # Serve's controller may be starting again
+            _logger.debug("Ray Serve did not report its deployments: %s", error)
+        await asyncio.sleep(_EVERY_S)
+
+
+def pool_states(app_name: str) -> Mapping[str, PoolState]:
+    """Each pool's state. `serve.status()` has it too, but for how many replicas are wanted; blocks for milliseconds."""
+    details = ServeInstanceDetails(**_get_global_client().get_serve_details())
+    deployments = details.applications[app_name].deployments
+    return {pool: _state(deployments[name]) for name, pool in _POOLS.items() if name in deployments}
+
+
+def _state(deployment: DeploymentDetails) -> PoolState:
+    def those(*states: str) -> frozenset[str]:
+        return frozenset(one.replica_id for one in deployment.replicas if one.state.value in states)
+
+    return PoolState(
+        deployment.target_num_replicas,
+        running=those("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION"),
+        moving=those("PENDING_MIGRATION"),
+        changing=deployment.status.value in ("UPDATING", "DOWNSCALING"),
+    )
