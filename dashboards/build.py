@@ -8,7 +8,7 @@ import yaml
 
 from dashboards.panels import Page, dashboard_json
 from dashboards.reference import metrics_page, runbooks_page
-from dashboards.rules import rule_file, vllm_rule_file
+from dashboards.rules import chart_alerts, rule_file, vllm_rule_file
 from dashboards.sanity import LOGPROB_SANITY
 from dashboards.serving import DISAGGREGATION, LATENCY, OVERVIEW
 from dashboards.speculation import ACCEPTANCE
@@ -25,6 +25,7 @@ def files() -> dict[str, str]:
     made = {f"{_GENERATED}/{_file_name(page)}.json": _json(dashboard_json(page)) for page in PAGES}
     return made | {
         f"{_GENERATED}/rules/truespec.yaml": _yaml(rule_file()),
+        f"{_GENERATED}/alerts.yaml": _yaml(chart_alerts()),
         f"{_GENERATED}/rules/vllm-names.yaml": _yaml(vllm_rule_file()),
         "docs/metrics.md": metrics_page(),
         "docs/runbooks.md": runbooks_page(),

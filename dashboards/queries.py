@@ -32,7 +32,8 @@ class Scope:
         metric = METRICS.get(PREFIX + name)
         if metric is None:
             raise ValueError(f"There is no metric {PREFIX + name!r}; serve_app.telemetry.metric_names lists them all.")
-        unknown = set(_LABEL.findall(where)) - {*metric.label_names, REPLICA_LABEL}
+        known = {*metric.label_names, REPLICA_LABEL, *(["le"] if metric.kind == "histogram" else [])}
+        unknown = set(_LABEL.findall(where)) - known
         if unknown:
             raise ValueError(f"{metric.name} has the labels {list(metric.label_names)}, not {sorted(unknown)}.")
         inside = ",".join(part for part in (self.matchers, where) if part)

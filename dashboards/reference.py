@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
+from dashboards import shell
+from dashboards.alerts import ALERTS, Alert
 from dashboards.label_meanings import Meaning, meaning_of
-from dashboards.rules import ALERTS, Alert
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS, REPLICA_LABEL, Metric
 
 _MADE_BY = "<!-- Made by `truespec dashboards build`; not edited by hand. -->"
@@ -85,7 +86,15 @@ def runbooks_page() -> str:
         _MADE_BY,
         "",
         "One section for each alert of `dashboards/generated/rules/truespec.yaml`. Critical: answers or logprobs may "
-        "be wrong, or nobody would see it if they were. Warning: slower than it should be. Info: worth a look.",
+        "be wrong, nobody would see it if they were, or nothing is served. Warning: slower than it should be. Info: "
+        "worth a look. The chart's `monitoring.prometheusRule.alerts.NAME` changes what an alert has: `enabled`, "
+        "`threshold` and `minimum` where they are named here, `for`, `severity`, `labels`.",
+        "",
+        "The commands are for bash with curl, jq, kubectl and helm, after this:",
+        "",
+        "```bash",
+        shell.SETUP,
+        "```",
         "",
     ]
     for alert in ALERTS:
@@ -97,7 +106,7 @@ def _section(alert: Alert) -> list[str]:
     return [
         f"## {alert.name}",
         "",
-        f"Severity {alert.severity}; fires {'at once' if alert.hold == '0m' else f'after {alert.hold}'}.",
+        f"Severity {alert.severity}; {'at once' if alert.hold == '0m' else f'after {alert.hold}'}{_limits(alert)}.",
         "",
         f"**What it means.** {alert.means}",
         "",
@@ -105,8 +114,19 @@ def _section(alert: Alert) -> list[str]:
         "",
         f"**What to do.** {alert.do}",
         "",
+        "```bash",
+        *alert.commands,
+        "```",
+        "",
+        "It fires on:",
+        "",
         "```promql",
-        alert.expr,
+        alert.default_expr,
         "```",
         "",
     ]
+
+
+def _limits(alert: Alert) -> str:
+    limits = {"threshold": alert.threshold, "minimum": alert.minimum}
+    return "".join(f"; {name} {value:g}" for name, value in limits.items() if value is not None)

@@ -181,6 +181,22 @@ _QUEUE = Panel(
     minimum=0,
     width=6,
 )
+_LAG = Panel(
+    title="Replay lag",
+    description="How long the oldest request that is not replayed yet has waited: how late a fault would be noticed.",
+    unit="s",
+    queries=(Query(PAGE.gauge("replay_lag_seconds", how="max"), "lag"),),
+    minimum=0,
+    width=6,
+)
+_SELECTED = Panel(
+    title="Requests selected for a replay",
+    description="Without any, nothing is checked: `replay.sample_rate` is 0, or there is no traffic.",
+    unit="reqps",
+    queries=(Query(PAGE.rate("replays_requested_total"), "selected"),),
+    minimum=0,
+    width=6,
+)
 _SELFCHECK_Z = Panel(
     title="Self-check terms, in standard deviations",
     description="Each term has mean 0 while the sampler is correct. Beyond ±5 over the visible time range, the part of "
@@ -320,6 +336,8 @@ LOGPROB_SANITY = Page(
                 _FAILED_REPLAYS,
                 _REPLAY_TOKENS,
                 _QUEUE,
+                _LAG,
+                _SELECTED,
                 _SPECULATION,
                 _VERDICTS,
                 _DISTRIBUTION,

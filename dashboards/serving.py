@@ -78,6 +78,15 @@ _REQUESTS = Panel(
     stacked=True,
     minimum=0,
 )
+_RESPONSES = Panel(
+    title="Responses by status code",
+    description="Responses of the API. 429: a key's limits, or no room; 503: a replica stopped; other 5xx are faults. "
+    "A stream that breaks off has begun with 200: see the outcome error of requests.",
+    unit="reqps",
+    queries=(Query(PAGE.rate("http_responses_total", "code"), "{{code}}"),),
+    stacked=True,
+    minimum=0,
+)
 _FIRST_TOKEN = Panel(
     title="Time to first token",
     description=f"From a request's arrival to its first token. Above {FIRST_TOKEN_LIMIT_S:g} s at p95 an alert fires: "
@@ -105,6 +114,25 @@ _LOAD = Panel(
         Query(PAGE.gauge("requests_waiting", "pool"), "waiting {{pool}}"),
         Query(PAGE.gauge("replays_running", "pool"), "replayed {{pool}}"),
     ),
+    minimum=0,
+)
+_REPLICAS = Panel(
+    title="Replicas wanted and running",
+    description="What Ray Serve is to run, and what runs. A gap that stays means that replicas do not start: "
+    "`serve status` has the reason.",
+    unit="none",
+    queries=(
+        Query(PAGE.gauge("replicas_running", "pool", how="max"), "running {{pool}}"),
+        Query(PAGE.gauge("replicas_wanted", "pool", how="max"), "wanted {{pool}}"),
+    ),
+    minimum=0,
+)
+_RESTARTS = Panel(
+    title="Replicas replaced",
+    description="Replicas that died or failed their health check, and were replaced. Streams that ran there broke off, "
+    "or were resumed on another.",
+    unit="none",
+    queries=(Query(PAGE.events("replica_restarts_total", "pool"), "{{pool}}"),),
     minimum=0,
 )
 _KERNELS = Panel(
@@ -166,8 +194,8 @@ OVERVIEW = Page(
     description="Correctness, speed, load and usage.",
     rows=(
         Row("Correctness", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
-        Row("Speed", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN)),
-        Row("Load", (_LOAD, _KV_USAGE, _KERNELS)),
+        Row("Speed", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN, _RESPONSES)),
+        Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _KERNELS)),
         Row("Usage", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS)),
         Row("Weight updates", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME)),
     ),

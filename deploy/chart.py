@@ -16,6 +16,7 @@ from typing import Any
 import click
 import yaml
 
+from dashboards.alerts import ALERTS, Alert
 from deploy.reference import json_schema
 from serve_app.config.app_config import AppConfig
 from serve_app.config.renamed import RENAMED
@@ -29,6 +30,7 @@ RELEASE = "demo"  # of the renders
 
 # What a render omits: it has its own test, and would make a render change with every dashboard.
 _RENDER_OPTIONS = ["--set", "monitoring.dashboards.enabled=false,monitoring.prometheusRule.enabled=false"]
+_NUMBER = r"^[0-9]+(\.[0-9]+)?$"
 _API_VERSIONS = ["--api-versions", "monitoring.coreos.com/v1/PodMonitor"]
 
 _README = """\
@@ -61,6 +63,8 @@ def schema() -> dict[str, Any]:
     sections = config.pop("$defs")
     del config["properties"]["pools"]  # the chart writes them
     made["properties"]["config"] = _draft_07(config)
+    rule = made["properties"]["monitoring"]["properties"]["prometheusRule"]["properties"]
+    rule["alerts"] = _object({alert.name: _alert(alert) for alert in ALERTS})
     _allow_old_names(config, sections)
     for name in sorted(_needed(config, sections)):
         made["definitions"][f"config.{name}"] = _draft_07(sections[name])
@@ -68,6 +72,25 @@ def schema() -> dict[str, Any]:
     made["required"] = ["config"]
     made["allOf"] = [_required({key: value for key, value in defaults.items() if key != "config"})]
     return made
+
+
+def _alert(alert: Alert) -> dict[str, Any]:
+    """What the values may change of an alert: a threshold and a minimum only where it has them."""
+    number = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": _NUMBER}]}  # `--set` makes 0.5 a text
+    return _object(
+        {
+            "enabled": {"type": "boolean"},
+            **({} if alert.threshold is None else {"threshold": number}),
+            **({} if alert.minimum is None else {"minimum": number}),
+            "for": {"type": "string", "pattern": "^([0-9]+(ms|[smhdwy]))+$"},
+            "severity": {"type": "string", "pattern": "^[a-z][a-z0-9_-]*$"},
+            "labels": {"$ref": "#/definitions/alertLabels"},
+        }
+    )
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def _allow_old_names(config: dict[str, Any], sections: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import logging
-import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
@@ -38,7 +37,6 @@ class ReplayChecker:
         max_queue: jobs that wait; as many more may wait that somebody waits for.
         max_running: replays at once.
         verified: called for each answer of a client that was found correct.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class ReplayChecker:
         max_queue: int = 64,
         max_running: int = 2,
         verified: Callable[[ReplayJob], None] = lambda job: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replay = replay
         self._judge = judge
@@ -60,10 +57,9 @@ class ReplayChecker:
         self._max_queue = max_queue
         self._max_running = max_running
         self._verified = verified
-        self._clock = clock
         self._urgent: deque[_Queued] = deque()
         self._queue: deque[_Queued] = deque()
-        self._queued_at: dict[asyncio.Future[Checked], float] = {}  # of all that is not settled, the oldest first
+        self._queued_at: dict[asyncio.Future[Checked], float] = {}  # by the loop's clock; what is settled is not here
         self._wake = asyncio.Semaphore(0)  # one permit per job in either queue
 
     def submit(self, job: ReplayJob) -> None:
@@ -78,16 +74,17 @@ class ReplayChecker:
     def report_queue(self) -> None:
         """Set the gauges of the queue; call this about once a second."""
         self._metrics.gauge("truespec_replay_queue_length", len(self._urgent) + len(self._queue))
-        now = self._clock()
+        now = asyncio.get_running_loop().time()
         self._metrics.gauge("truespec_replay_lag_seconds", now - next(iter(self._queued_at.values()), now))
 
     def _enqueue(self, queue: deque[_Queued], job: ReplayJob) -> asyncio.Future[Checked] | None:
         if len(queue) >= self._max_queue:
             self._count(job, "skipped")
             return None
-        settled: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        settled: asyncio.Future[Checked] = loop.create_future()
         queue.append((job, settled, copy_context()))
-        self._queued_at[settled] = self._clock()
+        self._queued_at[settled] = loop.time()
         self._wake.release()
         return settled
 

@@ -11,9 +11,10 @@ import yaml
 from click.testing import CliRunner
 
 from dashboards import build
+from dashboards.alerts import ALERTS
 from dashboards.panels import PAGE, VISIBLE, Page, Panel
 from dashboards.queries import Scope
-from dashboards.rules import ALERTS, RECORDINGS
+from dashboards.recordings import RECORDINGS
 from deploy.cli.main import main
 from serve_app.telemetry.metric_names import CATALOGUE, METRICS
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dashboards.alerts import ALERTS, Alert
 from dashboards.build import PAGES
 from dashboards.panels import Panel
-from dashboards.rules import ALERTS, Alert
 from dashboards.sanity import ALARMS, VIOLATIONS
 from serve_app.telemetry.metric_names import CATALOGUE, COMMON_LABELS
 from serve_app.telemetry.metrics import Metrics, PrometheusSink

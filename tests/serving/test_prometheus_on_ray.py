@@ -14,9 +14,10 @@ import pytest
 import ray
 import yaml
 
+from dashboards.alerts import ALERTS
 from dashboards.build import PAGES
 from dashboards.panels import Query
-from dashboards.rules import ALERTS, RECORDINGS
+from dashboards.recordings import RECORDINGS
 from serve_app.telemetry.metric_summary import MetricSummary
 from tests.support.prometheus import Prometheus, program, promtool, running_prometheus
 from tests.support.services import Service, app_args, deployed, wait_for

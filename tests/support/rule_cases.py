@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dashboards.rules import ALERTS
+from dashboards.alerts import ALERTS
 
 _COMMON = {"job": "truespec", "model_name": "tiny"}
 
@@ -150,7 +150,7 @@ CASES: tuple[Case, ...] = (
         "from 60 % to 10 %",
         _acceptance("0+400x600", "0+240x420 100840+40x180"),
         "7h40m",
-        Fires("Acceptance of tiny fell to 10%, below 70 % of its level over the last hours."),
+        Fires("Acceptance of tiny fell to 10%, far below its level over the last hours."),
     ),
     Case(
         "TruespecAcceptanceBelowItsRecentLevel",
@@ -170,7 +170,7 @@ CASES: tuple[Case, ...] = (
         "without the drafter's keys and values",
         _held_out(accepted=13),
         "1h50m",
-        Fires("Acceptance of tiny at position 0 is 13%, below half of what training measured.", {"position": "0"}),
+        Fires("Acceptance of tiny at position 0 is 13%, far below what training measured.", {"position": "0"}),
     ),
     Case("TruespecAcceptanceBelowHeldOut", "as it is", _held_out(accepted=41), "1h50m"),
     Case("TruespecAcceptanceBelowHeldOut", "too few drafts", _held_out(accepted=0.013, drafted=0.1), "1h50m"),
@@ -179,7 +179,7 @@ CASES: tuple[Case, ...] = (
         "a head that starts without its keys and values",
         _since_handoff(early=10, late=40),
         "1h50m",
-        Fires("Acceptance of tiny right after handoffs is 10%, below half of that later on."),
+        Fires("Acceptance of tiny right after handoffs is 10%, far below that later on."),
     ),
     Case("TruespecAcceptanceLowAfterHandoffs", "as later", _since_handoff(early=35, late=40), "1h50m"),
     Case(
@@ -274,9 +274,15 @@ CASES: tuple[Case, ...] = (
     Case(
         "TruespecHandoffsFail",
         "the first of a series",
-        {"handoffs_total result=ok": "0+1x60", "handoffs_total result=failed": "_x30 1x30"},
+        {"handoffs_total result=ok": "0+5x60", "handoffs_total result=failed": "_x30 5x30"},
         "40m",
         Fires("6.25% of the handoffs of tiny were refused or failed."),
+    ),
+    Case(
+        "TruespecHandoffsFail",
+        "too few to count",
+        {"handoffs_total result=ok": "0+1x60", "handoffs_total result=failed": "_x30 4x30"},
+        "40m",
     ),
     Case("TruespecHandoffsFail", "all are taken in", _results("handoffs_total", result__ok=20), "40m"),
     Case(
@@ -305,6 +311,7 @@ CASES: tuple[Case, ...] = (
         "40m",
         Fires("p95 of the time to first token of tiny is 9.5s.", {"pool": "decode"}),
     ),
+    Case("TruespecTimeToFirstTokenHigh", "few requests, all late", _first_tokens(0, 1, 3), "40m"),
     Case("TruespecTimeToFirstTokenHigh", "all within 1 s", _first_tokens(10, 10, 10), "40m"),
     Case(
         "TruespecQueueGrows",
@@ -325,16 +332,175 @@ CASES: tuple[Case, ...] = (
     Case(
         "TruespecRequestErrors",
         "the first of a series",
-        {"requests_total outcome=stop": "0+1x60", "requests_total outcome=error": "_x30 1x30"},
+        {"requests_total outcome=stop": "0+5x60", "requests_total outcome=error": "_x30 5x30"},
         "40m",
         Fires("6.25% of the requests of tiny end in an error."),
     ),
+    Case(
+        "TruespecRequestErrors",
+        "one of seven",
+        {"requests_total outcome=stop": "_x30 6x30", "requests_total outcome=error": "_x30 1x30"},
+        "40m",
+    ),
+    Case(
+        "TruespecRequestErrors",
+        "the server fails before a request begins",
+        _results("http_responses_total", code__200=19, code__500=1),
+        "40m",
+        Fires("5% of the requests of tiny end in an error."),
+    ),
+    Case("TruespecRequestErrors", "refused", _results("http_responses_total", code__200=1, code__503=9), "40m"),
     Case(
         "TruespecRequestErrors",
         "clients that leave",
         _results("requests_total", outcome__stop=1, outcome__abort=9),
         "40m",
     ),
+    Case(
+        "TruespecRequestsTurnedAway",
+        "one in five, for want of room and because replicas stop",
+        _results("refusals_total", reason__load=4) | _results("http_responses_total", code__200=24, code__503=2),
+        "40m",
+        Fires("20% of the requests for tiny are turned away."),
+    ),
+    Case(
+        "TruespecRequestsTurnedAway",
+        "503 only, as Ray's agent exports it",
+        {"http_responses_total code=200": "0+10x60", "http_responses_total code=503": "_x20 10+10x40"},
+        "40m",
+        Fires("50% of the requests for tiny are turned away."),
+    ),
+    Case(
+        "TruespecRequestsTurnedAway",
+        "keys at their limits",
+        _results("refusals_total", reason__key_tokens=9) | _results("http_responses_total", code__200=1, code__429=9),
+        "40m",
+    ),
+    Case(
+        "TruespecRequestsTurnedAway",
+        "one of seven",
+        {"refusals_total reason=load": "_x30 1x30", "http_responses_total code=200": "_x30 6x30"},
+        "40m",
+    ),
+    Case(
+        "TruespecPoolEmpty",
+        "the last one is gone",
+        {"replicas_wanted replica=c": "1x60", "replicas_running replica=c": "1x10 0x50"},
+        "15m",
+        Fires("No replica of tiny runs in pool decode.", {"pool": "decode"}),
+    ),
+    Case(
+        "TruespecPoolEmpty",
+        "one of two is left",
+        {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "1x60"},
+        "15m",
+    ),
+    Case(
+        "TruespecPoolEmpty",
+        "scaled to nothing",
+        {"replicas_wanted replica=c": "0x60", "replicas_running replica=c": "0x60"},
+        "15m",
+    ),
+    Case(
+        "TruespecReplicasMissing",
+        "one of two",
+        {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "2x10 1x50"},
+        "30m",
+        Fires(
+            "1 of the replicas of tiny in pool decode have been missing for a while.",
+            {"pool": "decode"},
+        ),
+    ),
+    Case(
+        "TruespecReplicasMissing",
+        "one is replaced",
+        {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "2x10 1x5 2x45"},
+        "30m",
+    ),
+    Case(
+        "TruespecReplicasRestart",
+        "three within an hour",
+        {"replica_restarts_total": "0x10 1x10 2x10 3x30"},
+        "35m",
+        Fires(
+            "Replicas of tiny in pool decode were replaced 3 times within an hour.",
+            {"pool": "decode"},
+        ),
+    ),
+    Case("TruespecReplicasRestart", "two", {"replica_restarts_total": "0x10 1x10 2x40"}, "35m"),
+    Case("TruespecReplicasRestart", "three in the course of a day", {"replica_restarts_total": "3x120"}, "100m"),
+    Case(
+        "TruespecKvCacheFull",
+        "one replica of two",
+        {"kv_cache_usage_ratio replica=r1": "0.98x60", "kv_cache_usage_ratio replica=r2": "0.2x60"},
+        "40m",
+        Fires("The KV cache of tiny is 98% full in pool decode.", {"pool": "decode"}),
+    ),
+    Case("TruespecKvCacheFull", "now and then", {"kv_cache_usage_ratio replica=r1": "1 0.9 1 1 0.9 1 1 0.9 1 1"}, "9m"),
+    Case(
+        "TruespecPreemptions",
+        "one in four requests",
+        {"preemptions_total": "0+5x60", "requests_total outcome=stop": "0+20x60"},
+        "40m",
+        Fires("0.25 preemptions for each request of tiny."),
+    ),
+    Case(
+        "TruespecPreemptions",
+        "one in forty",
+        {"preemptions_total": "0+1x60", "requests_total outcome=stop": "0+40x60"},
+        "40m",
+    ),
+    Case(
+        "TruespecPreemptions", "few", {"preemptions_total": "_x30 3x30", "requests_total outcome=stop": "0x60"}, "40m"
+    ),
+    Case(
+        "TruespecRefereeSilent",
+        "answers are selected, and none is replayed",
+        {
+            "build_info replica=r1": "1x90",
+            "replay_lag_seconds replica=c": "0x90",
+            "replays_requested_total": "0+1x90",
+            "replays_total result=ok answered_by=r1": "0+1x20 20x70",
+        },
+        "80m",
+        Fires("Nothing replays the answers of tiny."),
+    ),
+    Case(
+        "TruespecRefereeSilent",
+        "the controller is gone",
+        {"build_info replica=r1": "1x90", "replay_lag_seconds replica=c": "0x20"},
+        "50m",
+        Fires("Nothing replays the answers of tiny."),
+    ),
+    Case(
+        "TruespecRefereeSilent",
+        "they are replayed",
+        {
+            "build_info replica=r1": "1x90",
+            "replay_lag_seconds replica=c": "0x90",
+            "replays_requested_total": "0+1x90",
+            "replays_total result=ok answered_by=r1": "0+1x90",
+        },
+        "80m",
+    ),
+    Case(
+        "TruespecRefereeSilent",
+        "few answers are selected",
+        {
+            "build_info replica=r1": "1x90",
+            "replay_lag_seconds replica=c": "0x90",
+            "replays_requested_total": "0+0.1x90",
+        },
+        "80m",
+    ),
+    Case(
+        "TruespecRefereeBehind",
+        "a quarter of an hour",
+        {"replay_lag_seconds replica=c": "0+60x15 900x60"},
+        "30m",
+        Fires("The oldest answer of tiny has waited 15m 0s for its replay."),
+    ),
+    Case("TruespecRefereeBehind", "a minute", {"replay_lag_seconds replica=c": "60x60"}, "30m"),
     Case(
         "TruespecKeysStale",
         "a changed file was wrong",

@@ -1,0 +1,652 @@
+"""The alerts: when each fires, and its runbook. Thresholds match the panels."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dashboards import queries, shell
+from dashboards.queries import Scope
+from dashboards.recordings import (
+    ACCEPTANCE,
+    ACCEPTANCE_Z,
+    DRAFT_TOKENS,
+    FIRST_TOKEN_P95,
+    FIRST_TOKENS,
+    HANDOFF_FAILURES,
+    HANDOFFS,
+    KEEP,
+    KV_USAGE,
+    REPLAY_TOKENS,
+    REPLAYS,
+    REQUESTS,
+    RESPONSES,
+    TME,
+    TURNED_AWAY,
+    WAITING,
+    model_sum,
+    recorded_share,
+)
+from dashboards.sanity import TME_LIMIT
+from dashboards.serving import FIRST_TOKEN_LIMIT_S, HANDOFF_FAILURE_LIMIT, NOT_OK
+from dashboards.speculation import BEYOND_CHANCE
+from serve_app.telemetry.metric_names import BREAKER_STATES
+
+RUNBOOKS = "docs/runbooks.md"
+
+_MODEL = "{{ $labels.model_name }}"
+_IN_NAMESPACE = "{{ with $labels.namespace }} in {{ . }}{{ end }}"
+_OF_JOB = "{{ with $labels.job }} (job {{ . }}){{ end }}"
+_15M, _30M, _1H = (Scope("", window, KEEP) for window in ("15m", "30m", "1h"))
+_POOL = Scope("", "1h", (*KEEP, "pool"))
+_REPLICA = Scope("", "1h", (*KEEP, "pool", "replica"))
+_ERROR, _FAILED = 'outcome="error"', 'result="failed"'
+_SERVER_ERROR = 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
+_BUILD, _REQUESTS_SERIES = _1H.series("build_info"), _1H.series("requests_total")
+_EARLY, _LATE = 'since_handoff=~"0|1|2_3"', 'since_handoff="8_up"'
+_WITH_WEIGHTS = 'drafter=~"draft_model|eagle3|mtp"'  # others draft better as a text grows
+_OPEN = BREAKER_STATES.index("open")
+_WANTED, _RUNNING = (_POOL.gauge(f"replicas_{which}", how="max") for which in ("wanted", "running"))
+_THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the chart's values may change
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """When an alert fires, and what its reader needs to know.
+
+    `summary` may quote the alert's labels; the namespace, if any, is appended to the model's name. `expr` may have
+    `$threshold` and `$minimum` (how many events there must be at least), whose defaults are given here.
+    """
+
+    name: str
+    expr: str
+    hold: str  # how long it must hold
+    severity: Literal["critical", "warning", "info"]
+    summary: str
+    means: str
+    look: str
+    do: str
+    commands: tuple[str, ...]  # bash, after `shell.SETUP`
+    threshold: float | None = None
+    minimum: int | None = None
+
+    @property
+    def default_expr(self) -> str:
+        """The expression with its default threshold and minimum."""
+        expr = self.expr
+        for name, value in ((_THRESHOLD, self.threshold), (_MINIMUM, self.minimum)):
+            if value is not None:
+                expr = expr.replace(name, f"{value:g}")
+        return expr
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a rule file has it."""
+        return {
+            "alert": self.name,
+            "expr": self.default_expr,
+            "for": self.hold,
+            "labels": {"severity": self.severity},
+            "annotations": {**self._annotations(), "runbook": f"{RUNBOOKS}#{self.name.lower()}"},
+        }
+
+    def for_chart(self) -> dict[str, Any]:
+        """As the chart reads it: what its values may change stands alone."""
+        limits = {"threshold": self.threshold, "minimum": self.minimum}
+        return {
+            "alert": self.name,
+            "expr": self.expr,
+            "for": self.hold,
+            "severity": self.severity,
+            **{name: value for name, value in limits.items() if value is not None},
+            "annotations": self._annotations(),
+        }
+
+    def _annotations(self) -> dict[str, str]:
+        return {
+            "summary": self.summary.replace(_MODEL, _MODEL + _IN_NAMESPACE),
+            "description": f"{self.means} {self.do}",
+        }
+
+
+ALERTS = (
+    Alert(
+        "TruespecAcceptanceBelowItsRecentLevel",
+        f"{ACCEPTANCE} < {_THRESHOLD} * avg_over_time({ACCEPTANCE}[6h] offset 30m) and {DRAFT_TOKENS} > {_MINIMUM}",
+        "15m",
+        "warning",
+        "Acceptance of {{ $labels.model_name }} fell to {{ $value | humanizePercentage }}, far below its level over "
+        "the last hours.",
+        "Fewer drafts are accepted than in the previous hours; output stays correct, but is slower.",
+        "The acceptance page. Observed still matches expected: the traffic (kind of prompts, temperature, structured "
+        "output) or the drafter changed. Only one position fell: the drafter's state. Only one pool fell: a release.",
+        "Compare with the last release and with the traffic; choose another drafter or the dynamic length; if observed "
+        "departs from expected, treat it as TruespecAcceptanceNotAsExpected.",
+        commands=(
+            shell.promql("model:truespec_acceptance:ratio_rate10m{}"),
+            shell.promql("model_position:truespec_acceptance:ratio_rate10m{}"),
+            shell.HISTORY,
+        ),
+        threshold=0.7,
+        minimum=1000,
+    ),
+    Alert(
+        "TruespecAcceptanceBelowHeldOut",
+        f"{queries.conditional_acceptance_by_position(_1H)} < "
+        f"{_THRESHOLD} * {queries.held_out_acceptance(_1H, 'position')} "
+        f"and {_1H.increase('draft_tokens_per_position_total', 'position')} > {_MINIMUM}",
+        "15m",
+        "warning",
+        "Acceptance of {{ $labels.model_name }} at position {{ $labels.position }} is "
+        "{{ $value | humanizePercentage }}, far below what training measured.",
+        "The draft head drafts far worse than on held-out answers; output stays correct, but is slower.",
+        "Acceptance by rounds since the handoff and by weight version on the acceptance page: low only after handoffs, "
+        "the drafter's keys and values are lost there; low since a weight update, the head belongs to other weights; "
+        "low throughout, the head gets wrong features, or the traffic is far from its training (temperature above 1).",
+        "Roll back what changed, or update the head with the weights; if only the traffic differs, train the head on "
+        "it.",
+        commands=(
+            shell.promql("model_position:truespec_acceptance:ratio_rate10m{}"),
+            shell.promql("truespec_held_out_acceptance_ratio{}"),
+            shell.promql("sum by (weight_version) (increase(truespec_draft_tokens_since_handoff_total{}[1h]))"),
+            shell.HISTORY,
+        ),
+        threshold=0.5,
+        minimum=1000,
+    ),
+    Alert(
+        "TruespecAcceptanceLowAfterHandoffs",
+        f"{queries.acceptance_since_handoff(_1H, where=_EARLY)} < "
+        f"{_THRESHOLD} * {queries.acceptance_since_handoff(_1H, where=_LATE)} "
+        f"and {_1H.increase('draft_tokens_since_handoff_total', where=_EARLY)} > {_MINIMUM} "
+        f"and {_1H.increase('draft_tokens_since_handoff_total', where=_LATE)} > {_MINIMUM} "
+        f"and on ({', '.join(KEEP)}) {_1H.gauge('build_info', where=_WITH_WEIGHTS, how='count')}",
+        "15m",
+        "warning",
+        "Acceptance of {{ $labels.model_name }} right after handoffs is {{ $value | humanizePercentage }}, far below "
+        "that later on.",
+        "The drafter starts without its keys and values, or with wrong ones, after each handoff; output stays correct, "
+        "but is slower.",
+        "Acceptance by rounds since the handoff on the acceptance page; versions and drafters of both pools.",
+        "Bring both pools to one version and one drafter; roll back the last release if it changed the handoff.",
+        commands=(
+            shell.promql(
+                "sum by (since_handoff) (rate(truespec_accepted_tokens_since_handoff_total{}[1h])) "
+                "/ sum by (since_handoff) (rate(truespec_draft_tokens_since_handoff_total{}[1h]))"
+            ),
+            shell.VERSIONS,
+        ),
+        threshold=0.5,
+        minimum=1000,
+    ),
+    Alert(
+        "TruespecAcceptanceNotAsExpected",
+        f"abs({ACCEPTANCE_Z}) > {_THRESHOLD} and abs("
+        f"{_1H.increase('accepted_tokens_total')} / ({_1H.increase('expected_accepted_tokens_total')} > 0) - 1) > 0.01",
+        "5m",
+        "critical",
+        "Acceptance of {{ $labels.model_name }} departs from the verifier's own probabilities (z = {{ $value | "
+        "humanize }}).",
+        "The verifier accepts more or fewer drafts than its own acceptance probabilities predict: the accept step is "
+        "wrong, and so is the output distribution.",
+        "The logprob sanity page: which self-check is beyond ±5, and since when; acceptance by position on the "
+        "acceptance page.",
+        "Switch speculation off for the model, keep the dumps, and roll back the last release; mask answers from that "
+        "window in training data.",
+        commands=(
+            shell.SPECULATION_OFF,
+            shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
+            shell.REPLICAS,
+            shell.HISTORY,
+        ),
+        threshold=BEYOND_CHANCE,
+    ),
+    Alert(
+        "TruespecTmeHigh",
+        f"{TME} > {_THRESHOLD} and {REPLAY_TOKENS} > {_MINIMUM}",
+        "5m",
+        "critical",
+        "TME of {{ $labels.model_name }} is {{ $value | humanize }} in stratum {{ $labels.stratum }}.",
+        "Served logprobs differ from those of a plain recomputation.",
+        "The logprob sanity page: the stratum that stands out points to the fault (after a handoff, near the length "
+        "limit, prefix-cached, drafted). Only a few tokens far off: see the drift quantiles. All strata alike: the "
+        "model, its dtype, or different models in the two pools.",
+        "Stop training and scoring on these logprobs; switch speculation off; if that does not help, roll the prefill "
+        "and decode pools back to one version and clear the prefix cache by restarting the replicas.",
+        commands=(
+            shell.SPECULATION_OFF,
+            shell.promql("model_stratum:truespec_tme:mean_rate1h{}"),
+            shell.LATEST_REPLAYS,
+            shell.VERSIONS,
+            shell.HISTORY,
+        ),
+        threshold=TME_LIMIT,
+        minimum=500,
+    ),
+    Alert(
+        "TruespecReplayAlarm",
+        _15M.events("replay_alarms_total", "alarm", "stratum") + " > 0",
+        "0m",
+        "critical",
+        "Replays of {{ $labels.model_name }} raised the alarm {{ $labels.alarm }} in stratum {{ $labels.stratum }}.",
+        "Replayed requests show, beyond chance, that logprobs are off (drift) or that the text does not follow the "
+        "model's distribution (probability, surprisal, support, greedy, impossible), or is not what its seeds demand "
+        "(draws).",
+        "The logprob sanity page, and the dump that the referee wrote: request ids, positions, served and replayed "
+        "values.",
+        "Check that the breaker has switched speculation off where it should. Mask answers from that window whose "
+        "verdict is suspect, and look for the fault in the dump.",
+        commands=(
+            shell.REPLICAS,
+            shell.LATEST_REPLAYS,
+            shell.logged("is suspect|replays show"),
+            shell.HISTORY,
+        ),
+    ),
+    Alert(
+        "TruespecIndependentRefereeDisagrees",
+        _15M.events("independent_replays_total", where='result="disagrees"') + " > 0",
+        "0m",
+        "critical",
+        "transformers does not find what {{ $labels.model_name }} answers.",
+        "An answer that the engine's own replay verified is not what transformers computes with the same weights: what "
+        "both forward passes of the engine share is wrong (model code, kernels, a setting read from config.json), or "
+        "rounding is larger than this model's should be.",
+        "The log of the referee and the dump it wrote: the reason, the tokens and how far their logprobs are off. "
+        "`truespec verify --engine transformers` repeats the check from a receipt of any answer, on any machine.",
+        "Roll back the last release, or the kernels that came with it; mask answers since then for training. If only "
+        "rounding is large (all logprobs a little off, FP8 or a new GPU), raise replay.edge_nats to what it is.",
+        commands=(
+            shell.logged("transformers|is suspect"),
+            shell.LATEST_REPLAYS,
+            shell.HISTORY,
+        ),
+    ),
+    Alert(
+        "TruespecLogprobViolations",
+        _15M.events("logprob_violations_total", "kind") + " > 0",
+        "0m",
+        "critical",
+        "Logprobs of {{ $labels.model_name }} broke the rule {{ $labels.kind }}.",
+        "A request was failed because its logprobs broke the contract (not finite, above 0, not sorted, one token with "
+        "two values); the answer was not delivered.",
+        "The replica's log names the request and the rule; the metric's kind is listed in docs/metrics.md.",
+        "The engine or memory is faulty: keep the log, remove the replica if only one is affected, roll back if it "
+        "started with a release.",
+        commands=(
+            shell.promql("sum by (pool, kind) (increase(truespec_logprob_violations_total{}[1h])) > 0"),
+            shell.logged("logprob"),
+            shell.PODS,
+        ),
+    ),
+    Alert(
+        "TruespecInvariantViolations",
+        _15M.events("selfcheck_violations_total", "kind") + " > 0",
+        "0m",
+        "critical",
+        "A step of {{ $labels.model_name }} broke the invariant {{ $labels.kind }}.",
+        "The engine broke one of its own rules within a step; the request was failed rather than answered wrongly.",
+        "The replica's log names the request; docs/metrics.md lists the kinds. not_finite on a single replica: its GPU "
+        "or its memory.",
+        "Remove the replica if only one is affected; roll back if it started with a release.",
+        commands=(
+            shell.promql("sum by (pool, kind) (increase(truespec_selfcheck_violations_total{}[1h])) > 0"),
+            shell.logged("invariant"),
+            shell.PODS,
+        ),
+    ),
+    Alert(
+        "TruespecSelfCheckAlarm",
+        _15M.events("selfcheck_alarms_total", "check") + " > 0",
+        "0m",
+        "critical",
+        "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
+        "A term whose mean is 0 in a correct sampler has another mean: the output does not follow the model's "
+        "distribution. The false-alarm rate is below 1e-6 per check over an engine's lifetime.",
+        "Which check fired (docs/metrics.md lists what each covers), and whether expected acceptance moved with it.",
+        "The breaker switches speculation off and reports it; leave it off, keep the dump, and look for what changed.",
+        commands=(
+            shell.REPLICAS,
+            shell.promql("model_check:truespec_selfcheck:z_increase1h{}"),
+            shell.logged("tripped|self-check"),
+            shell.HISTORY,
+        ),
+    ),
+    Alert(
+        "TruespecUntestedShare",
+        f"{queries.untested(_1H)} > {_THRESHOLD} and {_1H.increase('selfcheck_rounds_total')} > {_MINIMUM}",
+        "30m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the rounds of {{ $labels.model_name }} add nothing to its self-checks.",
+        "Nearly all requests repeat random numbers: their clients send the same few seeds. The zero-mean terms have no "
+        "new evidence; whether each draw is the one that its random number gives is checked all the same.",
+        "The logprob sanity page: rounds untested, and since when; which clients send a constant seed.",
+        "Ask clients to send no seed, or one of their own for each request; rely on replays meanwhile.",
+        commands=(
+            shell.promql("sum(rate(truespec_repeated_seeds_total{}[1h])) / sum(rate(truespec_requests_total{}[1h]))"),
+        ),
+        threshold=0.9,
+        minimum=1000,
+    ),
+    Alert(
+        "TruespecBreakerOpen",
+        f"{_REPLICA.gauge('breaker_state', how='max')} >= {_OPEN}",
+        "1m",
+        "critical",
+        "The breaker of {{ $labels.replica }} ({{ $labels.model_name }}, {{ $labels.pool }}) is open.",
+        "A fault was found on this replica: it serves without speculation, or is being taken out of service.",
+        "Trips by reason on the logprob sanity page, and what fired just before.",
+        "Answers stay correct meanwhile, but are slower. If canaries keep failing, the fault persists: replace the "
+        "replica, or roll back if several breakers are open.",
+        commands=(
+            shell.REPLICAS,
+            shell.promql("sum by (reason) (increase(truespec_breaker_trips_total{}[1h])) > 0"),
+            shell.promql("sum by (result) (increase(truespec_canaries_total{}[1h]))"),
+            shell.logged("tripped|canary"),
+        ),
+    ),
+    Alert(
+        "TruespecReplaysFail",
+        f"{recorded_share(REPLAYS, NOT_OK)} > {_THRESHOLD} and {model_sum(REPLAYS)} >= {_MINIMUM}",
+        "15m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} did not complete.",
+        "The logprob check covers less than half of what it should: wrong logprobs may go unnoticed.",
+        "Replays by result: skipped means the queue is full, failed means that two attempts did not compute them.",
+        "Lower `replay.sample_rate`, or add prefill replicas.",
+        commands=(
+            shell.promql("model_result:truespec_replays:increase15m{}"),
+            shell.promql("truespec_replay_queue_length{}"),
+            shell.logged("replay of .* failed"),
+        ),
+        threshold=0.5,
+        minimum=5,
+    ),
+    Alert(
+        "TruespecReplaysOfOneReplicaFail",
+        f"{_1H.share('replays_total', _FAILED, 'answered_by')} > {_THRESHOLD} "
+        f"and {_1H.events('replays_total', 'answered_by', where=_FAILED)} >= {_MINIMUM}",
+        "5m",
+        "critical",
+        "{{ $value | humanizePercentage }} of the replays of answers by {{ $labels.answered_by }} "
+        "({{ $labels.model_name }}) failed twice.",
+        "Answers of this replica cannot be replayed, so nothing checks them, and the answers may be the reason.",
+        "The controller's log: `replay of ... failed` names the replica that replayed, and its error. The same error "
+        "each time: reproduce it with one of these requests. All replicas alike: TruespecReplaysFail.",
+        "Replace the replica if others' answers are replayed without errors; until the cause is known, treat its "
+        "answers as unverified.",
+        commands=(
+            shell.promql("sum by (answered_by, result) (increase(truespec_replays_total{}[1h]))"),
+            shell.logged("replay of .* failed"),
+            shell.SERVE_STATUS,
+        ),
+        threshold=0.5,
+        minimum=5,
+    ),
+    Alert(
+        "TruespecHandoffsFail",
+        f"{HANDOFF_FAILURES} > {_THRESHOLD} and {model_sum(f'{HANDOFFS}{{{NOT_OK}}}')} >= {_MINIMUM}",
+        "5m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the handoffs of {{ $labels.model_name }} were refused or failed.",
+        "Decode replicas compute prompts themselves: answers are correct, but slower.",
+        "The disaggregation page: refusals by reason; prefill replicas that restart; versions and fingerprints under "
+        "Running versions.",
+        "Bring both pools to one version and one model; replace prefill replicas that do not answer.",
+        commands=(
+            shell.promql("sum by (reason) (increase(truespec_handoff_refusals_total{}[15m])) > 0"),
+            shell.promql("sum by (reason) (increase(truespec_prefill_failures_total{}[15m])) > 0"),
+            shell.VERSIONS,
+            shell.PODS,
+        ),
+        threshold=HANDOFF_FAILURE_LIMIT,
+        minimum=5,
+    ),
+    Alert(
+        "TruespecTimeToFirstTokenHigh",
+        f"{FIRST_TOKEN_P95} > {_THRESHOLD} and {FIRST_TOKENS} >= {_MINIMUM}",
+        "10m",
+        "warning",
+        "p95 of the time to first token of {{ $labels.model_name }} is {{ $value | humanizeDuration }}.",
+        "Clients wait long for the first token.",
+        "The latency page: is it the queue, or the prompts themselves; prefix cache hits; handoff times.",
+        "Add prefill replicas (or replicas of a monolith); limit prompt lengths; look for a lost replica.",
+        commands=(
+            shell.promql("model_pool:truespec_time_to_first_token_seconds:p95_rate5m{}"),
+            shell.promql("sum by (pool) (truespec_requests_waiting{})"),
+            shell.promql(
+                "sum(rate(truespec_prefix_cache_hits_total{}[5m])) "
+                "/ sum(rate(truespec_prefix_cache_queries_total{}[5m]))"
+            ),
+            shell.PODS,
+        ),
+        threshold=FIRST_TOKEN_LIMIT_S,
+        minimum=20,
+    ),
+    Alert(
+        "TruespecQueueGrows",
+        f"min_over_time({WAITING}[10m]) > 0 and delta({WAITING}[10m]) >= {_THRESHOLD}",
+        "5m",
+        "warning",
+        "Requests of {{ $labels.model_name }} queue up in pool {{ $labels.pool }}, and the queue grows.",
+        "More requests arrive than this pool finishes.",
+        "The disaggregation page: which pool is waiting; KV cache in use; missing replicas.",
+        "Add replicas of the pool, or more KV memory if the cache is full; otherwise requests will be rejected.",
+        commands=(
+            shell.promql("sum by (pool, replica) (truespec_requests_waiting{})"),
+            shell.promql("max by (pool, replica) (truespec_kv_cache_usage_ratio{})"),
+            shell.PODS,
+        ),
+        threshold=4,
+    ),
+    Alert(
+        "TruespecRequestErrors",
+        f"({recorded_share(REQUESTS, _ERROR)} > {_THRESHOLD} "
+        f"and {model_sum(f'{REQUESTS}{{{_ERROR}}}')} >= {_MINIMUM}) "
+        f"or ({recorded_share(RESPONSES, _SERVER_ERROR)} > {_THRESHOLD} "
+        f"and {model_sum(f'{RESPONSES}{{{_SERVER_ERROR}}}')} >= {_MINIMUM})",
+        "5m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the requests of {{ $labels.model_name }} end in an error.",
+        "Requests fail in the engine, miss their deadline, or are answered with a 5xx other than 503.",
+        "The replicas' logs by request id; broken rules on the logprob sanity page; restarts of replicas.",
+        "Follow the error in the logs; deadline errors call for more replicas or a higher `limits.request_timeout_s`.",
+        commands=(
+            shell.promql("model_code:truespec_http_responses:increase15m{}"),
+            shell.promql("model_outcome:truespec_requests:increase15m{}"),
+            shell.logged(' failed|" 5[0-9][0-9]|error'),
+            shell.DEAD_ACTORS,
+        ),
+        threshold=0.01,
+        minimum=5,
+    ),
+    Alert(
+        "TruespecRequestsTurnedAway",
+        f"{TURNED_AWAY} / ({model_sum(RESPONSES)} > 0) > {_THRESHOLD} and {TURNED_AWAY} >= {_MINIMUM}",
+        "5m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the requests for {{ $labels.model_name }} are turned away.",
+        "Clients get 429 or 503 for want of room, not because of their own limits.",
+        "The overview: refusals by reason. load, queued_tokens, time_to_first_token, deadline: more traffic than the "
+        "service is made for; capacity with few requests running: long answers hold the places; 503: replicas stop or "
+        "die. What Ray Serve's proxy turns away itself, with no replica left, is not counted: TruespecPoolEmpty.",
+        "Add replicas of the decoding pool, or of prefill if time_to_first_token leads; raise a limit only if latency "
+        "has room.",
+        commands=(
+            shell.promql("sum by (reason) (increase(truespec_refusals_total{}[15m])) > 0"),
+            shell.promql("model_code:truespec_http_responses:increase15m{}"),
+            shell.promql("truespec_replicas_running{} / truespec_replicas_wanted{}"),
+            shell.promql("sum by (pool) (truespec_requests_running{})"),
+        ),
+        threshold=0.05,
+        minimum=20,
+    ),
+    Alert(
+        "TruespecPoolEmpty",
+        f"{_RUNNING} == 0 and {_WANTED} > 0",
+        "2m",
+        "critical",
+        "No replica of {{ $labels.model_name }} runs in pool {{ $labels.pool }}.",
+        "Without a decoding replica nothing is served. Without a prefill replica decode replicas compute prompts "
+        "themselves, and nobody replays answers, so that a fault would go unnoticed.",
+        "Why replicas do not start: `serve status` has the message of the last one that failed; pending pods have none "
+        "of the GPUs or nodes they need.",
+        "Fix what the message names; give the pods their nodes; roll back if it began with a release.",
+        commands=(shell.SERVE_STATUS, shell.PODS, shell.EVENTS, shell.RAY_STATUS, shell.DEAD_ACTORS, shell.HISTORY),
+    ),
+    Alert(
+        "TruespecReplicasMissing",
+        f"{_WANTED} - {_RUNNING} > {_THRESHOLD}",
+        "15m",
+        "warning",
+        "{{ $value }} of the replicas of {{ $labels.model_name }} in pool {{ $labels.pool }} have been missing for a "
+        "while.",
+        "Ray Serve wants more replicas than run: the pool has less room than it should.",
+        "As for TruespecPoolEmpty. Under autoscaling: whether the cluster can still add nodes.",
+        "Fix what `serve status` names, or want fewer replicas.",
+        commands=(
+            shell.promql("truespec_replicas_wanted{} - truespec_replicas_running{}"),
+            shell.SERVE_STATUS,
+            shell.PODS,
+            shell.RAY_STATUS,
+        ),
+        threshold=0,
+    ),
+    Alert(
+        "TruespecReplicasRestart",
+        f"{_POOL.events('replica_restarts_total')} >= {_THRESHOLD}",
+        "0m",
+        "warning",
+        "Replicas of {{ $labels.model_name }} in pool {{ $labels.pool }} were replaced {{ $value | humanize }} times "
+        "within an hour.",
+        "Replicas die or fail their health check, and Ray Serve starts others; streams that ran there broke off, or "
+        "were resumed on other replicas.",
+        "Why they died: out of memory (the pod's last state), a CUDA error, an engine fault or a breaker that is out "
+        "(the replica's log). Always one node: its hardware.",
+        "More memory, or fewer sequences; cordon a node that is faulty; roll back if it began with a release.",
+        commands=(
+            shell.DEAD_ACTORS,
+            shell.PODS,
+            shell.logged("CUDA|out of memory|EngineFault|tripped"),
+            shell.SERVE_STATUS,
+        ),
+        threshold=3,
+    ),
+    Alert(
+        "TruespecKvCacheFull",
+        f"min_over_time({KV_USAGE}[5m]) > {_THRESHOLD}",
+        "10m",
+        "warning",
+        "The KV cache of {{ $labels.model_name }} is {{ $value | humanizePercentage }} full in pool "
+        "{{ $labels.pool }}.",
+        "A replica has no KV blocks left: drafts are cut, requests wait, and sequences are preempted.",
+        "KV cache in use on the latency page: one replica or all; how long prompts and answers are.",
+        "Add replicas of the pool, or limit prompts and answers (`limits.max_prompt_tokens`); set "
+        "`engine.kv_cache_tokens` higher if the replica has memory left.",
+        commands=(
+            shell.promql("truespec_kv_cache_usage_ratio{}"),
+            shell.promql("sum by (pool) (rate(truespec_preemptions_total{}[15m]))"),
+            shell.promql("sum by (pool, replica) (truespec_requests_running{})"),
+        ),
+        threshold=0.95,
+    ),
+    Alert(
+        "TruespecPreemptions",
+        f"{_15M.events('preemptions_total')} / ({model_sum(REQUESTS)} > 0) > {_THRESHOLD} "
+        f"and {_15M.events('preemptions_total')} >= {_MINIMUM}",
+        "10m",
+        "warning",
+        "{{ $value | humanize }} preemptions for each request of {{ $labels.model_name }}.",
+        "Sequences lose their keys and values for want of blocks and are computed again: answers are correct, but "
+        "stall, and the same tokens are paid for twice.",
+        "As for TruespecKvCacheFull.",
+        "As for TruespecKvCacheFull.",
+        commands=(
+            shell.promql("sum by (pool) (increase(truespec_preemptions_total{}[15m]))"),
+            shell.promql("max by (pool, replica) (truespec_kv_cache_usage_ratio{})"),
+        ),
+        threshold=0.1,
+        minimum=10,
+    ),
+    Alert(
+        "TruespecRefereeSilent",
+        f"({_30M.events('replays_requested_total')} >= {_MINIMUM} unless {_30M.events('replays_total')} > 0) "
+        f"or ({_1H.gauge('build_info', how='count')} unless {_1H.gauge('replay_lag_seconds', how='count')})",
+        "10m",
+        "critical",
+        "Nothing replays the answers of {{ $labels.model_name }}.",
+        "Answers are selected for a replay and none is replayed, or the controller, which has them replayed, exports "
+        "nothing: wrong logprobs would go unnoticed.",
+        "Whether the controller runs, and what it logs; whether the prefill pool has replicas.",
+        "Restart what is stuck: Ray Serve replaces an actor that is killed. Until replays are back, treat answers as "
+        "unverified.",
+        commands=(
+            shell.promql("sum(increase(truespec_replays_requested_total{}[30m]))"),
+            shell.promql("sum by (result) (increase(truespec_replays_total{}[30m]))"),
+            shell.SERVE_STATUS,
+            shell.logged("referee|replay"),
+        ),
+        minimum=10,
+    ),
+    Alert(
+        "TruespecRefereeBehind",
+        f"{_1H.gauge('replay_lag_seconds', how='max')} > {_THRESHOLD}",
+        "5m",
+        "warning",
+        "The oldest answer of {{ $labels.model_name }} has waited {{ $value | humanizeDuration }} for its replay.",
+        "The logprob check is late: a fault would be noticed that much later.",
+        "Replays waiting and running on the logprob sanity page; how busy the prefill pool is.",
+        "Lower `replay.sample_rate`, or add prefill replicas.",
+        commands=(
+            shell.promql("truespec_replay_lag_seconds{}"),
+            shell.promql("truespec_replay_queue_length{}"),
+            shell.promql("sum by (pool) (truespec_requests_waiting{})"),
+        ),
+        threshold=600,
+    ),
+    Alert(
+        "TruespecKeysStale",
+        f"{_15M.events('key_file_reloads_total', where=_FAILED)} > 0",
+        "0m",
+        "warning",
+        "The changed API key file of {{ $labels.model_name }} is invalid.",
+        "The previous keys stay in effect: a new key does not work yet, and a revoked one still does.",
+        "The replicas' logs, which name the file, the field and the fix.",
+        "Fix the file, or generate another with `truespec keys`; it is reread within a second.",
+        commands=(
+            shell.logged("key"),
+            'kubectl -n "$NAMESPACE" get secret -o name',
+        ),
+    ),
+    Alert(
+        "TruespecNoTraffic",
+        f"{_30M.events('requests_total')} == 0 and {model_sum(f'increase({_REQUESTS_SERIES}[6h] offset 30m)')} > 0",
+        "5m",
+        "info",
+        "No request for {{ $labels.model_name }} has finished for half an hour.",
+        "A model that had traffic has none: no requests are sent, or none get through.",
+        "The path to the service (gateway, proxy, DNS); requests that run and never finish.",
+        "Send a request by hand. If it is answered, traffic has simply stopped.",
+        commands=(
+            'curl -sS -o /dev/null -w "%{http_code}\\n" "$HOST/healthz"',
+            'curl -sS "$HOST/v1/models" | jq -c ".data[].id"',
+            shell.SERVE_STATUS,
+        ),
+    ),
+    Alert(
+        "TruespecMetricsMissing",
+        f"absent_over_time({_BUILD}[6h]) or (count by (job, namespace) (present_over_time({_BUILD}[6h])) "
+        f"unless count by (job, namespace) ({_BUILD}))",
+        "10m",
+        "critical",
+        f"Prometheus has no metrics from truespec{_IN_NAMESPACE}{_OF_JOB}.",
+        "A release that had metrics within the last six hours has none now, or no release has any: the service is down "
+        "or not scraped. Every other alert is blind meanwhile.",
+        "Prometheus' targets page; whether the service answers /healthz; whether the release was removed, or its job "
+        "renamed, on purpose: in that case the alert clears by itself after six hours.",
+        "Fix the scrape configuration (job, relabelling of `ray_truespec_`), or start the service.",
+        commands=(
+            shell.TARGETS,
+            'curl -sS "$HOST/metrics" | grep -c ^truespec_',
+            shell.PODS,
+            'kubectl -n "$NAMESPACE" get podmonitor -l "$PODS" -o name',
+        ),
+    ),
+)

@@ -1,0 +1,88 @@
+"""Recording rules of Prometheus: series that panels, alerts and people share.
+
+Names follow `level:metric:operation`, where the level lists the labels kept besides the release's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dashboards import queries
+from dashboards.queries import Scope
+from dashboards.serving import NOT_OK
+
+KEEP = ("job", "namespace", "model_name")
+_5M, _10M, _15M, _1H = (Scope("", window, KEEP) for window in ("5m", "10m", "15m", "1h"))
+_POOL = Scope("", "5m", (*KEEP, "pool"))
+_NO_ROOM = 'reason=~"capacity|load|queued_tokens|time_to_first_token|deadline"'  # a key over its limits is its owner's
+_UNAVAILABLE = 'code="503"'
+
+ACCEPTANCE = "model:truespec_acceptance:ratio_rate10m"
+ACCEPTANCE_Z = "model:truespec_acceptance:z_increase1h"
+DRAFT_TOKENS = "model:truespec_draft_tokens:increase10m"
+FIRST_TOKEN_P95 = "model_pool:truespec_time_to_first_token_seconds:p95_rate5m"
+FIRST_TOKENS = "model_pool:truespec_time_to_first_token_seconds:increase5m"
+HANDOFFS = "model_result:truespec_handoffs:increase15m"
+HANDOFF_FAILURES = "model:truespec_handoff_failures:ratio_increase15m"
+KV_USAGE = "model_pool:truespec_kv_cache_usage:max"
+REPLAYS = "model_result:truespec_replays:increase15m"
+REPLAY_TOKENS = "model_stratum:truespec_replay_tokens:increase1h"
+REQUESTS = "model_outcome:truespec_requests:increase15m"
+RESPONSES = "model_code:truespec_http_responses:increase15m"
+TME = "model_stratum:truespec_tme:mean_rate1h"
+TURNED_AWAY = "model:truespec_turned_away:increase15m"
+WAITING = "model_pool:truespec_requests_waiting:sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A series that Prometheus precomputes."""
+
+    name: str
+    expr: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a rule file has it."""
+        return {"record": self.name, "expr": self.expr}
+
+
+def model_sum(series: str) -> str:
+    """A recorded series summed by release and model."""
+    return f"sum by ({', '.join(KEEP)}) ({series})"
+
+
+def recorded_share(name: str, where: str) -> str:
+    """The share of recorded events with the given labels, by release and model."""
+    some, all_of_them = model_sum(f"{name}{{{where}}}"), model_sum(name)
+    return f"({some} or 0 * {all_of_them}) / ({all_of_them} > 0)"
+
+
+RECORDINGS = (
+    Recording(ACCEPTANCE, queries.acceptance(_10M)),
+    Recording("model:truespec_expected_acceptance:ratio_rate10m", queries.expected_acceptance(_10M)),
+    Recording("model:truespec_achievable_acceptance:ratio_rate10m", queries.achievable_acceptance(_10M)),
+    Recording("model:truespec_accepted_length:mean_rate10m", queries.accepted_length(_10M)),
+    Recording("model_position:truespec_acceptance:ratio_rate10m", queries.conditional_acceptance_by_position(_10M)),
+    Recording(DRAFT_TOKENS, _10M.increase("draft_tokens_total")),
+    Recording(ACCEPTANCE_Z, queries.acceptance_z(_1H)),
+    Recording("model_check:truespec_selfcheck:z_increase1h", queries.selfcheck_z(_1H)),
+    Recording(TME, queries.tme(_1H)),
+    Recording(REPLAY_TOKENS, _1H.increase("replay_tokens_total", "stratum")),
+    Recording("model:truespec_emitted_tokens:rate5m", _5M.rate("emitted_tokens_total")),
+    Recording("model_outcome:truespec_requests:rate5m", _5M.rate("requests_total", "outcome")),
+    Recording(FIRST_TOKEN_P95, _POOL.quantile(0.95, "time_to_first_token_seconds")),
+    Recording(FIRST_TOKENS, _POOL.increase("time_to_first_token_seconds", where='le="+Inf"')),
+    Recording(WAITING, _POOL.gauge("requests_waiting")),
+    Recording(KV_USAGE, _POOL.gauge("kv_cache_usage_ratio", how="max")),
+    Recording(HANDOFFS, _15M.events("handoffs_total", "result")),
+    Recording(HANDOFF_FAILURES, recorded_share(HANDOFFS, NOT_OK)),
+    Recording(REPLAYS, _15M.events("replays_total", "result")),
+    Recording(REQUESTS, _15M.events("requests_total", "outcome")),
+    Recording(RESPONSES, _15M.events("http_responses_total", "code")),
+    Recording(
+        TURNED_AWAY,
+        model_sum(
+            f"{_15M.events('refusals_total', 'reason', where=_NO_ROOM)} "
+            f"or {_15M.events('http_responses_total', 'code', where=_UNAVAILABLE)}"
+        ),
+    ),
+)

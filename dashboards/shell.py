@@ -1,0 +1,51 @@
+"""The commands of the runbooks, for bash with curl, jq, kubectl and helm.
+
+`SETUP` comes first: it names the release that an alert is about, and defines what the commands use.
+"""
+
+SETUP = r"""
+NAMESPACE=default RELEASE=truespec                  # the alert's labels `namespace` and `job`
+PODS="app.kubernetes.io/instance=$RELEASE"
+NAME=$(kubectl -n "$NAMESPACE" get rayservice -l "$PODS" -o jsonpath='{.items[0].metadata.name}')
+HOST=http://127.0.0.1:8000                          # kubectl port-forward "service/$NAME-serve-svc" 8000
+PROMETHEUS=http://127.0.0.1:9090                    # your Prometheus, likewise
+ADMIN_TOKEN=                                        # the content of admin.token_file
+OF="namespace=\"$NAMESPACE\",job=\"$RELEASE\""      # selects the release's series
+promql() {
+  curl -sS "$PROMETHEUS/api/v1/query" --data-urlencode "query=$1" | jq -c '.data.result[] | [.metric, .value[1]]'
+}
+pods() { kubectl -n "$NAMESPACE" get pods -l "$PODS,ray.io/node-type=$1" -o name; }
+in_head() { kubectl -n "$NAMESPACE" exec "$(pods head | head -n 1)" -c ray-head -- "$@"; }
+logged() {  # the last lines of the replicas' logs that match
+  local last='grep -hE -- "$0" /tmp/ray/session_latest/logs/serve/*.log | tail -n 20'
+  for pod in $(pods worker); do kubectl -n "$NAMESPACE" exec "$pod" -c ray-worker -- bash -c "$last" "$1"; done
+}
+""".strip()
+
+REPLICAS = "curl -sS \"$HOST/status\" | jq -c '.replicas[] | {replica, pool, breaker, mode, reason, kernels_off}'"
+LATEST_REPLAYS = "curl -sS \"$HOST/status\" | jq -c '.latest[]'"
+SPECULATION_OFF = (
+    'curl -sS -X POST -H "authorization: Bearer $ADMIN_TOKEN" -H "content-type: application/json" '
+    '-d \'{"mode": "off"}\' "$HOST/admin/speculation" | jq -c ".[]?"'
+)
+TARGETS = (
+    'curl -sS "$PROMETHEUS/api/v1/targets?state=active" '
+    "| jq -c '.data.activeTargets[] | [.labels.job, .labels.pod, .health, .lastError]'"
+)
+PODS = 'kubectl -n "$NAMESPACE" get pods -l "$PODS" -o wide'
+EVENTS = 'kubectl -n "$NAMESPACE" describe rayservice "$NAME" | tail -n 40'
+HISTORY = 'helm -n "$NAMESPACE" history "$RELEASE"  # then: helm -n "$NAMESPACE" rollback "$RELEASE" REVISION'
+SERVE_STATUS = "in_head serve status"
+RAY_STATUS = "in_head ray status"
+DEAD_ACTORS = "in_head ray list actors --filter state=DEAD --limit 20"
+VERSIONS = 'promql "count by (pool, version, drafter, fingerprint) (truespec_build_info{$OF})"'
+
+
+def promql(expr: str) -> str:
+    """A query about the release; `{}` stands for its selector where the expression has none of its own."""
+    return f'promql "{expr}"'.replace("{}", "{$OF}")
+
+
+def logged(pattern: str) -> str:
+    """The replicas' log lines that match an extended regular expression."""
+    return f"logged '{pattern}'"
