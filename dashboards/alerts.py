@@ -553,7 +553,7 @@ ALERTS = (
         f"and {_15M.events('preemptions_total')} >= {_MINIMUM}",
         "10m",
         "warning",
-        "{{ $value | humanize }} preemptions for each request of {{ $labels.model_name }}.",
+        '{{ $value | printf "%.2f" }} preemptions for each request of {{ $labels.model_name }}.',
         "Sequences lose their keys and values for want of blocks and are computed again: answers are correct, but "
         "stall, and the same tokens are paid for twice.",
         "As for TruespecKvCacheFull.",

@@ -359,7 +359,8 @@ CASES: tuple[Case, ...] = (
     Case(
         "TruespecRequestsTurnedAway",
         "one in five, for want of room and because replicas stop",
-        _results("refusals_total", reason__load=4) | _results("http_responses_total", code__200=24, code__503=2),
+        _results("refusals_total", reason__load=4)
+        | _results("http_responses_total", code__200=24, code__429=4, code__503=2),
         "40m",
         Fires("20% of the requests for tiny are turned away."),
     ),
@@ -451,7 +452,10 @@ CASES: tuple[Case, ...] = (
         "40m",
     ),
     Case(
-        "TruespecPreemptions", "few", {"preemptions_total": "_x30 3x30", "requests_total outcome=stop": "0x60"}, "40m"
+        "TruespecPreemptions",
+        "few",
+        {"preemptions_total": "_x30 3x30", "requests_total outcome=stop": "_x30 5x60"},
+        "40m",
     ),
     Case(
         "TruespecRefereeSilent",
