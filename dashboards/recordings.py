@@ -83,6 +83,7 @@ RECORDINGS = (
         model_sum(
             f"{_15M.events('refusals_total', 'reason', where=_NO_ROOM)} "
             f"or {_15M.events('http_responses_total', 'code', where=_UNAVAILABLE)}"
-        ),
+        )
+        + f" or 0 * {model_sum(RESPONSES)}",
     ),
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ray_head import RayHead, ray_head
+from tests.support.runbook_shell import commands, run
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -101,3 +102,9 @@ def test_batch_does_not_touch_a_cluster_that_serves_already(head: RayHead, model
     assert "Ray Serve runs on this cluster already; give the URL" in done.stdout + done.stderr
     again = head.submit("python", "-c", "from ray import serve; serve.status().proxies or exit(7)")
     assert again.returncode == 0, "what served before still does"
+
+
+@pytest.mark.parametrize("command", commands("in_head"))
+def test_the_runbooks_commands_for_the_head_pod_run(head: RayHead, command: str, tmp_path: Path) -> None:
+    inside = {"RAY_ADDRESS": head.address, "RAY_DASHBOARD_ADDRESS": head.dashboard, "PYTHONWARNINGS": "ignore"}
+    assert run(command, tmp_path, {}, head.environment | inside)

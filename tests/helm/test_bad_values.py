@@ -26,6 +26,11 @@ INCREMENTAL = {
 }
 VLLM = {"vllm": {"enabled": True}}
 
+
+def alert(**alerts: Any) -> dict[str, Any]:
+    return {"monitoring": {"prometheusRule": {"alerts": alerts}}}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     # Names
     ({"fullnameOverride": "a" * 48}, "has 48 characters and KubeRay allows 47; set fullnameOverride to a shorter one"),
@@ -41,6 +46,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"worker": {"podAnnotations": {"a b": "x"}}}, 'Property name of "a b" does not match'),
     ({"nameOverride": "a b", "fullnameOverride": "llm"}, "nameOverride: Does not match pattern"),
     ({"serviceAccount": {"name": "A B"}}, "serviceAccount.name: Does not match pattern"),
+    # Alerts
+    (alert(TmeHigh={"enabled": False}), "prometheusRule.alerts: Additional property TmeHigh is not allowed"),
+    (alert(TruespecSelfCheckAlarm={"threshold": 2}), "TruespecSelfCheckAlarm: Additional property threshold is not"),
+    (alert(TruespecTmeHigh={"threshold": "high"}), "alerts.TruespecTmeHigh.threshold: "),
+    (alert(TruespecTmeHigh={"for": "5 min"}), "alerts.TruespecTmeHigh.for: Does not match pattern"),
+    ({"monitoring": {"prometheusRule": {"alertLabels": {"a-b": "x"}}}}, 'Property name of "a-b" does not match'),
+    ({"monitoring": {"prometheusRule": {"runbookUrl": "docs"}}}, "prometheusRule.runbookUrl: Does not match pattern"),
     # Types and keys
     ({"nothing": 1}, "Additional property nothing is not allowed"),
     ({"worker": {"cpu": 4}}, "worker: Additional property cpu is not allowed"),

@@ -13,6 +13,7 @@ from jsonschema import Draft7Validator
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
+from dashboards.alerts import ALERTS
 from deploy.chart import CHART, CHART_SCHEMA, ROOT, generated, run_helm, schema
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
@@ -604,7 +605,7 @@ def test_relabelling_gives_metrics_the_names_that_dashboards_use(rendered: Any) 
     assert re.fullmatch(drop["regex"], "SessionName") and not re.fullmatch(drop["regex"], "pool")
 
 
-def test_dashboards_and_rules_are_the_generated_ones_byte_for_byte(rendered: Any) -> None:
+def test_dashboards_and_rules_are_the_generated_ones(rendered: Any) -> None:
     folder = ROOT / "dashboards" / "generated"
     maps = of_kind(rendered["cpu-demo"], "ConfigMap")
     files = {name: text for found in maps for name, text in found["data"].items()}
@@ -613,6 +614,46 @@ def test_dashboards_and_rules_are_the_generated_ones_byte_for_byte(rendered: Any
     assert all(found["metadata"]["labels"]["grafana_dashboard"] == "1" for found in maps)
     rule = one(rendered["cpu-demo"], "PrometheusRule")
     assert rule["spec"] == yaml.safe_load((folder / "rules" / "truespec.yaml").read_text())
+
+
+def alerts(**rule: Any) -> dict[str, Any]:
+    """The alerts of a release with these values of its rule, by name."""
+    values = merged(MINIMAL, {"monitoring": {"prometheusRule": {"enabled": True, **rule}}})
+    groups = one(template(values), "PrometheusRule")["spec"]["groups"]
+    return {found["alert"]: found for found in groups[-1]["rules"]}
+
+
+def test_values_change_single_alerts() -> None:
+    found, before = (
+        alerts(
+            alertLabels={"team": "serving", "tier": "1"},
+            runbookUrl="https://docs.example/runbooks",
+            alerts={
+                "TruespecTmeHigh": {"threshold": 1.1, "minimum": "2000", "for": "10m", "labels": {"team": "rl"}},
+                "TruespecKvCacheFull": {"severity": "critical"},
+                "TruespecNoTraffic": {"enabled": False},
+            },
+        ),
+        alerts(),
+    )
+    assert before.keys() - found.keys() == {"TruespecNoTraffic"}
+    high = found["TruespecTmeHigh"]
+    assert high["expr"] == before["TruespecTmeHigh"]["expr"].replace("1.05", "1.1").replace("500", "2000")
+    assert high["for"] == "10m"
+    assert high["labels"] == {"severity": "critical", "team": "rl", "tier": "1"}
+    assert high["annotations"]["runbook_url"] == "https://docs.example/runbooks#truespectmehigh"
+    assert found["TruespecKvCacheFull"]["labels"]["severity"] == "critical"
+    assert found["TruespecKvCacheFull"]["expr"] == before["TruespecKvCacheFull"]["expr"]
+
+
+def test_no_alert_is_left_with_a_gap_and_every_limit_that_it_names_is_in_its_expression() -> None:
+    for name, found in alerts().items():
+        assert "$threshold" not in found["expr"] and "$minimum" not in found["expr"], name
+    for alert in ALERTS:
+        limits = {"$threshold": alert.threshold, "$minimum": alert.minimum}
+        assert {limit for limit in limits if limit in alert.expr} == {
+            limit for limit, value in limits.items() if value is not None
+        }, alert.name
 
 
 def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:

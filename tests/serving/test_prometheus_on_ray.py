@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import json
 import math
 import re
 import threading
@@ -20,6 +21,7 @@ from dashboards.panels import Query
 from dashboards.recordings import RECORDINGS
 from serve_app.telemetry.metric_summary import MetricSummary
 from tests.support.prometheus import Prometheus, program, promtool, running_prometheus
+from tests.support.runbook_shell import commands, run
 from tests.support.services import Service, app_args, deployed, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -33,6 +35,7 @@ QUERIES = [
     for panel in page.panels
     for query in panel.queries
 ]
+TOKEN = "an-admin-token-of-this-test-only"
 DATA_TIMEOUT_S = 300.0  # for the first figures, on a machine that is busy
 
 
@@ -118,6 +121,9 @@ def watched(
 ) -> Iterator[Watched]:
     program("prometheus")
     args = app_args(tiny_folder, "disaggregated") if request.param == "tiny" else demo_args()
+    token = tmp_path_factory.mktemp("admin") / "token"
+    token.write_text(TOKEN)
+    args["admin"] = {"token_file": str(token)}
     model = str(args["model"]["name"])
     with deployed(ray_port, APP, args) as service:
         scrape = scrape_configs(service)
@@ -215,3 +221,21 @@ def test_acceptance_by_promql_is_the_engines_own(watched: Watched) -> None:
         wait_until(length, metrics["mean_accepted_length"])
     delivered = sum(usage["completion_tokens_details"]["accepted_prediction_tokens"] for usage in usages)
     assert 0 < delivered <= metrics["accepted_tokens"] <= delivered + 4 * len(usages)
+
+
+@pytest.mark.parametrize("command", commands("promql", "curl", "logged"))
+def test_the_commands_of_the_runbooks_run(watched: Watched, command: str, tmp_path: Path) -> None:
+    watched.load.stop()  # one of them switches speculation off
+    values = {
+        "NAMESPACE": "",
+        "RELEASE": "app",
+        "HOST": watched.load.service.base_url,
+        "PROMETHEUS": watched.prometheus.url,
+        "ADMIN_TOKEN": TOKEN,
+    }
+    shown = run(command, tmp_path, values)
+    rare = "logged" in command or " > 0" in command or "held_out" in command  # a tiny model has no head
+    if not shown and not rare:
+        wait_for(lambda: bool(run(command, tmp_path, values)), command, DATA_TIMEOUT_S)
+    if " jq " in command or command.startswith("promql"):
+        assert all(json.loads(line) for line in shown.splitlines())

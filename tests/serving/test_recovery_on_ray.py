@@ -158,9 +158,16 @@ def test_a_killed_prefill_is_asked_for_again(routed: Service) -> None:
     expected = routed.completion(**body)["choices"][0]["token_ids"]
     killer = Killer("routed", SIZES, seed=1)
     killer.wait_until_whole()
+
+    def metric(name: str) -> float:
+        return gauge_total(routed.metrics_text(), f"truespec_{name}")
+
+    wait_for(lambda: metric("replicas_running") == metric("replicas_wanted") == 5, "the count of all replicas")
+    restarts = metric("replica_restarts_total")
     killer.kill("PrefillServer")
     answers = [routed.completion(**body)["choices"][0]["token_ids"] for _ in range(5)]
     assert answers == [expected] * 5
+    wait_for(lambda: metric("replica_restarts_total") > restarts, "the count of the restart")
 
 
 def test_twenty_requests_under_fire(routed: Service) -> None:

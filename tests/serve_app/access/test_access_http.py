@@ -432,3 +432,16 @@ def test_the_service_has_a_limit_for_prompts_too(serve_fake: ServeFake) -> None:
         assert (refused["param"], refused["code"]) == (param, "context_length_exceeded")
         assert "may have 6" in refused["message"]
     assert not served.source.requests[1:], "none of a body is begun where one of its prompts is refused"
+
+
+def test_responses_of_the_api_are_counted_by_code_and_nothing_else_is(guarded: Guarded) -> None:
+    def counts() -> tuple[float, ...]:
+        return tuple(guarded.metric("truespec_http_responses_total", code=code) for code in ("200", "400", "401"))
+
+    before = counts()
+    assert guarded.ask("/v1/completions", "user", PROMPT).status_code == 200
+    assert guarded.ask("/v1/completions", "user", {**PROMPT, "max_tokens": -1}).status_code == 400
+    assert guarded.ask("/v1/completions", None, PROMPT).status_code == 401
+    assert guarded.ask("/metrics", None).status_code == guarded.ask("/healthz", None).status_code == 200
+    guarded.served.wait_until_idle()
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 1, 1]

@@ -42,6 +42,23 @@ async def test_an_answer_that_is_right_is_verified_and_counted_by_stratum(court:
     assert court.hear().findings == ()
 
 
+async def test_the_lag_is_the_age_of_the_oldest_answer_that_is_not_replayed(court: Court) -> None:
+    def lag() -> float:
+        court.checker.report_queue()
+        return court.value("truespec_replay_lag_seconds")
+
+    assert lag() == 0
+    court.replayer.open.clear()
+    first = asyncio.create_task(court.checker.check(served(1)))
+    await asyncio.sleep(0.2)
+    second = asyncio.create_task(court.checker.check(served(2)))
+    await asyncio.sleep(0)
+    assert lag() >= 0.2
+    court.replayer.open.set()
+    await asyncio.gather(first, second)
+    assert lag() == 0
+
+
 async def test_a_prompt_whose_logprobs_were_reported_is_replayed_by_itself(court: Court) -> None:
     params = SamplingParams(temperature=0.5, prompt_logprobs=1)
     checked = await court.checker.check(served(params=params, prompt_logprobs=(-1.0, -1.0)))

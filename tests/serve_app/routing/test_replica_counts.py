@@ -1,0 +1,48 @@
+"""How many replicas there are, should be, and were lost: by what Ray Serve reported, look by look."""
+
+from typing import Any
+
+import pytest
+
+from serve_app.routing.replica_counts import PoolState, ReplicaCounts
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+
+
+def pool(wanted: int, running: str, moving: str = "", **changes: Any) -> PoolState:
+    """Replicas are named by single letters."""
+    return PoolState(wanted, frozenset(running), frozenset(moving), **changes)
+
+
+def counted(*looks: PoolState) -> dict[str, float]:
+    """The three metrics of the pool after these looks at it."""
+    sink = PrometheusSink(source="c")
+    counts = ReplicaCounts(lambda name: Metrics([sink], model_name="tiny", pool=name))
+    for look in looks:
+        counts.note({"decode": look})
+    return {
+        sample.name.removeprefix("truespec_replica"): sample.value
+        for sample in sink.samples()
+        if sample.labels["pool"] == "decode"
+    }
+
+
+def test_gauges_are_those_of_the_last_look() -> None:
+    assert counted(pool(2, "ab"), pool(3, "ab")) == {"s_wanted": 3, "s_running": 2, "_restarts_total": 0}
+
+
+@pytest.mark.parametrize(
+    ("looks", "lost"),
+    [
+        ([pool(2, "")], 0),  # it starts
+        ([pool(2, "ab"), pool(2, "b"), pool(2, "bc")], 1),  # one died and was replaced
+        ([pool(2, "ab"), pool(2, "bc")], 1),  # within one look
+        ([pool(2, "ab"), pool(2, ""), pool(2, "cd"), pool(2, "c")], 3),
+        ([pool(2, "ab"), pool(1, "a")], 0),  # scaled down
+        ([pool(2, "ab"), pool(2, "abc", changing=True), pool(2, "cd")], 0),  # deployed
+        ([pool(2, "ab"), pool(2, "ac", changing=True)], 0),
+        ([pool(2, "ab"), pool(2, "ab", moving="a"), pool(2, "bc")], 0),  # its node was drained
+        ([pool(2, "ab"), pool(2, "ab")], 0),
+    ],
+)
+def test_a_replica_that_is_gone_without_a_reason_was_lost(looks: list[PoolState], lost: int) -> None:
+    assert counted(*looks)["_restarts_total"] == lost
