@@ -70,7 +70,7 @@ def schema() -> dict[str, Any]:
         made["definitions"][f"config.{name}"] = _draft_07(sections[name])
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     made["required"] = ["config"]
-    made["allOf"] = [_required({key: value for key, value in defaults.items() if key != "config"})]
+    made["allOf"] = [_required({key: value for key, value in defaults.items() if key != "config"}, made, made)]
     return made
 
 
@@ -102,10 +102,20 @@ def _allow_old_names(config: dict[str, Any], sections: dict[str, Any]) -> None:
         fields[old_name] = as_now | {"description": f"Now `{new}`.", "deprecated": True}
 
 
-def _required(defaults: dict[str, Any]) -> dict[str, Any]:
-    """Required values, since `null` removes a default: all but empty ones, and maps that are one value."""
-    needed = {key: value for key, value in defaults.items() if (value or value is False) and not _is_leaf(value)}
-    parts = {key: _required(value) for key, value in needed.items() if isinstance(value, dict)}
+def _required(defaults: dict[str, Any], section: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """Required values, since `null` removes a default: all but empty ones, and maps that are one value.
+
+    One that came later is optional too, by its `default` in the schema: `helm upgrade --reuse-values` brings the values
+    of the chart that was installed, without it.
+    """
+    known = section if "properties" in section else whole["definitions"][section["$ref"].rsplit("/", 1)[1]]
+    fields = known["properties"]
+    needed = {
+        key: value
+        for key, value in defaults.items()
+        if (value or value is False) and not _is_leaf(value) and "default" not in fields[key]
+    }
+    parts = {key: _required(value, fields[key], whole) for key, value in needed.items() if isinstance(value, dict)}
     return {"required": list(needed), "properties": parts}
 
 

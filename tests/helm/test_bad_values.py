@@ -127,6 +127,57 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"modelCache": {"accessModes": ["ReadWriteOnce"]}},
         "modelCache.accessModes has no ReadWriteMany, but 2 worker pods mount the claim; use ReadWriteMany",
     ),
+    # Numbers as texts, which `--set` makes of fractions: the range holds
+    (
+        {"worker": {"autoscaling": {"targetKvUsage": "1.01"}}},
+        "worker.autoscaling.targetKvUsage: Does not match pattern",
+    ),
+    ({"worker": {"autoscaling": {"targetKvUsage": "0.0"}}}, "worker.autoscaling.targetKvUsage: Does not match pattern"),
+    ({"worker": {"autoscaling": {"targetKvUsage": 1.01}}}, "targetKvUsage: Must be less than or equal to 1"),
+    ({"worker": {"autoscaling": {"targetBacklogSeconds": "0"}}}, "targetBacklogSeconds: Does not match pattern"),
+    ({"worker": {"autoscaling": {"upscaleDelaySeconds": "-1"}}}, "upscaleDelaySeconds: Does not match pattern"),
+    ({"vllm": {"gpuMemoryUtilization": "0.9x"}}, "vllm.gpuMemoryUtilization: Does not match pattern"),
+    (
+        {"config": {"replay": {"sample_rate": "0.5"}}},
+        "config.replay.sample_rate: Invalid type. Expected: number, given",
+    ),
+    # Image
+    (
+        {"image": {"repository": "truespec"}},
+        "image.repository is truespec, which nodes would pull from docker.io/library, where it is not; push the image "
+        "and name it as REGISTRY/truespec, or set image.pullPolicy to Never",
+    ),
+    # Devices and containers
+    ({"worker": {"numOfHosts": 2}}, "pools.decode.numOfHosts is 2, but a replica is one pod"),
+    (
+        {"worker": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
+        "pools.decode.resources.limits has nvidia.com/gpu, of which Ray would not know; set gpus",
+    ),
+    ({"worker": {"resources": {"limits": {"rdma/hca": "one"}}}}, "worker.resources.limits.rdma/hca: Does not match"),
+    ({"worker": {"resources": {"limits": {"rdma hca": 1}}}}, 'Property name of "rdma hca" does not match'),
+    ({"head": {"resources": {"claims": [{"name": "gpu"}]}}}, "head.resources: Additional property claims is not"),
+    (
+        {"worker": {"resources": {"claims": [{"name": "gpu"}]}}},
+        "pools.decode.resources.claims names gpu, which resourceClaims does not have; add it there, or remove it",
+    ),
+    (
+        {"pools": {"prefill": {"gpuResource": ""}}},
+        "pools.prefill.gpus is 1, but gpuResource is empty and resourceClaims too, so the pod has no GPU; set one",
+    ),
+    ({"worker": {"ipcLock": "yes"}}, "worker.ipcLock: Invalid type. Expected: boolean, given: string"),
+    ({"head": {"sidecars": [{"name": "logs"}]}}, "head.sidecars.0: image is required"),
+    (
+        {"head": {"sidecars": [{"name": "autoscaler", "image": "i"}]}},
+        "head has a container named autoscaler, as another of the pod, the chart's or KubeRay's; give it another name",
+    ),
+    (
+        {"worker": {"initContainers": [{"name": "a", "image": "i"}], "sidecars": [{"name": "a", "image": "i"}]}},
+        "pools.decode has a container named a, as another of the pod",
+    ),
+    ({"worker": {"dnsPolicy": "cluster"}}, "worker.dnsPolicy must be one of the following"),
+    ({"worker": {"dnsConfig": {"ndots": 1}}}, "worker.dnsConfig: Additional property ndots is not allowed"),
+    ({"extraObjects": [1]}, "extraObjects.0: Invalid type. Expected: [object,string], given: integer"),
+    ({"extraObjects": ["{{ .Values.nothing.there }}"]}, "nil pointer evaluating interface {}.there"),
     # vLLM
     (merged(VLLM, engine(kind="torch")), "config.engine.kind is torch, but vllm.enabled is set; remove one of them"),
     (merged(VLLM, {"worker": {"gpus": 2}}), "pools.decode.gpus is 2 and vllm.tensorParallelSize 1; make them equal"),
@@ -153,6 +204,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "KubeRay would not use it: set enabled",
     ),
     ({"ray": {"gcsFaultTolerance": {"redisAddress": "r:6379"}}}, "redisAddress: Does not match pattern"),
+    (
+        {"ray": {"gcsFaultTolerance": {"redisUsername": "ray"}}},
+        "redisUsername is set, but enabled is false; KubeRay would not use it: set enabled to true",
+    ),
     ({"ray": {"upgrade": {"strategy": "Rolling"}}}, "ray.upgrade.strategy must be one of the following"),
     (INCREMENTAL, "needs Ray's autoscaler; set autoscaling.enabled of a pool"),
     (merged(AUTOSCALED, INCREMENTAL, {"ray": {"upgrade": {"gatewayClassName": ""}}}), "gatewayClassName is not set"),

@@ -36,7 +36,15 @@ from tests.support.chart import (
 )
 
 KUBERNETES = ("1.29.0", "1.33.0", "1.37.0")
+WITH_CLAIMS_ON_DEVICES = ("1.37.0",)
 CUSTOM = {"RayService", "PodMonitor", "PrometheusRule", "HTTPRoute"}
+SMALL = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"cpu": "10m", "memory": "16Mi"}}
+OWN_CONTEXT = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 EVERYTHING = merged(
     MINIMAL,
     {
@@ -54,18 +62,59 @@ EVERYTHING = merged(
             "podLabels": {"a": "b"},
             "podAnnotations": {"c": "d"},
             "env": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+            "envFrom": [{"secretRef": {"name": "proxy", "optional": True}}],
             "volumes": [{"name": "more", "emptyDir": {}}],
             "volumeMounts": [{"name": "more", "mountPath": "/more"}],
             "livenessProbe": {"tcpSocket": {"port": 8080}},
+            "startupProbe": {"tcpSocket": {"port": 8080}, "failureThreshold": 100},
+            "ipcLock": True,
+            "resources": {"requests": {"cpu": 2}, "limits": {"cpu": None, "rdma/hca": 1, "hugepages-2Mi": "512Mi"}},
+        },
+        "head": {
+            "resources": {"requests": {"ephemeral-storage": "1Gi"}, "limits": {"ephemeral-storage": "20Gi"}},
+            "envFrom": [{"configMapRef": {"name": "proxy"}, "prefix": "A_"}],
+            "initContainers": [{"name": "before", "image": "i:1", "restartPolicy": "Always", "resources": SMALL}],
+            "sidecars": [{"name": "beside", "image": "i:1", "securityContext": OWN_CONTEXT, "resources": SMALL}],
+            "startupProbe": {"exec": {"command": ["ray", "health-check"]}},
+            "dnsPolicy": "None",
+            "dnsConfig": {"nameservers": ["10.0.0.10"], "searches": ["svc"], "options": [{"name": "rotate"}]},
         },
         "ray": {
             "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "123"},
-            "gcsFaultTolerance": {"enabled": True, "redisAddress": "rediss://redis:6380"},
+            "gcsFaultTolerance": {"enabled": True, "redisAddress": "rediss://redis:6380", "redisUsername": "1"},
         },
         "hub": {"token": "not-a-token"},
         "admin": {"enabled": True},
         "test": {"enabled": False},
         "networkPolicy": {"extraEgress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}]},
+        "extraObjects": [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}},
+            'apiVersion: v1\nkind: ConfigMap\nmetadata: {name: {{ include "truespec.fullname" . }}-text}\n',
+        ],
+    },
+)
+
+# GPUs by claims on devices instead of a device plugin's resource.
+CLAIMED = merged(
+    MINIMAL,
+    {
+        "worker": {
+            "gpuResource": "",
+            "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}],
+            "resources": {"claims": [{"name": "gpu"}]},
+        },
+        "extraObjects": [
+            {
+                "apiVersion": "resource.k8s.io/v1",
+                "kind": "ResourceClaimTemplate",
+                "metadata": {"name": "one-gpu"},
+                "spec": {
+                    "spec": {
+                        "devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
+                    }
+                },
+            }
+        ],
     },
 )
 
@@ -101,7 +150,8 @@ def renders() -> dict[str, list[dict[str, Any]]]:
     options = [option for version in MONITORING for option in ("--api-versions", version)]
     made = {name: example(name, *options) for name in EXAMPLE_NAMES}
     awkward = template(AWKWARD, *options, "--namespace", "456", name="789")
-    return made | {"everything": template(EVERYTHING, *options), "minimal": template(MINIMAL), "awkward": awkward}
+    of_values = {"everything": EVERYTHING, "claimed": CLAIMED, "minimal": MINIMAL}
+    return made | {name: template(values, *options) for name, values in of_values.items()} | {"awkward": awkward}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +159,7 @@ def rendered() -> dict[str, list[dict[str, Any]]]:
     return renders()
 
 
-NAMES = [*EXAMPLE_NAMES, "everything", "minimal", "awkward"]
+NAMES = [*EXAMPLE_NAMES, "everything", "claimed", "minimal", "awkward"]
 
 
 def test_generated_files_are_current() -> None:
@@ -122,14 +172,17 @@ def test_lint_and_package(tmp_path: Path) -> None:
         run_helm("lint", "--strict", str(CHART), "-f", str(CHART / "ci" / f"{name}-values.yaml"))
     run_helm("package", str(CHART), "--destination", str(tmp_path))
     (package,) = tmp_path.glob("truespec-*.tgz")
-    listed = run_helm("template", "demo", str(package), "--set", "config.model.source=/models/tiny")
-    from_folder = run_helm("template", "demo", str(CHART), "--set", "config.model.source=/models/tiny")
+    values = ("--set", "config.model.source=/models/tiny,image.repository=registry.example.com/truespec")
+    listed = run_helm("template", "demo", str(package), *values)
+    from_folder = run_helm("template", "demo", str(CHART), *values)
     assert listed == from_folder, "the package holds all that the folder does, dashboards included"
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_core_objects_and_pods_are_valid_kubernetes(rendered: Any, name: str, version: str) -> None:
+    if name == "claimed" and version not in WITH_CLAIMS_ON_DEVICES:
+        return
     objects = rendered[name]
     for found in objects:
         if found["kind"] not in CUSTOM:
@@ -207,7 +260,8 @@ def test_the_schemas_of_custom_resources_find_faults(rendered: Any) -> None:
 def test_the_values_schema_is_draft_07_and_closed() -> None:
     made = schema()
     Draft7Validator.check_schema(made)
-    open_maps = {"global", "livenessProbe", "readinessProbe", "requests", "limits", "podSelector", "namespaceSelector"}
+    open_maps = {"global", "livenessProbe", "readinessProbe", "startupProbe", "requests", "limits"}
+    open_maps |= {"podSelector", "namespaceSelector"}
     free_form = {"ipBlock", "nodeAffinity", "podAffinity", "podAntiAffinity", "items"}  # Kubernetes' own objects
 
     def check(node: Any, name: str) -> None:
@@ -314,6 +368,43 @@ def test_long_numbers_are_written_out() -> None:
         assert all(isinstance(context[key], int) for key in ("runAsUser", "runAsGroup", "fsGroup"))
 
 
+FRACTIONS = {
+    "vllm.gpuMemoryUtilization": "0.85",
+    "worker.autoscaling.targetBacklogSeconds": "1.5",
+    "worker.autoscaling.targetKvUsage": ".65",
+    "worker.autoscaling.targetRunningShare": "1.25",
+    "worker.autoscaling.upscaleDelaySeconds": "0.5",
+    "worker.autoscaling.downscaleDelaySeconds": "90.5",
+    "pools.decode.autoscaling.targetOngoingRequests": "2.50",
+}
+
+
+def test_fractions_by_set_which_makes_texts_of_them_are_numbers_in_the_serve_config() -> None:
+    pairs = FRACTIONS | {"pools.decode.autoscaling.policy": "requests"}
+    values = merged(MINIMAL, {"vllm": {"enabled": True}, "worker": {"autoscaling": {"enabled": True}}})
+    (application,) = serve_config(template(values, "--set", ",".join(f"{k}={v}" for k, v in pairs.items())))[
+        "applications"
+    ]
+    prefill, decode = (deployment["autoscaling_config"] for deployment in application["deployments"][::-1])
+    assert application["args"]["vllm"]["engine_args"]["gpu_memory_utilization"] == 0.85
+    assert (prefill["upscale_delay_s"], prefill["downscale_delay_s"]) == (0.5, 90.5)
+    assert prefill["policy"]["policy_kwargs"]["targets"] == {"backlog_s": 1.5}
+    assert decode["target_ongoing_requests"] == 2.5
+    load = serve_config(template(values, "--set", ",".join(f"{k}={v}" for k, v in FRACTIONS.items())))
+    targets = load["applications"][0]["deployments"][0]["autoscaling_config"]["policy"]["policy_kwargs"]["targets"]
+    assert targets == {"kv_usage": 0.65, "running_share": 1.25}
+
+
+def test_every_number_of_the_chart_that_may_have_a_fraction_is_among_them() -> None:
+    handwritten = yaml.safe_load(CHART_SCHEMA.read_text())
+    worker = handwritten["definitions"]["worker"]["properties"]["autoscaling"]["properties"]
+    vllm = handwritten["properties"]["vllm"]["properties"]
+    shared = {f"#/definitions/{name}" for name in ("share", "above0", "from0")}
+    of_them = {name for fields in (worker, vllm) for name, field in fields.items() if field.get("$ref") in shared}
+    assert of_them == {name.rpartition(".")[2] for name in FRACTIONS}
+    assert not re.search(r"type: number[,}]", CHART_SCHEMA.read_text())
+
+
 @pytest.mark.parametrize(("topology", "pool"), [("disaggregated", "decode"), ("monolith", "monolith")])
 def test_the_stream_router_runs_where_keys_and_token_are_mounted(topology: str, pool: str) -> None:
     values = {
@@ -356,6 +447,8 @@ def test_the_chart_repeats_the_applications_defaults() -> None:
 
 # -- pods ---------------------------------------------------------------------------------------------------------
 
+OURS = {"ray-head", "ray-worker", "fetch-models", "smoke", "config-check"}
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pods_meet_the_restricted_security_standard(rendered: Any, name: str) -> None:
@@ -370,9 +463,14 @@ def test_pods_meet_the_restricted_security_standard(rendered: Any, name: str) ->
         for container in [*spec["containers"], *spec.get("initContainers", ())]:
             context = container["securityContext"]
             assert context["allowPrivilegeEscalation"] is False
-            assert context["readOnlyRootFilesystem"] is True
-            assert context["capabilities"] == {"drop": ["ALL"]}
-            assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
+            locks = name in ("everything", "vllm") and container["name"] == "ray-worker"  # ipcLock
+            assert context["capabilities"] == {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if locks else {})
+            assert context.get("runAsNonRoot", True) is not locks
+            assert (context.get("runAsUser") == 0) is locks
+            if container["name"] in OURS:
+                assert context["readOnlyRootFilesystem"] is True
+                taken_away = {"cpu"} if name == "everything" and container["name"] == "ray-worker" else set()
+                assert container["resources"]["limits"].keys() >= {"cpu", "memory"} - taken_away
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -476,6 +574,66 @@ def test_a_pool_overrides_what_all_workers_have(rendered: Any) -> None:
     decode, prefill = (pod_templates(own)[name]["spec"]["containers"][0] for name in ("decode", "prefill"))
     assert {"name": "A", "value": "1"} in decode["env"] and {"name": "A", "value": "1"} not in prefill["env"]
     assert (decode["resources"]["limits"]["memory"], prefill["resources"]["limits"]["memory"]) == ("99Gi", "32Gi")
+
+
+def ray_container(pod: dict[str, Any]) -> dict[str, Any]:
+    """Ray's: the one that KubeRay completes."""
+    return pod["spec"]["containers"][0]
+
+
+def test_resources_of_the_values_lie_over_those_that_follow_from_the_others(rendered: Any) -> None:
+    resources = ray_container(ray_pods(rendered["everything"])["decode"])["resources"]
+    devices = {"nvidia.com/gpu": "1", "memory": "32Gi"}
+    assert resources["requests"] == {"cpu": "2", **devices}
+    assert resources["limits"] == {"rdma/hca": "1", "hugepages-2Mi": "512Mi", **devices}, "no limit of the CPU"
+    of_one_pool = {
+        "worker": {"resources": {"limits": {"rdma/hca": 1}}},
+        "pools": {"prefill": {"resources": {"limits": {"rdma/hca": 2, "ephemeral-storage": "9Gi"}}}},
+    }
+    pods = ray_pods(template(merged(MINIMAL, of_one_pool)))
+    limits = {name: ray_container(pod)["resources"]["limits"] for name, pod in pods.items()}
+    assert (limits["decode"]["rdma/hca"], limits["prefill"]["rdma/hca"]) == ("1", "2")
+    assert limits["prefill"]["ephemeral-storage"] == "9Gi" and "rdma/hca" not in limits["head"]
+
+
+def test_gpus_of_a_claim_are_known_to_ray_and_asked_of_no_device_plugin(rendered: Any) -> None:
+    (group, *_) = one(rendered["claimed"], "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    resources = ray_container(group["template"])["resources"]
+    assert group["rayStartParams"]["num-gpus"] == "1"
+    assert resources["claims"] == [{"name": "gpu"}]
+    assert resources["limits"].keys() == resources["requests"].keys() == {"cpu", "memory"}
+    assert group["template"]["spec"]["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]
+    assert one(rendered["claimed"], "ResourceClaimTemplate")["metadata"]["name"] == "one-gpu"
+    claims = {name for name, pod in ray_pods(rendered["claimed"]).items() if "resourceClaims" in pod["spec"]}
+    assert claims == {"decode", "prefill"}
+
+
+def test_rays_container_stays_first_and_the_users_containers_run_before_the_charts_own() -> None:
+    own = {"initContainers": [{"name": "a", "image": "i"}], "sidecars": [{"name": "b", "image": "i"}]}
+    values = {"worker": own, "head": own, "modelCache": {"fetch": ["smollm2-135m"]}}
+    for name, pod in ray_pods(template(merged(MINIMAL, values))).items():
+        containers, first = ([c["name"] for c in pod["spec"][key]] for key in ("containers", "initContainers"))
+        assert containers == ["ray-head" if name == "head" else "ray-worker", "b"]
+        assert first == (["a"] if name == "head" else ["a", "fetch-models"])
+
+
+def test_a_container_of_the_values_is_as_it_was_given_but_for_a_missing_security_context(rendered: Any) -> None:
+    spec = ray_pods(rendered["everything"])["head"]["spec"]
+    (before,), (_, beside) = spec["initContainers"], spec["containers"]
+    assert (before["name"], before["image"], before["restartPolicy"]) == ("before", "i:1", "Always")
+    assert before["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert beside == {"name": "beside", "image": "i:1", "securityContext": OWN_CONTEXT, "resources": SMALL}
+
+
+def test_more_objects_are_rendered_with_their_templates(rendered: Any) -> None:
+    names = {found["metadata"]["name"] for found in of_kind(rendered["everything"], "ConfigMap")}
+    assert {"demo-more", "demo-truespec-text"} <= names
+
+
+def test_a_bare_image_name_is_taken_where_nothing_is_pulled() -> None:
+    objects = template(merged(MINIMAL, {"image": {"repository": "truespec", "tag": "1", "pullPolicy": "Never"}}))
+    images = {container["image"] for pod in pod_templates(objects).values() for container in pod["spec"]["containers"]}
+    assert images == {"truespec:1"}
 
 
 # -- secrets, network, monitoring ---------------------------------------------------------------------------------

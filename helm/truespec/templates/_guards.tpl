@@ -4,12 +4,22 @@ would otherwise refuse the object after the install. Each message names the valu
 application's own settings are the application's: the Job of config-check.yaml applies them before anything changes.
 */}}
 {{- define "truespec.guards" -}}
+{{- include "truespec.guardImage" . -}}
 {{- include "truespec.guardNames" . -}}
 {{- include "truespec.guardModel" . -}}
 {{- include "truespec.guardVllm" . -}}
 {{- include "truespec.guardPools" . -}}
+{{- include "truespec.guardPod" (dict "name" "head" "pod" .Values.head) -}}
 {{- include "truespec.guardRay" . -}}
 {{- include "truespec.guardNetwork" . -}}
+{{- end -}}
+
+{{- define "truespec.guardImage" -}}
+{{- with .Values.image -}}
+{{- if and (not (contains "/" .repository)) (ne .pullPolicy "Never") -}}
+{{- fail (printf "image.repository is %s, which nodes would pull from docker.io/library, where it is not; push the image and name it as REGISTRY/%s, or set image.pullPolicy to Never where the nodes have it (kind load docker-image)." .repository .repository) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "truespec.guardNames" -}}
@@ -77,6 +87,13 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- if and (not $.Values.vllm.enabled) (gt (int $pool.gpus) 1) -}}
 {{- fail (printf "pools.%s.gpus is %d, but the torch engine runs on one GPU; set it to 1 and raise replicas." $name (int $pool.gpus)) -}}
 {{- end -}}
+{{- if gt (int (default 1 $pool.numOfHosts)) 1 -}}
+{{- fail (printf "pools.%s.numOfHosts is %d, but a replica is one pod: its processes share one node's memory and files, and Ray Serve places it on one node; set it to 1, and give the pod as many GPUs of one node as the model needs (vllm.tensorParallelSize)." $name (int $pool.numOfHosts)) -}}
+{{- end -}}
+{{- if and (int $pool.gpus) (not $pool.gpuResource) (not $pool.resourceClaims) -}}
+{{- fail (printf "pools.%s.gpus is %d, but gpuResource is empty and resourceClaims too, so the pod has no GPU; set one of them." $name (int $pool.gpus)) -}}
+{{- end -}}
+{{- include "truespec.guardPod" (dict "name" (printf "pools.%s" $name) "pod" $pool) -}}
 {{- if lt (int $pool.terminationGracePeriodSeconds) (add $pool.drainSeconds 30) -}}
 {{- fail (printf "pools.%s.terminationGracePeriodSeconds (%d) must be at least drainSeconds + 30 (%d); raise it." $name (int $pool.terminationGracePeriodSeconds) (add $pool.drainSeconds 30)) -}}
 {{- end -}}
@@ -93,6 +110,31 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- $shared := or (has "ReadWriteMany" .accessModes) (has "ReadOnlyMany" .accessModes) -}}
 {{- if and .enabled (not .existingClaim) (not $shared) (gt (int $pods) 1) -}}
 {{- fail (printf "modelCache.accessModes has no ReadWriteMany, but %d worker pods mount the claim; use ReadWriteMany, an existingClaim, or modelCache.enabled=false." (int $pods)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What is wrong with any pod's settings: dict "name" of the values "pod" the settings */}}
+{{- define "truespec.guardPod" -}}
+{{- $name := .name -}}
+{{- $given := default dict .pod.resources -}}
+{{- $taken := list "ray-head" "ray-worker" "fetch-models" "wait-gcs-ready" "autoscaler" -}}
+{{- range concat (default list .pod.initContainers) (default list .pod.sidecars) -}}
+{{- if has .name $taken -}}
+{{- fail (printf "%s has a container named %s, as another of the pod, the chart's or KubeRay's; give it another name in initContainers or sidecars." $name .name) -}}
+{{- end -}}
+{{- $taken = append $taken .name -}}
+{{- end -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- if and $.pod.gpuResource (hasKey (default dict (get $given $kind)) $.pod.gpuResource) -}}
+{{- fail (printf "%s.resources.%s has %s, of which Ray would not know; set gpus." $name $kind $.pod.gpuResource) -}}
+{{- end -}}
+{{- end -}}
+{{- $claims := list -}}
+{{- range default list .pod.resourceClaims }}{{ $claims = append $claims .name }}{{ end -}}
+{{- range default list $given.claims -}}
+{{- if not (has .name $claims) -}}
+{{- fail (printf "%s.resources.claims names %s, which resourceClaims does not have; add it there, or remove it." $name .name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -145,6 +187,9 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- end -}}
 {{- if and (not .enabled) .redisAddress -}}
 {{- fail "ray.gcsFaultTolerance.redisAddress is set, but enabled is false; KubeRay would not use it: set enabled to true." -}}
+{{- end -}}
+{{- if and (not .enabled) .redisUsername -}}
+{{- fail "ray.gcsFaultTolerance.redisUsername is set, but enabled is false; KubeRay would not use it: set enabled to true." -}}
 {{- end -}}
 {{- end -}}
 {{- with .upgrade -}}

@@ -86,3 +86,8 @@ annotations:
 {{- if .root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" .kind) }}true{{ end -}}
 {{- else if .enabled -}}true{{ end -}}
 {{- end -}}
+
+{{/* A number that may have come as a text, by `--set`. */}}
+{{- define "truespec.number" -}}
+{{- float64 . | toJson -}}
+{{- end -}}

@@ -7,7 +7,6 @@ KubeRay adds what starts Ray, its probes and, on workers, a container that waits
 {{- $pod := .pod -}}
 {{- $values := $root.Values -}}
 {{- $isHead := eq .component "head" -}}
-{{- $gpus := int (default 0 $pod.gpus) -}}
 metadata:
   labels:
     {{- /* No versions: a changed label would start a second cluster. */}}
@@ -32,10 +31,21 @@ spec:
   securityContext:
     {{- include "truespec.podSecurityContext" $root | nindent 4 }}
   {{- with include "truespec.placement" $pod }}{{ . | nindent 2 }}{{ end }}
+  {{- range $key := list "dnsPolicy" "dnsConfig" "resourceClaims" }}
+  {{- with get $pod $key }}
+  {{- dict $key . | toYaml | nindent 2 }}
+  {{- end }}
+  {{- end }}
   {{- if not $isHead }}
   terminationGracePeriodSeconds: {{ int $pod.terminationGracePeriodSeconds }}
-  {{- with $values.modelCache.fetch }}
+  {{- end }}
+  {{- $fetched := ternary list $values.modelCache.fetch $isHead }}
+  {{- if or $pod.initContainers $fetched }}
   initContainers:
+    {{- with $pod.initContainers }}
+    {{- include "truespec.containers" . | nindent 4 }}
+    {{- end }}
+    {{- with $fetched }}
     - name: fetch-models
       image: {{ include "truespec.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
@@ -51,14 +61,15 @@ spec:
         limits: {cpu: "1", memory: 2Gi}
       volumeMounts:
         {{- include "truespec.modelMounts" $root | nindent 8 }}
-  {{- end }}
+    {{- end }}
   {{- end }}
   containers:
+    # The first is KubeRay's to complete.
     - name: ray-{{ ternary "head" "worker" $isHead }}
       image: {{ include "truespec.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext:
-        {{- include "truespec.containerSecurityContext" $pod.readOnlyRootFilesystem | nindent 8 }}
+        {{- include "truespec.raySecurityContext" $pod | nindent 8 }}
       ports:
         {{- if $isHead }}
         - {name: gcs-server, containerPort: 6379}
@@ -75,15 +86,12 @@ spec:
         {{- with $pod.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with $pod.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       resources:
-        {{- range $kind := list "requests" "limits" }}
-        {{ $kind }}:
-          cpu: {{ int $pod.cpus | quote }}
-          memory: {{ $pod.memory }}
-          {{- if $gpus }}
-          {{ $pod.gpuResource }}: {{ $gpus | quote }}
-          {{- end }}
-        {{- end }}
+        {{- include "truespec.resources" $pod | nindent 8 }}
       {{- if not $isHead }}
       lifecycle:
         preStop:
@@ -97,7 +105,7 @@ spec:
                 --deadline-remaining-seconds "$0"; sleep "$0"
               - {{ int $pod.drainSeconds | quote }}
       {{- end }}
-      {{- range $key := list "livenessProbe" "readinessProbe" }}
+      {{- range $key := list "livenessProbe" "readinessProbe" "startupProbe" }}
       {{- with get $pod $key }}
       {{ $key }}:
         {{- toYaml . | nindent 8 }}
@@ -122,6 +130,9 @@ spec:
         {{- with $pod.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with $pod.sidecars }}
+    {{- include "truespec.containers" . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: tmp
       emptyDir:
@@ -215,6 +226,50 @@ capabilities:
   drop: [ALL]
 seccompProfile:
   type: RuntimeDefault
+{{- end -}}
+
+{{/* Of Ray's container; the argument is the pod's settings. */}}
+{{- define "truespec.raySecurityContext" -}}
+{{- if .ipcLock -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: {{ .readOnlyRootFilesystem }}
+# Other users' processes would not have the capability.
+runAsNonRoot: false
+runAsUser: 0
+capabilities:
+  drop: [ALL]
+  add: [IPC_LOCK]
+seccompProfile:
+  type: RuntimeDefault
+{{- else -}}
+{{- include "truespec.containerSecurityContext" .readOnlyRootFilesystem -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Containers of the values: one without a securityContext gets that of the level "restricted". */}}
+{{- define "truespec.containers" -}}
+{{- $made := list -}}
+{{- $restricted := include "truespec.containerSecurityContext" false | fromYaml -}}
+{{- range . }}{{ $made = append $made (merge (dict) . (dict "securityContext" (default $restricted .securityContext))) }}{{ end -}}
+{{- toYaml $made -}}
+{{- end -}}
+
+{{/* What Ray's container asks for; the argument is the pod's settings. */}}
+{{- define "truespec.resources" -}}
+{{- $gpus := int (default 0 .gpus) -}}
+{{- $given := default dict .resources -}}
+{{- $made := list -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- $amounts := dict "cpu" (int $.cpus | toString) "memory" $.memory -}}
+{{- if and $gpus $.gpuResource }}{{ $_ := set $amounts $.gpuResource (toString $gpus) }}{{ end -}}
+{{- range $name, $amount := default dict (get $given $kind) -}}
+{{- if kindIs "invalid" $amount }}{{ $_ := unset $amounts $name }}
+{{- else }}{{ $_ := set $amounts $name (ternary $amount (toJson $amount) (kindIs "string" $amount)) }}{{ end -}}
+{{- end -}}
+{{- $made = append $made (dict $kind $amounts | toYaml) -}}
+{{- end -}}
+{{- with $given.claims }}{{ $made = append $made (dict "claims" . | toYaml) }}{{ end -}}
+{{- join "\n" $made -}}
 {{- end -}}
 
 {{- define "truespec.pullSecrets" -}}

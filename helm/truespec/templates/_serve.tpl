@@ -33,22 +33,22 @@ applications:
         autoscaling_config:
           min_replicas: {{ $pool.autoscaling.minReplicas }}
           max_replicas: {{ $pool.autoscaling.maxReplicas }}
-          upscale_delay_s: {{ $pool.autoscaling.upscaleDelaySeconds }}
-          downscale_delay_s: {{ $pool.autoscaling.downscaleDelaySeconds }}
+          upscale_delay_s: {{ include "truespec.number" $pool.autoscaling.upscaleDelaySeconds }}
+          downscale_delay_s: {{ include "truespec.number" $pool.autoscaling.downscaleDelaySeconds }}
           look_back_period_s: 10
           metrics_interval_s: 1
           {{- if eq $pool.autoscaling.policy "requests" }}
-          target_ongoing_requests: {{ $pool.autoscaling.targetOngoingRequests }}
+          target_ongoing_requests: {{ include "truespec.number" $pool.autoscaling.targetOngoingRequests }}
           {{- else }}
           policy:
             policy_function: serve_app.routing.autoscaling:LoadPolicy
             policy_kwargs:
               targets:
                 {{- if eq $name "prefill" }}
-                backlog_s: {{ $pool.autoscaling.targetBacklogSeconds }}
+                backlog_s: {{ include "truespec.number" $pool.autoscaling.targetBacklogSeconds }}
                 {{- else }}
-                kv_usage: {{ $pool.autoscaling.targetKvUsage }}
-                running_share: {{ $pool.autoscaling.targetRunningShare }}
+                kv_usage: {{ include "truespec.number" $pool.autoscaling.targetKvUsage }}
+                running_share: {{ include "truespec.number" $pool.autoscaling.targetRunningShare }}
                 {{- end }}
           {{- end }}
         {{- else }}
@@ -76,7 +76,7 @@ applications:
 {{- if .enabled }}
 {{- $_ := set $args "engine" (merge (dict "kind" "vllm") (default dict $.Values.config.engine)) -}}
 {{- $section := default dict $.Values.config.vllm -}}
-{{- $own := dict "tensor_parallel_size" .tensorParallelSize "gpu_memory_utilization" .gpuMemoryUtilization -}}
+{{- $own := dict "tensor_parallel_size" .tensorParallelSize "gpu_memory_utilization" (float64 .gpuMemoryUtilization) -}}
 {{- $_ := set $args "vllm" (merge (dict "engine_args" (merge $own (default dict $section.engine_args))) $section) -}}
 {{- end -}}
 {{- end -}}
