@@ -1,6 +1,7 @@
 """Helm itself upgrades and rolls the chart back, against a stand-in for the API server."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 import yaml
 
 from deploy.chart import CHART, ChartError, run_helm
-from tests.support.chart import MINIMAL, merged, run_config_check
+from tests.support.chart import EXAMPLE_NAMES, MINIMAL, example, merged, run_config_check, template
 from tests.support.fake_api_server import FakeApiServer, running_api_server
 
+FIRST_VALUES = Path(__file__).parent / "values_of_the_first_chart.yaml"
 CLAIM = "demo-truespec-models"
 BRIEF = merged(MINIMAL, {"monitoring": {"dashboards": {"enabled": False}}})  # which are long
 BASE = merged(BRIEF, {"configCheck": {"enabled": False}})
@@ -28,9 +30,15 @@ class Cluster:
     api: FakeApiServer
     helm: Callable[..., str]
 
-    def upgrade(self, values: dict[str, Any], *options: str) -> None:
+    def upgrade(self, values: dict[str, Any], *options: str, chart: Path = CHART) -> None:
         options = ("--install", "--disable-openapi-validation", "-f", "-", *options)
-        self.helm("upgrade", "demo", str(CHART), *options, stdin=json.dumps(values))
+        self.helm("upgrade", "demo", str(chart), *options, stdin=json.dumps(values))
+
+    def service(self) -> dict[str, Any]:
+        """What the RayService asks for."""
+        service = self.api.named("rayservices", "demo-truespec")
+        assert service is not None
+        return service["spec"]
 
     def claims_in_manifest(self) -> list[dict[str, Any]]:
         objects = yaml.safe_load_all(self.helm("get", "manifest", "demo"))
@@ -38,9 +46,7 @@ class Cluster:
 
     def mounted_claim(self) -> str | None:
         """The claim of the decode pods; None where they have none."""
-        service = self.api.named("rayservices", "demo-truespec")
-        assert service is not None
-        volumes = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["volumes"]
+        volumes = self.service()["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["volumes"]
         models = next(volume for volume in volumes if volume["name"] == "models")
         return models.get("persistentVolumeClaim", {}).get("claimName")
 
@@ -140,9 +146,40 @@ def test_a_bad_configuration_fails_before_anything_of_the_service_changes(cluste
     assert "engine.kv_cache_tokens: must be a multiple of block_size (24)" in ran[-1].stderr
 
     cluster.upgrade(BRIEF)
-    service = cluster.api.named("rayservices", "demo-truespec")
-    assert service is not None and ran[-1].returncode == 0
+    service = cluster.service()
+    assert ran[-1].returncode == 0
     assert cluster.api.named("jobs", "demo-truespec-config-check") is None
     with pytest.raises(ChartError, match=r"pre-upgrade hooks failed: [^$]*job demo-truespec-config-check failed"):
         cluster.upgrade(bad)
-    assert cluster.api.named("rayservices", "demo-truespec") == service
+    assert cluster.service() == service
+
+
+@pytest.fixture
+def first_chart(tmp_path: Path) -> Path:
+    """The chart with the values that the first one had: what `--reuse-values` makes of it."""
+    chart = Path(shutil.copytree(CHART, tmp_path / "truespec"))
+    shutil.copy(FIRST_VALUES, chart / "values.yaml")
+    return chart
+
+
+@pytest.mark.parametrize("options", [(), ("--reuse-values",), ("--reset-then-reuse-values",)], ids=str)
+def test_an_upgrade_from_the_first_chart_starts_no_second_cluster_and_goes_back(
+    cluster: Cluster, first_chart: Path, options: tuple[str, ...]
+) -> None:
+    cluster.upgrade(BASE, chart=first_chart)
+    before = cluster.service()
+    cluster.upgrade({} if options else BASE, *options)
+    assert cluster.service() == before
+    locking = merged({} if options else BASE, {"worker": {"ipcLock": True, "resources": {"limits": {"rdma/hca": 1}}}})
+    cluster.upgrade(locking, *options)
+    (container,) = cluster.service()["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["rdma/hca"] == "1", "what is new can be set at once"
+    cluster.helm("rollback", "demo", "1")
+    assert cluster.service() == before
+
+
+def test_whatever_the_first_chart_lacked_is_as_it_is_by_default(first_chart: Path) -> None:
+    brief = ("--set", "monitoring.dashboards.enabled=false")
+    assert template(MINIMAL, *brief, chart=first_chart) == template(MINIMAL, *brief)
+    for name in EXAMPLE_NAMES:
+        assert example(name, *brief, chart=first_chart) == example(name, *brief)

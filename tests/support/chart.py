@@ -20,20 +20,20 @@ MINIMAL = {
 }
 
 
-def template(values: dict[str, Any] | Path, *options: str, name: str = "demo") -> list[Object]:
+def template(values: dict[str, Any] | Path, *options: str, name: str = "demo", chart: Path = CHART) -> list[Object]:
     """The objects that helm renders.
 
     Raises:
         ChartError: helm refused the values.
     """
     file, text = ("-", json.dumps(values)) if isinstance(values, dict) else (str(values), None)
-    made = run_helm("template", name, str(CHART), "--namespace", "demo", "-f", file, *options, stdin=text)
+    made = run_helm("template", name, str(chart), "--namespace", "demo", "-f", file, *options, stdin=text)
     return [found for found in yaml.safe_load_all(made) if found]
 
 
-def example(name: str, *options: str) -> list[Object]:
+def example(name: str, *options: str, chart: Path = CHART) -> list[Object]:
     """The objects of a committed example."""
-    return template(EXAMPLES / f"{name}-values.yaml", *options)
+    return template(EXAMPLES / f"{name}-values.yaml", *options, chart=chart)
 
 
 def of_kind(objects: list[Object], kind: str) -> list[Object]:
