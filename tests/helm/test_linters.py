@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,23 @@ def installed_packages() -> dict[str, set[str]]:
 def test_an_image_can_compile_the_kernels_it_runs(image: str) -> None:
     # kernels.py compiles C++ in both, Triton C against the headers of the C library, which gcc alone does not bring.
     assert installed_packages()[image] >= {"g++", "libc6-dev"}
+
+
+def test_the_images_install_what_the_project_names_and_only_the_gpus_has_nixl(tmp_path: Path) -> None:
+    (program,) = re.findall(r"^RUN python -c '([^']+)'", (DOCKER / "Dockerfile").read_text(), re.M)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace("\\\n", "")], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert done.stdout.splitlines() == [*project["dependencies"], *extras["tracing"]], done.stderr
+    assert (tmp_path / "requirements-gpu.txt").read_text().splitlines() == extras["nixl"]
+    installs = [line for line in (DOCKER / "Dockerfile").read_text().splitlines() if "-r requirements.txt" in line]
+    assert ["-r requirements-gpu.txt" in line for line in installs] == [
+        "TORCH_INDEX_URL}" in line and "CPU" not in line for line in installs
+    ]
+    assert len(installs) == 2
 
 
 @pytest.mark.slow

@@ -251,8 +251,8 @@ def test_custom_resources_fit_their_definitions(rendered: Any, record_property: 
 
 def test_the_schemas_of_custom_resources_find_faults(rendered: Any) -> None:
     for schemas in (crds.our_schemas(), crds.real_schemas()):
-        for kind in schemas.keys() & {"RayService", "PodMonitor"}:
-            found = json.loads(json.dumps(one(rendered["cpu-demo"], kind)))
+        for kind in schemas.keys() & CUSTOM:
+            found = json.loads(json.dumps(one(rendered["disaggregated"], kind)))
             found["spec"]["selektor"] = {}
             assert crds.errors(schemas[kind], found), f"{kind} has an unknown field"
 
@@ -835,7 +835,11 @@ def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
         assert ("The API wants a key of the file in the secret truespec-keys." in text) is keyed
         assert ("\n  curl -H 'authorization: Bearer KEY' http" in text) is keyed
         assert ("\n  curl http" in text) is not keyed
-    assert "test demo" not in shown(EVERYTHING), "an incremental upgrade has no service for the test"
+        assert ("runs as root with IPC_LOCK" in text) is (name == "vllm")
+        assert "admin token" not in text, "it is nobody's secret but the user's"
+    everything = shown(EVERYTHING)
+    assert "test demo" not in everything, "an incremental upgrade has no service for the test"
+    assert "The admin token is in the secret demo-truespec-admin." in everything
     wildcard = {"ingress": {"enabled": True, "hosts": [{"host": "*.example.com"}]}, "networkPolicy": {"enabled": False}}
     assert "curl http://NAME.example.com/v1/models" in shown(merged(MINIMAL, wildcard))
 
