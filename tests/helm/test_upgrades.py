@@ -74,6 +74,14 @@ def test_a_rollback_finds_the_claim_that_a_later_revision_did_not_use(cluster: C
     assert cluster.mounted_claim() != CLAIM
 
 
+def test_a_ray_service_that_was_deleted_is_made_again_by_an_upgrade(cluster: Cluster) -> None:
+    cluster.upgrade(BASE)  # KubeRay gave up on it: InitializingTimeout
+    before = cluster.service()
+    cluster.api.objects = {path: found for path, found in cluster.api.objects.items() if "/rayservices/" not in path}
+    cluster.upgrade({"ray": {"initializingTimeoutSeconds": 7200}}, "--reuse-values")
+    assert cluster.service() == before
+
+
 def test_an_atomic_upgrade_that_fails_goes_back_to_the_claim(cluster: Cluster) -> None:
     cluster.upgrade(WITH_CLAIM)
     cluster.api.refusals = 1
