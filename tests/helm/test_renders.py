@@ -467,8 +467,8 @@ def test_pods_meet_the_restricted_security_standard(rendered: Any, name: str) ->
             assert context["capabilities"] == {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if locks else {})
             assert context.get("runAsNonRoot", True) is not locks
             assert (context.get("runAsUser") == 0) is locks
+            assert context["readOnlyRootFilesystem"] is True
             if container["name"] in OURS:
-                assert context["readOnlyRootFilesystem"] is True
                 taken_away = {"cpu"} if name == "everything" and container["name"] == "ray-worker" else set()
                 assert container["resources"]["limits"].keys() >= {"cpu", "memory"} - taken_away
 

@@ -43,7 +43,7 @@ spec:
   {{- if or $pod.initContainers $fetched }}
   initContainers:
     {{- with $pod.initContainers }}
-    {{- include "truespec.containers" . | nindent 4 }}
+    {{- include "truespec.containers" (dict "containers" . "pod" $pod) | nindent 4 }}
     {{- end }}
     {{- with $fetched }}
     - name: fetch-models
@@ -131,7 +131,7 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
     {{- with $pod.sidecars }}
-    {{- include "truespec.containers" . | nindent 4 }}
+    {{- include "truespec.containers" (dict "containers" . "pod" $pod) | nindent 4 }}
     {{- end }}
   volumes:
     - name: tmp
@@ -246,11 +246,11 @@ seccompProfile:
 {{- end -}}
 {{- end -}}
 
-{{/* Containers of the values: one without a securityContext gets that of the level "restricted". */}}
+{{/* Containers of the values: one without a securityContext gets the chart's own. dict "containers" "pod" its settings */}}
 {{- define "truespec.containers" -}}
 {{- $made := list -}}
-{{- $restricted := include "truespec.containerSecurityContext" false | fromYaml -}}
-{{- range . }}{{ $made = append $made (merge (dict) . (dict "securityContext" (default $restricted .securityContext))) }}{{ end -}}
+{{- $restricted := include "truespec.containerSecurityContext" .pod.readOnlyRootFilesystem | fromYaml -}}
+{{- range .containers }}{{ $made = append $made (merge (dict) . (dict "securityContext" (default $restricted .securityContext))) }}{{ end -}}
 {{- toYaml $made -}}
 {{- end -}}
 
