@@ -30,7 +30,6 @@ RELEASE = "demo"  # of the renders
 
 # What a render omits: it has its own test, and would make a render change with every dashboard.
 _RENDER_OPTIONS = ["--set", "monitoring.dashboards.enabled=false,monitoring.prometheusRule.enabled=false"]
-_NUMBER = r"^[0-9]+(\.[0-9]+)?$"
 _API_VERSIONS = ["--api-versions", "monitoring.coreos.com/v1/PodMonitor"]
 
 _README = """\
@@ -76,7 +75,7 @@ def schema() -> dict[str, Any]:
 
 def _alert(alert: Alert) -> dict[str, Any]:
     """What the values may change of an alert: a threshold and a minimum only where it has them."""
-    number = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": _NUMBER}]}  # `--set` makes 0.5 a text
+    number = {"$ref": "#/definitions/from0"}
     return _object(
         {
             "enabled": {"type": "boolean"},
