@@ -8,13 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
@@ -35,6 +35,7 @@ Progress = Callable[[str], None]
 
 _LOOK_EVERY_S = 0.2
 _DELETING_S = 60.0
+_ENDING_S = 30.0  # as long as `serve.shutdown` waits
 _REACH_S = 5.0  # for a connection to a cluster; Ray itself tries for minutes
 _STATUS_TIMEOUT_S = 30.0
 _HEAD = "node:__internal_head__"  # a resource that only the head has
@@ -165,7 +166,7 @@ def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Pr
     if address is not None and not joined:
         _require_port_on_cluster(file)
     stop = (
-        serve.shutdown  # the cluster is left as it was found
+        _shut_serve_down  # the cluster is left as it was found
         if address is not None and not joined
         else lambda: serve.delete(name, _blocking=False)
     )
@@ -176,13 +177,25 @@ def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Pr
         progress("stopping; requests that run may finish")
         _drain(name, config.limits.request_timeout_s)
         if address is not None and not joined:
-            serve.shutdown()
+            _shut_serve_down()
     except BaseException:
         progress("stopping")
         if address is not None:  # a cluster that was started here ends with all that is on it
             with _uninterrupted():
                 stop()
         raise
+
+
+def _shut_serve_down() -> None:
+    """End Serve, and wait until it has ended.
+
+    The call that waits ends with the controller, which is killed at last. `serve.shutdown` alone lets Ray retry that
+    call for ever, and Ray reports this in the log of a job that went well.
+    """
+    controller = _get_global_client()._controller
+    with suppress(RayActorError, GetTimeoutError):
+        ray.get(controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=_ENDING_S)
+    serve.shutdown()  # forgets what has ended
 
 
 def _wait_while_deleting(name: str, progress: Progress) -> None:
@@ -248,7 +261,10 @@ def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
         if isinstance(error, TruespecError):
             raise
         raise ConfigError(f"The application did not start: {_last_line(error)}") from error
-    for why in _kernels_off(application.name):
+    # In a process of its own that ends: a handle asks Serve's controller for news as long as its process runs, and at
+    # the shutdown Ray would report that this call, too, is retried for ever.
+    ask = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_kernels_off)
+    for why in ray.get(ask.remote(application.name), timeout=_STATUS_TIMEOUT_S):
         progress(f"warning: replicas compute without their kernels, which is slow: {why}")
 
 

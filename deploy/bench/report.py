@@ -21,9 +21,6 @@ the machine.
 """
 
 
-_FILE_WIDTH = 150  # columns
-
-
 @dataclass(frozen=True, slots=True)
 class Grid:
     """A table of texts."""
@@ -64,9 +61,8 @@ def write_markdown(found: BenchResult, path: Path, section: str, plots: Sequence
 
 
 def print_report(found: BenchResult, console: Console) -> None:
-    """Print all tables and where they come from; where nobody looks (a pipe, a file), no line is broken."""
-    wide = console if console.is_terminal else Console(file=console.file, width=_FILE_WIDTH, highlight=False)
-    wide.print(render(found))
+    """Print all tables and where they come from."""
+    console.print(render(found))
 
 
 def _markdown(found: BenchResult, section: str, path: Path, plots: Sequence[Path]) -> str:

@@ -92,20 +92,21 @@ def audit_server(
 @click.option(
     "--page",
     type=a_file,
-    help="Put the table into this page; the default is docs/detection.md, and with --outside docs/runs/audits.md.",
+    help="Put the table into this page; in a checkout the default is docs/detection.md, and with --outside "
+    "docs/runs/audits.md.",
 )
 def audit_faults(outside: bool, only: tuple[str, ...], json_file: Path | None, page: Path | None) -> None:
     """Put every known fault into an engine, and report who finds it, and after how long."""
     check_writable(json_file, "--json")
     if outside:
-        _faults_from_outside(page or _AUDIT, only, json_file)
+        _faults_from_outside(page or _in_a_checkout(_AUDIT), only, json_file)
         return
     from deploy.audit.mutants import MUTANTS
     from deploy.audit.report import detection_table, write_detection
     from deploy.audit.run import audit_mutants
 
     names = beginning_with(only, list(MUTANTS), "fault")
-    page = page or (_DETECTION if not only else None)  # the page has all of them
+    page = page or (_in_a_checkout(_DETECTION) if not only else None)  # the page has all of them
     check_writable(page, "--page")
     findings = audit_mutants(names, report=progress_printer())
     out.print(detection_table(findings))
@@ -117,7 +118,11 @@ def audit_faults(outside: bool, only: tuple[str, ...], json_file: Path | None, p
         raise Failure("\n".join(missed))
 
 
-def _faults_from_outside(page: Path, only: tuple[str, ...], json_file: Path | None) -> None:
+def _in_a_checkout(page: Path) -> Path | None:
+    return page if page.is_file() else None
+
+
+def _faults_from_outside(page: Path | None, only: tuple[str, ...], json_file: Path | None) -> None:
     from deploy.audit.blackbox.command import audit_faults, servable
 
     names = servable(only)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import Failure, a_file, concurrency_option, err, key_option, say
+from deploy.cli.console import Failure, a_config, a_file, concurrency_option, err, key_option, say
 from deploy.cli.serving import served
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
 
@@ -21,7 +21,7 @@ from deploy.options import FiniteRange, api_key, check_writable, server_url, wri
 @click.option(
     "--config",
     "file",
-    type=click.Path(path_type=Path),
+    type=a_config,
     help="Start an engine for this batch: the application of this configuration.",
 )
 @click.option("--address", help="With --model or --config: run on this Ray cluster, not on one started here.")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from deploy.cli.console import Failure, a_file, out, say
+from deploy.cli.console import Failure, a_config, a_file, out, say
 from deploy.options import check_writable
 from serve_app.config.files import load_config
 
@@ -15,7 +15,7 @@ def config() -> None:
 
 
 @config.command("check")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=a_config)
 @click.option("--file-only", is_flag=True, help="Check only the file, not whether this machine can serve it.")
 @click.option("--address", help="Check whether this Ray cluster can serve it (auto, or host:port), not this machine.")
 def config_check(file: Path, file_only: bool, address: str | None) -> None:
@@ -44,9 +44,12 @@ def config_check(file: Path, file_only: bool, address: str | None) -> None:
 
 
 @config.command("show")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=a_config)
 def config_show(file: Path) -> None:
-    """Print a configuration with every default filled in, as a configuration that can be served."""
+    """Print a configuration with every default filled in, as a configuration that can be served.
+
+    FILE may be the name of one that comes with truespec: demo, monolith, resilient or vllm.
+    """
     from deploy.reference import effective_config
 
     out.print(effective_config(load_config(file)), end="", markup=False, soft_wrap=True)

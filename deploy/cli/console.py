@@ -1,12 +1,13 @@
 """What all commands share: the two consoles, progress, and how errors and interrupts end a command."""
 
+import os
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.console import Console
@@ -16,12 +17,33 @@ from speculative.errors import TruespecError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-err = Console(stderr=True, highlight=False, emoji=False)
-out = Console(highlight=False, emoji=False)
+_UNBROKEN = 100_000  # columns
+
+
+def console(stream: TextIO, *, stderr: bool = False) -> Console:
+    """Breaks lines at the width of a terminal; in a log, a pipe or a file, where rich would take 80 columns, every line
+    and every row of a table stays whole."""
+    return Console(stderr=stderr, highlight=False, emoji=False, width=None if stream.isatty() else _UNBROKEN)
+
+
+err = console(sys.stderr, stderr=True)
+out = console(sys.stdout)
 
 _INTERRUPTED = 128 + signal.SIGINT  # what shells expect of a command that ^C ended
 
+
+class _ConfigPath(click.Path):
+    """A file, or the name of a configuration that comes with truespec: a file of that name goes first."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The file, as click reads it, or ours."""
+        shipped = CONFIGS / f"{value}.yaml"
+        is_name = not os.path.dirname(value) and not os.path.exists(value) and shipped.is_file()
+        return super().convert(shipped if is_name else value, param, ctx)
+
+
 a_file = click.Path(path_type=Path, dir_okay=False)
+a_config = _ConfigPath(path_type=Path)
 key_option = click.option(
     "--api-key-file", type=a_file, help="Read the server's API key from this file instead of TRUESPEC_API_KEY."
 )

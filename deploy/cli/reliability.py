@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import CONFIGS, Failure, a_file, command_line, concurrency_option, out, progress_printer
+from deploy.cli.console import Failure, a_config, a_file, command_line, concurrency_option, out, progress_printer
 from deploy.cli.serving import at_port, served
 from deploy.options import FiniteRange, check_writable, write_json
 from serve_app.config.files import load_config
@@ -16,7 +16,7 @@ def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
     """What `chaos` and `load` have in common."""
     for option in (
         click.option(
-            "--config", "file", type=a_file, default=CONFIGS / "resilient.yaml", help="Serve this configuration."
+            "--config", "file", type=a_config, default="resilient", show_default=True, help="Serve this configuration."
         ),
         click.option(
             "--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Listen on this port."

@@ -11,22 +11,23 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.cli.console import CONFIGS, a_file, err, out, progress_printer, say
+from deploy.cli.console import CONFIGS, a_config, a_file, err, out, progress_printer, say
 from deploy.models import find_model
 from deploy.options import api_key, check_writable, write_json
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
-_DEMO = CONFIGS / "demo.yaml"
-
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=a_config)
 @click.option("--address", help="Run on this Ray cluster (auto, or host:port) instead of one started here.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Listen on this port instead of the file's.")
 def serve(file: Path, address: str | None, port: int | None) -> None:
-    """Serve the application of a configuration until interrupted."""
+    """Serve the application of a configuration until interrupted.
+
+    FILE may be the name of one that comes with truespec: demo, monolith, resilient or vllm.
+    """
     from deploy.demo import curl_line
 
     checked = load_config(file)
@@ -43,7 +44,7 @@ def serve(file: Path, address: str | None, port: int | None) -> None:
 @click.command()
 @click.option("--json", "json_file", type=a_file, help="Write the figures to this file.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Listen on this port.")
-@click.option("--config", "file", type=click.Path(path_type=Path), default=_DEMO, help="Serve this configuration.")
+@click.option("--config", "file", type=a_config, default="demo", show_default=True, help="Serve this configuration.")
 def demo(json_file: Path | None, port: int, file: Path) -> None:
     """Serve a real model on this machine, talk to it, and show its metrics."""
     from deploy.demo import curl_line, run_demo
@@ -55,8 +56,8 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
         figures = run_demo(client, report, on_text=lambda text: out.print(text, end="", markup=False, soft_wrap=True))
         curl = curl_line(client)
     _print_figures(figures.as_dict())
-    serving = "make serve" if file == _DEMO else f"truespec serve {file}"
-    said = f"run [bold]{escape(serving)}[/bold] and then:\n  {escape(curl)}"
+    name = file.stem if file.parent == CONFIGS else file
+    said = f"run [bold]{escape(f'truespec serve {name}')}[/bold] and then:\n  {escape(curl)}"
     out.print(f"\nTo talk to it yourself, {said}", soft_wrap=True)
     write_json(json_file, figures.as_dict())
     if json_file is not None:

@@ -30,16 +30,25 @@ def test_a_job_without_the_clusters_token_is_refused(head: RayHead) -> None:
     assert "401" in done.stdout + done.stderr or "token" in done.stdout + done.stderr
 
 
-def test_audit(head: RayHead) -> None:
-    done = head.submit("truespec", "audit", "clean", "2000")
+def test_audit(head: RayHead, tmp_path: Path) -> None:
+    """Its log has whole lines, and its figures are written."""
+    clean, faults = tmp_path / "clean.json", tmp_path / "faults.json"
+    done = head.submit("truespec", "audit", "clean", "2000", "--json", str(clean))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "alarms" in done.stdout and "succeeded" in done.stdout
+    assert "succeeded" in done.stdout
+    runs = json.loads(clean.read_text())
+    progress = [line.partition(" s  ")[2] for line in done.stdout.splitlines() if " positions, worst z " in line]
+    for run, line in zip(runs, progress, strict=True):
+        assert line.startswith(f"{run['setting']}: {run['num_positions']} positions") and line.endswith("alarms {}")
+    done = head.submit("truespec", "audit", "faults", "--only", "F12", "--json", str(faults))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [one["fault"][:3] for one in json.loads(faults.read_text())] == ["F12", "F12"]
 
 
 def test_a_job_that_fails_is_reported_as_failed(head: RayHead) -> None:
-    done = head.submit("truespec", "audit")
+    done = head.submit("truespec", "audit", "faults", "--only", "F99")
     assert done.returncode == 1
-    assert "Say what to audit" in done.stdout + done.stderr
+    assert "no fault begins with 'F99'" in done.stdout + done.stderr
 
 
 def test_bench(head: RayHead, model: Path, tmp_path: Path) -> None:
@@ -79,6 +88,7 @@ def test_batch_with_an_engine_of_its_own_twice(head: RayHead, model: Path, tmp_p
         ask(number)
         done = head.submit(*command)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert "retries remaining" not in done.stdout + done.stderr, "Ray reports a call that it cannot end"
         results = [json.loads(line) for line in answers.read_text().splitlines()]
         assert {result["custom_id"] for result in results} == {f"r{one}" for one in range(number)}
         assert len(results) == number

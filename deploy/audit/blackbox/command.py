@@ -117,7 +117,7 @@ class FaultFound:
         return asdict(self)
 
 
-def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: None) -> list[FaultFound]:
+def audit_faults(names: Iterable[str], page: Path | None, report: Report = lambda _: None) -> list[FaultFound]:
     """Serve a tiny model with each of these faults (`sound` = none) and audit each server; rows are written to the
     page one by one."""
     found = []
@@ -127,7 +127,8 @@ def audit_faults(names: Iterable[str], page: Path, report: Report = lambda _: No
         for name in names:
             for way, server in faulty_servers(name, target, draft, guarded=name == "sound").items():
                 audit = audit_faulty(server, reference, budget_for(name))
-                write_faults([(name, way, audit)], page, PAGE_HEAD)
+                if page is not None:
+                    write_faults([(name, way, audit)], page, PAGE_HEAD)
                 report(f"{name}, {way}: {', '.join(audit.faults) or 'nothing found'}")
                 failed = tuple(one.probe for one in audit.outcomes if one.findings)
                 found.append(FaultFound(name, way, tuple(audit.faults), failed))

@@ -1,0 +1,74 @@
+"""What commands print: whole lines in a log, lines of the terminal's width on a terminal."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.table import Table
+
+from deploy.cli.console import CONFIGS, console
+from deploy.cli.main import main
+
+_LONG = "a step of a long job, with figures " * 8
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    out = console(stream)
+    out.print(_LONG)
+    table = Table("what", "how much")
+    table.add_row(_LONG, "1")
+    out.print(table)
+    return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+
+
+def test_lines_of_a_log_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *rows = printed(io.StringIO(), monkeypatch)
+    assert first.rstrip() == _LONG.rstrip()
+    assert any(_LONG.rstrip() in row for row in rows)
+    assert max(map(len, rows)) < 2 * len(_LONG), "a table is as wide as what is in it"
+
+
+def test_lines_on_a_terminal_have_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(Terminal(), monkeypatch)
+    assert len(lines) > 10 and max(map(len, lines)) <= 40
+
+
+def test_progress_of_a_command_is_a_line_each_in_a_pipe() -> None:
+    command = [sys.executable, "-m", "deploy.cli.main", "audit", "clean", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    lines = done.stderr.splitlines()
+    assert len(lines) > 20
+    assert all(" s  " in line and line.endswith("alarms {}") for line in lines)
+    assert any("token_wise, deterministic drafts, filters off" in line for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_a_configuration_that_comes_with_truespec_goes_by_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(main, ["config", "check", "--file-only", name])
+    assert said.exit_code == 0 and said.output == f"{CONFIGS / name}.yaml: fine\n"
+    assert name in CliRunner().invoke(main, ["serve", "--help"]).output
+    (tmp_path / name).write_text("applications: 1\n")
+    mine = CliRunner().invoke(main, ["config", "check", "--file-only", name])
+    assert mine.exit_code == 1 and f"Error: {name}: applications" in mine.output, "a file here is meant first"
+
+
+def test_a_name_that_is_neither_file_nor_ours_is_reported_as_it_was_given() -> None:
+    said = CliRunner().invoke(main, ["serve", "nowhere/demo"])
+    assert said.exit_code == 1 and "nowhere/demo: cannot be read" in said.output
