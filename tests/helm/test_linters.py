@@ -110,7 +110,7 @@ def installed_packages() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("image", ["cpu", "gpu"])
+@pytest.mark.parametrize("image", ["cpu", "gpu", "vllm"])
 def test_an_image_can_compile_the_kernels_it_runs(image: str) -> None:
     # kernels.py compiles C++ in both, Triton C against the headers of the C library, which gcc alone does not bring.
     assert installed_packages()[image] >= {"g++", "libc6-dev"}

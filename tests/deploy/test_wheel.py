@@ -1,0 +1,167 @@
+"""The wheel, as a release builds it: all that the packages read is in it, and it works where there is no checkout."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tests.support.ray_head import free_ports
+from tests.support.workflow_steps import ROOT, Runner, checkout
+
+PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
+_IN_A_CHECKOUT = ("deploy/configs/jobs/", "deploy/docker/")  # of clusters and images
+_OPTIONAL = (  # beginnings of the names of modules that want what an extra installs
+    *(f"deploy.bench.workers.{engine}" for engine in ("llama_engine", "ray_llm", "vllm_engine")),
+    "serve_app.backends.vllm_",
+    "dashboards.push",
+)
+_NEVER = """
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys(%r))  # what importing and looking for them takes as missing
+"""
+_IMPORT_ALL = """
+for package in %r:
+    found = importlib.import_module(package)
+    assert found.__file__.startswith(%r), found.__file__
+    for module in pkgutil.walk_packages(found.__path__, package + "."):
+        if not module.name.startswith(%r):
+            importlib.import_module(module.name)
+"""
+_RUN = """
+from deploy.cli.main import main
+main(%r)
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the wheel and the source archive."""
+    runner = Runner(
+        checkout(tmp_path_factory.mktemp("wheel") / "tree"),
+        {},
+        {"GITHUB_SERVER_URL": "https://github.test", "GITHUB_REPOSITORY": "some-body/truespec"},
+    )
+    runner.run("release", "python", "Lead the links of the package's description to the repository")
+    runner.run("release", "python", "Build the wheel and the source archive")
+    return runner.tree / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def files_of_packages() -> set[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {
+        name for name in listed.stdout.splitlines() if not name.startswith(_IN_A_CHECKOUT) and (ROOT / name).exists()
+    }
+
+
+def test_every_file_of_the_packages_is_in_it_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert archive.getinfo("speculative/kernels/kernels.cpp").file_size > 10_000
+    assert inside == files_of_packages()
+
+
+def test_its_description_leads_to_the_repository(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    text = str(metadata.get_payload())
+    assert "https://github.test/some-body/truespec/blob/v" in text
+    assert "](docs/" not in text and "](CONTRIBUTING" not in text
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert metadata["Version"] == project["version"] and metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_the_source_archive_has_what_a_wheel_is_made_of(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        inside = {name.partition("/")[2] for name in opened.getnames()}
+    assert files_of_packages() | {"pyproject.toml", "README.md", "LICENSE"} <= inside
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def python(unpacked: Path, code: str, folder: Path) -> str:
+    """What code prints that finds the unpacked wheel and no package for development."""
+    never = {"accelerate", "build", "grafana_api", "hypothesis", "matplotlib", "mkdocs", "mypy", "openai"}
+    never |= {"playwright", "pytest", "schemathesis", "yamllint", "tests"}
+    done = subprocess.run(
+        [sys.executable, "-c", _NEVER % never + code],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_module_is_imported_from_it_without_packages_for_development(unpacked: Path, tmp_path: Path) -> None:
+    python(unpacked, _IMPORT_ALL % (PACKAGES, str(unpacked), _OPTIONAL), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--help"], "lossless"),
+        (["config", "check", "--file-only", "demo"], "configs/demo.yaml: fine"),
+        (["config", "show", "resilient"], "applications:"),
+        (["model", "list"], "smollm2-135m"),
+        (["dashboards", "build", "--out", "made"], "files are up to date"),
+        (["audit", "clean", "1", "--json", "clean.json"], "nothing may alarm"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_works_outside_of_a_checkout(words: list[str], said: str, unpacked: Path, tmp_path: Path) -> None:
+    assert said in python(unpacked, _RUN % (words,), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_the_demo_runs_from_the_wheel_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=True)
+    scripts, outside = tmp_path / "venv" / "bin", tmp_path / "outside"
+    outside.mkdir()
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(command, cwd=outside, env=clean, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    constraints = ["-q", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
+    run(f"{scripts}/pip", "install", *constraints, "torch")
+    run(f"{scripts}/pip", "install", *constraints, str(wheel))
+    assert "this machine can serve it" in run(f"{scripts}/truespec", "config", "check", "demo")
+    (port,) = free_ports(1)
+    run(f"{scripts}/truespec", "demo", "--port", str(port), "--json", "demo.json")
+    figures = json.loads((outside / "demo.json").read_text())
+    assert figures["verdicts"]["verified"] > 0 and figures["verdicts"]["suspect"] == 0
+    assert {path.name for path in outside.iterdir()} == {"demo.json"}, "nothing else is written"
