@@ -120,6 +120,16 @@ def test_commands_in_the_text_exist_with_their_options(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_lists_are_lists_on_the_site_too(path: Path) -> None:
+    """Unlike GitHub, Python-Markdown wants a blank line before a list, and four spaces before one within another."""
+    text = _FENCE.sub("", path.read_text(encoding="utf-8"))
+    assert not re.findall(r"^(?![-*|>#]|\d+\. |<!--)\S.*\n(?:[-*]|\d+\.) .*", text, re.M), (
+        "a blank line goes before a list"
+    )
+    assert not re.findall(r"^ {1,3}(?:[-*]|\d+\.) .*", text, re.M), "a list within a list is indented by four spaces"
+
+
 def alternatives(code: str) -> list[str]:
     """`a b|c` is `a b` and `a c`; spaces around the bar would make it the shell's."""
     for word in code.split(" "):
