@@ -192,9 +192,11 @@ def _shut_serve_down() -> None:
     The call that waits ends with the controller, which is killed at last. `serve.shutdown` alone lets Ray retry that
     call for ever, and Ray reports this in the log of a job that went well.
     """
-    controller = _get_global_client()._controller
-    with suppress(RayActorError, GetTimeoutError):
-        ray.get(controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=_ENDING_S)
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is not None:
+        wait = client._controller.graceful_shutdown.options(max_task_retries=0)
+        with suppress(RayActorError, GetTimeoutError):
+            ray.get(wait.remote(), timeout=_ENDING_S)
     serve.shutdown()  # forgets what has ended
 
 
@@ -264,7 +266,7 @@ def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
     # In a process of its own that ends: a handle asks Serve's controller for news as long as its process runs, and at
     # the shutdown Ray would report that this call, too, is retried for ever.
     ask = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_kernels_off)
-    for why in ray.get(ask.remote(application.name), timeout=_STATUS_TIMEOUT_S):
+    for why in ray.get(ask.remote(application.name)):
         progress(f"warning: replicas compute without their kernels, which is slow: {why}")
 
 
