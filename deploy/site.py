@@ -2,6 +2,7 @@
 
 The documents are written for the repository. The site has the README as its first page, and the changelog, the
 guide for contributors and the chart's values beside the pages of docs/; links to any other file lead to the repository.
+MkDocs' own objects are Any here: a release uses `relinked` where there is no MkDocs.
 """
 
 import os
@@ -9,12 +10,7 @@ import posixpath
 import re
 import unicodedata
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
-    from mkdocs.structure.pages import Page
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -34,13 +30,13 @@ def github_slug(heading: str, separator: str) -> str:
     return "".join(kept).replace(" ", separator)
 
 
-def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
+def on_config(config: Any) -> Any:
     """Have headings the anchors that the documents' links name."""
     config.mdx_configs["toc"]["slugify"] = github_slug
     return config
 
 
-def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
+def on_files(files: Any, config: Any) -> Any:
     """Add the pages from outside of docs/."""
     from mkdocs.structure.files import File
 
@@ -49,7 +45,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     return files
 
 
-def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead each link of a page to where its file is on the site, or in the repository."""
     sources = {name: source for source, name in PAGES.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
