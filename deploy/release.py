@@ -97,7 +97,8 @@ def cut(new: str, root: Path = ROOT) -> list[str]:
 
 
 def complete_chart(to: Path, registry: str, source: str, root: Path = ROOT) -> None:
-    """Write the chart as it is published: with the images that were published beside it, and where it comes from.
+    """Write the chart as it is published: with the images that were published beside it, the runbooks of this version,
+    and where it comes from.
 
     Args:
         to: the folder; one that is there is replaced.
@@ -110,11 +111,14 @@ def complete_chart(to: Path, registry: str, source: str, root: Path = ROOT) -> N
     shutil.copy(root / "LICENSE", to)
     image, number = f"{registry}/truespec", version(root)
     values = to / "values.yaml"
-    text, found = re.subn(
-        r"^(image:\n(?:  .*\n)*?  repository:).*$", rf"\1 {image}", values.read_text(encoding="utf-8"), flags=re.M
-    )
-    if found != 1:
-        raise ReleaseError("values.yaml has no image.repository to fill in.")
+    text = values.read_text(encoding="utf-8")
+    for name, before, value in (
+        ("image.repository", r"^image:\n(?:  .*\n)*?  repository:", image),
+        ("runbookUrl", r"^    runbookUrl:", f"{source}/blob/v{number}/docs/runbooks.md"),
+    ):
+        text, found = re.subn(rf"({before}).*$", rf"\1 {value}", text, flags=re.M)
+        if found != 1:
+            raise ReleaseError(f"values.yaml has no {name} to fill in.")
     values.write_text(text, encoding="utf-8")
     chart = yaml.safe_load((to / "Chart.yaml").read_text(encoding="utf-8"))
     icon = f"{source}/raw/v{number}/serve_app/page/static/icon.svg"

@@ -127,6 +127,8 @@ def test_the_chart_is_packaged_with_the_images_that_are_published(runner: Runner
     chart = inside["Chart.yaml"]
     assert {"truespec/LICENSE", "truespec/values.schema.json", "truespec/dashboards/rules/truespec.yaml"} <= names
     assert inside["values.yaml"]["image"]["repository"] == "ghcr.io/some-body/truespec"
+    rule = inside["values.yaml"]["monitoring"]["prometheusRule"]
+    assert rule["runbookUrl"] == "https://github.test/Some-Body/truespec/blob/v9.8.7/docs/runbooks.md"
     assert (chart["version"], chart["appVersion"], chart["home"]) == ("9.8.7", "9.8.7", _SOURCE)
     images = {one["image"] for one in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])}
     (strategy,) = {str(job["strategy"]) for job in workflow("images")["jobs"].values()}
