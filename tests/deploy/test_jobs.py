@@ -38,8 +38,8 @@ def test_audit(head: RayHead, tmp_path: Path) -> None:
     assert "succeeded" in done.stdout
     runs = json.loads(clean.read_text())
     progress = [line.partition(" s  ")[2] for line in done.stdout.splitlines() if " positions, worst z " in line]
-    for run, line in zip(runs, progress, strict=True):
-        assert line.startswith(f"{run['setting']}: {run['num_positions']} positions") and line.endswith("alarms {}")
+    for one, line in zip(runs, progress, strict=True):
+        assert line.startswith(f"{one['setting']}: {one['num_positions']} positions") and line.endswith("alarms {}")
     done = head.submit("truespec", "audit", "faults", "--only", "F12", "--json", str(faults))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [one["fault"][:3] for one in json.loads(faults.read_text())] == ["F12", "F12"]
