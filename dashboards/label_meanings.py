@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from serve_app.telemetry.metric_names import PREFIX, REFUSALS, STRATA, Metric
+from serve_app.telemetry.metric_names import PREFIX, REFUSALS, REPLAY_ALARMS, STRATA, TRIP_REASONS, Metric
 from speculative.stats import CHECKS, DRAW_CHECKS, INVARIANTS, LOGPROB_RULES
 
 Meaning = Mapping[str, str] | str
@@ -120,13 +120,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "drafter": "the drafter's state is missing from it, or has another shape",
             "lost": "vLLM could not read it through NIXL, or it was no longer there",
         },
-        "breaker_trips_total": {
-            "selfcheck": "a zero-mean check of the engine raised its alarm",
-            "invariant": "a step broke a rule that holds in every step",
-            "logprobs": "logprobs broke their contract",
-            "drift": "replayed logprobs differed from those served",
-            "law": "replays show that tokens do not follow the distribution they should",
-        },
+        "breaker_trips_total": TRIP_REASONS,
     },
     "check": {"": CHECKS, "replay_draws_total": DRAW_CHECKS},
     "kind": {"selfcheck_violations_total": INVARIANTS, "logprob_violations_total": LOGPROB_RULES},
@@ -137,17 +131,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "surprisal": "-log p(y) minus its mean under p, nats",
         }
     },
-    "alarm": {
-        "": {
-            "drift": "served logprobs differ from replayed ones",
-            "probability": "tokens are more, or less, likely than tokens sampled from p",
-            "surprisal": "tokens are more, or less, surprising than tokens sampled from p",
-            "support": "tokens that the request's rules or filters exclude",
-            "greedy": "tokens of greedy requests that are not the most likely ones",
-            "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",
-            "draws": "tokens that are not those which the request's seed demands",
-        }
-    },
+    "alarm": {"": REPLAY_ALARMS},
     "distribution": {
         "": {
             "tested": "sampled with random numbers not seen before: evidence on the distribution of the tokens",

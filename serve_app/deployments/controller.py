@@ -91,7 +91,7 @@ class Controller:
             verified=self._independent.offer,
         )
         self._responses = ResponseStore(config.responses.max_mib * 2**20, config.responses.max_age_s)
-        self._status = StatusBook(_about(config), time.time)
+        self._status = StatusBook(_about(config), self._sums, time.time)
         self._weights = WeightCoordinator()
         self._transfers = Transfers(ray.put)
         pools = watch_pools(context.app_name, config, sinks)
@@ -107,7 +107,7 @@ class Controller:
     async def _note_forever(self) -> None:
         while True:
             self._checker.report_queue()
-            self._status.note(self._sums.samples())
+            self._status.note()
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def submit(self, job: ReplayJob, reported: Carried) -> None:
@@ -205,7 +205,11 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         """What the status page shows."""
-        return self._status.render(self._sums.samples(), self._book.overview())
+        return self._status.render(self._book.overview())
+
+    async def status_history(self) -> dict[str, Any]:
+        """The last hour of the status page."""
+        return self._status.history()
 
     async def exposition(self) -> tuple[bytes, str]:
         """The app's metrics in Prometheus' text format, and the content type."""

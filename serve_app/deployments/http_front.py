@@ -145,7 +145,7 @@ class HttpFront:
             ),
             tracing=self._runtime.tracing,
         )
-        add_page(app, StatusFeed(self.status))
+        add_page(app, StatusFeed(self.status, self.status_history))
         return app
 
     def _vllm_routes(self) -> VllmRoutes:
@@ -167,6 +167,10 @@ class HttpFront:
         if self._front_end is not None:
             quantization = self._front_end.model(self._config.model.served_name)["quantization"]
         return reported | {"about": reported["about"] | {"quantization": quantization}}
+
+    async def status_history(self) -> dict[str, Any]:
+        """The last hour of the status page."""
+        return await self._runtime.controller().status_history.remote()  # type: ignore[no-any-return]
 
     async def exposition(self) -> tuple[bytes, str]:
         """The whole app's metrics, this replica's newest counts included."""

@@ -200,6 +200,7 @@ OPERATIONS = (
     Operation("GET", "/is_paused", "Report whether all replicas are paused.", "Status"),
     Operation("GET", "/metrics", "Metrics for Prometheus.", "text/plain"),
     Operation("GET", "/status", "The data of the status page.", "Status"),
+    Operation("GET", "/status/history", "The last hour of the status page.", "Status"),
     Operation("GET", "/status/events", "Stream the status each second.", "text/event-stream"),
 )
 

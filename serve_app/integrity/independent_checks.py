@@ -109,6 +109,7 @@ class IndependentChecks:
         reason = f"{replayed.replica} disagrees: {reason}"
         checked = dataclasses.replace(judgement.checked, verdict=Verdict.SUSPECT, reason=reason)
         self._book.report(Case(job, replayed, checked))
+        self._book.incidents.note("independent", "disagrees", job.replica)
         return "disagrees"
 
     def _wrong(self, job: ReplayJob, judgement: Judgement) -> str:

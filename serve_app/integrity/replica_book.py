@@ -18,6 +18,7 @@ from serve_app.integrity.breaker import Mode, Trip
 from serve_app.integrity.detectors import Alarm, ReplicaWatch, Rounding, SeenToken
 from serve_app.integrity.dumps import DumpFolder
 from serve_app.integrity.heartbeat import Finding, Orders, ReplicaStatus, Report
+from serve_app.integrity.incidents import IncidentLog
 from serve_app.integrity.replays import Distribution, ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked, VerdictBook
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA
@@ -90,6 +91,7 @@ class ReplicaBook:
         self._dumps = dumps or DumpFolder(None, 0, 0)
         self._clock = clock
         self.verdicts = VerdictBook(keep_verdicts)
+        self.incidents = IncidentLog(clock)
         self._replicas: dict[str, _Replica] = {}
         self._mode: Mode | None = None  # ordered for all replicas, including future ones
         self._latest: deque[dict[str, Any]] = deque(maxlen=_KEPT_LATEST)  # results of the latest replays
@@ -154,6 +156,7 @@ class ReplicaBook:
     def _alarm(self, name: str, replica: _Replica, found: Alarm, began_at: float) -> None:
         """Count an alarm, and notify the replica with the answer to its next report."""
         self._metrics.count("truespec_replay_alarms_total", alarm=found.name, stratum=found.stratum)
+        self.incidents.note("replay", found.name, name, stratum=found.stratum)
         _logger.warning("replays show that %s is wrong: %s in stratum %s", name, found.name, found.stratum)
         replica.findings.append(Finding(name, found.name, found.stratum, began_at, found.evidence_since))
 
@@ -178,6 +181,7 @@ class ReplicaBook:
             replica.findings.clear()
         replica.status, replica.heard_at, replica.checks = report.status, now, report.checks
         replica.computing = report.computing
+        self.incidents.count(name, report.batch.counters)
         for finished in report.finished:
             self.verdicts.note(name, finished)
         for trip in report.trips:
@@ -207,7 +211,7 @@ class ReplicaBook:
         return [one.status.to_wire() for _, one in sorted(self._replicas.items()) if one.status is not None]
 
     def overview(self) -> dict[str, Any]:
-        """Replicas with their kernels and their engines' self-checks, and the latest replays' results, newest first."""
+        """Replicas with their kernels and self-checks; the latest replays' results, trips and alarms, newest first."""
         return {
             "replicas": [
                 one.status.to_wire()
@@ -217,9 +221,11 @@ class ReplicaBook:
                 if one.status is not None
             ],
             "latest": list(self._latest),
+            "incidents": self.incidents.to_wire(),
         }
 
     def _on_trip(self, name: str, replica: _Replica, trip: Trip) -> None:
+        self.incidents.note("trip", trip.reason, name, at=trip.at, suspect_since=trip.suspect_since)
         num_suspect = self.verdicts.trip(name, trip)
         self._metrics.count("truespec_verdicts_total", num_suspect, verdict=Verdict.SUSPECT.value)
         _logger.error("%s tripped (%s); %d of its answers are suspect", name, trip.reason, num_suspect)

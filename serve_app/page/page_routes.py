@@ -1,4 +1,4 @@
-"""`/` and what it loads: files of ours, from this server and nowhere else, and the status as JSON and as a stream."""
+"""`/` and what it loads: files of ours, from this server and nowhere else; the status, its stream, and the last hour."""
 
 import html
 from functools import cache
@@ -13,6 +13,7 @@ from serve_app.page.feed import StatusFeed
 _KINDS = {
     "page.css": "text/css; charset=utf-8",
     "page.js": "text/javascript; charset=utf-8",
+    "dom.js": "text/javascript; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
     "answers.js": "text/javascript; charset=utf-8",
     "wire.js": "text/javascript; charset=utf-8",
@@ -49,11 +50,15 @@ def add_page(app: FastAPI, feed: StatusFeed) -> None:
     async def show_status() -> Response:
         return JSONResponse(await feed.status(), headers={"cache-control": "no-store"})
 
+    @app.get("/status/history")
+    async def show_history() -> Response:
+        return JSONResponse(await feed.history(), headers={"cache-control": "no-store"})
+
     @app.get("/status/events")
-    async def follow_status(request: Request) -> Response:
+    async def follow_status() -> Response:
         if feed.full:
             return Response("Too many status pages are open.", 503, {"retry-after": _BUSY_RETRY_S})
-        events = feed.events(request.headers.get("last-event-id", ""))
+        events = feed.events()
         return EventStream(await anext(events), events)
 
 

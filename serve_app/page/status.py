@@ -1,28 +1,13 @@
 """What the status page shows of the whole app, as plain JSON; it holds no prompt and no answer."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from serve_app.telemetry.metric_names import REPLICA_LABEL, STRATA
+from serve_app.page.history import LATENCIES, Counted, History, by_label
+from serve_app.page.words import check_words, explained
+from serve_app.telemetry.metric_names import METRICS, REPLICA_LABEL, STRATA
 from serve_app.telemetry.metrics import Sample
-from speculative.stats import CHECKS
 
-_HISTORY_S = 300  # one point a second
-
-# What a point of the history holds: sums since the start, by the metric they come from. Strata overlap: only `all`.
-_COURSE = {
-    "emitted": "truespec_emitted_tokens_total",
-    "drafts": "truespec_drafts_total",
-    "drafted": "truespec_draft_tokens_total",
-    "accepted": "truespec_accepted_tokens_total",
-    "expected": "truespec_expected_accepted_tokens_total",
-    "achievable": "truespec_achievable_accepted_tokens_total",
-    "replayed": "truespec_replay_tokens_total",
-    "excess": "truespec_replay_tme_excess_total",
-    "running": "truespec_requests_running",
-    "waiting": "truespec_requests_waiting",
-}
 _GAUGES = {
     "running": "truespec_requests_running",
     "waiting": "truespec_requests_waiting",
@@ -32,6 +17,7 @@ _GAUGES = {
 }
 _GROUPS = {  # field -> metric, label
     "requests": ("truespec_requests_total", "outcome"),
+    "refusals": ("truespec_refusals_total", "reason"),
     "replays": ("truespec_replays_total", "result"),
     "verdicts": ("truespec_verdicts_total", "verdict"),
     "distributions": ("truespec_replay_distributions_total", "distribution"),
@@ -46,63 +32,54 @@ _GROUPS = {  # field -> metric, label
 
 
 class StatusBook:
-    """The history of the last minutes, and the current status.
+    """The current status, and the history of the last hour.
 
     Args:
         about: what is served and how, as the page shows it.
+        counted: what the app counted.
         clock: unix seconds.
     """
 
-    def __init__(self, about: Mapping[str, Any], clock: Callable[[], float]) -> None:
-        self._about = dict(about)
+    def __init__(self, about: Mapping[str, Any], counted: Counted, clock: Callable[[], float]) -> None:
+        self._about = dict(about) | {
+            "longest_s": {field: METRICS[name].buckets[-1] for field, name in LATENCIES.items()}
+        }
+        self._counted = counted
         self._clock = clock
         self._started_at = clock()
-        self._points: deque[dict[str, float]] = deque(maxlen=_HISTORY_S)
+        self._history = History(counted, clock)
 
-    def note(self, samples: Iterable[Sample]) -> None:
-        """Add a point to the history; call this once a second."""
-        totals = _totals(samples)
-        self._points.append({"at": self._clock()} | {key: totals.get(name, 0.0) for key, name in _COURSE.items()})
+    def note(self) -> None:
+        """Keep the figures of the last minute if it is time; call this about once a second."""
+        self._history.note()
 
-    def render(self, samples: Iterable[Sample], overview: Mapping[str, Any]) -> dict[str, Any]:
+    def history(self) -> dict[str, Any]:
+        """The figures of the last hour."""
+        return {"started_at": self._started_at, **self._history.columns()}
+
+    def render(self, overview: Mapping[str, Any]) -> dict[str, Any]:
         """The page's data.
 
         Args:
-            samples: what the app counted.
-            overview: replicas and latest replays, as the referee reports them.
+            overview: replicas, latest replays and incidents, as the referee reports them.
         """
-        samples = list(samples)
+        samples = self._counted.samples()
         gauges = _by_replica(samples)
         replicas = [one | gauges.get(str(one[REPLICA_LABEL]), {}) for one in overview["replicas"]]
         return {
             "about": self._about,
             "started_at": self._started_at,  # the sums start here
             "at": self._clock(),
+            "incidents": [explained(incident) for incident in overview["incidents"]],
             "replicas": replicas,
             **{field: sum(one.get(field, 0.0) for one in replicas) for field in ("running", "waiting", "replaying")},
+            **self._history.newest(),
+            "held_out": _held_out(samples),
             "latest": overview["latest"],
-            "positions": _positions(samples),
             "strata": _strata(samples),
-            "check_meanings": CHECKS,
-            **{field: _by_label(samples, *group) for field, group in _GROUPS.items()},
-            "history": list(self._points),
+            "checks": check_words(),
+            **{field: by_label(samples, *group) for field, group in _GROUPS.items()},
         }
-
-
-def _totals(samples: Iterable[Sample]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for name, labels, value in samples:
-        if labels.get("stratum", "all") == "all":
-            totals[name] = totals.get(name, 0.0) + value
-    return totals
-
-
-def _by_label(samples: Iterable[Sample], metric: str, label: str) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for name, labels, value in samples:
-        if name == metric and labels.get("stratum", "all") == "all":
-            sums[labels[label]] = sums.get(labels[label], 0.0) + value
-    return sums
 
 
 def _by_replica(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
@@ -114,13 +91,14 @@ def _by_replica(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _positions(samples: list[Sample]) -> list[dict[str, float]]:
-    """Drafted and accepted tokens at each position of a round."""
-    drafted = _by_label(samples, "truespec_draft_tokens_per_position_total", "position")
-    accepted = _by_label(samples, "truespec_accepted_tokens_per_position_total", "position")
-    return [
-        {"drafted": drafted[position], "accepted": accepted.get(position, 0.0)} for position in sorted(drafted, key=int)
-    ]
+def _held_out(samples: list[Sample]) -> dict[str, list[float]]:
+    """What training measured of a draft head at each position if all earlier drafts are accepted; the least of all."""
+    least: dict[str, dict[int, float]] = {}
+    for name, labels, value in samples:
+        if name == "truespec_held_out_acceptance_ratio":
+            own, position = least.setdefault(labels["sampling"], {}), int(labels["position"])
+            own[position] = min(value, own.get(position, value))
+    return {sampling: [own[position] for position in sorted(own)] for sampling, own in least.items()}
 
 
 def _strata(samples: list[Sample]) -> list[dict[str, Any]]:

@@ -14,7 +14,13 @@ COMMON_LABELS = ("model_name", "pool")
 REPLICA_LABEL = "replica"  # gauges carry it besides the common labels, since they do not add up
 DRIFT_THRESHOLDS_NATS = (0.1, 1.0, 5.0)
 BREAKER_STATES = ("closed", "canary", "open", "out")  # in the order of the gauge's values
-TRIP_REASONS = ("selfcheck", "invariant", "logprobs", "drift", "law")
+TRIP_REASONS = {  # and what each means
+    "selfcheck": "a zero-mean check of the engine raised its alarm",
+    "invariant": "a step broke a rule that holds in every step",
+    "logprobs": "logprobs broke their contract",
+    "drift": "replayed logprobs differed from those served",
+    "law": "replays show that tokens do not follow the distribution they should",
+}
 REFUSALS = {  # why a valid request is refused, and what each reason means
     "unauthenticated": "no valid API key was sent",
     "forbidden": "the key is not allowed to do this",
@@ -28,7 +34,15 @@ REFUSALS = {  # why a valid request is refused, and what each reason means
     "deadline": "the requests ahead would keep it waiting past its own deadline",
 }
 INDEPENDENT_RESULTS = ("agrees", "disagrees", "skipped", "outdated", "unsupported", "failed")
-REPLAY_ALARMS = ("drift", "probability", "surprisal", "support", "greedy", "impossible", "draws")
+REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
+    "drift": "served logprobs differ from replayed ones",
+    "probability": "tokens are more, or less, likely than tokens sampled from p",
+    "surprisal": "tokens are more, or less, surprising than tokens sampled from p",
+    "support": "tokens that the request's rules or filters exclude",
+    "greedy": "tokens of greedy requests that are not the most likely ones",
+    "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",
+    "draws": "tokens that are not those which the request's seed demands",
+}
 DRIFT_CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

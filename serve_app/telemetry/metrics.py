@@ -282,6 +282,15 @@ class PrometheusSink(Collector):
             for sample in family.samples
         ]
 
+    def histogram(self, name: str) -> BucketCounts:
+        """A histogram's counts and sum, over all its labels."""
+        added = BucketCounts([0] * (len(METRICS[name].buckets) + 1))
+        with self._lock:
+            for (own, _), histogram in self._own.histograms.items():
+                if own == name:
+                    added.add(histogram)
+        return added
+
     def exposition(self) -> tuple[bytes, str]:
         """The text that Prometheus scrapes, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4

@@ -1,10 +1,9 @@
 // The prompt box: streams answers, colours their tokens by kind, and compares speculation on and off.
 
-import { element } from "./charts.js";
+import { byId, element } from "./dom.js";
 import { call, events } from "./wire.js";
 
 const KINDS = new Set(["first", "accepted", "recovered", "bonus"]);
-const byId = (id) => document.getElementById(id);
 let running = null;
 
 /** The JSON events of a streamed reply. */

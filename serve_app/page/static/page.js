@@ -1,118 +1,208 @@
 // The status page: follows the status stream and draws it.
 
 import { listen } from "./answers.js";
-import { columns, element, empty, evidence, lines } from "./charts.js";
+import { columns, empty, evidence, followPointer, lines } from "./charts.js";
+import { byId, element, show } from "./dom.js";
 import { call, events, keyGiven } from "./wire.js";
 
-const HISTORY_S = 300, SPEED_S = 5, ACCEPTANCE_S = 30, NEAR_S = 60;
+const HISTORY_S = 3600, SHORTEST_S = 300, RECENT_S = 3600, SHOWN_INCIDENTS = 6;
 const RETRY_MS = 1000, SILENT_MS = 5000;
-const byId = (id) => document.getElementById(id);
 const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
 const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
 const whole = (value) => Math.round(value).toLocaleString("en");
+const rate = (value) => (value === 0 ? "0" : value < 1 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : whole(value));
+const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hourCycle: "h23" });
+const clockMinute = (at) => clock(at).slice(0, 5);
 
 let status = null; // the newest
-let history = [];
+let history = []; // a point every ten seconds
+let historyOf = null; // the start of the controller that has kept it
+let everyS = 10;
 let following = null; // aborts the stream
 let heardAt = performance.now();
 let locked = false; // until a key is entered
 
 // ---- figures
 
-/** What was counted in the seconds up to a point; null if the history does not reach back or was reset. */
-function change(index, seconds, key) {
-  const last = history[index];
-  let from = index;
-  while (from > 0 && last.at - history[from - 1].at <= seconds + 0.5) from -= 1;
-  const difference = last[key] - history[from][key];
-  return from === index || difference < 0 ? null : { difference, seconds: last.at - history[from].at };
+/** A time as an operator reads it; `longest` is as far as the histogram reaches. */
+function duration(seconds, longest = Infinity) {
+  if (seconds === null) return "–";
+  if (seconds >= longest) return `≥ ${longest} s`;
+  if (seconds === 0) return "0";
+  if (seconds < 0.01) return `${(1000 * seconds).toFixed(1)} ms`;
+  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
+  return `${seconds < 10 ? seconds.toFixed(2) : seconds.toFixed(1)} s`;
 }
 
-function rate(index, seconds, above, below) {
-  const [over, under] = [change(index, seconds, above), change(index, seconds, below)];
-  return over && under && under.difference > 0 ? over.difference / under.difference : null;
+const shortName = (name) => name.split("#").at(-1);
+const ago = (at) => {
+  const seconds = Math.max(0, status.at - at);
+  return seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
+};
+const recent = () => status.incidents.filter((incident) => status.at - incident.at < RECENT_S);
+const tripped = () => status.replicas.filter((replica) => replica.breaker !== "closed");
+const poolOf = (name) => status.replicas.find((replica) => replica.replica === name)?.pool;
+const plural = (count, word) => `${whole(count)} ${word}${count === 1 ? "" : "s"}`;
+
+// ---- health
+
+const pill = (text, tone) => element("span", { class: `pill ${tone}` }, text);
+
+function drawHealth() {
+  const open = tripped(), [latest] = recent();
+  const [text, tone] = open.length ? [`breaker ${open[0].breaker} on ${open.length} of ${status.replicas.length}`, "bad"]
+    : latest ? [`${latest.kind === "trip" ? "trip" : "alarm"} ${ago(latest.at)} ago`, "bad"]
+    : (status.verdicts.suspect ?? 0) > 0 ? ["suspect answers", "warn"]
+    : status.totals.replayed > 0 ? ["healthy", "good"]
+    : ["nothing checked yet", ""];
+  if (byId("health").textContent !== text) byId("health").textContent = text; // a screen reader reads what changes
+  byId("health").className = `pill ${tone}`;
 }
 
-function alarms() {
-  const { check_alarms, replay_alarms, logprob_violations, invariant_violations } = status;
-  return sum(check_alarms) + sum(replay_alarms) + sum(logprob_violations) + sum(invariant_violations);
+/** One trip or alarm: what, when, where, what it means, what to do first. */
+function incidentOf(one) {
+  const pool = poolOf(one.replica);
+  const times = one.num > 1 ? ` · ${plural(one.num, "time")} since ${clock(one.first_at)}` : "";
+  const words = one.words ? [element("b", {}, one.words), " "] : [];
+  const suspect = one.suspect_since === null ? ""
+    : ` Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`;
+  return element("li", {},
+    element("p", { class: "incident-when" }, element("b", {}, clock(one.at)), ` ${ago(one.at)} ago`),
+    element("div", {},
+      element("h3", {}, pill(one.title, "bad"), " ", ...words, element("code", {}, one.name)),
+      element("p", {}, `${one.meaning}.`),
+      element("p", {}, one.effect, suspect),
+      element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(one.replica)), pool ? "" : ", gone since", `${times} · runbook `,
+        element("b", {}, one.runbook.name), ` in ${one.runbook.page}`)));
 }
 
-// ---- what is drawn
+function drawIncidents() {
+  const { incidents } = status, open = tripped();
+  byId("incidents").hidden = !incidents.length && !open.length;
+  byId("incidents").classList.toggle("is-bad", recent().length > 0 || open.length > 0);
+  show(byId("breakers"), ...open.map((replica) => element("p", {}, pill(`breaker ${replica.breaker}`, "bad"),
+    ` ${replica.pool} replica `, element("b", {}, shortName(replica.replica)), ` for ${ago(replica.since)}: ${BREAKER[replica.breaker]}.`)));
+  show(byId("incident-list"), ...incidents.slice(0, SHOWN_INCIDENTS).map(incidentOf));
+  const more = incidents.length - SHOWN_INCIDENTS;
+  byId("more-incidents").textContent = more > 0 ? `${plural(more, "older one")} in the status as JSON.` : "";
+}
+
+const BREAKER = {
+  open: "it decodes without drafts until a canary passes", canary: "it tries speculation out on requests of its own",
+  out: "it decodes without drafts until it is replaced",
+};
 
 function tile(name, value, below, bad = false) {
   const parts = [element("span", {}, name), element("b", {}, value), element("small", {}, below)];
   return element("div", { class: bad ? "tile is-bad" : "tile" }, ...parts);
 }
 
+function latencyTile(name, field) {
+  const { now, about } = status, longest = about.longest_s[field];
+  const [median, high] = [now[`${field}_p50_s`], now[`${field}_p95_s`]];
+  return tile(name, duration(median, longest), median === null ? "no tokens in the last minute" : `median; p95 ${duration(high, longest)}`);
+}
+
 function drawTiles() {
-  const now = history.at(-1), end = history.length - 1;
-  const speed = change(end, SPEED_S, "emitted");
-  const near = rate(end, NEAR_S, "accepted", "drafted");
-  const accepted = near ?? (now.drafted ? now.accepted / now.drafted : null);
-  const tme = now.replayed ? 1 + now.excess / now.replayed : null;
+  const { now, totals, replicas } = status;
   const { verified = 0, suspect = 0, unverified = 0 } = status.verdicts;
-  const mean = now.drafts ? `${(1 + now.accepted / now.drafts).toFixed(2)} tokens per drafted round` : "nothing drafted yet";
-  const limit = status.about.max_tme;
-  byId("tiles").replaceChildren(
-    tile("Tokens per second", speed ? (speed.difference / speed.seconds).toFixed(1) : "–",
-      `${status.running} running, ${status.waiting} waiting${status.replaying ? `, ${status.replaying} replaying` : ""}`),
-    tile(near === null ? "Acceptance since the start" : "Acceptance, last minute", percent(accepted), mean),
+  const tme = totals.replayed ? 1 + totals.excess / totals.replayed : null, limit = status.about.max_tme;
+  const pools = Object.entries(Object.groupBy(replicas, ({ pool }) => pool)).map(([pool, own]) => `${own.length} ${pool}`);
+  const near = now.acceptance !== null, ever = totals.drafted ? totals.accepted / totals.drafted : null;
+  const denied = (status.refusals.unauthenticated ?? 0) + (status.refusals.forbidden ?? 0);
+  const refused = sum(status.refusals) - denied, failed = status.requests.error ?? 0;
+  const open = tripped().length, found = status.incidents.length;
+  show(byId("tiles"),
+    tile("Replicas", whole(replicas.length), open ? `${plural(open, "breaker")} not closed` : pools.join(", ") || "none has reported yet", open > 0),
+    tile("Requests", `${rate(now.requests_per_s)} /s`, `${whole(status.running)} running, ${whole(status.waiting)} waiting`),
+    latencyTile("Time to first token", "first_token"),
+    latencyTile("Inter-token latency", "per_token"),
+    tile("429s and errors", `${whole(now.refused)} and ${whole(now.failed)}`, `last minute; ${whole(refused)} and ${whole(failed)} since the start`,
+      now.failed > 0),
+    tile("Trips and alarms", whole(found), found ? `latest ${ago(status.incidents[0].at)} ago` : `none since ${clockMinute(status.started_at)}`, recent().length > 0),
+    tile("Output tokens", `${rate(now.tokens_per_s)} /s`, status.replaying ? `and ${plural(status.replaying, "replay")} running` : `${whole(totals.emitted)} since the start`),
+    tile(near ? "Acceptance" : "Acceptance, since the start", percent(near ? now.acceptance : ever),
+      near ? `the verifier expects ${percent(now.expected_acceptance)}` : totals.drafted ? "nothing drafted in the last minute" : "nothing drafted yet"),
     tile("Logprob drift (TME)", tme === null ? "–" : tme.toFixed(4),
-      now.replayed ? `${whole(now.replayed)} tokens replayed; limit ${limit}` : "nothing replayed yet", tme > limit),
-    tile("Alarms", whole(alarms()), "self-checks, replays, broken contracts", alarms() > 0),
+      totals.replayed ? `limit ${limit}; ${whole(totals.replayed)} tokens replayed` : "nothing replayed yet", tme > limit),
     tile("Verified answers", whole(verified),
-      `${whole(suspect)} suspect, ${whole(unverified)} not checked; distribution tested in ${whole(status.distributions.tested ?? 0)}`, suspect > 0),
+      `${whole(suspect)} suspect, ${whole(unverified)} not checked`, suspect > 0),
   );
 }
 
-function drawHealth() {
-  const tripped = status.replicas.filter((replica) => replica.breaker !== "closed");
-  const suspect = status.verdicts.suspect ?? 0;
-  const [text, tone] = tripped.length ? [`breaker ${tripped[0].breaker} on ${tripped.length} of ${status.replicas.length}`, "bad"]
-    : alarms() > 0 ? ["alarms raised", "bad"]
-    : suspect > 0 ? ["suspect answers", "bad"]
-    : history.at(-1).replayed > 0 ? ["healthy", "good"]
-    : ["nothing checked yet", ""];
-  byId("health").textContent = text;
-  byId("health").className = `pill ${tone}`;
+// ---- charts
+
+/** From when charts reach: an hour ago, or less where the controller has less. */
+const since = () => Math.max(status.at - HISTORY_S, Math.min(status.started_at, status.at - SHORTEST_S));
+
+function course(field, kind, name, filled = false) {
+  return { kind, name, filled, points: [...history, status.now].map((point) => [point.at, point[field]]) };
 }
 
-function drawSpeed() {
-  const points = history.map((point, index) => {
-    const emitted = change(index, SPEED_S, "emitted");
-    return [point.at, emitted && emitted.difference / emitted.seconds];
-  });
-  const place = byId("speed");
-  if (!points.some((point) => point[1])) return empty(place, "No tokens were emitted in the last minutes. Send a prompt above.");
-  lines(place, {
-    series: [{ kind: "emitted", points, filled: true }], span: HISTORY_S, now: status.at, top: null,
-    format: (value) => (value > 0 && value < 10 ? value.toFixed(1) : whole(value)), label: "Tokens per second over five minutes",
-  });
+const CHARTS = {
+  requests: {
+    name: "Requests per second", series: () => [course("requests_per_s", "first", "finished", true)],
+    format: rate, least: 0.1, why: "No request has finished yet.",
+  },
+  "first-token": {
+    name: "Time to first token", series: () => [course("first_token_p95_s", "second", "p95"), course("first_token_p50_s", "first", "median")],
+    format: (value) => duration(value, status.about.longest_s.first_token), least: 0.01, why: "No request has had its first token yet.",
+  },
+  "per-token": {
+    name: "Inter-token latency", series: () => [course("per_token_p95_s", "second", "p95"), course("per_token_p50_s", "first", "median")],
+    format: (value) => duration(value, status.about.longest_s.per_token), least: 0.001, why: "No answer of more than one token yet.",
+  },
+  errors: {
+    name: "429s and errors a minute", series: () => [course("refused", "second", "429s"), course("failed", "bad", "errors", true)],
+    format: whole, least: 4, whole: true, always: true,
+  },
+  tokens: {
+    name: "Output tokens per second", series: () => [course("tokens_per_s", "first", "all replicas", true)],
+    format: rate, least: 1, why: "No tokens were emitted yet. Send a prompt below.",
+  },
+  load: {
+    name: "Requests running and waiting", series: () => [course("waiting", "second", "waiting"), course("running", "first", "running", true)],
+    format: whole, least: 4, whole: true, always: true,
+  },
+  acceptance: {
+    name: "Accepted share of draft tokens",
+    series: () => [course("achievable_acceptance", "third", "achievable"), course("expected_acceptance", "second", "expected"), course("acceptance", "first", "observed")],
+    format: (share) => `${Math.round(share * 100)} %`, least: 1, top: 1,
+    get why() {
+      return status.about.drafter === "none" ? "No drafter is configured."
+        : "Nothing was drafted yet. Short answers to new prompts may leave a drafter nothing to draft from.";
+    },
+  },
+};
+
+function drawChart(id) {
+  const { series, why, always = false, ...rest } = CHARTS[id];
+  const drawn = series(), from = since();
+  const known = always || drawn.some((one) => one.points.some(([at, value]) => at >= from && value));
+  if (!known) return empty(byId(id), why);
+  const marks = status.incidents.map((incident) => incident.at);
+  lines(byId(id), { ...rest, series: drawn, from, to: status.at, gap: 3.5 * everyS, marks });
 }
 
-function drawCourse() {
-  const place = byId("course");
-  const series = [["achievable", "achievable"], ["expected", "expected"], ["observed", "accepted"]].map(([kind, key]) => ({
-    kind, points: history.map((point, index) => [point.at, rate(index, ACCEPTANCE_S, key, "drafted")]),
-  }));
-  if (!series[2].points.some((point) => point[1] !== null)) {
-    return empty(place, status.about.drafter === "none" ? "No drafter is configured."
-      : "Nothing was drafted in the last minutes. Short answers to new prompts may leave a drafter nothing to draft from.");
-  }
-  lines(place, { series, span: HISTORY_S, now: status.at, top: 1, format: (share) => `${Math.round(share * 100)} %`,
-    label: "Observed, expected and achievable acceptance over five minutes" });
+function drawSpan() {
+  const young = status.at - status.started_at < HISTORY_S;
+  byId("span").textContent = young ? `since ${clockMinute(status.started_at)}, when the controller started` : "the last hour";
 }
+
+/** What training lets expect of a position: that it and all before it are accepted. */
+const trained = (rates, index) => rates.slice(0, index + 1).reduce((product, share) => product * share, 1);
 
 function drawPositions() {
   const drafted = status.positions.filter((position) => position.drafted > 0);
-  if (!drafted.length) return empty(byId("positions"), "Nothing has been drafted since the start.");
-  columns(byId("positions"), {
-    bars: drafted.map(({ drafted: all, accepted }, index) => ({
-      name: `${index + 1}`, share: accepted / all, text: `position ${index + 1}: ${whole(accepted)} of ${whole(all)} drafts accepted`,
-    })),
-    label: "Acceptance at each draft position",
+  const { sampled = [], greedy = [] } = status.held_out;
+  byId("held-out").hidden = !sampled.length && !greedy.length;
+  if (!drafted.length) return empty(byId("positions"), "Nothing has been drafted yet.");
+  const bars = drafted.map(({ drafted: all, accepted }, index) => {
+    const marks = [["trained", sampled], ["trained-greedy", greedy]].filter(([, rates]) => index < rates.length).map(([kind, rates]) => [kind, trained(rates, index)]);
+    const said = marks.map(([kind, share]) => `, training ${percent(share)} at temperature ${kind === "trained" ? 1 : 0}`).join("");
+    return { name: `${index + 1}`, share: accepted / all, marks, text: `position ${index + 1}: ${whole(accepted)} of ${whole(all)} drafts accepted${said}` };
   });
+  columns(byId("positions"), { bars, label: `Acceptance by draft position; ${bars.map((bar) => bar.text).join("; ")}` });
 }
 
 function drawChecks() {
@@ -127,40 +217,38 @@ function drawChecks() {
   }
   if (!worst.size) return empty(byId("checks"), "No sampling has been checked yet: greedy answers sample nothing. Send a prompt with a temperature above 0.");
   const rows = [...worst.values()].map((check) => ({
-    name: check.check.replace("coupled_", "coupled "),
+    name: status.checks[check.check]?.name ?? "", code: check.check,
     value: check.log_e / Math.LN10,
     alarm: check.log_threshold / Math.LN10,
-    text: `${status.check_meanings[check.check] ?? check.check}: ${whole(check.num)} terms, z ${check.z.toFixed(2)}, on ${check.replica}`,
+    text: `${status.checks[check.check]?.meaning ?? check.check}: ${whole(check.num)} terms, z ${check.z.toFixed(2)}, on ${check.replica}`,
   }));
-  evidence(byId("checks"), { rows, label: "E-values of the self-checks, on a log scale with their alarm lines" });
+  const over = rows.filter((row) => row.value >= row.alarm).map((row) => row.name);
+  evidence(byId("checks"), { rows, label: `E-values of ${plural(rows.length, "self-check")}, on a log scale; above the alarm line: ${over.join(", ") || "none"}` });
 }
 
-/** A table; `columns`: [heading, whether numeric], `rows`: lists of strings and elements. */
+// ---- tables
+
+/** A table; `columns`: [heading, whether numeric], `rows`: lists of strings and elements. On narrow screens each row is a list. */
 function table(place, columns, rows, why) {
   if (!rows.length) return empty(place, why);
   const kind = (index) => (columns[index][1] ? { class: "num" } : {});
   const head = element("tr", {}, ...columns.map(([name], index) => element("th", { ...kind(index), scope: "col" }, name)));
-  const body = rows.map((row) => element("tr", {}, ...row.map((cell, index) => element("td", kind(index), cell))));
-  place.replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
+  const body = rows.map((row) => element("tr", {}, ...row.map((cell, index) => element("td", { ...kind(index), "data-name": columns[index][0] }, cell))));
+  show(place, element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
-const pill = (text, tone) => element("span", { class: `pill ${tone}` }, text);
 /** The verdict, with the reason if it is not obvious. */
 const verdict = (one, tone) => element("span", {}, pill(one.verdict, tone), one.reason === "replayed" ? "" : ` ${one.reason}`);
-const shortName = (name) => name.split("#").at(-1);
-const ago = (at) => {
-  const seconds = Math.max(0, status.at - at);
-  return seconds < 90 ? `${Math.round(seconds)} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
-};
 
 function drawReplicas() {
   const rows = status.replicas.map((replica) => [
-    replica.pool, shortName(replica.replica), replica.kernels_off ? pill("off", "bad") : replica.kernels || "–", pill(replica.breaker, replica.breaker === "closed" ? "good" : "bad"),
-    replica.speculating === undefined ? "–" : replica.speculating ? "on" : "off", replica.mode, `${replica.running ?? "–"}`,
-    `${replica.waiting ?? "–"}`, `${replica.replaying ?? "–"}`, replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), ago(replica.since), replica.reason || "–",
+    replica.pool, element("code", {}, shortName(replica.replica)), pill(replica.breaker, replica.breaker === "closed" ? "good" : "bad"),
+    replica.speculating === undefined ? "–" : replica.speculating ? "on" : "off", replica.mode, replica.reason || "none", ago(replica.since),
+    whole(replica.running ?? 0), whole(replica.waiting ?? 0), whole(replica.replaying ?? 0),
+    replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), replica.kernels_off ? pill("off", "warn") : replica.kernels || "–",
   ]);
-  const columns = [["pool"], ["replica"], ["kernels"], ["breaker"], ["speculation"], ["mode"], ["running", true], ["waiting", true],
-    ["replays", true], ["KV in use", true], ["state age", true], ["last trip"]];
+  const columns = [["pool"], ["replica"], ["breaker"], ["speculation"], ["mode"], ["last trip"], ["for", true], ["running", true], ["waiting", true],
+    ["replays", true], ["KV in use", true], ["kernels"]];
   table(byId("replicas"), columns, rows, "No replica has reported yet. Replicas report each second once their model is loaded.");
 }
 
@@ -173,55 +261,71 @@ function drawSlow() {
 
 function drawStrata() {
   const rows = status.strata.map(({ stratum, meaning, tokens, tme, alarms: raised }) => {
-    const name = element("span", { title: meaning }, stratum);
+    const name = element("span", {}, `${meaning} `, element("code", {}, stratum));
     return [name, whole(tokens), pill(tme.toFixed(4), tme > status.about.max_tme ? "bad" : "good"), whole(raised)];
   });
-  table(byId("strata"), [["stratum"], ["tokens", true], ["TME", true], ["alarms", true]], rows,
+  table(byId("strata"), [["tokens that are"], ["compared", true], ["TME", true], ["alarms", true]], rows,
     status.about.replay_share > 0 ? "Nothing has been replayed yet. A share of answers is replayed soon after they finish."
-      : "Replays are off (replay.sample_rate is 0): only answers to requests with `verify` are replayed.");
+      : "Replays are off (replay.sample_rate is 0): only answers to requests with verify are replayed.");
 }
 
 function drawLatest() {
   const tones = { verified: "good", suspect: "bad" };
   const rows = status.latest.map((one) => [
-    ago(one.at), verdict(one, tones[one.verdict] ?? ""), one.checked.join(", ") || "–", whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
-    one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0", `${shortName(one.replica)} → ${shortName(one.replayed_by) || "–"}`,
+    `${ago(one.at)} ago`, verdict(one, tones[one.verdict] ?? ""), one.checked.join(", ") || "–", whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
+    one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0", shortName(one.replica), shortName(one.replayed_by) || "–",
   ]);
-  const columns = [["ago"], ["verdict"], ["checked"], ["tokens", true], ["TME", true], ["max drift, nats", true], ["replicas"]];
+  const columns = [["when"], ["verdict"], ["checked"], ["tokens", true], ["TME", true], ["max drift, nats", true], ["answered by"], ["replayed by"]];
   table(byId("latest"), columns, rows, "No answer has been replayed yet.");
 }
 
 function drawCounts() {
-  const now = history.at(-1);
-  const list = (totals) => Object.entries(totals).filter(([, value]) => value).map(([name, value]) => `${whole(value)} ${name}`).join(", ") || "none";
+  const { totals } = status;
+  const list = (counted) => Object.entries(counted).filter(([, value]) => value).map(([name, value]) => `${whole(value)} ${name.replaceAll("_", " ")}`).join(", ") || "none";
   const counts = {
-    "Tokens emitted": whole(now.emitted), "Tokens drafted": whole(now.drafted), "Drafts accepted": whole(now.accepted),
-    "Expected by the verifier": whole(now.expected), "Achievable with these drafts": whole(now.achievable),
-    Requests: list(status.requests), Replays: list(status.replays), "Distribution tests of replayed answers": list(status.distributions), Handoffs: list(status.handoffs),
-    "Breaker trips": list(status.trips), "Canary trials of speculation": list(status.canaries),
+    "Tokens emitted": whole(totals.emitted), "Tokens drafted": whole(totals.drafted), "Drafts accepted": whole(totals.accepted),
+    "Expected by the verifier": whole(totals.expected), "Achievable with these drafts": whole(totals.achievable),
+    Requests: list(status.requests), "Refused requests": list(status.refusals), Replays: list(status.replays),
+    "Distribution tests": list(status.distributions), Handoffs: list(status.handoffs),
+    "Breaker trips": list(status.trips), "Canary trials": list(status.canaries),
     "Self-check alarms": list(status.check_alarms), "Replay alarms": list(status.replay_alarms),
-    "Logprob contract violations": list(status.logprob_violations), "Invariant violations": list(status.invariant_violations),
+    "Logprob violations": list(status.logprob_violations), "Invariant violations": list(status.invariant_violations),
   };
-  byId("counts").replaceChildren(...Object.entries(counts).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+  show(byId("counts"), ...Object.entries(counts).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 
 function draw() {
-  if (!status || !history.length) return;
+  if (!status) return;
   const { model, quantization, topology, drafter, verifies } = status.about;
   byId("about").textContent = `${model}${quantization ? ` (${quantization})` : ""} · ${topology} · drafter ${drafter}`;
   byId("verify-label").hidden = !verifies;
   byId("verify").disabled = !verifies;
-  byId("heard").textContent = `counting for ${ago(status.started_at)}`;
-  for (const part of [drawSlow, drawTiles, drawHealth, drawSpeed, drawCourse, drawPositions, drawChecks, drawReplicas, drawStrata, drawLatest, drawCounts]) part();
+  byId("heard").textContent = `counting since ${clock(status.started_at)}`;
+  for (const part of [drawSlow, drawHealth, drawIncidents, drawTiles, drawSpan, drawPositions, drawChecks, drawReplicas, drawStrata, drawLatest, drawCounts]) part();
+  for (const id of Object.keys(CHARTS)) drawChart(id);
 }
 
 // ---- the stream
 
 function take(update) {
-  if (status && status.started_at !== update.started_at) history = []; // a new referee, which counts from 0
+  if (update.started_at !== historyOf) history = []; // a new controller, which counts from 0
+  historyOf = update.started_at;
+  if (!history.length || update.now.at - history.at(-1).at >= everyS) history.push(update.now);
+  history = history.filter((point) => point.at >= update.at - HISTORY_S);
   status = update;
-  history = history.concat(update.history).filter((point) => point.at >= update.at - HISTORY_S - ACCEPTANCE_S);
   draw();
+}
+
+/** The hour so far; without it the page begins with what comes. */
+async function recall(signal) {
+  try {
+    const { every_s, started_at, points } = await (await call("status/history", { signal })).json();
+    everyS = every_s;
+    historyOf = started_at;
+    history = points.at.map((_, index) => Object.fromEntries(Object.entries(points).map(([name, values]) => [name, values[index]])));
+  } catch (error) {
+    if (signal.aborted || error.status === 401 || error.status === 403) throw error;
+  }
 }
 
 function trouble(text) {
@@ -236,15 +340,13 @@ function hear({ event, data }) {
   take(JSON.parse(data));
 }
 
-/** Read stream after stream; each continues where the previous one ended. */
+/** Read stream after stream. */
 async function follow(signal) {
-  let last = "";
   while (!signal.aborted) {
     try {
-      const headers = last ? { "last-event-id": last } : {};
-      for await (const event of events(await call("status/events", { signal, headers }))) {
+      await recall(signal);
+      for await (const event of events(await call("status/events", { signal }))) {
         if (signal.aborted) return;
-        last = event.id || last;
         hear(event);
       }
     } catch (error) {
@@ -276,7 +378,6 @@ setInterval(() => {
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) return following.abort();
   heardAt = performance.now();
-  history = []; // the new stream starts with the full history
   connect();
 });
 
@@ -297,5 +398,6 @@ byId("theme").addEventListener("click", () => {
 });
 wear(THEMES.find((theme) => theme === localStorage.getItem("theme")) ?? "auto");
 window.addEventListener("resize", draw);
+for (const id of Object.keys(CHARTS)) followPointer(byId(id), () => status && drawChart(id));
 listen(() => status?.about.model ?? "");
 connect();

@@ -1,7 +1,8 @@
 // Talks to the service: with the API key of this tab, and with streams that an EventSource, which sends no key, could not read.
 
+import { byId } from "./dom.js";
+
 const PLACE = "key";
-const byId = (id) => document.getElementById(id);
 const waiting = []; // for a key
 
 /** Where the key is kept: this tab, until it is closed. */
@@ -21,7 +22,7 @@ export async function call(url, options = {}) {
   throw Object.assign(new Error(why), { status: response.status });
 }
 
-/** The server-sent events of a response, as they come: {event, id, data}. */
+/** The server-sent events of a response, as they come: {event, data}. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
@@ -33,8 +34,8 @@ export async function* events(response) {
     buffer = parts.pop();
     for (const part of parts) {
       const fields = part.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]);
-      const { event = "message", id = "", data } = Object.fromEntries(fields);
-      if (data !== undefined) yield { event, id, data };
+      const { event = "message", data } = Object.fromEntries(fields);
+      if (data !== undefined) yield { event, data };
     }
   }
 }

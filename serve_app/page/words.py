@@ -1,0 +1,98 @@
+"""Names in words for checks, and what an operator needs to know of a trip or an alarm."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.integrity.incidents import IncidentKind
+from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA, TRIP_REASONS
+from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
+
+RUNBOOKS = "docs/runbooks.md"
+
+CHECK_NAMES = {
+    "a": "accept step",
+    "a_prime": "drafts by acceptance",
+    "b": "accept decision",
+    "c": "output at drafts",
+    "d": "output tokens",
+    "e": "draft tokens",
+    "f": "recovered tokens",
+    "g": "sampling noise",
+    "r": "residual",
+    "lag_b": "accept decision, next round",
+    "lag_g": "sampling noise, next round",
+    "coupled_a_prime": "drafts by acceptance, seeded",
+    "coupled_c": "output at drafts, seeded",
+    "coupled_d": "output tokens, seeded",
+    "coupled_e": "draft tokens, seeded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    title: str
+    meanings: dict[str, str]
+    runbook: str
+    effect: str  # what became of answers, and what to do first
+
+
+_WORDS: dict[IncidentKind, _Words] = {
+    "trip": _Words(
+        "Breaker tripped",
+        {name: f"{text[0].upper()}{text[1:]}" for name, text in TRIP_REASONS.items()}
+        | {"canary": "Speculation was tried again, and a fault was found again"},
+        "TruespecBreakerOpen",
+        "The replica stops speculating: its answers from then on are correct and slower. It tries again by itself; "
+        "replace it if it trips again.",
+    ),
+    "selfcheck": _Words(
+        "Self-check alarm",
+        CHECKS,
+        "TruespecSelfCheckAlarm",
+        "Answers before the trip may be wrong. Check that the breaker is open; find out what changed last.",
+    ),
+    "invariant": _Words(
+        "Rule of the engine broken",
+        INVARIANTS,
+        "TruespecInvariantViolations",
+        "These requests failed; nothing wrong was delivered. One replica: its GPU or memory. All: roll back.",
+    ),
+    "logprobs": _Words(
+        "Logprob contract broken",
+        LOGPROB_RULES,
+        "TruespecLogprobViolations",
+        "These requests failed; nothing wrong was delivered. One replica: take it out. All: roll back.",
+    ),
+    "replay": _Words(
+        "Replay alarm",
+        REPLAY_ALARMS,
+        "TruespecReplayAlarm",
+        "Answers may be wrong. Check that the breaker is open; leave out suspect answers.",
+    ),
+    "independent": _Words(
+        "Independent referee disagrees",
+        {"disagrees": "transformers computes something else than the engine and its own replay"},
+        "TruespecIndependentRefereeDisagrees",
+        "All answers may be wrong. Roll back the last release; leave out answers since then.",
+    ),
+}
+
+
+def check_words() -> dict[str, dict[str, str]]:
+    """Each self-check: a name, and what it compares."""
+    return {check: {"name": CHECK_NAMES[check], "meaning": meaning} for check, meaning in CHECKS.items()}
+
+
+def explained(incident: dict[str, Any]) -> dict[str, Any]:
+    """A trip or an alarm with a title, what it means, what to do first, and its runbook."""
+    words = _WORDS[incident["kind"]]
+    meaning = words.meanings.get(incident["name"], incident["name"])
+    if incident["stratum"]:
+        meaning += f"; seen in: {STRATA[incident['stratum']]}"
+    return incident | {
+        "title": words.title,
+        "words": CHECK_NAMES.get(incident["name"], "") if incident["kind"] == "selfcheck" else "",
+        "meaning": meaning,
+        "effect": words.effect,
+        "runbook": {"name": words.runbook, "page": RUNBOOKS},
+    }
