@@ -33,6 +33,10 @@ class Incident:
     stratum: str = ""  # of a replay's finding
     suspect_since: float | None = None  # of a trip: answers that ended after this are suspect
 
+    def to_wire(self) -> dict[str, Any]:
+        """For the status page."""
+        return dataclasses.asdict(self)
+
 
 class IncidentLog:
     """The latest of them; what is found again is counted, so that one fault does not push out the others.
@@ -74,4 +78,4 @@ class IncidentLog:
 
     def to_wire(self) -> list[dict[str, Any]]:
         """All that are kept, the latest first."""
-        return [dataclasses.asdict(incident) for incident in reversed(self._known.values())]
+        return [incident.to_wire() for incident in reversed(self._known.values())]

@@ -1,4 +1,4 @@
-"""`/` and what it loads: files of ours, from this server and nowhere else; the status, its stream, and the last hour."""
+"""`/` and what it loads, files of ours from this server and nowhere else; the status, its stream, and the last hour."""
 
 import html
 from functools import cache

@@ -264,7 +264,7 @@ function drawStrata() {
     const name = element("span", {}, `${meaning} `, element("code", {}, stratum));
     return [name, whole(tokens), pill(tme.toFixed(4), tme > status.about.max_tme ? "bad" : "good"), whole(raised)];
   });
-  table(byId("strata"), [["tokens that are"], ["compared", true], ["TME", true], ["alarms", true]], rows,
+  table(byId("strata"), [["which tokens"], ["tokens", true], ["TME", true], ["alarms", true]], rows,
     status.about.replay_share > 0 ? "Nothing has been replayed yet. A share of answers is replayed soon after they finish."
       : "Replays are off (replay.sample_rate is 0): only answers to requests with verify are replayed.");
 }

@@ -85,7 +85,7 @@ async def well() -> None:
 
 
 async def status() -> dict[str, Any]:
-    return {"history": []}
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,9 @@ def make(serve_fake: ServeFake, tmp_path_factory: pytest.TempPathFactory) -> Cal
         gate = Gate(access, Metrics([sink], model_name="fake", pool="decode"), clock=clock, **options)
         admin = Admin(access, nothing, obey)
         return Guarded(
-            serve_fake(operations=Operations(page, well), admin=admin, page=StatusFeed(status), gate=gate, step_s=0.01),
+            serve_fake(
+                operations=Operations(page, well), admin=admin, page=StatusFeed(status, status), gate=gate, step_s=0.01
+            ),
             sink,
             clock,
         )
@@ -132,6 +134,7 @@ ROUTES: list[tuple[str, Any, str]] = [  # path, body of a POST, what it needs
     ("/metrics", None, "nothing"),
     ("/openapi.json", None, "nothing"),
     ("/status", None, "user"),
+    ("/status/history", None, "user"),
     ("/status/events", None, "user"),
     ("/v1/models", None, "user"),
     ("/v1/models/fake", None, "user"),
@@ -207,7 +210,7 @@ def test_no_other_route_of_the_whole_app_answers_without_a_key(tokenizer: Tokeni
         admin=Admin(access, nothing, obey, weights.admin),
         gate=Gate(access),
     )
-    add_page(app, StatusFeed(status))
+    add_page(app, StatusFeed(status, status))
     served = {(method, route.path) for route in app.routes for method in route.methods}  # type: ignore[attr-defined]
     with TestClient(app) as client:
         for method, route in served:

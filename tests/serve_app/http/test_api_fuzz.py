@@ -89,7 +89,7 @@ class Fuzzed:
             admin=Admin(access, self.replicas, self.order),
             gate=Gate(access, metrics),
         )
-        add_page(self.app, StatusFeed(self.status))
+        add_page(self.app, StatusFeed(self.status, self.status))
         self.url = f"http://127.0.0.1:{serve_http(self.app)}"
         self.session = requests.Session()
         self.session.headers["authorization"] = f"Bearer {TOKEN}"
@@ -110,7 +110,7 @@ class Fuzzed:
         return await self.replicas()
 
     async def status(self) -> dict[str, Any]:
-        return {"history": []}
+        return {}
 
     def assert_idle(self) -> None:
         """Fail unless all that was held is let go of in time."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -19,19 +18,22 @@ from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.stats import CHECKS
 from tests.support.browser import Visit, chromium, needs_chromium
+from tests.support.clock import Clock
 from tests.support.fake_serving import Served, ServeFake
+from tests.support.made_up_app import ABOUT, STARTED_AT, MadeUpApp
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-STARTED_AT = time.time() - 300
 
 
 class Referee:
-    """Fake: returns a status that a test may change, or nothing."""
+    """A made-up app's books; a test may let time pass, change what they say, or have them say nothing."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
+        self.app = MadeUpApp()
+        self.app.pass_time(900)
         self.silent = False
         self.turns_away = False  # new streams
         self.changes: dict[str, Any] = {}
@@ -39,73 +41,10 @@ class Referee:
     async def status(self) -> dict[str, Any]:
         if self.silent:
             raise ConnectionError("no referee")
-        return made_up(time.time()) | self.changes
+        return self.app.status() | self.changes
 
-
-def made_up(now: float) -> dict[str, Any]:
-    """What a referee says of a service that has been at work for five minutes."""
-    points = []
-    for ago in range(300, 0, -1):
-        second = now - ago - STARTED_AT
-        work = second * 40 + 300 * math.sin(second / 25)
-        points.append(
-            {
-                "at": now - ago,
-                "emitted": 1000 + work,
-                "drafts": 500 + work / 3,
-                "drafted": 1500 + work,
-                "accepted": 900 + 0.61 * work,
-                "expected": 903 + 0.612 * work,
-                "achievable": 950 + 0.66 * work,
-                "replayed": 12.0 * second,
-                "excess": 1e-3 * second,
-                "running": 3.0,
-                "waiting": 0.0,
-            }
-        )
-    checks = [
-        {"check": check, "num": 900, "mean": 0, "z": 0.4, "log_e": index - 6.0, "log_threshold": 14.3, "num_alarms": 0}
-        for index, check in enumerate(CHECKS)
-    ]
-    replicas = [
-        {"replica": f"app#DecodeServer#{name}", "pool": pool, "breaker": "closed", "mode": "auto", "since": now - 300}
-        | {"reason": "", "running": 2.0, "waiting": 0.0, "kv_usage": 0.31, "speculating": 1.0, "checks": checks}
-        | {"replaying": 1.0, "kernels": "cpu", "kernels_off": ""}
-        for name, pool in (("a1b2", "decode"), ("c3d4", "decode"), ("e5f6", "prefill"))
-    ]
-    replayed = {"at": now - 20, "replica": "app#DecodeServer#a1b2", "replayed_by": "app#PrefillServer#e5f6"}
-    replayed |= {"verdict": "verified", "reason": "replayed", "num_tokens": 80, "tme": 1.0001, "max_drift_nats": 2e-4}
-    replayed |= {"checked": ["logprobs", "support", "distribution"], "distribution": "tested"}
-    strata = [
-        {"stratum": name, "meaning": name, "tokens": 3600 / rank, "tme": 1 + 1e-4 * rank, "alarms": 0}
-        for rank, name in enumerate(("all", "speculative", "handoff_0", "first", "accepted", "recovered"), start=1)
-    ]
-    about = {"model": "fake", "topology": "disaggregated", "drafter": "eagle3", "replay_share": 0.1, "max_tme": 1.05}
-    return {
-        "about": about | {"verifies": False},
-        "started_at": STARTED_AT,
-        "at": now,
-        "replicas": replicas,
-        "running": 6.0,
-        "waiting": 0.0,
-        "replaying": 3.0,
-        "latest": [replayed] * 4,
-        "positions": [{"drafted": 4000 / 2**index, "accepted": 3000 / 2.3**index} for index in range(4)],
-        "strata": strata,
-        "check_meanings": CHECKS,
-        "requests": {"stop": 140, "length": 12},
-        "replays": {"ok": 30},
-        "verdicts": {"verified": 30},
-        "distributions": {"tested": 20, "greedy": 10},
-        "handoffs": {"ok": 152},
-        "trips": {},
-        "canaries": {},
-        "replay_alarms": {},
-        "check_alarms": {},
-        "logprob_violations": {},
-        "invariant_violations": {},
-        "history": points,
-    }
+    async def history(self) -> dict[str, Any]:
+        return self.app.book.history()
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +56,7 @@ class Feed(StatusFeed):
     """Turns streams away when the fake referee says so."""
 
     def __init__(self, referee: Referee) -> None:
-        super().__init__(referee.status)
+        super().__init__(referee.status, referee.history)
         self._referee = referee
 
     @property
@@ -171,31 +110,29 @@ def test_the_page_comes_with_a_policy_that_lets_nothing_in_from_elsewhere(served
     assert httpx.get(f"{served.url}/page/index.html").status_code == 404
 
 
-def test_status_is_one_json(served: Served) -> None:
+def test_status_and_history_are_json(served: Served, referee: Referee) -> None:
     status = httpx.get(f"{served.url}/status").json()
     assert status["about"]["model"] == "fake"
-    assert len(status["history"]) == 300
+    assert len(json.dumps(status)) < 20_000  # it is sent each second, so the hour is not in it
+    history = httpx.get(f"{served.url}/status/history").json()
+    points = history["points"]
+    assert {len(values) for values in points.values()} == {90}
+    assert points["at"][-1] == referee.app.clock()
+    assert points.keys() == status["now"].keys()
+    assert history["started_at"] == status["started_at"]
 
 
-def test_events_go_on_where_the_last_one_ended(served: Served) -> None:
-    first, again = events_of(served, {}), events_of(served, {"last-event-id": f"{time.time() - 10:.3f}"})
-    assert len(first["history"]) == 300
-    assert 8 <= len(again["history"]) <= 12
-
-
-def events_of(served: Served, headers: dict[str, str]) -> dict[str, Any]:
-    """The first status of a stream."""
-    with httpx.stream("GET", f"{served.url}/status/events", headers=headers) as response:
+def test_events_begin_with_the_status(served: Served) -> None:
+    with httpx.stream("GET", f"{served.url}/status/events") as response:
         assert response.headers["content-type"].startswith("text/event-stream")
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                reported: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                return reported
-    raise AssertionError("the stream ended")
+        line = next(line for line in response.iter_lines() if line.startswith("data: "))
+    assert json.loads(line.removeprefix("data: "))["now"]["requests_per_s"] > 1
 
 
 def test_the_book_adds_up_replicas_but_never_strata() -> None:
-    sink = PrometheusSink(clock=lambda: 0.0)
+    clock = Clock(5.0)
+    sink = PrometheusSink(clock=clock)
+    book = StatusBook({"model": "m"}, sink, clock)
     for name in ("r1", "r2"):
         buffer = BufferSink(name)
         metrics = Metrics([buffer], model_name="m", pool="decode")
@@ -204,19 +141,21 @@ def test_the_book_adds_up_replicas_but_never_strata() -> None:
         metrics.count("truespec_accepted_tokens_per_position_total", 6, position="0")
         metrics.count("truespec_requests_total", 2, outcome="stop")
         metrics.gauge("truespec_requests_running", 3)
+        metrics.gauge("truespec_held_out_acceptance_ratio", 0.5, sampling="greedy", position="0")
         for stratum, excess in (("all", 0.5), ("first", 0.25)):
             metrics.count("truespec_replay_tokens_total", 10, stratum=stratum)
             metrics.count("truespec_replay_tme_excess_total", excess, stratum=stratum)
         sink.apply(buffer.drain())
-    book = StatusBook({"model": "m"}, lambda: 5.0)
-    book.note(sink.samples())
     replica = {"replica": "r1", "pool": "decode", "checks": []}
-    status = book.render(sink.samples(), {"replicas": [replica], "latest": []})
-    (point,) = status["history"]
-    assert (point["at"], point["emitted"], point["replayed"], point["excess"]) == (5.0, 20, 20, 1.0)
-    assert point["running"] == 6
+    clock.now += 10
+    book.note()
+    status = book.render({"replicas": [replica], "latest": [], "incidents": []})
+    assert (status["totals"]["emitted"], status["totals"]["replayed"], status["totals"]["excess"]) == (20, 20, 1.0)
+    assert (status["now"]["tokens_per_s"], status["now"]["running"]) == (2.0, 6)
+    assert book.history()["points"]["tokens_per_s"] == [2.0]
     assert status["replicas"] == [replica | {"running": 3}]
     assert status["positions"] == [{"drafted": 16, "accepted": 12}]
+    assert status["held_out"] == {"greedy": [0.5]}
     assert status["requests"] == {"stop": 4}
     assert [(one["stratum"], one["tokens"], one["tme"]) for one in status["strata"]] == [
         ("all", 20, 1.05),
@@ -230,21 +169,23 @@ async def test_the_referee_is_asked_once_a_second_however_many_watch() -> None:
     async def ask() -> dict[str, Any]:
         nonlocal asked
         asked += 1
-        return {"history": []}
+        return {}
 
-    feed = StatusFeed(ask, lambda: now)
+    feed = StatusFeed(ask, ask, lambda: now)
     await asyncio.gather(*(feed.status() for _ in range(5)))
     assert asked == 1
+    await asyncio.gather(*(feed.history() for _ in range(5)))
+    assert asked == 2
     now = 1.0
     await feed.status()
-    assert asked == 2
+    assert asked == 3
 
 
 async def test_only_so_many_streams_are_taken_on_and_they_end() -> None:
     async def ask() -> dict[str, Any]:
-        return {"history": []}
+        return {}
 
-    feed = StatusFeed(ask)
+    feed = StatusFeed(ask, ask)
     streams = []
     while not feed.full:
         streams.append(feed.events())
@@ -261,9 +202,19 @@ def test_charts_tables_and_an_answer_in_a_browser(served: Served, browser: Brows
     visit = Visit(browser, served.url)
     page = visit.page
     expect(page.locator("#health")).to_have_text("healthy")
-    for chart, shapes in (("speed", "polyline"), ("course", "polyline"), ("positions", "rect"), ("checks", "rect.bar")):
-        assert page.locator(f"#{chart} {shapes}").count() >= 1, chart
-    assert page.locator("#course polyline").count() == 3
+    for chart, num in (
+        ("requests", 1),
+        ("first-token", 2),
+        ("per-token", 2),
+        ("errors", 2),
+        ("load", 2),
+        ("acceptance", 3),
+    ):
+        expect(page.locator(f"#{chart} polyline")).to_have_count(num)
+    assert page.locator("#positions rect.bar").count() == 3
+    assert (
+        page.locator("#positions line.trained").count() == page.locator("#positions line.trained-greedy").count() == 3
+    )
     assert page.locator("#checks line.alarm").count() == len(CHECKS)
     assert page.locator("#replicas tbody tr").count() == 3
     page.get_by_role("button", name="Send").click()
@@ -301,15 +252,18 @@ def test_every_token_can_be_seen_and_pointed_at(served: Served, browser: Browser
 @needs_chromium
 def test_what_comes_from_outside_is_text(served: Served, referee: Referee, browser: Browser) -> None:
     served.script.say(HOSTILE)
-    status = made_up(time.time())
+    status = referee.app.status()
+    referee.app.trip("app#DecodeServer#a1b2")
     referee.changes = {
         "about": status["about"] | {"model": "fake", "drafter": HOSTILE},
         "latest": [status["latest"][0] | {"reason": HOSTILE}],
         "replicas": [status["replicas"][0] | {"replica": HOSTILE}],
+        "incidents": [referee.app.status()["incidents"][0] | {"name": HOSTILE}],
     }
     visit = Visit(browser, served.url)
     expect(visit.page.locator("#about")).to_contain_text(HOSTILE)
-    expect(visit.page.locator("#latest")).to_contain_text(HOSTILE)
+    for place in ("latest", "replicas", "incidents"):
+        expect(visit.page.locator(f"#{place}")).to_contain_text(HOSTILE)
     visit.page.get_by_role("button", name="Send").click()
     expect(visit.page.locator(".answer .text")).to_contain_text(HOSTILE)
     assert visit.page.locator("img[src=x]").count() == 0
@@ -328,17 +282,78 @@ def test_a_status_that_cannot_be_had_is_an_error_in_the_usual_form(served: Serve
 
 
 @needs_chromium
-def test_trouble_is_shown_as_such(served: Served, referee: Referee, browser: Browser) -> None:
-    status = made_up(time.time())
-    broken = status["replicas"][0] | {"breaker": "open", "reason": "selfcheck"}
-    referee.changes = {"replicas": [broken, *status["replicas"][1:]], "check_alarms": {"a": 1.0}}
+def test_a_silent_referee_is_said(served: Served, referee: Referee, browser: Browser) -> None:
     visit = Visit(browser, served.url)
-    expect(visit.page.locator("#health")).to_have_text("breaker open on 1 of 3")
-    expect(visit.page.locator("#replicas tbody tr").first).to_contain_text("selfcheck")
+    expect(visit.page.locator("#health")).to_have_text("healthy")
     referee.silent = True
     expect(visit.page.locator("#connection")).to_contain_text("referee does not answer")
     referee.silent = False
     expect(visit.page.locator("#connection")).to_be_hidden()
+
+
+@needs_chromium
+def test_a_trip_says_what_when_where_what_it_means_and_what_to_do(
+    served: Served, referee: Referee, browser: Browser
+) -> None:
+    referee.app.trip("app#DecodeServer#c3d4", check="lag_g")
+    visit = Visit(browser, served.url)
+    page = visit.page
+    expect(page.locator("#health")).to_have_text("breaker open on 1 of 3")
+    expect(page.locator("#breakers")).to_contain_text("decode replica c3d4")
+    clock = page.evaluate("at => new Date(1000 * at).toLocaleTimeString([], { hourCycle: 'h23' })", referee.app.clock())
+    trip, alarm = page.locator("#incident-list li").all()
+    for shown, words in (
+        (trip, ("Breaker tripped", "selfcheck", "decode replica c3d4", "correct and slower", "TruespecBreakerOpen")),
+        (alarm, ("Self-check alarm", "sampling noise, next round lag_g", "may be wrong", "TruespecSelfCheckAlarm")),
+    ):
+        for text in (*words, clock, "docs/runbooks.md"):
+            expect(shown).to_contain_text(text)
+    assert page.locator("#incidents").bounding_box()["y"] < page.locator("#tiles").bounding_box()["y"]  # type: ignore[index]
+    for chart in ("requests", "first-token", "errors", "acceptance"):
+        assert page.locator(f"#{chart} line.mark").count() == 2
+    assert page.locator("#checks rect.over").count() >= 1
+    assert visit.complaints == []
+    referee.app.clock.now += 7200  # the replicas are silent, and the trip is long ago
+    referee.changes = {"replicas": []}
+    expect(page.locator("#health")).to_have_text("healthy")
+    expect(page.locator("#incident-list")).to_contain_text("2 h ago")
+
+
+@needs_chromium
+def test_the_hour_is_there_at_once_and_goes_on(served: Served, referee: Referee, browser: Browser) -> None:
+    visit = Visit(browser, served.url)
+    page = visit.page
+    line = page.locator("#requests polyline")
+    expect(line).to_have_count(1)
+    assert len((line.get_attribute("points") or "").split()) >= 90
+    start = page.evaluate("at => new Date(1000 * at).toLocaleTimeString([], { hourCycle: 'h23' })", STARTED_AT)[:5]
+    expect(page.locator("#span")).to_have_text(f"since {start}, when the controller started")
+    expect(page.locator("#errors .legend")).to_contain_text("429s 0")
+    referee.app.refuse(30)
+    referee.app.fail(2)
+    referee.app.pass_time(10)
+    expect(page.locator("#errors .legend")).to_contain_text("429s 30")
+    expect(page.locator("#tiles")).to_contain_text("30 and 2")
+    page.locator("#requests svg").hover(position={"x": 120, "y": 60})
+    expect(page.locator("#requests .legend")).to_contain_text("minute before")
+    referee.app.pass_time(4000)
+    visit.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # it asks for a new stream
+    expect(page.locator("#span")).to_have_text("the last hour")
+    assert len((line.get_attribute("points") or "").split()) >= 355
+
+
+@needs_chromium
+def test_what_does_not_change_is_left_alone(served: Served, referee: Referee, browser: Browser) -> None:
+    visit = Visit(browser, served.url)
+    page = visit.page
+    expect(page.locator("#health")).to_have_text("healthy")
+    kept = ["#replicas td", "#requests svg", "#tiles b", "#checks rect.bar", "#latest .pill", "#counts dd"]
+    page.evaluate("names => { window.kept = names.map(name => document.querySelector(name)) }", kept)
+    before = page.locator("#tiles").inner_text()
+    referee.app.pass_time(20)
+    expect(page.locator("#tiles")).not_to_have_text(before)
+    page.wait_for_function("text => document.querySelector('#tiles').innerText !== text", arg=before)
+    assert page.evaluate("window.kept.every(node => node.isConnected)")
 
 
 @needs_chromium
@@ -356,13 +371,14 @@ def test_a_lost_connection_is_said_and_fixed(served: Served, referee: Referee, b
 
 @needs_chromium
 def test_empty_states_say_what_is_missing(served: Served, referee: Referee, browser: Browser) -> None:
-    about = made_up(0)["about"]
-    empty = StatusBook(about, time.time)
-    empty.note([])
-    referee.changes = empty.render([], {"replicas": [], "latest": []})
+    clock = Clock(STARTED_AT)
+    empty = StatusBook(ABOUT | {"verifies": False}, PrometheusSink(clock=clock), clock)
+    referee.app.book = empty
+    referee.changes = empty.render({"replicas": [], "latest": [], "incidents": []})
     visit = Visit(browser, served.url)
     expect(visit.page.locator("#health")).to_have_text("nothing checked yet")
-    for place in ("speed", "course", "positions", "checks", "replicas", "strata", "latest"):
+    empty_places = ("requests", "first-token", "per-token", "tokens", "acceptance", "positions", "checks")
+    for place in (*empty_places, "replicas", "strata", "latest"):
         assert len(visit.page.locator(f"#{place} .empty").inner_text()) > 10
     visit.shoot("empty")
     assert visit.complaints == []

@@ -409,13 +409,13 @@ def test_the_summary_makes_no_ratio_of_nothing() -> None:
 
 
 def test_the_sums_of_the_status_are_those_of_its_replicas() -> None:
-    samples = []
+    sink = PrometheusSink()
     for replica, running, waiting, replays in (("d", 6, 1, 0), ("p", 0, 0, 2)):
-        sink = PrometheusSink(source=replica)
+        buffer = BufferSink(replica)
         usage = EngineUsage(running, waiting, 0, 9, 10, 16, num_replays=replays)
-        Metrics([sink], model_name="m", pool="decode").record_steps(StepStats(), usage)
-        samples += sink.samples()
-    overview = {"replicas": [{"replica": "d"}, {"replica": "p"}], "latest": []}
-    status = StatusBook({}, lambda: 0.0).render(samples, overview)
+        Metrics([buffer], model_name="m", pool="decode").record_steps(StepStats(), usage)
+        sink.apply(buffer.drain())
+    overview = {"replicas": [{"replica": "d"}, {"replica": "p"}], "latest": [], "incidents": []}
+    status = StatusBook({}, sink, lambda: 0.0).render(overview)
     assert [(one["running"], one["waiting"], one["replaying"]) for one in status["replicas"]] == [(6, 1, 0), (0, 0, 2)]
     assert (status["running"], status["waiting"], status["replaying"]) == (6, 1, 2)
