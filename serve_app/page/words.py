@@ -11,7 +11,7 @@ RUNBOOKS = "docs/runbooks.md"
 
 CHECK_NAMES = {
     "a": "accept step",
-    "a_prime": "drafts by acceptance",
+    "a_prime": "draft acceptance",
     "b": "accept decision",
     "c": "output at drafts",
     "d": "output tokens",
@@ -21,7 +21,7 @@ CHECK_NAMES = {
     "r": "residual",
     "lag_b": "accept decision, next round",
     "lag_g": "sampling noise, next round",
-    "coupled_a_prime": "drafts by acceptance, seeded",
+    "coupled_a_prime": "draft acceptance, seeded",
     "coupled_c": "output at drafts, seeded",
     "coupled_d": "output tokens, seeded",
     "coupled_e": "draft tokens, seeded",
@@ -39,8 +39,7 @@ class _Words:
 _WORDS: dict[IncidentKind, _Words] = {
     "trip": _Words(
         "Breaker tripped",
-        {name: f"{text[0].upper()}{text[1:]}" for name, text in TRIP_REASONS.items()}
-        | {"canary": "Speculation was tried again, and a fault was found again"},
+        TRIP_REASONS | {"canary": "speculation was tried again, and a fault was found again"},
         "TruespecBreakerOpen",
         "The replica stops speculating: its answers from then on are correct and slower. It tries again by itself; "
         "replace it if it trips again.",

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import pytest
@@ -12,8 +13,10 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SCREENSHOTS = os.environ.get("TRUESPEC_SCREENSHOTS")  # a folder; without it none are taken
-WIDTHS = (400, 1000, 1600)
+WIDTHS = (400, 1400)
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 _PATIENCE_MS = 60_000
+_LAYOUT = (Path(__file__).parent / "layout_faults.js").read_text(encoding="utf-8")
 
 expect.set_options(timeout=_PATIENCE_MS)
 
@@ -51,6 +54,17 @@ class Visit:
         if message.type in ("error", "warning"):  # type: ignore[attr-defined]
             self.complaints.append(message.text)  # type: ignore[attr-defined]
 
+    def look(self, width: int, scheme: Literal["light", "dark"]) -> None:
+        """See the page at this width and in these colours."""
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.evaluate("() => new Promise(requestAnimationFrame)")  # a resized page draws itself again
+
+    def faults_of_layout(self) -> list[str]:
+        """What of the page is cut, broken, overlaid, or hard to read."""
+        faults: list[str] = self.page.evaluate(_LAYOUT)
+        return faults
+
     @property
     def hosts(self) -> set[str]:
         """Where requests went."""
@@ -61,8 +75,6 @@ class Visit:
         if SCREENSHOTS is None:
             return
         for width in WIDTHS:
-            for scheme in ("light", "dark"):
-                self.page.set_viewport_size({"width": width, "height": 900})
-                self.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-                self.page.wait_for_timeout(1200)  # the next event draws it at this width
+            for scheme in SCHEMES:
+                self.look(width, scheme)
                 self.page.screenshot(path=Path(SCREENSHOTS) / f"{name}-{width}-{scheme}.png", full_page=True)

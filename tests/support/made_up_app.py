@@ -31,6 +31,7 @@ class MadeUpApp:
         self.buffers = {name: BufferSink(name) for name in POOLS}
         self.states = dict.fromkeys(POOLS, BreakerState.CLOSED)
         self.since = dict.fromkeys(POOLS, STARTED_AT)
+        self.reasons = dict.fromkeys(POOLS, "")
 
     def metrics(self, replica: str) -> Metrics:
         """By which a replica counts."""
@@ -39,7 +40,7 @@ class MadeUpApp:
     def serve(self, replica: str, num: int, *, first_token_s: float = 0.2, per_token_s: float = 0.012) -> None:
         """Count some answers of 40 tokens, 30 % of whose drafts are accepted."""
         metrics = self.metrics(replica)
-        stats = StepStats(num_emitted=40 * num, expected_accepted=14.2 * num, achievable_accepted=17.0 * num)
+        stats = StepStats(num_emitted=40 * num, expected_accepted=15.8 * num, achievable_accepted=17.0 * num)
         for accepted in (0, 0, 1, 3):
             stats.count_round(3, accepted, times=4 * num)
         stats.checks = {check: CheckSums(12 * num, 3.0, 3.0, 6.0) for check in CHECKS}
@@ -58,8 +59,10 @@ class MadeUpApp:
         checks = tuple(
             CheckState(check, 900, 0.0, 0.4, log_e + index / 2 - 6.0, 14.3, 0) for index, check in enumerate(CHECKS)
         )
-        reason = trips[-1].reason if trips else ""
-        status = ReplicaStatus(replica, POOLS[replica], self.states[replica], Mode.AUTO, self.since[replica], reason)
+        self.reasons[replica] = trips[-1].reason if trips else self.reasons[replica]
+        status = ReplicaStatus(
+            replica, POOLS[replica], self.states[replica], Mode.AUTO, self.since[replica], self.reasons[replica]
+        )
         batch = self.buffers[replica].drain()
         self.sink.apply(batch)
         self.replicas.hear(Report(status, batch, trips=trips, checks=checks, computing=Computing("cpu")))
@@ -71,7 +74,8 @@ class MadeUpApp:
             wave = math.sin(self.clock.now / 300)
             for replica in POOLS:
                 self.serve(replica, round(14 + 6 * wave), first_token_s=0.2 + 0.1 * wave)
-                self.metrics(replica).gauge("truespec_speculation_enabled", 1)
+                closed = self.states[replica] is BreakerState.CLOSED
+                self.metrics(replica).gauge("truespec_speculation_enabled", int(closed))
                 self.report(replica)
             self._replay(20)
             self.book.note()

@@ -47,12 +47,12 @@ function nearest(points, at) {
 
 /** What is known of the lines at the time that is pointed at, or of the newest points. */
 function legend(series, at, format, marks) {
-  const items = series.map(({ kind, name, points }) => {
+  const items = series.toReversed().map(({ kind, name, points }) => {
     const value = (at === null ? points.at(-1) : nearest(points, at))?.[1] ?? null;
-    return element("li", {}, element("i", { class: `stroke ${kind}` }), `${name} `, element("b", {}, value === null ? "–" : format(value)));
+    return element("li", {}, element("i", { class: `stroke ${kind}` }), name, element("b", {}, value === null ? "–" : format(value)));
   });
   if (marks) items.push(element("li", {}, element("i", { class: "stroke mark" }), "trip or alarm"));
-  items.push(element("li", { class: "when" }, at === null ? "last minute" : `minute before ${time(at)}`));
+  if (at !== null) items.push(element("li", { class: "when" }, `at ${time(at)}`));
   return element("ul", { class: "legend" }, ...items);
 }
 
@@ -93,7 +93,7 @@ export function lines(place, { series, from, to, gap, marks, top = null, least, 
   const y = (value) => bottom - (Math.min(value, highest) / highest) * (bottom - MARGIN.top);
   for (let value = 0; value <= highest * 1.001; value += step) {
     shape(svg, "line", { class: "grid", x1: left, x2: right, y1: y(value), y2: y(value) });
-    shape(svg, "text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, format(value));
+    shape(svg, "text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, format(value).replace(/\.0+(?!\d)/, ""));
   }
   timeAxis(svg, x, { from, to, height, left, right });
   const near = marks.filter((at) => at >= from);
@@ -134,7 +134,7 @@ export function columns(place, { bars, label }) {
     for (const [kind, at] of marks) {
       shape(group, "line", { class: `line ${kind}`, x1: middle - thick / 2 - 6, x2: middle + thick / 2 + 6, y1: y(at), y2: y(at) });
     }
-    shape(svg, "text", { x: middle, y: height - 5, "text-anchor": "middle" }, room > 64 ? `${name}: ${Math.round(share * 100)} %` : name);
+    shape(svg, "text", { x: middle, y: height - 5, "text-anchor": "middle" }, `${room > 110 ? "position " : ""}${name}${room > 56 ? `: ${Math.round(share * 100)} %` : ""}`);
   });
   show(place, svg);
 }

@@ -5,7 +5,7 @@ import { columns, empty, evidence, followPointer, lines } from "./charts.js";
 import { byId, element, show } from "./dom.js";
 import { call, events, keyGiven } from "./wire.js";
 
-const HISTORY_S = 3600, SHORTEST_S = 300, RECENT_S = 3600, SHOWN_INCIDENTS = 6;
+const HISTORY_S = 3600, SHORTEST_S = 300, RECENT_S = 3600, SHOWN_INCIDENTS = 6, SHOWN_STRATA = 10, SHOWN_REPLAYS = 8;
 const RETRY_MS = 1000, SILENT_MS = 5000;
 const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
 const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
@@ -70,7 +70,7 @@ function incidentOf(one) {
     element("p", { class: "incident-when" }, element("b", {}, clock(one.at)), ` ${ago(one.at)} ago`),
     element("div", {},
       element("h3", {}, pill(one.title, "bad"), " ", ...words, element("code", {}, one.name)),
-      element("p", {}, `${one.meaning}.`),
+      element("p", {}, `${one.meaning[0].toUpperCase()}${one.meaning.slice(1)}.`),
       element("p", {}, one.effect, suspect),
       element("p", { class: "note" }, `${pool ? `${pool} ` : ""}replica `, element("b", {}, shortName(one.replica)), pool ? "" : ", gone since", `${times} · runbook `,
         element("b", {}, one.runbook.name), ` in ${one.runbook.page}`)));
@@ -117,7 +117,7 @@ function drawTiles() {
     tile("Requests", `${rate(now.requests_per_s)} /s`, `${whole(status.running)} running, ${whole(status.waiting)} waiting`),
     latencyTile("Time to first token", "first_token"),
     latencyTile("Inter-token latency", "per_token"),
-    tile("429s and errors", `${whole(now.refused)} and ${whole(now.failed)}`, `last minute; ${whole(refused)} and ${whole(failed)} since the start`,
+    tile("429s and errors", `${whole(now.refused)} and ${whole(now.failed)}`, `last minute; ${whole(refused)} and ${whole(failed)} in all`,
       now.failed > 0),
     tile("Trips and alarms", whole(found), found ? `latest ${ago(status.incidents[0].at)} ago` : `none since ${clockMinute(status.started_at)}`, recent().length > 0),
     tile("Output tokens", `${rate(now.tokens_per_s)} /s`, status.replaying ? `and ${plural(status.replaying, "replay")} running` : `${whole(totals.emitted)} since the start`),
@@ -200,7 +200,7 @@ function drawPositions() {
   const bars = drafted.map(({ drafted: all, accepted }, index) => {
     const marks = [["trained", sampled], ["trained-greedy", greedy]].filter(([, rates]) => index < rates.length).map(([kind, rates]) => [kind, trained(rates, index)]);
     const said = marks.map(([kind, share]) => `, training ${percent(share)} at temperature ${kind === "trained" ? 1 : 0}`).join("");
-    return { name: `${index + 1}`, share: accepted / all, marks, text: `position ${index + 1}: ${whole(accepted)} of ${whole(all)} drafts accepted${said}` };
+    return { name: index + 1, share: accepted / all, marks, text: `position ${index + 1}: ${whole(accepted)} of ${whole(all)} drafts accepted${said}` };
   });
   columns(byId("positions"), { bars, label: `Acceptance by draft position; ${bars.map((bar) => bar.text).join("; ")}` });
 }
@@ -247,7 +247,7 @@ function drawReplicas() {
     whole(replica.running ?? 0), whole(replica.waiting ?? 0), whole(replica.replaying ?? 0),
     replica.kv_usage === undefined ? "–" : percent(replica.kv_usage), replica.kernels_off ? pill("off", "warn") : replica.kernels || "–",
   ]);
-  const columns = [["pool"], ["replica"], ["breaker"], ["speculation"], ["mode"], ["last trip"], ["for", true], ["running", true], ["waiting", true],
+  const columns = [["pool"], ["replica"], ["breaker"], ["speculation"], ["mode"], ["last trip"], ["in this state", true], ["running", true], ["waiting", true],
     ["replays", true], ["KV in use", true], ["kernels"]];
   table(byId("replicas"), columns, rows, "No replica has reported yet. Replicas report each second once their model is loaded.");
 }
@@ -259,23 +259,30 @@ function drawSlow() {
   byId("slow").hidden = !why.length;
 }
 
+/** All tokens, then those whose drift is the highest; the others on demand. */
 function drawStrata() {
-  const rows = status.strata.map(({ stratum, meaning, tokens, tme, alarms: raised }) => {
-    const name = element("span", {}, `${meaning} `, element("code", {}, stratum));
-    return [name, whole(tokens), pill(tme.toFixed(4), tme > status.about.max_tme ? "bad" : "good"), whole(raised)];
-  });
-  table(byId("strata"), [["which tokens"], ["tokens", true], ["TME", true], ["alarms", true]], rows,
+  const rows = status.strata.toSorted((one, other) => (other.stratum === "all") - (one.stratum === "all") || other.tme - one.tme)
+    .map(({ stratum, meaning, tokens, tme, alarms: raised }) => [
+      element("span", {}, `${meaning} `, element("code", {}, stratum)), whole(tokens),
+      pill(tme.toFixed(4), tme > status.about.max_tme ? "bad" : "good"), whole(raised),
+    ]);
+  const columns = [["which tokens"], ["tokens", true], ["TME", true], ["alarms", true]];
+  table(byId("strata"), columns, rows.slice(0, SHOWN_STRATA),
     status.about.replay_share > 0 ? "Nothing has been replayed yet. A share of answers is replayed soon after they finish."
       : "Replays are off (replay.sample_rate is 0): only answers to requests with verify are replayed.");
+  table(byId("more-strata"), columns, rows.slice(SHOWN_STRATA), "");
+  byId("others").hidden = rows.length <= SHOWN_STRATA;
+  byId("num-others").textContent = `${whole(rows.length - SHOWN_STRATA)} more, with less drift`;
 }
 
 function drawLatest() {
   const tones = { verified: "good", suspect: "bad" };
-  const rows = status.latest.map((one) => [
-    `${ago(one.at)} ago`, verdict(one, tones[one.verdict] ?? ""), one.checked.join(", ") || "–", whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
-    one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0", shortName(one.replica), shortName(one.replayed_by) || "–",
+  const rows = status.latest.slice(0, SHOWN_REPLAYS).map((one) => [
+    `${ago(one.at)} ago`, verdict(one, tones[one.verdict] ?? ""), whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
+    one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0", element("code", {}, shortName(one.replica)),
+    element("code", {}, shortName(one.replayed_by) || "–"),
   ]);
-  const columns = [["when"], ["verdict"], ["checked"], ["tokens", true], ["TME", true], ["max drift, nats", true], ["answered by"], ["replayed by"]];
+  const columns = [["when"], ["verdict"], ["tokens", true], ["TME", true], ["max drift, nats", true], ["answered by"], ["replayed by"]];
   table(byId("latest"), columns, rows, "No answer has been replayed yet.");
 }
 

@@ -17,7 +17,7 @@ from serve_app.page.feed import StatusFeed
 from serve_app.page.status import StatusBook
 from serve_app.telemetry.metrics import BufferSink, Metrics, PrometheusSink
 from speculative.stats import CHECKS
-from tests.support.browser import Visit, chromium, needs_chromium
+from tests.support.browser import SCHEMES, WIDTHS, Visit, chromium, needs_chromium
 from tests.support.clock import Clock
 from tests.support.fake_serving import Served, ServeFake
 from tests.support.made_up_app import ABOUT, STARTED_AT, MadeUpApp
@@ -38,6 +38,12 @@ class Referee:
         self.turns_away = False  # new streams
         self.changes: dict[str, Any] = {}
 
+    def show_nothing(self) -> None:
+        """As a controller does that has heard of no replica."""
+        clock = Clock(STARTED_AT + 1000)
+        self.app.book = StatusBook(ABOUT | {"verifies": False}, PrometheusSink(clock=clock), clock)
+        self.changes = self.app.book.render({"replicas": [], "latest": [], "incidents": []})
+
     async def status(self) -> dict[str, Any]:
         if self.silent:
             raise ConnectionError("no referee")
@@ -56,8 +62,12 @@ class Feed(StatusFeed):
     """Turns streams away when the fake referee says so."""
 
     def __init__(self, referee: Referee) -> None:
-        super().__init__(referee.status, referee.history)
         self._referee = referee
+        self.forget()
+
+    def forget(self) -> None:
+        """What another test's app said a moment ago is not for this one."""
+        super().__init__(self._referee.status, self._referee.history)
 
     @property
     def full(self) -> bool:
@@ -65,16 +75,21 @@ class Feed(StatusFeed):
 
 
 @pytest.fixture(scope="module")
-def page_server(serve_fake: ServeFake, referee: Referee) -> Served:
-    return serve_fake(page=Feed(referee))
+def feed(referee: Referee) -> Feed:
+    return Feed(referee)
+
+
+@pytest.fixture(scope="module")
+def page_server(serve_fake: ServeFake, feed: Feed) -> Served:
+    return serve_fake(page=feed)
 
 
 @pytest.fixture
-def served(page_server: Served, referee: Referee) -> Iterator[Served]:
+def served(page_server: Served, referee: Referee, feed: Feed) -> Served:
     referee.reset()
+    feed.forget()
     page_server.script.clear()
-    yield page_server
-    referee.reset()
+    return page_server
 
 
 class OneKey:
@@ -328,14 +343,14 @@ def test_the_hour_is_there_at_once_and_goes_on(served: Served, referee: Referee,
     assert len((line.get_attribute("points") or "").split()) >= 90
     start = page.evaluate("at => new Date(1000 * at).toLocaleTimeString([], { hourCycle: 'h23' })", STARTED_AT)[:5]
     expect(page.locator("#span")).to_have_text(f"since {start}, when the controller started")
-    expect(page.locator("#errors .legend")).to_contain_text("429s 0")
+    expect(page.locator("#errors .legend")).to_contain_text("429s0")
     referee.app.refuse(30)
     referee.app.fail(2)
     referee.app.pass_time(10)
-    expect(page.locator("#errors .legend")).to_contain_text("429s 30")
+    expect(page.locator("#errors .legend")).to_contain_text("429s30")
     expect(page.locator("#tiles")).to_contain_text("30 and 2")
     page.locator("#requests svg").hover(position={"x": 120, "y": 60})
-    expect(page.locator("#requests .legend")).to_contain_text("minute before")
+    expect(page.locator("#requests .legend")).to_contain_text("at ")
     referee.app.pass_time(4000)
     visit.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # it asks for a new stream
     expect(page.locator("#span")).to_have_text("the last hour")
@@ -371,16 +386,12 @@ def test_a_lost_connection_is_said_and_fixed(served: Served, referee: Referee, b
 
 @needs_chromium
 def test_empty_states_say_what_is_missing(served: Served, referee: Referee, browser: Browser) -> None:
-    clock = Clock(STARTED_AT)
-    empty = StatusBook(ABOUT | {"verifies": False}, PrometheusSink(clock=clock), clock)
-    referee.app.book = empty
-    referee.changes = empty.render({"replicas": [], "latest": [], "incidents": []})
+    referee.show_nothing()
     visit = Visit(browser, served.url)
     expect(visit.page.locator("#health")).to_have_text("nothing checked yet")
     empty_places = ("requests", "first-token", "per-token", "tokens", "acceptance", "positions", "checks")
     for place in (*empty_places, "replicas", "strata", "latest"):
         assert len(visit.page.locator(f"#{place} .empty").inner_text()) > 10
-    visit.shoot("empty")
     assert visit.complaints == []
 
 
@@ -390,7 +401,7 @@ def test_on_and_off_are_compared_with_the_same_seed(served: Served, browser: Bro
     visit = Visit(browser, served.url)
     expect(visit.page.locator("#health")).to_have_text("healthy")
     served.script.say("one two three STOP four")
-    visit.page.get_by_text("compare").click()
+    visit.page.get_by_text("compare", exact=True).click()
     visit.page.get_by_role("button", name="Send").click()
     expect(visit.page.locator("#compared")).to_contain_text("The same text, token for token.")
     on, off = served.source.requests
@@ -449,3 +460,46 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(keyed_server: Served, browser: B
     assert page.evaluate("sessionStorage.length") == 0
     refused = [complaint for complaint in visit.complaints if "401" not in complaint]
     assert refused == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("state", ["healthy", "tripped", "empty"])
+def test_nothing_is_cut_broken_or_hard_to_read(served: Served, referee: Referee, browser: Browser, state: str) -> None:
+    if state == "tripped":
+        referee.app.trip("app#DecodeServer#c3d4", check="coupled_a_prime")
+        referee.app.refuse(40_000)
+        referee.app.fail(3)
+        referee.app.pass_time(120)
+        slow = {"kernels_off": "no C++ compiler on PATH: install g++ where the replica runs", "breaker": "canary"}
+        replicas = referee.app.status()["replicas"]
+        referee.changes = {"replicas": [replicas[0] | slow, *replicas[1:]]}
+    elif state == "empty":
+        referee.show_nothing()
+    visit = Visit(browser, served.url)
+    expect(visit.page.locator("#health")).not_to_have_text("connecting")
+    for details in visit.page.locator("summary").all():
+        if details.is_visible():
+            details.click()
+    for width in (*WIDTHS, 800):
+        for scheme in SCHEMES:
+            visit.look(width, scheme)
+            assert visit.faults_of_layout() == [], (width, scheme)
+    visit.shoot(state)
+    assert visit.complaints == []
+
+
+@needs_chromium
+def test_faults_of_layout_are_found(served: Served, browser: Browser) -> None:
+    visit = Visit(browser, served.url, width=400)
+    expect(visit.page.locator("#health")).to_have_text("healthy")
+    for place, style, fault in (
+        ("#tiles small", "width: 3rem; white-space: nowrap", "cut: tiles small"),
+        ("#checks-title", "word-break: break-all; width: 2rem", "broken inside: "),
+        ("#counts", "width: 900px", "the page is wider than the window"),
+        ("#tiles span", "color: rgb(128 128 128)", "contrast 3.9"),
+    ):
+        node = visit.page.locator(place).first
+        assert not [found for found in visit.faults_of_layout() if found.startswith(fault)]
+        node.evaluate("(node, style) => { node.style.cssText = style }", style)
+        assert [found for found in visit.faults_of_layout() if found.startswith(fault)], fault
+        node.evaluate("node => { node.style.cssText = '' }")
