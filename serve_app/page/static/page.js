@@ -279,10 +279,10 @@ function drawLatest() {
   const tones = { verified: "good", suspect: "bad" };
   const rows = status.latest.slice(0, SHOWN_REPLAYS).map((one) => [
     `${ago(one.at)} ago`, verdict(one, tones[one.verdict] ?? ""), whole(one.num_tokens), one.tme === null ? "–" : one.tme.toFixed(4),
-    one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0", element("code", {}, shortName(one.replica)),
-    element("code", {}, shortName(one.replayed_by) || "–"),
+    one.max_drift_nats === null ? "–" : one.max_drift_nats ? one.max_drift_nats.toExponential(1) : "0",
+    element("code", {}, `${shortName(one.replica)} → ${shortName(one.replayed_by) || "–"}`),
   ]);
-  const columns = [["when"], ["verdict"], ["tokens", true], ["TME", true], ["max drift, nats", true], ["answered by"], ["replayed by"]];
+  const columns = [["when"], ["verdict"], ["tokens", true], ["TME", true], ["max drift, nats", true], ["by"]];
   table(byId("latest"), columns, rows, "No answer has been replayed yet.");
 }
 
