@@ -12,6 +12,7 @@ import torch
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.config.files import parse_args
 from serve_app.page.status import StatusBook
+from serve_app.telemetry.metrics import PrometheusSink
 from speculative.gpu.attention_choice import make_attend, why_no_triton
 from speculative.gpu.paged_attention import AttentionSizes, TorchAttend
 from speculative.kernels.bindings import cpu_kernels, find_kernels
@@ -42,7 +43,7 @@ async def test_a_replica_without_its_kernels_says_so(
     with caplog.at_level(logging.WARNING):
         await made.__init__(parse_args({"model": {"source": "fake"}}), "decode", referee)  # type: ignore[misc]
         await made.host.reporter.report()
-    (shown,) = StatusBook({}, lambda: 0.0).render((), referee.book.overview())["replicas"]
+    (shown,) = StatusBook({}, PrometheusSink(), lambda: 0.0).render(referee.book.overview())["replicas"]
     for task in made.host.runtime.tasks:
         task.cancel()
     await asyncio.gather(*made.host.runtime.tasks, return_exceptions=True)
