@@ -30,7 +30,7 @@ class Incident:
     first_at: float  # unix seconds
     at: float  # the last time
     num: float
-    stratum: str = ""  # of a replay's finding
+    strata: tuple[str, ...] = ()  # in which replays found it
     suspect_since: float | None = None  # of a trip: answers that ended after this are suspect
 
     def to_wire(self) -> dict[str, Any]:
@@ -57,15 +57,17 @@ class IncidentLog:
         *,
         num: float = 1,
         at: float | None = None,
-        stratum: str = "",
+        strata: tuple[str, ...] = (),
         suspect_since: float | None = None,
     ) -> None:
         """Something was found wrong; `at` = now."""
-        key = (kind, name, replica, stratum)
+        key = (kind, name, replica)
         at = self._clock() if at is None else at
-        before = self._known.pop(key, None)
-        first_at, num = (at, num) if before is None else (before.first_at, before.num + num)
-        self._known[key] = Incident(kind, name, replica, first_at, at, num, stratum, suspect_since)
+        first_at, before = at, self._known.pop(key, None)
+        if before is not None:
+            first_at, num = before.first_at, before.num + num
+            strata = tuple(dict.fromkeys(before.strata + strata))
+        self._known[key] = Incident(kind, name, replica, first_at, at, num, strata, suspect_since)
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
 

@@ -156,7 +156,7 @@ class ReplicaBook:
     def _alarm(self, name: str, replica: _Replica, found: Alarm, began_at: float) -> None:
         """Count an alarm, and notify the replica with the answer to its next report."""
         self._metrics.count("truespec_replay_alarms_total", alarm=found.name, stratum=found.stratum)
-        self.incidents.note("replay", found.name, name, stratum=found.stratum)
+        self.incidents.note("replay", found.name, name, strata=(found.stratum,))
         _logger.warning("replays show that %s is wrong: %s in stratum %s", name, found.name, found.stratum)
         replica.findings.append(Finding(name, found.name, found.stratum, began_at, found.evidence_since))
 

@@ -8,6 +8,7 @@ from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA, TRIP_REASONS
 from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 
 RUNBOOKS = "docs/runbooks.md"
+_NAMED_STRATA = 3
 
 CHECK_NAMES = {
     "a": "accept step",
@@ -86,8 +87,9 @@ def explained(incident: dict[str, Any]) -> dict[str, Any]:
     """A trip or an alarm with a title, what it means, what to do first, and its runbook."""
     words = _WORDS[incident["kind"]]
     meaning = words.meanings.get(incident["name"], incident["name"])
-    if incident["stratum"]:
-        meaning += f"; seen in: {STRATA[incident['stratum']]}"
+    if strata := incident["strata"]:
+        more = f", and {len(strata) - _NAMED_STRATA} more" if len(strata) > _NAMED_STRATA else ""
+        meaning += f"; found among: {', '.join(STRATA[stratum] for stratum in strata[:_NAMED_STRATA])}{more}"
     return incident | {
         "title": words.title,
         "words": CHECK_NAMES.get(incident["name"], "") if incident["kind"] == "selfcheck" else "",

@@ -17,6 +17,8 @@ def test_the_page_answers_and_shows_what_became_of_it(disaggregated: Service) ->
     for seed in range(3):  # drafted, drawn, and replayed: something for every chart
         disaggregated.completion(prompt=LOOPING, max_tokens=40, temperature=1.0, seed=1000 + seed, ignore_eos=True)
     wait_for(lambda: disaggregated.metrics()["replayed_tokens"] > 0, "a replay")
+    with disaggregated.http() as http:
+        wait_for(lambda: any(http.get("/status/history").json()["points"]["requests_per_s"]), "a point of the history")
     with chromium() as browser:
         visit = Visit(browser, f"{disaggregated.base_url}/")
         page = visit.page

@@ -25,6 +25,13 @@ def test_what_is_found_again_is_counted_and_comes_first(log: IncidentLog) -> Non
     assert (second["replica"], second["num"]) == ("r2", 1)
 
 
+def test_a_finding_in_several_strata_is_one(log: IncidentLog) -> None:
+    for stratum in ("all", "accepted", "all"):
+        log.note("replay", "drift", "r1", strata=(stratum,))
+    (found,) = log.to_wire()
+    assert (found["strata"], found["num"]) == (("all", "accepted"), 3)
+
+
 def test_only_the_latest_are_kept(log: IncidentLog) -> None:
     for index in range(500):
         log.note("replay", "drift", f"r{index}")

@@ -148,6 +148,7 @@ async def test_an_answer_it_disagrees_with_is_suspect_and_dumped_and_nobody_trip
     court.hear("r1")
     assert await bench.judge(served()) == [Verdict.VERIFIED]
     assert bench.results["disagrees"] == 1
+    assert [one["kind"] for one in court.book.overview()["incidents"]] == ["independent"]
     found = bench.verdict()
     assert (found["verdict"], found["replayed_by"]) == ("suspect", "p9")
     assert found["reason"] == "p9 disagrees: drift: too many logprobs are off by more than 0.002 nats"

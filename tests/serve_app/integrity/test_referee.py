@@ -83,6 +83,9 @@ async def test_drift_makes_an_answer_suspect_and_is_reported_to_who_made_it(cour
     assert court.hear("p1").findings == (), "one first token is not enough to blame the prefill replica"
     assert court.hear("r1").findings == (), "findings are delivered once"
     assert court.value("truespec_replay_alarms_total", alarm="drift", stratum="all") >= 1
+    (incident,) = court.book.overview()["incidents"]
+    assert (incident["kind"], incident["name"], incident["replica"]) == ("replay", "drift", "r1")
+    assert "all" in incident["strata"]
     assert court.value("truespec_verdicts_total", verdict="suspect") == 1
     path = await court.dump("*drift*")
     dump = json.loads(path.read_text())

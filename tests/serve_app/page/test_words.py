@@ -31,8 +31,9 @@ def test_every_check_has_a_name_of_its_own() -> None:
 def test_every_incident_says_what_it_means_and_where_its_runbook_is(kind: IncidentKind) -> None:
     runbooks = (ROOT / RUNBOOKS).read_text(encoding="utf-8")
     for name in NAMES[kind]:
-        incident = Incident(kind, name, "r1", 1.0, 2.0, 3, stratum="first" if kind == "replay" else "")
+        incident = Incident(kind, name, "r1", 1.0, 2.0, 3, strata=("all", "first") if kind == "replay" else ())
         said = explained(incident.to_wire())
         assert said["title"] and said["effect"]
         assert said["meaning"] not in ("", name)
+        assert ("every emitted token, first tokens after a prompt" in said["meaning"]) == (kind == "replay")
         assert f"## {said['runbook']['name']}\n" in runbooks
