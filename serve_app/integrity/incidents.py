@@ -11,7 +11,7 @@ from speculative.stats import CLIENTS_FAULT
 
 _KEPT = 40  # different ones
 
-IncidentKind = Literal["trip", "selfcheck", "invariant", "logprobs", "replay", "independent"]
+IncidentKind = Literal["trip", "canary", "selfcheck", "invariant", "logprobs", "replay", "independent"]
 
 _COUNTERS: dict[str, IncidentKind] = {  # of a replica; their last label names the alarm
     "truespec_selfcheck_alarms_total": "selfcheck",
@@ -31,7 +31,7 @@ class Incident:
     at: float  # the last time
     num: float
     strata: tuple[str, ...] = ()  # in which replays found it
-    suspect_since: float | None = None  # of a trip: answers that ended after this are suspect
+    suspect_since: float | None = None  # of a trip or a canary: answers that ended after this are suspect
 
     def to_wire(self) -> dict[str, Any]:
         """For the status page."""

@@ -18,7 +18,7 @@ from serve_app.integrity.breaker import Mode, Trip
 from serve_app.integrity.detectors import Alarm, ReplicaWatch, Rounding, SeenToken
 from serve_app.integrity.dumps import DumpFolder
 from serve_app.integrity.heartbeat import Finding, Orders, ReplicaStatus, Report
-from serve_app.integrity.incidents import IncidentLog
+from serve_app.integrity.incidents import IncidentKind, IncidentLog
 from serve_app.integrity.replays import Distribution, ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked, VerdictBook
 from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA
@@ -225,7 +225,8 @@ class ReplicaBook:
         }
 
     def _on_trip(self, name: str, replica: _Replica, trip: Trip) -> None:
-        self.incidents.note("trip", trip.reason, name, at=trip.at, suspect_since=trip.suspect_since)
+        kind: IncidentKind = "canary" if trip.reason == "canary" else "trip"
+        self.incidents.note(kind, trip.reason, name, at=trip.at, suspect_since=trip.suspect_since)
         num_suspect = self.verdicts.trip(name, trip)
         self._metrics.count("truespec_verdicts_total", num_suspect, verdict=Verdict.SUSPECT.value)
         _logger.error("%s tripped (%s); %d of its answers are suspect", name, trip.reason, num_suspect)

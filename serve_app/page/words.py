@@ -40,10 +40,16 @@ class _Words:
 _WORDS: dict[IncidentKind, _Words] = {
     "trip": _Words(
         "Breaker tripped",
-        TRIP_REASONS | {"canary": "speculation was tried again, and a fault was found again"},
+        TRIP_REASONS,
         "TruespecBreakerOpen",
         "The replica stops speculating: its answers from then on are correct and slower. It tries again by itself; "
         "replace it if it trips again.",
+    ),
+    "canary": _Words(
+        "Canary failed",
+        {"canary": "speculation was tried again on requests of the replica's own, and a fault was found again"},
+        "TruespecBreakerOpen",
+        "Clients got plain answers meanwhile. It waits twice as long before the next; replace it if they keep failing.",
     ),
     "selfcheck": _Words(
         "Self-check alarm",

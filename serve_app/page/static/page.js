@@ -51,7 +51,7 @@ const pill = (text, tone) => element("span", { class: `pill ${tone}` }, text);
 function drawHealth() {
   const open = tripped(), [latest] = recent();
   const [text, tone] = open.length ? [`breaker ${open[0].breaker} on ${open.length} of ${status.replicas.length}`, "bad"]
-    : latest ? [`${latest.kind === "trip" ? "trip" : "alarm"} ${ago(latest.at)} ago`, "bad"]
+    : latest ? [`${{ trip: "trip", canary: "failed canary" }[latest.kind] ?? "alarm"} ${ago(latest.at)} ago`, "bad"]
     : (status.verdicts.suspect ?? 0) > 0 ? ["suspect answers", "warn"]
     : status.totals.replayed > 0 ? ["healthy", "good"]
     : ["nothing checked yet", ""];
@@ -64,7 +64,7 @@ function incidentOf(one) {
   const pool = poolOf(one.replica);
   const times = one.num > 1 ? ` · ${plural(one.num, "time")} since ${clock(one.first_at)}` : "";
   const words = one.words ? [element("b", {}, one.words), " "] : [];
-  const suspect = one.suspect_since === null ? ""
+  const suspect = one.suspect_since === null || one.at - one.suspect_since < 1 ? ""
     : ` Answers of it that ended between ${clock(one.suspect_since)} and ${clock(one.at)} are suspect.`;
   return element("li", {},
     element("p", { class: "incident-when" }, element("b", {}, clock(one.at)), ` ${ago(one.at)} ago`),
@@ -125,8 +125,8 @@ function drawTiles() {
       near ? `the verifier expects ${percent(now.expected_acceptance)}` : totals.drafted ? "nothing drafted in the last minute" : "nothing drafted yet"),
     tile("Logprob drift (TME)", tme === null ? "–" : tme.toFixed(4),
       totals.replayed ? `limit ${limit}; ${whole(totals.replayed)} tokens replayed` : "nothing replayed yet", tme > limit),
-    tile("Verified answers", whole(verified),
-      `${whole(suspect)} suspect, ${whole(unverified)} not checked`, suspect > 0),
+    suspect > 0 ? tile("Suspect answers", whole(suspect), `${whole(verified)} verified, ${whole(unverified)} not checked`, true)
+      : tile("Verified answers", whole(verified), `none suspect, ${whole(unverified)} not checked`),
   );
 }
 

@@ -12,7 +12,8 @@ from speculative.stats import CHECKS, INVARIANTS, LOGPROB_RULES
 
 ROOT = Path(__file__).parents[3]
 NAMES: dict[IncidentKind, list[str]] = {
-    "trip": [*TRIP_REASONS, "canary"],
+    "trip": [*TRIP_REASONS],
+    "canary": ["canary"],
     "selfcheck": [*CHECKS],
     "invariant": [*INVARIANTS],
     "logprobs": [*LOGPROB_RULES],
