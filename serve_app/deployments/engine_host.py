@@ -9,6 +9,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import ray
@@ -215,7 +217,9 @@ class EngineHost:
         self.backlog.observe(stats.num_prompt_tokens + stats.prefix_cache_hits, stats.draft_s + stats.verify_s)
         runtime.metrics.gauge("truespec_build_info", 1, **self._build)  # Ray's agent forgets what is not set again
         for sampling, rates in zip(("sampled", "greedy"), self._held_out_acceptance, strict=True):
-            for position, rate in enumerate(rates):
+            for position, rate in enumerate(
+                accumulate(rates, mul)
+            ):  # all before it accepted, too
                 runtime.metrics.gauge(
                     "truespec_held_out_acceptance_ratio", rate, sampling=sampling, position=str(position)
                 )

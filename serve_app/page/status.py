@@ -92,7 +92,7 @@ def _by_replica(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
 
 
 def _held_out(samples: list[Sample]) -> dict[str, list[float]]:
-    """What training measured of a draft head at each position if all earlier drafts are accepted; the least of all."""
+    """The share of its drafts that a head had accepted in training, by position; the least of all replicas."""
     least: dict[str, dict[int, float]] = {}
     for name, labels, value in samples:
         if name == "truespec_held_out_acceptance_ratio":

@@ -99,8 +99,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _gauge(
         "held_out_acceptance_ratio",
         "ratio",
-        "Acceptance that training measured for a draft head on held-out answers, at each position if all earlier "
-        "drafts are accepted, 0 = first. Exported for heads that come with it.",
+        "Share of a draft head's drafts at a position that training found accepted on held-out answers, which takes "
+        "that all before it are accepted; 0 = first. Exported for heads that come with it.",
         "position",
         "sampling",
     ),

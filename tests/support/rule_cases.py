@@ -69,13 +69,15 @@ def _expected(accepted: float, expected: float, rounds: int) -> dict[str, str]:
     }
 
 
-def _held_out(accepted: float, drafted: float = 100) -> dict[str, str]:
-    """Two hours of so many tokens a minute at the first position of a head that has .49 and .65 there."""
+def _held_out(accepted: float, drafted: float = 100, position: int = 0) -> dict[str, str]:
+    """Two hours of so many tokens a minute at a position of a head that has .49 and .65 at the first, and .09 and .21
+    at the third."""
+    sampled, greedy = {0: (0.49, 0.65), 2: (0.09, 0.21)}[position]
     return {
-        "held_out_acceptance_ratio position=0 sampling=sampled replica=r1": "0.49x120",
-        "held_out_acceptance_ratio position=0 sampling=greedy replica=r1": "0.65x120",
-        "draft_tokens_per_position_total position=0": f"0+{drafted}x120",
-        "accepted_tokens_per_position_total position=0": f"0+{accepted}x120",
+        f"held_out_acceptance_ratio position={position} sampling=sampled replica=r1": f"{sampled}x120",
+        f"held_out_acceptance_ratio position={position} sampling=greedy replica=r1": f"{greedy}x120",
+        f"draft_tokens_per_position_total position={position}": f"0+{drafted}x120",
+        f"accepted_tokens_per_position_total position={position}": f"0+{accepted}x120",
     }
 
 
@@ -173,6 +175,7 @@ CASES: tuple[Case, ...] = (
         Fires("Acceptance of tiny at position 0 is 13%, far below what training measured.", {"position": "0"}),
     ),
     Case("TruespecAcceptanceBelowHeldOut", "as it is", _held_out(accepted=41), "1h50m"),
+    Case("TruespecAcceptanceBelowHeldOut", "as it is at the third", _held_out(accepted=9, position=2), "1h50m"),
     Case("TruespecAcceptanceBelowHeldOut", "too few drafts", _held_out(accepted=0.013, drafted=0.1), "1h50m"),
     Case(
         "TruespecAcceptanceLowAfterHandoffs",

@@ -189,16 +189,13 @@ function drawSpan() {
   byId("span").textContent = young ? `since ${clockMinute(status.started_at)}, when the controller started` : "the last hour";
 }
 
-/** What training lets expect of a position: that it and all before it are accepted. */
-const trained = (rates, index) => rates.slice(0, index + 1).reduce((product, share) => product * share, 1);
-
 function drawPositions() {
   const drafted = status.positions.filter((position) => position.drafted > 0);
   const { sampled = [], greedy = [] } = status.held_out;
   byId("held-out").hidden = !sampled.length && !greedy.length;
   if (!drafted.length) return empty(byId("positions"), "Nothing has been drafted yet.");
   const bars = drafted.map(({ drafted: all, accepted }, index) => {
-    const marks = [["trained", sampled], ["trained-greedy", greedy]].filter(([, rates]) => index < rates.length).map(([kind, rates]) => [kind, trained(rates, index)]);
+    const marks = [["trained", sampled], ["trained-greedy", greedy]].filter(([, rates]) => index < rates.length).map(([kind, rates]) => [kind, rates[index]]);
     const said = marks.map(([kind, share]) => `, training ${percent(share)} at temperature ${kind === "trained" ? 1 : 0}`).join("");
     return { name: index + 1, share: accepted / all, marks, text: `position ${index + 1}: ${whole(accepted)} of ${whole(all)} drafts accepted${said}` };
   });

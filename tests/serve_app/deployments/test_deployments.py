@@ -95,7 +95,7 @@ async def test_what_training_measured_of_a_head_is_reported(worker: Worker, refe
     rates = {
         labels[2:]: value for (name, labels), value in gauges.items() if name.endswith("held_out_acceptance_ratio")
     }
-    assert rates == {("0", "sampled"): 0.5, ("1", "sampled"): 0.4, ("0", "greedy"): 0.75}
+    assert rates == {("0", "sampled"): 0.5, ("1", "sampled"): 0.5 * 0.4, ("0", "greedy"): 0.75}
 
 
 async def _settle() -> None:
