@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
-from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings
+from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings, num_devices
 from serve_app.config.base import (
     POOLS_OF_TOPOLOGY,
     AtLeastOne,
@@ -489,6 +489,20 @@ class AppConfig(Section):
                 yield FieldError(field, "is above 0, but engine.device is cpu; set it to 0 or device to auto.")
             if device.startswith("cuda") and num_gpus == 0:
                 yield FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
+            elif self.engine.kind == "vllm" and num_gpus > 0:
+                yield from self._device_errors(field, num_gpus)
+
+    def _device_errors(self, field: str, num_gpus: float) -> Iterator[FieldError]:
+        """Each rank of vLLM's takes a GPU of its own; a single one may share it."""
+        try:
+            wanted = num_devices(self.vllm.engine_args)
+        except ConfigError:
+            return  # reported with the engine's settings
+        if num_gpus != wanted and not (wanted == 1 and num_gpus < 1):
+            yield FieldError(
+                field,
+                f"is {num_gpus:g}, but vllm.engine_args.tensor_parallel_size is {wanted}: set one to the other.",
+            )
 
     def _engine_errors(self) -> Iterator[FieldError]:
         max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens

@@ -145,11 +145,24 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
         raise ConfigError("drafter.length must be static for engine.kind vllm: it drafts as many tokens each round.")
     if config.drafter.kind not in _KINDS:
         raise ConfigError(f"drafter.kind {config.drafter.kind} is not among vLLM's: use {', '.join(_KINDS)}.")
+    num_devices(engine_args)
     for name in engine_args:
         if name in OWN_ARGUMENTS:
             fix = OWN_ARGUMENTS[name]
             instead = f"set {fix} instead" if fix else "it follows from what this server needs; remove it"
             raise ConfigError(f"vllm.engine_args.{name} is decided by this server: {instead}.")
+
+
+def num_devices(engine_args: Mapping[str, Any]) -> int:
+    """How many devices a replica computes on: one for each of vLLM's ranks.
+
+    Raises:
+        ConfigError: `tensor_parallel_size` is no such number.
+    """
+    number = engine_args.get("tensor_parallel_size", 1)
+    if not isinstance(number, int) or number < 1:
+        raise ConfigError(f"vllm.engine_args.tensor_parallel_size must be a whole number from 1, got {number!r}.")
+    return number
 
 
 def check_lora(settings: VllmSettings, served_name: str) -> None:

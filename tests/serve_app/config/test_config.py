@@ -1,5 +1,6 @@
 """The YAML: shipped files load, and each kind of fault is reported with its field."""
 
+import contextlib
 import copy
 import re
 from pathlib import Path
@@ -251,6 +252,30 @@ def test_device_and_gpus_must_agree(engine: dict[str, Any], pools: dict[str, Any
 def test_a_monolith_with_a_prefill_pool_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^args\.pools\.prefill: is set, but topology monolith has only monolith"):
         parse_args({"model": {"source": "m"}, "topology": "monolith", "pools": {"prefill": {}}})
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "ranks", "message"),
+    [
+        (2, 2, None),
+        (0.5, 1, None),
+        (0, 2, None),  # vLLM's CPU build
+        (1, 2, r"^args\.pools\.decode\.num_gpus: is 1, but vllm\.engine_args\.tensor_parallel_size is 2"),
+        (2, 1, r"^args\.pools\.decode\.num_gpus: is 2, but .* is 1: set one to the other"),
+        (2, "2", r"vllm\.engine_args\.tensor_parallel_size: must be a whole number from 1, got '2'"),
+    ],
+)
+def test_a_replica_has_a_gpu_for_each_rank_of_vllms(num_gpus: float, ranks: object, message: str | None) -> None:
+    pools = {"prefill": {"num_gpus": ranks if num_gpus else 0}, "decode": {"num_gpus": num_gpus}}
+    pools = pools if isinstance(ranks, int) else {"decode": {"num_gpus": num_gpus}}
+    asked = {
+        "model": {"source": "m"},
+        "engine": {"kind": "vllm"},
+        "vllm": {"engine_args": {"tensor_parallel_size": ranks}},
+        "pools": pools,
+    }
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        parse_args(asked)
 
 
 def test_vllm_has_our_engine_for_an_independent_referee() -> None:
