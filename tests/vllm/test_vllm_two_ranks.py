@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -83,6 +84,25 @@ async def test_each_rank_hands_over_its_half_of_target_and_drafter(backend: Vllm
     assert num_accepted == num_drafted - (deltas[-1].num_drafted - deltas[-1].num_accepted) > 10
 
 
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed: pip install nixl")
+async def test_each_rank_reads_its_half_by_nixl(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "self,sm,tcp")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    request = Request("r", PROMPT, GREEDY)
+    async with (
+        engine(folder, handoff="nixl", role="kv_producer") as giver,
+        engine(folder, handoff="nixl", role="kv_consumer") as taker,
+    ):
+        whole = tokens(await collect(taker.generate(request)))
+        taker.invalidate_cache()
+        taker.take_stats()
+        handoff = _handoff(await giver.prefill(request, first_token=True))
+        deltas = await collect(taker.resume(request, handoff))
+        assert tokens(deltas) == whole
+        assert taker.take_stats().num_prompt_tokens <= 1
+        assert sum(delta.num_accepted for delta in deltas) > 10, "the drafter's keys and values came with it"
+
+
 async def test_every_rank_has_what_is_changed_in_the_worker(backend: VllmBackend) -> None:
     assert await backend._llm.collective_rpc("draws_can_be_repeated") == [True, True]
 
@@ -130,16 +150,21 @@ async def test_new_weights_reach_every_rank(backend: VllmBackend, folder: Path, 
 
 
 async def test_a_killed_rank_ends_the_engine_and_nothing_hangs(folder: Path) -> None:
+    before = set(children(os.getpid()))
     async with engine(folder) as made:
+        (rank,) = (pid for pid in set(children(os.getpid())) - before if _title(pid) == "VLLM::Worker_TP1")
         running = made.generate(Request("running", PROMPT, dataclasses.replace(LONG, max_tokens=300)))
         await anext(running)
-        ranks = [pid for core in children(os.getpid()) for pid in children(core)]
-        os.kill(ranks[-1], signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
         async with asyncio.timeout(120):
             deltas = await collect(running)
             assert deltas[-1].error is not None
             while not _is_ill(made):
                 await asyncio.sleep(0.2)
+
+
+def _title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
 
 
 def _is_ill(made: VllmBackend) -> bool:
