@@ -21,7 +21,8 @@ _SPIN_COUNT = "300"  # turns of libgomp's loop before a waiting thread sleeps: a
 _CONTROLLER_OPTIONS: dict[str, Any] = {
     "num_replicas": 1,
     "max_ongoing_requests": 10_000,
-    "ray_actor_options": {"num_cpus": 0},
+    # On the head, which outlives the nodes of replicas, with what was found out about them.
+    "ray_actor_options": {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
 }
 
 

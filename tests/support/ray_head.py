@@ -8,11 +8,14 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+
+from tests.support.processes import children
 
 TOKEN = "a-token-of-this-test-only-0123456789"
 _START_S = 300
@@ -31,6 +34,15 @@ class RayHead:
     def headers(self) -> dict[str, str]:
         """Of a request to the dashboard."""
         return {"Authorization": f"Bearer {TOKEN}"}
+
+    def get(self, path: str) -> Any:
+        """What the dashboard answers."""
+        return httpx.get(f"{self.dashboard}{path}", headers=self.headers, timeout=60).raise_for_status().json()
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Those that are alive."""
+        found = self.get("/api/v0/nodes?detail=1")["data"]["result"]["result"]
+        return [node for node in found if node["state"] == "ALIVE"]
 
     def submit(self, *command: str, token: bool = True) -> subprocess.CompletedProcess[str]:
         """`ray job submit -- COMMAND`, until the job has ended."""
@@ -83,6 +95,33 @@ def ray_head(
             except subprocess.TimeoutExpired:
                 os.killpg(ray.pid, signal.SIGKILL)
                 ray.wait(10)
+
+
+@contextlib.contextmanager
+def ray_node(head: RayHead, num_cpus: int, labels: Mapping[str, str]) -> Iterator[Callable[[], None]]:
+    """One more node of its cluster, on this machine; the value kills it with all that runs there."""
+    agent, metrics = free_ports(2)
+    command = [f"{_SCRIPTS}/ray", "start", f"--address={head.address}", "--block", f"--num-cpus={num_cpus}"]
+    command += [f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"]
+    command += ["--labels", ",".join(f"{key}={value}" for key, value in labels.items())]
+    before = len(head.nodes())
+    quiet = subprocess.DEVNULL
+    node = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=head.environment, start_new_session=True)
+
+    def kill() -> None:
+        for pid in [node.pid, *children(node.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    try:
+        deadline = time.monotonic() + _START_S
+        while len(head.nodes()) == before:
+            assert node.poll() is None and time.monotonic() < deadline, "the node did not join"
+            time.sleep(0.5)
+        yield kill
+    finally:
+        kill()
+        node.wait(30)
 
 
 def _takes_jobs(head: RayHead) -> bool:
