@@ -16,9 +16,11 @@ promql() {
 }
 pods() { kubectl -n "$NAMESPACE" get pods -l "$PODS,ray.io/node-type=$1" -o name; }
 in_head() { kubectl -n "$NAMESPACE" exec "$(pods head | head -n 1)" -c ray-head -- "$@"; }
-logged() {  # the last lines of the replicas' logs that match
+logged() {  # the last lines that match in the logs of the controller, which runs on the head, and of the replicas
   local last='grep -hE -- "$0" /tmp/ray/session_latest/logs/serve/*.log | tail -n 20'
-  for pod in $(pods worker); do kubectl -n "$NAMESPACE" exec "$pod" -c ray-worker -- bash -c "$last" "$1"; done
+  for type in head worker; do
+    for pod in $(pods $type); do kubectl -n "$NAMESPACE" exec "$pod" -c "ray-$type" -- bash -c "$last" "$1"; done
+  done
 }
 """.strip()
 
