@@ -144,6 +144,14 @@ _KERNELS = Panel(
     minimum=0,
     maximum=1,
 )
+_UNTESTED_ENGINES = Panel(
+    title="Replicas with an untested engine",
+    description="Replicas that run a version of vLLM whose faults have not been looked for, because "
+    "`vllm.allow_untested` is set. Watch the logprob sanity page closely.",
+    unit="none",
+    queries=(Query(PAGE.gauge("untested_engine", "engine"), "{{engine}}", sparse=True),),
+    minimum=0,
+)
 _KV_USAGE = Panel(
     title="KV cache in use",
     description="Share of the KV blocks that sequences hold, the fullest replica of each pool. Near 1, sequences are "
@@ -195,7 +203,7 @@ OVERVIEW = Page(
     rows=(
         Row("Correctness", (ACCEPTANCE_RATE, TME, ALARMS, VIOLATIONS, BREAKER, _FIRING, ACCEPTED_LENGTH, _RUNS)),
         Row("Speed", (_TOKENS, _REQUESTS, _FIRST_TOKEN, _INTER_TOKEN, _RESPONSES)),
-        Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _KERNELS)),
+        Row("Load", (_LOAD, _KV_USAGE, _REPLICAS, _RESTARTS, _KERNELS, _UNTESTED_ENGINES)),
         Row("Usage", (_TURNED_AWAY, _KEY_TOKENS, _KEY_REQUESTS, _KEY_RELOADS)),
         Row("Weight updates", (_WEIGHT_UPDATES, _WEIGHT_UPDATE_TIME)),
     ),

@@ -108,6 +108,7 @@ class Computing:
     dtype: of activations.
     logprobs_mode: which logprobs are returned.
     keeps_rounds: whether deltas come with the rounds that made them.
+    untested: name and version of an engine whose faults have not been looked for; "" = they are known.
     """
 
     kernels: str = ""
@@ -120,6 +121,7 @@ class Computing:
     dtype: str = ""
     logprobs_mode: str = ""
     keeps_rounds: bool = False
+    untested: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from serve_app.backends.vllm_parts.scratch import Scratch
 from serve_app.backends.vllm_parts.settings import (
     LEASE_S,
     TERMS,
+    TESTED,
     VllmSettings,
     check_build,
     check_known,
@@ -53,6 +54,7 @@ from serve_app.backends.vllm_parts.settings import (
     engine_arguments,
     faults_of,
     installed_version,
+    is_tested,
 )
 from serve_app.backends.vllm_parts.vllm_handoff import Manifest, Readings, pack, source_of, unpack
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
@@ -124,7 +126,16 @@ class VllmBackend:
 
     async def start(self) -> ModelInfo:
         """Start vLLM's process, and wait until it has loaded the model."""
-        version = installed_version()
+        version = installed_version(allow_untested=self._settings.allow_untested)
+        if not is_tested(version):
+            _logger.warning(
+                "vLLM %s has not been looked through for faults (%s was): every known fault is worked around as if it "
+                "had it, every step is checked, and truespec_untested_engine is 1.",
+                version,
+                ", ".join(TESTED),
+            )
+            self._settings = dataclasses.replace(self._settings, self_check_sample_rate=1.0)
+            self._self_check = SelfCheck(1.0)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._folder = await asyncio.to_thread(resolve_model, self._source)
@@ -614,8 +625,10 @@ class VllmBackend:
         why = "vLLM rounds by the size of the batch"
         if self._speculates:
             why += ", and what a seed gives depends on where its drafts end"
-        name = f"vllm {installed_version()} {self._settings.engine.dtype}"
-        return Computing(unrepeatable=why, couples_seeds=False, name=name)
+        version = installed_version()
+        name = f"vllm {version} {self._settings.engine.dtype}"
+        untested = "" if is_tested(version) else f"vllm {version}"
+        return Computing(unrepeatable=why, couples_seeds=False, name=name, untested=untested)
 
     @property
     def _max_model_len(self) -> int:

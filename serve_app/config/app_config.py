@@ -109,6 +109,8 @@ class VllmSection(Section):
     set, that is so on CPUs, for a model that our engine knows; on a GPU it would need room that vLLM has taken."""
     self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the steps in which self-checks see what vLLM's sampler draws from, and what it draws; 0 = none."""
+    allow_untested: bool = False
+    """Serve with a version of vLLM whose faults have not been looked for, too; every step of it is checked then."""
     tool_parser: Annotated[str, Field(min_length=1)] | None = None
     """vLLM's parser of the calls that the model makes, in place of ours, such as `hermes` (`--tool-call-parser`)."""
     reasoning_parser: Annotated[str, Field(min_length=1)] | None = None
@@ -624,4 +626,5 @@ class AppConfig(Section):
             role=apart or "kv_both",
             self_check_sample_rate=self.vllm.self_check_sample_rate,
             lora_modules=self.vllm.lora_modules,
+            allow_untested=self.vllm.allow_untested,
         )

@@ -217,15 +217,15 @@ class EngineHost:
         self.backlog.observe(stats.num_prompt_tokens + stats.prefix_cache_hits, stats.draft_s + stats.verify_s)
         runtime.metrics.gauge("truespec_build_info", 1, **self._build)  # Ray's agent forgets what is not set again
         for sampling, rates in zip(("sampled", "greedy"), self._held_out_acceptance, strict=True):
-            for position, rate in enumerate(
-                accumulate(rates, mul)
-            ):  # all before it accepted, too
+            for position, rate in enumerate(accumulate(rates, mul)):  # of drafts, all before which are accepted
                 runtime.metrics.gauge(
                     "truespec_held_out_acceptance_ratio", rate, sampling=sampling, position=str(position)
                 )
         computing = self._computing
         if computing.kernels:
             runtime.metrics.gauge("truespec_kernels_active", not computing.kernels_off, kernels=computing.kernels)
+        if computing.untested:
+            runtime.metrics.gauge("truespec_untested_engine", 1, engine=computing.untested)
         checks = self.backend.self_checks()
         guard.inspect(stats, checks)
         guard.act()

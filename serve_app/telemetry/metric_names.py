@@ -395,6 +395,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "kernels",
     ),
     _gauge(
+        "untested_engine",
+        "state",
+        "1 if a replica runs a version of vLLM whose faults have not been looked for (`vllm.allow_untested`).",
+        "engine",
+    ),
+    _gauge(
         "build_info",
         "info",
         "1, labelled with version, model fingerprint and kind of drafter.",

@@ -121,6 +121,7 @@ class VllmSettings:
         role: which side of that this is, in vLLM's terms.
         self_check_sample_rate: of the steps that are checked in vLLM's worker; 0 = none.
         lora_modules: folders of LoRA adapters, by the name that clients use.
+        allow_untested: whether a version that is not among `TESTED` may be used.
     """
 
     engine: EngineConfig
@@ -130,6 +131,7 @@ class VllmSettings:
     role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     self_check_sample_rate: float = 0.25
     lora_modules: Mapping[str, str] = field(default_factory=dict)
+    allow_untested: bool = False
 
 
 def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None:
@@ -188,21 +190,22 @@ def check_lora(settings: VllmSettings, served_name: str) -> None:
         raise ConfigError(f"vllm.engine_args.max_lora_rank must be one of {', '.join(map(str, RANKS))}, got {rank!r}.")
 
 
-def installed_version() -> str:
+def installed_version(*, allow_untested: bool = True) -> str:
     """The version of vLLM that is installed.
 
     Raises:
-        ConfigError: none is, or one that has not been tested for faults.
+        ConfigError: none is, or one that has not been tested for faults and must be.
     """
     for name in DISTRIBUTIONS:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if ".".join(version.split(".")[:2]) not in TESTED:
+        if not allow_untested and not is_tested(version):
             raise ConfigError(
                 f"engine.kind is vllm, and vLLM {version} is installed: this server knows {' and '.join(TESTED)}, with "
-                f"the faults they have. Install `truespec[vllm]` ({name}=={TESTED[-1]}.*), or set engine.kind to torch."
+                f"the faults they have. Install `truespec[vllm]` ({name}=={TESTED[-1]}.*), set engine.kind to torch, "
+                "or vllm.allow_untested to true, which has every step of it checked."
             )
         return version
     raise ConfigError(
@@ -211,8 +214,13 @@ def installed_version() -> str:
     )
 
 
+def is_tested(version: str) -> bool:
+    """Whether the faults of a version of vLLM are known."""
+    return ".".join(version.split(".")[:2]) in TESTED
+
+
 def faults_of(*, cpu: bool) -> Faults:
-    """What is known to be wrong with the tested versions on this kind of machine."""
+    """What is known to be wrong with the tested versions on this kind of machine; others are treated alike."""
     return Faults(sampled_drafts=cpu, chunked_seeds=cpu, mixed_adapters=cpu)
 
 

@@ -1,6 +1,7 @@
 """The parts of the vLLM engine that need no vLLM: settings, handoffs, what its outputs come to, checkpoints."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -177,13 +178,12 @@ def test_each_drafter_has_vllms_name_or_is_refused() -> None:
 
 
 def test_versions_that_nobody_has_looked_at_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, message in (("0.32.1", None), ("0.33.0", "knows 0.32"), ("0.3.2", "knows 0.32")):
+    for version, message in (("0.32.1", None), ("0.33.0", "knows 0.3.*allow_untested"), ("0.3.2", "knows 0.3")):
         monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
-        if message is None:
-            assert settings.installed_version() == version
-            continue
-        with pytest.raises(ConfigError, match=message):
-            settings.installed_version()
+        assert settings.installed_version() == version
+        assert settings.is_tested(version) == (message is None)
+        with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            settings.installed_version(allow_untested=False)
 
 
 async def test_without_vllm_the_start_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
