@@ -45,6 +45,12 @@ _EARLY, _LATE = 'since_handoff=~"0|1|2_3"', 'since_handoff="8_up"'
 _WITH_WEIGHTS = 'drafter=~"draft_model|eagle3|mtp"'  # others draft better as a text grows
 _OPEN = BREAKER_STATES.index("open")
 _WANTED, _RUNNING = (_POOL.gauge(f"replicas_{which}", how="max") for which in ("wanted", "running"))
+_BY_POOL = f"max by ({', '.join(_POOL.keep)})"
+_RUNNING_SERIES = _POOL.series("replicas_running")
+_LOADED = (  # a pool that is being installed loads its model: it has run within the hour, or has been there for longer
+    f"({_BY_POOL} (max_over_time({_RUNNING_SERIES}[1h])) > 0 "
+    f"or {_BY_POOL} (present_over_time({_RUNNING_SERIES}[1h] offset 1h)))"
+)
 _THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the chart's values may change
 
 
@@ -480,12 +486,13 @@ ALERTS = (
     ),
     Alert(
         "TruespecPoolEmpty",
-        f"{_RUNNING} == 0 and {_WANTED} > 0",
+        f"{_RUNNING} == 0 and {_WANTED} > 0 and {_LOADED}",
         "2m",
         "critical",
         "No replica of {{ $labels.model_name }} runs in pool {{ $labels.pool }}.",
         "Without a decoding replica nothing is served. Without a prefill replica decode replicas compute prompts "
-        "themselves, and nobody replays answers, so that a fault would go unnoticed.",
+        "themselves, and nobody replays answers, so that a fault would go unnoticed. A pool that is installed has an "
+        "hour to load its model.",
         "Why replicas do not start: `serve status` has the message of the last one that failed; pending pods have none "
         "of the GPUs or nodes they need.",
         "Fix what the message names; give the pods their nodes; roll back if it began with a release.",

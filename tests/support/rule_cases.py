@@ -395,6 +395,31 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "TruespecPoolEmpty",
+        "gone for hours, with another controller now",
+        {
+            "replicas_wanted replica=c": "1x60",
+            "replicas_running replica=c": "1x10 0x50",
+            "replicas_wanted replica=d": "_x65 1x200",
+            "replicas_running replica=d": "_x65 0x200",
+        },
+        "240m",
+        Fires("No replica of tiny runs in pool decode.", {"pool": "decode"}),
+    ),
+    Case(
+        "TruespecPoolEmpty",
+        "never came up",
+        {"replicas_wanted replica=c": "1x90", "replicas_running replica=c": "0x90"},
+        "70m",
+        Fires("No replica of tiny runs in pool decode.", {"pool": "decode"}),
+    ),
+    Case(
+        "TruespecPoolEmpty",
+        "the model is loaded for the first time",
+        {"replicas_wanted replica=c": "1x90", "replicas_running replica=c": "0x40 1x50"},
+        "35m",
+    ),
+    Case(
+        "TruespecPoolEmpty",
         "one of two is left",
         {"replicas_wanted replica=c": "2x60", "replicas_running replica=c": "1x60"},
         "15m",
