@@ -34,6 +34,7 @@ from tests.support.chart import (
     serve_config,
     template,
 )
+from tests.support.prometheus import promtool
 
 KUBERNETES = ("1.29.0", "1.33.0", "1.37.0")
 WITH_CLAIMS_ON_DEVICES = ("1.37.0",)
@@ -770,8 +771,48 @@ def test_dashboards_and_rules_are_the_generated_ones(rendered: Any) -> None:
     assert files == {path.name: path.read_text().rstrip("\n") for path in folder.glob("*.json")}
     assert files
     assert all(found["metadata"]["labels"]["grafana_dashboard"] == "1" for found in maps)
-    rule = one(rendered["cpu-demo"], "PrometheusRule")
+    rule = one(template(merged(MINIMAL, {"monitoring": {"prometheusRule": {"enabled": True}}})), "PrometheusRule")
     assert rule["spec"] == yaml.safe_load((folder / "rules" / "truespec.yaml").read_text())
+
+
+def test_rules_of_two_releases_leave_each_other_alone(tmp_path: Path) -> None:
+    alert, thresholds = "TruespecKvCacheFull", {"blue": 0.5, "green": 0.95}
+    for name, threshold in thresholds.items():
+        rule = {"enabled": True, "alertLabels": {"team": name}, "alerts": {alert: {"threshold": threshold}}}
+        values = merged(MINIMAL, {"monitoring": {"podMonitor": {"enabled": True}, "prometheusRule": rule}})
+        spec = one(template(values, name=name), "PrometheusRule")["spec"]
+        exprs = [rule["expr"] for group in spec["groups"] for rule in group["rules"]]
+        assert all(expr.count("truespec_") == expr.count(f'{{job="{name}",namespace="demo"') for expr in exprs)
+        for rule in spec["groups"][1]["rules"]:
+            del rule["annotations"]
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+    tests = []
+    for usage in ({"blue": 0.7, "green": 0.7}, {"blue": 0.99, "green": 0.99}, {"blue": 0.1, "green": 0.97}):
+        labels = {name: {"job": name, "namespace": "demo", "model_name": "tiny", "pool": "decode"} for name in usage}
+        inside = {name: ",".join(f'{key}="{value}"' for key, value in labels[name].items()) for name in usage}
+        full = [name for name, value in usage.items() if value > thresholds[name]]
+        tests.append(
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": f"truespec_kv_cache_usage_ratio{{{inside[name]}}}", "values": f"{value}x60"}
+                    for name, value in usage.items()
+                ],
+                "alert_rule_test": [
+                    {
+                        "eval_time": "40m",
+                        "alertname": alert,
+                        "exp_alerts": [
+                            {"exp_labels": labels[name] | {"team": name, "severity": "warning"}} for name in full
+                        ],
+                    }
+                ],
+            }
+        )
+    files = [str(tmp_path / f"{name}.yaml") for name in thresholds]
+    cases = {"rule_files": files, "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(cases))
+    promtool("test", "rules", str(tmp_path / "cases.yaml"))
 
 
 def alerts(**rule: Any) -> dict[str, Any]:

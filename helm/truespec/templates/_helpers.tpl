@@ -91,3 +91,18 @@ annotations:
 {{- define "truespec.number" -}}
 {{- float64 . | toJson -}}
 {{- end -}}
+
+{{/*
+An expression about this release alone, or another's thresholds and labels would apply to it, too. Its series are known by
+what the chart's PodMonitor gives them; where something else scrapes, about all releases. dict "root" $ "expr"
+*/}}
+{{- define "truespec.ofRelease" -}}
+{{- $expr := .expr -}}
+{{- if include "truespec.monitored" (dict "root" .root "enabled" .root.Values.monitoring.podMonitor.enabled "kind" "PodMonitor") -}}
+{{- $own := printf "job=%q,namespace=%q" .root.Release.Name .root.Release.Namespace -}}
+{{- $series := "((?:[a-z_]+:)?truespec_[a-z0-9_]+(?::[a-z0-9_]+)?)" -}}
+{{- $expr = regexReplaceAll (print $series "\\{") $expr (printf "${1}{%s," $own) -}}
+{{- $expr = regexReplaceAll (print $series "([^a-z0-9_:{]|$)") $expr (printf "${1}{%s}${2}" $own) -}}
+{{- end -}}
+{{- $expr -}}
+{{- end -}}
