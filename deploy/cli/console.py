@@ -33,12 +33,15 @@ _INTERRUPTED = 128 + signal.SIGINT  # what shells expect of a command that ^C en
 
 
 class _ConfigPath(click.Path):
-    """A file, or the name of a configuration that comes with truespec: a file of that name goes first."""
+    """A file, or the name of a configuration that comes with truespec: a file of that name goes first, a folder does
+    not."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The file, as click reads it, or ours."""
         shipped = CONFIGS / f"{value}.yaml"
-        is_name = not os.path.dirname(value) and not os.path.exists(value) and shipped.is_file()
+        is_name = (
+            not os.path.dirname(value) and (not os.path.exists(value) or os.path.isdir(value)) and shipped.is_file()
+        )
         return super().convert(shipped if is_name else value, param, ctx)
 
 

@@ -64,6 +64,9 @@ def test_a_configuration_that_comes_with_truespec_goes_by_its_name(
     said = CliRunner().invoke(main, ["config", "check", "--file-only", name])
     assert said.exit_code == 0 and said.output == f"{CONFIGS / name}.yaml: fine\n"
     assert name in CliRunner().invoke(main, ["serve", "--help"]).output
+    (tmp_path / name).mkdir()  # a checkout of vllm, say
+    assert CliRunner().invoke(main, ["config", "check", "--file-only", name]).output == said.output
+    (tmp_path / name).rmdir()
     (tmp_path / name).write_text("applications: 1\n")
     mine = CliRunner().invoke(main, ["config", "check", "--file-only", name])
     assert mine.exit_code == 1 and f"Error: {name}: applications" in mine.output, "a file here is meant first"
