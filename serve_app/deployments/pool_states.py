@@ -20,11 +20,15 @@ async def watch_pools(app_name: str, config: AppConfig, sinks: list[Sink]) -> No
     """Record how many replicas each pool has and should have, until cancelled."""
     pools = {pool: Metrics(sinks, model_name=config.model.served_name, pool=pool) for pool in _POOLS.values()}
     counts = ReplicaCounts(pools.__getitem__)
+    failing = False
     while True:
         try:
             counts.note(await asyncio.to_thread(pool_states, app_name))
+            failing = False
         except Exception as error:  # Serve's controller may be starting again
-            _logger.debug("Ray Serve did not report its deployments: %s", error)
+            level = logging.DEBUG if failing else logging.WARNING  # no counts, no alerts about replicas
+            _logger.log(level, "Replicas are not counted: Ray Serve did not report its deployments: %r", error)
+            failing = True
         await asyncio.sleep(_EVERY_S)
 
 
