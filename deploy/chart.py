@@ -32,6 +32,9 @@ RELEASE = "demo"  # of the renders
 _RENDER_OPTIONS = ["--set", "monitoring.dashboards.enabled=false,monitoring.prometheusRule.enabled=false"]
 _API_VERSIONS = ["--api-versions", "monitoring.coreos.com/v1/PodMonitor"]
 
+# Of Prometheus, as the PrometheusRule's own schema has it: without it, one wrong duration has all rules refused.
+_DURATION = "^(0|" + "".join(f"([0-9]+{unit})?" for unit in ("y", "w", "d", "h", "m", "s", "ms")) + ")$"
+
 _README = """\
 # truespec
 
@@ -81,7 +84,7 @@ def _alert(alert: Alert) -> dict[str, Any]:
             "enabled": {"type": "boolean"},
             **({} if alert.threshold is None else {"threshold": number}),
             **({} if alert.minimum is None else {"minimum": number}),
-            "for": {"type": "string", "pattern": "^([0-9]+(ms|[smhdwy]))+$"},
+            "for": {"type": "string", "minLength": 1, "pattern": _DURATION},
             "severity": {"type": "string", "pattern": "^[a-z][a-z0-9_-]*$"},
             "labels": {"$ref": "#/definitions/alertLabels"},
         }

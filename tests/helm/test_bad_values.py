@@ -51,6 +51,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (alert(TruespecSelfCheckAlarm={"threshold": 2}), "TruespecSelfCheckAlarm: Additional property threshold is not"),
     (alert(TruespecTmeHigh={"threshold": "high"}), "alerts.TruespecTmeHigh.threshold: "),
     (alert(TruespecTmeHigh={"for": "5 min"}), "alerts.TruespecTmeHigh.for: Does not match pattern"),
+    (alert(TruespecTmeHigh={"for": "5m1h"}), "alerts.TruespecTmeHigh.for: Does not match pattern"),
     ({"monitoring": {"prometheusRule": {"alertLabels": {"a-b": "x"}}}}, 'Property name of "a-b" does not match'),
     ({"monitoring": {"prometheusRule": {"runbookUrl": "docs"}}}, "prometheusRule.runbookUrl: Does not match pattern"),
     # Types and keys
@@ -63,6 +64,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"pools": {"decode": {"replicas": 0}}}, "pools.decode.replicas: Must be greater than or equal to 1"),
     ({"pools": {"decode": {"memory": "32 GB"}}}, "pools.decode.memory: Does not match pattern"),
     ({"image": {"digest": "sha256:abc"}}, "image.digest: Does not match pattern"),
+    ({"image": {"repository": "example.com/truespec:1.0"}}, "image.repository: Does not match pattern"),
+    ({"image": {"repository": "oci://example.com/truespec"}}, "image.repository: Does not match pattern"),
     ({"image": {"pullPolicy": "Sometimes"}}, 'image.pullPolicy must be one of the following: "Always"'),
     ({"service": {"port": 80}}, "service.port: Must be greater than or equal to 1024"),
     ({"podSecurity": {"runAsUser": 0}}, "podSecurity.runAsUser: Must be greater than or equal to 1"),
@@ -162,8 +165,27 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"pools": {"prefill": {"gpuResource": ""}}},
-        "pools.prefill.gpus is 1, but gpuResource is empty and resourceClaims too, so the pod has no GPU; set one",
+        "pools.prefill.gpus is 1, but gpuResource is empty and resources.claims too, so the container has no GPU; set",
     ),
+    (
+        {"worker": {"gpuResource": "", "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "t"}]}},
+        "pools.decode.gpus is 1, but gpuResource is empty and resources.claims too",
+    ),
+    (
+        {"worker": {"resources": {"requests": {"rdma/hca": 1}}}},
+        "pools.decode.resources.requests has 1 of rdma/hca, which Kubernetes gives a container only where the limit",
+    ),
+    (
+        {"worker": {"resources": {"requests": {"hugepages-2Mi": "1Gi"}, "limits": {"hugepages-2Mi": "2Gi"}}}},
+        "pools.decode.resources.requests has 1Gi of hugepages-2Mi",
+    ),
+    (
+        {"worker": {"resources": {"requests": {"memory": "64Gi"}}}},
+        "pools.decode asks for 64Gi of memory, but its limit is 32Gi, so that Kubernetes would refuse its pods; raise",
+    ),
+    ({"worker": {"resources": {"requests": {"memory": "40G"}}}}, "pools.decode asks for 40G of memory, but its limit"),
+    ({"worker": {"resources": {"limits": {"cpu": "3900m"}}}}, "pools.decode asks for 4 of cpu, but its limit is 3900m"),
+    ({"head": {"resources": {"limits": {"memory": "1e9"}}}}, "head asks for 8Gi of memory, but its limit is 1e9"),
     ({"worker": {"ipcLock": "yes"}}, "worker.ipcLock: Invalid type. Expected: boolean, given: string"),
     ({"head": {"sidecars": [{"name": "logs"}]}}, "head.sidecars.0: image is required"),
     (

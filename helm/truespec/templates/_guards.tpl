@@ -90,8 +90,8 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- if gt (int (default 1 $pool.numOfHosts)) 1 -}}
 {{- fail (printf "pools.%s.numOfHosts is %d, but a replica is one pod: its processes share one node's memory and files, and Ray Serve places it on one node; set it to 1, and give the pod as many GPUs of one node as the model needs (vllm.tensorParallelSize)." $name (int $pool.numOfHosts)) -}}
 {{- end -}}
-{{- if and (int $pool.gpus) (not $pool.gpuResource) (not $pool.resourceClaims) -}}
-{{- fail (printf "pools.%s.gpus is %d, but gpuResource is empty and resourceClaims too, so the pod has no GPU; set one of them." $name (int $pool.gpus)) -}}
+{{- if and (int $pool.gpus) (not $pool.gpuResource) (not (dig "claims" list (default dict $pool.resources))) -}}
+{{- fail (printf "pools.%s.gpus is %d, but gpuResource is empty and resources.claims too, so the container has no GPU; set one of them." $name (int $pool.gpus)) -}}
 {{- end -}}
 {{- include "truespec.guardPod" (dict "name" (printf "pools.%s" $name) "pod" $pool) -}}
 {{- if lt (int $pool.terminationGracePeriodSeconds) (add $pool.drainSeconds 30) -}}
@@ -128,6 +128,17 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- range $kind := list "requests" "limits" -}}
 {{- if and $.pod.gpuResource (hasKey (default dict (get $given $kind)) $.pod.gpuResource) -}}
 {{- fail (printf "%s.resources.%s has %s, of which Ray would not know; set gpus." $name $kind $.pod.gpuResource) -}}
+{{- end -}}
+{{- end -}}
+{{- $made := include "truespec.resources" .pod | fromYaml -}}
+{{- range $what, $amount := $made.requests -}}
+{{- $limit := get $made.limits $what -}}
+{{- $wholes := or (contains "/" $what) (hasPrefix "hugepages-" $what) -}}
+{{- $over := and $limit (gt (include "truespec.amount" $amount | float64) (include "truespec.amount" (default "0" $limit) | float64)) -}}
+{{- if and $wholes (ne $amount $limit) -}}
+{{- fail (printf "%s.resources.requests has %s of %s, which Kubernetes gives a container only where the limit is the same; set it under limits alone." $name $amount $what) -}}
+{{- else if $over -}}
+{{- fail (printf "%s asks for %s of %s, but its limit is %s, so that Kubernetes would refuse its pods; raise the limit, or lower resources.requests." $name $amount $what $limit) -}}
 {{- end -}}
 {{- end -}}
 {{- $claims := list -}}

@@ -92,6 +92,13 @@ annotations:
 {{- float64 . | toJson -}}
 {{- end -}}
 
+{{/* A quantity of Kubernetes as a number. */}}
+{{- define "truespec.amount" -}}
+{{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
+{{- $unit := regexFind "[A-Za-z]+$" . -}}
+{{- mulf (trimSuffix $unit . | float64) (get $units $unit) -}}
+{{- end -}}
+
 {{/*
 An expression about this release alone, or another's thresholds and labels would apply to it, too. Its series are known by
 what the chart's PodMonitor gives them; where something else scrapes, about all releases. dict "root" $ "expr"
