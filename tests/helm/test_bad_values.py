@@ -196,6 +196,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"worker": {"initContainers": [{"name": "a", "image": "i"}], "sidecars": [{"name": "a", "image": "i"}]}},
         "pools.decode has a container named a, as another of the pod",
     ),
+    # Names that KubeRay's CRD takes once
+    (
+        {"worker": {"env": [{"name": "HF_HOME", "value": "/x"}]}},
+        "pools.decode.env has HF_HOME twice, or the chart sets it too; remove it (modelCache.mountPath moves caches",
+    ),
+    ({"head": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}, "head.env has A twice"),
+    ({"worker": {"volumes": [{"name": "tmp", "emptyDir": {}}]}}, "pools.decode.volumes has tmp twice, or the chart"),
+    (
+        {"worker": {"volumes": [{"name": "m"}], "volumeMounts": [{"name": "m", "mountPath": "/models"}]}},
+        "pools.decode.volumeMounts has /models twice, or the chart mounts something there too",
+    ),
+    (
+        {"head": {"volumeMounts": [{"name": "dumps", "mountPath": "/dumps"}]}},
+        "head.volumeMounts mounts dumps, which volumes does not have; add it there",
+    ),
     ({"worker": {"dnsPolicy": "cluster"}}, "worker.dnsPolicy must be one of the following"),
     ({"worker": {"dnsConfig": {"ndots": 1}}}, "worker.dnsConfig: Additional property ndots is not allowed"),
     ({"extraObjects": [1]}, "extraObjects.0: Invalid type. Expected: [object,string], given: integer"),

@@ -12,6 +12,10 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- include "truespec.guardPod" (dict "name" "head" "pod" .Values.head) -}}
 {{- include "truespec.guardRay" . -}}
 {{- include "truespec.guardNetwork" . -}}
+{{- include "truespec.guardMade" (dict "root" . "name" "head" "component" "head" "pod" .Values.head) -}}
+{{- range $name, $pool := include "truespec.pools" . | fromYaml -}}
+{{- include "truespec.guardMade" (dict "root" $ "name" (printf "pools.%s" $name) "component" $name "pod" $pool) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "truespec.guardImage" -}}
@@ -146,6 +150,38 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- range default list $given.claims -}}
 {{- if not (has .name $claims) -}}
 {{- fail (printf "%s.resources.claims names %s, which resourceClaims does not have; add it there, or remove it." $name .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* KubeRay's CRD takes no name twice, and a mount needs its volume: podTemplate's argument and its "name" in the values. */}}
+{{- define "truespec.guardMade" -}}
+{{- $name := .name -}}
+{{- $spec := (include "truespec.podTemplate" . | fromYaml).spec -}}
+{{- $volumes := list -}}
+{{- range $spec.volumes -}}
+{{- if has .name $volumes -}}
+{{- fail (printf "%s.volumes has %s twice, or the chart has it too; give it another name." $name .name) -}}
+{{- end -}}
+{{- $volumes = append $volumes .name -}}
+{{- end -}}
+{{- range $container := concat (default list $spec.initContainers) $spec.containers -}}
+{{- $variables := list -}}
+{{- range $container.env -}}
+{{- if has .name $variables -}}
+{{- fail (printf "%s.env has %s twice, or the chart sets it too; remove it (modelCache.mountPath moves caches, ray.haproxy sets Serve's proxy)." $name .name) -}}
+{{- end -}}
+{{- $variables = append $variables .name -}}
+{{- end -}}
+{{- $paths := list -}}
+{{- range $container.volumeMounts -}}
+{{- if has .mountPath $paths -}}
+{{- fail (printf "%s.volumeMounts has %s twice, or the chart mounts something there too; choose another path." $name .mountPath) -}}
+{{- end -}}
+{{- if not (has .name $volumes) -}}
+{{- fail (printf "%s.volumeMounts mounts %s, which volumes does not have; add it there." $name .name) -}}
+{{- end -}}
+{{- $paths = append $paths .mountPath -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
