@@ -263,10 +263,19 @@ def _deploy(file: ServeFile, config: AppConfig, progress: Progress) -> None:
         if isinstance(error, TruespecError):
             raise
         raise ConfigError(f"The application did not start: {_last_line(error)}") from error
+    _warn_of_kernels(application.name, progress)
+
+
+def _warn_of_kernels(name: str, progress: Progress) -> None:
     # In a process of its own that ends: a handle asks Serve's controller for news as long as its process runs, and at
     # the shutdown Ray would report that this call, too, is retried for ever.
     ask = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(_kernels_off)
-    for why in ray.get(ask.remote(application.name)):
+    try:
+        reasons = ray.get(ask.remote(name))
+    except RayError as error:  # no reason to take down what serves
+        progress(f"warning: whether replicas have their kernels is not known: {_last_line(error)}")
+        return
+    for why in reasons:
         progress(f"warning: replicas compute without their kernels, which is slow: {why}")
 
 
