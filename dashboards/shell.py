@@ -15,7 +15,9 @@ promql() {
   curl -sS "$PROMETHEUS/api/v1/query" --data-urlencode "query=$1" | jq -c '.data.result[] | [.metric, .value[1]]'
 }
 pods() { kubectl -n "$NAMESPACE" get pods -l "$PODS,ray.io/node-type=$1" -o name; }
-in_head() { kubectl -n "$NAMESPACE" exec "$(pods head | head -n 1)" -c ray-head -- "$@"; }
+in_head() {  # of both clusters during an upgrade
+  for pod in $(pods head); do kubectl -n "$NAMESPACE" exec "$pod" -c ray-head -- "$@"; done
+}
 logged() {  # the last lines that match in the logs of the controller, which runs on the head, and of the replicas
   local last='grep -hE -- "$0" /tmp/ray/session_latest/logs/serve/*.log | tail -n 20'
   for type in head worker; do

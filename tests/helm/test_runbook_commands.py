@@ -5,6 +5,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,19 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[st
         }
         path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
         yield os.environ | {"KUBECONFIG": str(kubeconfig), "PATH": path}
+
+
+def test_commands_for_the_head_reach_both_clusters_of_an_upgrade(tmp_path: Path) -> None:
+    kubectl = tmp_path / "kubectl"
+    pods = r"pod/old-head\npod/new-head\n"
+    kubectl.write_text(
+        f"""#!/bin/bash
+case "$*" in *" get pods "*) printf '{pods}' ;; *exec*) echo "$4" ;; esac
+"""
+    )
+    kubectl.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    assert run("in_head serve status", None, {}, environment).split() == ["pod/old-head", "pod/new-head"]
 
 
 @pytest.mark.parametrize("command", commands("kubectl", "helm"))
