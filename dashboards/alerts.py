@@ -40,7 +40,8 @@ _POOL = Scope("", "1h", (*KEEP, "pool"))
 _REPLICA = Scope("", "1h", (*KEEP, "pool", "replica"))
 _ERROR, _FAILED = 'outcome="error"', 'result="failed"'
 _SERVER_ERROR = 'code=~"5..",code!="503"'  # 503 is TruespecRequestsTurnedAway's
-_BUILD, _REQUESTS_SERIES = _1H.series("build_info"), _1H.series("requests_total")
+_REQUESTS_SERIES = _1H.series("requests_total")
+_BUILD, _WANTED_SERIES = _1H.series("build_info"), _1H.series("replicas_wanted")  # of replicas, and of the controller
 _EARLY, _LATE = 'since_handoff=~"0|1|2_3"', 'since_handoff="8_up"'
 _WITH_WEIGHTS = 'drafter=~"draft_model|eagle3|mtp"'  # others draft better as a text grows
 _OPEN = BREAKER_STATES.index("open")
@@ -506,7 +507,8 @@ ALERTS = (
         "{{ $value }} of the replicas of {{ $labels.model_name }} in pool {{ $labels.pool }} have been missing for a "
         "while.",
         "Ray Serve wants more replicas than run: the pool has less room than it should.",
-        "As for TruespecPoolEmpty. Under autoscaling: whether the cluster can still add nodes.",
+        "As for TruespecPoolEmpty. Under autoscaling: whether the cluster can still add nodes. While a configuration is "
+        "rolled out, one is missing as long as each new replica loads.",
         "Fix what `serve status` names, or want fewer replicas.",
         commands=(
             shell.promql("truespec_replicas_wanted{} - truespec_replicas_running{}"),
@@ -633,14 +635,15 @@ ALERTS = (
         "Send a request by hand. If it is answered, traffic has simply stopped.",
         commands=(
             'curl -sS -o /dev/null -w "%{http_code}\\n" "$HOST/healthz"',
-            'curl -sS "$HOST/v1/models" | jq -c ".data[].id"',
+            'curl -sS "$HOST/v1/models" | jq -c .',
             shell.SERVE_STATUS,
         ),
     ),
     Alert(
         "TruespecMetricsMissing",
-        f"absent_over_time({_BUILD}[6h]) or (count by (job, namespace) (present_over_time({_BUILD}[6h])) "
-        f"unless count by (job, namespace) ({_BUILD}))",
+        f"(absent_over_time({_BUILD}[6h]) and absent_over_time({_WANTED_SERIES}[6h])) or ("
+        f"count by (job, namespace) (present_over_time({_BUILD}[6h]) or present_over_time({_WANTED_SERIES}[6h])) "
+        f"unless count by (job, namespace) ({_BUILD} or {_WANTED_SERIES}))",
         "10m",
         "critical",
         f"Prometheus has no metrics from truespec{_IN_NAMESPACE}{_OF_JOB}.",

@@ -598,6 +598,7 @@ CASES: tuple[Case, ...] = (
         "50m",
         Fires("Prometheus has no metrics from truespec (job blue).", {"job": "blue"}, common=False),
     ),
+    Case("TruespecMetricsMissing", "replicas load their model", {"replicas_wanted replica=c": "2x60"}, "50m"),
     Case("TruespecMetricsMissing", "a replica is there", {"build_info replica=r1": "1x30"}, "15m"),
 )
 
