@@ -507,8 +507,8 @@ ALERTS = (
         "{{ $value }} of the replicas of {{ $labels.model_name }} in pool {{ $labels.pool }} have been missing for a "
         "while.",
         "Ray Serve wants more replicas than run: the pool has less room than it should.",
-        "As for TruespecPoolEmpty. Under autoscaling: whether the cluster can still add nodes. While a configuration is "
-        "rolled out, one is missing as long as each new replica loads.",
+        "As for TruespecPoolEmpty. Under autoscaling: whether the cluster can still add nodes. While a configuration "
+        "is rolled out, one is missing as long as each new replica loads.",
         "Fix what `serve status` names, or want fewer replicas.",
         commands=(
             shell.promql("truespec_replicas_wanted{} - truespec_replicas_running{}"),
