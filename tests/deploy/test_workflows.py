@@ -58,10 +58,10 @@ def test_actions_are_pinned_to_a_commit_with_its_version_beside_it(name: str) ->
 def test_a_job_may_do_what_it_needs_and_no_more(name: str) -> None:
     described = workflow(name)
     assert described["permissions"] == {} and "concurrency" in described
-    for job, told in described["jobs"].items():
-        writes = {scope for scope, level in told["permissions"].items() if level == "write"}
+    for job, settings in described["jobs"].items():
+        writes = {scope for scope, level in settings["permissions"].items() if level == "write"}
         assert writes == _WRITES.get((name, job), set()), f"{name}.yml, {job}"
-        assert "uses" in told or told["timeout-minutes"] <= 120
+        assert "uses" in settings or settings["timeout-minutes"] <= 120
 
 
 def test_no_owner_is_named() -> None:
@@ -77,8 +77,8 @@ def test_nothing_is_published_before_versions_and_checks() -> None:
         direct = {needs} if isinstance(needs, str) else set(needs)
         return direct.union(*(before(one) for one in direct))
 
-    for job, told in jobs.items():
-        if "write" in told["permissions"].values():
+    for job, settings in jobs.items():
+        if "write" in settings["permissions"].values():
             assert {"version", "checks"} <= before(job), job
 
 
