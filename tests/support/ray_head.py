@@ -104,24 +104,30 @@ def ray_node(head: RayHead, num_cpus: int, labels: Mapping[str, str]) -> Iterato
     command = [f"{_SCRIPTS}/ray", "start", f"--address={head.address}", "--block", f"--num-cpus={num_cpus}"]
     command += [f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"]
     command += ["--labels", ",".join(f"{key}={value}" for key, value in labels.items())]
-    before = len(head.nodes())
-    quiet = subprocess.DEVNULL
-    node = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=head.environment, start_new_session=True)
+    with tempfile.TemporaryFile("w+") as said:
+        node = subprocess.Popen(command, stdout=said, stderr=said, env=head.environment, start_new_session=True)
 
-    def kill() -> None:
-        for pid in [node.pid, *children(node.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        def joined() -> bool:
+            return any(labels.items() <= known["labels"].items() for known in head.nodes())
 
-    try:
-        deadline = time.monotonic() + _START_S
-        while len(head.nodes()) == before:
-            assert node.poll() is None and time.monotonic() < deadline, "the node did not join"
-            time.sleep(0.5)
-        yield kill
-    finally:
-        kill()
-        node.wait(30)
+        def output() -> str:
+            said.seek(0)
+            return said.read()
+
+        def kill() -> None:
+            for pid in [node.pid, *children(node.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        try:
+            deadline = time.monotonic() + _START_S
+            while not joined():
+                assert node.poll() is None and time.monotonic() < deadline, output()
+                time.sleep(0.5)
+            yield kill
+        finally:
+            kill()
+            node.wait(30)
 
 
 def _takes_jobs(head: RayHead) -> bool:
