@@ -1,7 +1,6 @@
 """The documents: every relative link and anchor leads somewhere, and every `truespec` command shown is one."""
 
 import re
-import subprocess
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.command_lines import fault, in_shell
+from tests.support.project_files import ROOT, project_files
 from tests.test_architecture import ROOMS
 
-ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(r"^(?P<marks>`{3,}|~{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=marks)[ \t]*$", re.M | re.S)
 _CODE = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
 _LINK = re.compile(
@@ -30,16 +29,7 @@ _RECORD = re.compile(r"^<!-- (?P<by>[\w-]+)[^\n]*: [^\n]* -->\n.*?^<!-- end of (
 
 def documents() -> list[Path]:
     """Every Markdown file that is part of the project."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    names = listed.stdout.split("\n") if listed.returncode == 0 else []
-    found = [ROOT / name for name in names if name and (ROOT / name).is_file()]
-    return found or [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("helm/**/*.md")]
+    return [ROOT / name for name in project_files("*.md")]
 
 
 DOCUMENTS = documents()

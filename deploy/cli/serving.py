@@ -1,6 +1,9 @@
 """`truespec serve` and `truespec demo`, and how a command gets a service of its own."""
 
+import os
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +60,8 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
         curl = curl_line(client)
     _print_figures(figures.as_dict())
     name = file.stem if file.parent == CONFIGS else file
-    said = f"run [bold]{escape(f'truespec serve {name}')}[/bold] and then:\n  {escape(curl)}"
+    program = "truespec" if shutil.which("truespec") else os.path.relpath(sys.argv[0])
+    said = f"run [bold]{escape(f'{program} serve {name}')}[/bold] and then:\n  {escape(curl)}"
     out.print(f"\nTo talk to it yourself, {said}", soft_wrap=True)
     write_json(json_file, figures.as_dict())
     if json_file is not None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.project_files import ROOT, project_files
 from tests.support.ray_head import free_ports
-from tests.support.workflow_steps import ROOT, Runner, checkout
+from tests.support.workflow_steps import Runner, checkout
 
 PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
 _IN_A_CHECKOUT = ("deploy/configs/jobs/", "deploy/docker/")  # of clusters and images
@@ -61,16 +62,7 @@ def wheel(built: Path) -> Path:
 
 
 def files_of_packages() -> set[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return {
-        name for name in listed.stdout.splitlines() if not name.startswith(_IN_A_CHECKOUT) and (ROOT / name).exists()
-    }
+    return {name for name in project_files(*PACKAGES) if not name.startswith(_IN_A_CHECKOUT)}
 
 
 def test_every_file_of_the_packages_is_in_it_and_nothing_else(wheel: Path) -> None:

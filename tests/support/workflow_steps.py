@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.support.project_files import ROOT, project_files
+
 WORKFLOWS = ROOT / ".github" / "workflows"
 _GIT = ["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "init.defaultBranch=main"]
 
@@ -24,14 +25,7 @@ def workflow(name: str) -> dict[str, Any]:
 
 def checkout(folder: Path) -> Path:
     """A copy of the project, as git would check it out, in a repository of its own."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
+    for name in project_files():
         source, to = ROOT / name, folder / name
         if source.is_symlink() or source.is_file():
             to.parent.mkdir(parents=True, exist_ok=True)
