@@ -112,8 +112,10 @@ def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
                 "now; lower it or the replicas, or add nodes, unless the cluster adds them by itself.",
             )
     for name in config.pool_names:
-        if not any(_holds(node, config.pool(name)) for node in nodes):
-            pool = config.pool(name)
+        pool = config.pool(name)
+        if config.ranks.by_ray:  # on as many nodes as it takes
+            pool = pool.model_copy(update={"num_gpus": 1})
+        if not any(_holds(node, pool) for node in nodes):
             yield Fault(
                 f"pools.{name}",
                 f"no node of the cluster has {pool.num_cpus:g} CPUs, {pool.num_gpus:g} GPUs and the labels "

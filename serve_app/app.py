@@ -70,12 +70,24 @@ def _options(config: AppConfig, name: PoolName) -> dict[str, Any]:
         "backpressure_config": {"status_code": 429, "retry_after_s": _PROXY_RETRY_AFTER_S},
         "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
         "logging_config": _logging(config),
-        "ray_actor_options": {
-            "num_cpus": pool.num_cpus,
-            "num_gpus": pool.num_gpus,
-            "label_selector": pool.label_selector,
-            "runtime_env": {"env_vars": _thread_environment(pool.num_threads)},
-        },
+        **_place(config, name),
+    }
+
+
+def _place(config: AppConfig, name: PoolName) -> dict[str, Any]:
+    """What Ray reserves for a replica: a share of one node, or where Ray places vLLM's ranks, a GPU for each of them on
+    as few nodes as have them, the first beside the replica itself."""
+    pool = config.pool(name)
+    actor = {"num_cpus": pool.num_cpus, "runtime_env": {"env_vars": _thread_environment(pool.num_threads)}}
+    if not config.ranks.by_ray:
+        return {"ray_actor_options": actor | {"num_gpus": pool.num_gpus, "label_selector": pool.label_selector}}
+    first = {"CPU": pool.num_cpus} if pool.num_cpus else {}
+    bundles = [first | {"GPU": 1.0}, *({"GPU": 1.0} for _ in range(config.ranks.number - 1))]
+    return {
+        "ray_actor_options": actor,
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": "PACK",
+        "placement_group_bundle_label_selector": [pool.label_selector] * len(bundles) if pool.label_selector else None,
     }
 
 

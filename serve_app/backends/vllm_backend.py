@@ -534,7 +534,7 @@ class VllmBackend:
         self._order(self._report(self._params.order(transfer=transfer)))
 
     async def _take_terms_forever(self) -> None:
-        """Fetch what the self-checks found; all workers see the same, so one is enough."""
+        """Fetch what the self-checks found. The last rank always samples; others see the same, or nothing."""
         while self._llm is not None:
             await asyncio.sleep(_TERMS_EVERY_S)
             try:
@@ -543,7 +543,7 @@ class VllmBackend:
                 if self._llm is not None:
                     self._fault = error
                 return
-            terms, violations, excess = reported[0]
+            terms, violations, excess = reported[-1]
             for checks, sums, achievable in terms:
                 self._self_check.take(Terms(tuple(checks), np.array(sums), achievable), self._counts.stats)
             self._counts.add_excess(excess)
@@ -653,7 +653,7 @@ class VllmBackend:
         self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
         config, cpu = self._settings.engine, current_platform.is_cpu()
         self._faults = faults_of(cpu=cpu)
-        check_build(self._settings, cpu=cpu)
+        check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key))
         arguments = engine_arguments(
             self._settings,
             str(plain_view(self._folder, self._scratch.folder)),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
-from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings, check_lora, check_settings, num_devices
+from serve_app.backends.vllm_parts.settings import SIZES, Ranks, VllmSettings, check_lora, check_settings, ranks_of
 from serve_app.config.base import (
     POOLS_OF_TOPOLOGY,
     AtLeastOne,
@@ -175,7 +175,7 @@ class PoolSection(Section):
     num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """CPUs that Ray reserves for a replica, and threads of its engine."""
     num_gpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """GPUs that Ray reserves for a replica."""
+    """GPUs that Ray reserves for a replica, all of one node unless vLLM's ranks are placed by Ray."""
     label_selector: dict[str, str] = {}
     """Ray node labels that a replica's node must carry."""
 
@@ -497,13 +497,43 @@ class AppConfig(Section):
     def _device_errors(self, field: str, num_gpus: float) -> Iterator[FieldError]:
         """Each rank of vLLM's takes a GPU of its own; a single one may share it."""
         try:
-            wanted = num_devices(self.vllm.engine_args)
+            ranks = self.ranks
         except ConfigError:
             return  # reported with the engine's settings
-        if num_gpus != wanted and not (wanted == 1 and num_gpus < 1):
+        if num_gpus != ranks.number and not (ranks.number == 1 and num_gpus < 1 and not ranks.by_ray):
+            stages = f" times pipeline_parallel_size {ranks.pipeline}" if ranks.pipeline > 1 else ""
             yield FieldError(
                 field,
-                f"is {num_gpus:g}, but vllm.engine_args.tensor_parallel_size is {wanted}: set one to the other.",
+                f"is {num_gpus:g}, but vllm.engine_args.tensor_parallel_size is {ranks.tensor}{stages}: set one to the "
+                "other.",
+            )
+
+    def _rank_errors(self) -> Iterator[FieldError]:
+        """What does not go together with ranks on several nodes, or of several stages."""
+        ranks = self.ranks
+        if ranks.by_ray and not all(self.pool(name).num_gpus > 0 for name in self.pool_names):
+            yield FieldError(
+                "vllm.engine_args.distributed_executor_backend",
+                f"is ray, which places ranks by their GPUs: set num_gpus of each pool to {ranks.number}, or remove it.",
+            )
+        if ranks.by_ray and self.topology == "disaggregated" and self.handoff.transport != "nixl":
+            yield FieldError(
+                "handoff.transport",
+                f"is {self.handoff.transport}, which copies through files of one node, but "
+                "vllm.engine_args.distributed_executor_backend is ray, whose ranks may be on several: set it to nixl, "
+                "or topology to monolith.",
+            )
+        if ranks.by_ray and self.vllm.replays == "torch":
+            yield FieldError(
+                "vllm.replays",
+                "is torch, but the replica has no GPU beside those of vLLM's ranks, which Ray places "
+                "(vllm.engine_args.distributed_executor_backend): set it to vllm.",
+            )
+        if ranks.pipeline > 1 and self.topology == "disaggregated":
+            yield FieldError(
+                "topology",
+                "is disaggregated, but handoffs between stages of layers are not known "
+                "(vllm.engine_args.pipeline_parallel_size): set it to monolith.",
             )
 
     def _engine_errors(self) -> Iterator[FieldError]:
@@ -529,6 +559,7 @@ class AppConfig(Section):
             if self.engine.kind == "vllm":
                 check_settings(config, self.vllm.engine_args)
                 check_lora(self.vllm_settings(self.pool_names[0]), self.model.served_name)
+                yield from self._rank_errors()
         except ConfigError as error:
             name, _, rule = str(error).partition(" ")  # "<field> <rule>"; the drafter's come with its section
             yield FieldError(name if "." in name else f"engine.{name}", rule)
@@ -556,6 +587,15 @@ class AppConfig(Section):
     def uses_gpu(self) -> bool:
         """Whether replicas compute on GPUs."""
         return any(self.pool(name).num_gpus > 0 for name in self.pool_names)
+
+    @property
+    def ranks(self) -> Ranks:
+        """How the model of a replica is split among devices.
+
+        Raises:
+            ConfigError: an argument of vLLM's that decides it has a wrong value.
+        """
+        return ranks_of(self.vllm.engine_args if self.engine.kind == "vllm" else {})
 
     @property
     def decoding_pool(self) -> PoolName:

@@ -151,7 +151,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "and name it as REGISTRY/truespec, or set image.pullPolicy to Never",
     ),
     # Devices and containers
-    ({"worker": {"numOfHosts": 2}}, "pools.decode.numOfHosts is 2, but a replica is one pod"),
+    ({"worker": {"numOfHosts": 2}}, "pools.decode.numOfHosts is 2, but the torch engine runs in one pod"),
+    (
+        {"vllm": {"enabled": True, "tensorParallelSize": 2}, "worker": {"numOfHosts": 2}},
+        "pools.decode.numOfHosts is 2, but handoffs are copied through files of one pod",
+    ),
+    (
+        {"vllm": {"enabled": True}, "config": {"topology": "monolith"}, "pools": {"monolith": {"numOfHosts": 2}}},
+        "pools.monolith has 2 GPUs a replica (gpus times numOfHosts), and vLLM needs 1 (vllm.tensorParallelSize",
+    ),
     (
         {"worker": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
         "pools.decode.resources.limits has nvidia.com/gpu, of which Ray would not know; set gpus",
@@ -217,7 +225,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"extraObjects": ["{{ .Values.nothing.there }}"]}, "nil pointer evaluating interface {}.there"),
     # vLLM
     (merged(VLLM, engine(kind="torch")), "config.engine.kind is torch, but vllm.enabled is set; remove one of them"),
-    (merged(VLLM, {"worker": {"gpus": 2}}), "pools.decode.gpus is 2 and vllm.tensorParallelSize 1; make them equal"),
+    (
+        merged(VLLM, {"worker": {"gpus": 2}}),
+        "pools.decode has 2 GPUs a replica (gpus times numOfHosts), and vLLM needs 1",
+    ),
     (
         merged(VLLM, {"config": {"vllm": {"engine_args": {"tensor_parallel_size": 2}}}}),
         "config.vllm.engine_args.tensor_parallel_size is the chart's to set; use vllm.tensorParallelSize",

@@ -38,6 +38,14 @@ from tests.support.prometheus import promtool
 
 KUBERNETES = ("1.29.0", "1.33.0", "1.37.0")
 WITH_CLAIMS_ON_DEVICES = ("1.37.0",)
+SPREAD = merged(
+    MINIMAL,
+    {
+        "vllm": {"enabled": True, "tensorParallelSize": 16},
+        "config": {"topology": "monolith"},
+        "pools": {"monolith": {"numOfHosts": 2, "gpus": 8, "replicas": 3}},
+    },
+)
 CUSTOM = {"RayService", "PodMonitor", "PrometheusRule", "HTTPRoute"}
 SMALL = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"cpu": "10m", "memory": "16Mi"}}
 OWN_CONTEXT = {
@@ -151,7 +159,7 @@ def renders() -> dict[str, list[dict[str, Any]]]:
     options = [option for version in MONITORING for option in ("--api-versions", version)]
     made = {name: example(name, *options) for name in EXAMPLE_NAMES}
     awkward = template(AWKWARD, *options, "--namespace", "456", name="789")
-    of_values = {"everything": EVERYTHING, "claimed": CLAIMED, "minimal": MINIMAL}
+    of_values = {"everything": EVERYTHING, "claimed": CLAIMED, "minimal": MINIMAL, "spread": SPREAD}
     return made | {name: template(values, *options) for name, values in of_values.items()} | {"awkward": awkward}
 
 
@@ -160,7 +168,7 @@ def rendered() -> dict[str, list[dict[str, Any]]]:
     return renders()
 
 
-NAMES = [*EXAMPLE_NAMES, "everything", "claimed", "minimal", "awkward"]
+NAMES = [*EXAMPLE_NAMES, "everything", "claimed", "minimal", "spread", "awkward"]
 
 
 def test_generated_files_are_current() -> None:
@@ -325,7 +333,7 @@ def test_the_application_accepts_the_serve_config_and_builds(rendered: Any, name
         pool = config.pool(group["groupName"])
         assert pool.label_selector.items() <= group["labels"].items()
         assert str(int(pool.num_cpus)) == group["rayStartParams"]["num-cpus"]
-        assert str(int(pool.num_gpus)) == group["rayStartParams"]["num-gpus"]
+        assert int(pool.num_gpus) == int(group["rayStartParams"]["num-gpus"]) * group.get("numOfHosts", 1)
         assert pool.most_replicas == group["maxReplicas"]
     build_app(application.args.model_dump(exclude_unset=True))
 
@@ -335,6 +343,15 @@ def test_the_vllm_example_gives_vllm_its_arguments(rendered: Any) -> None:
     assert args["engine"] == {"kind": "vllm", "max_model_len": 32768, "max_num_seqs": 128}
     assert args["vllm"] == {"engine_args": {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.92}}
     assert args["pools"]["decode"]["num_gpus"] == 2
+
+
+def test_a_replica_on_several_pods_has_their_gpus_and_its_ranks_are_placed_by_ray(rendered: Any) -> None:
+    args = serve_config(rendered["spread"])["applications"][0]["args"]
+    (group,) = one(rendered["spread"], "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (group["replicas"], group["numOfHosts"], group["rayStartParams"]["num-gpus"]) == (3, 2, "8")
+    assert args["pools"]["monolith"]["num_gpus"] == 16
+    assert args["vllm"]["engine_args"]["distributed_executor_backend"] == "ray"
+    assert budgets(rendered["spread"]) == {"monolith": {"minAvailable": 4}}  # a pod that goes takes its replica along
 
 
 def test_numbers_stay_numbers_of_their_kind(rendered: Any) -> None:
@@ -525,10 +542,11 @@ def test_a_disruption_budget_needs_no_scale_subresource_and_lets_a_pod_of_each_p
 ) -> None:
     groups = one(rendered[name], "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     fewest = {group["groupName"]: group["minReplicas"] for group in groups}
+    hosts = {group["groupName"]: group.get("numOfHosts", 1) for group in groups}
     for pool, budget in budgets(rendered[name]).items():
         assert budget.keys() == {"minAvailable"}
         assert isinstance(budget["minAvailable"], int)
-        assert 0 < budget["minAvailable"] < fewest[pool]
+        assert 0 < budget["minAvailable"] < fewest[pool] * hosts[pool]
     assert budgets(rendered[name]).keys() == {pool for pool, pods in fewest.items() if pods > 1}
 
 

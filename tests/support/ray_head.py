@@ -98,11 +98,13 @@ def ray_head(
 
 
 @contextlib.contextmanager
-def ray_node(head: RayHead, num_cpus: int, labels: Mapping[str, str]) -> Iterator[Callable[[], None]]:
+def ray_node(
+    head: RayHead, num_cpus: int, labels: Mapping[str, str], *, num_gpus: int = 0
+) -> Iterator[Callable[[], None]]:
     """One more node of its cluster, on this machine; the value kills it with all that runs there."""
     agent, metrics = free_ports(2)
     command = [f"{_SCRIPTS}/ray", "start", f"--address={head.address}", "--block", f"--num-cpus={num_cpus}"]
-    command += [f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"]
+    command += [f"--num-gpus={num_gpus}", f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"]
     command += ["--labels", ",".join(f"{key}={value}" for key, value in labels.items())]
     with tempfile.TemporaryFile("w+") as said:
         node = subprocess.Popen(command, stdout=said, stderr=said, env=head.environment, start_new_session=True)

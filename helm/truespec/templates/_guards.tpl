@@ -84,15 +84,18 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- end -}}
 {{- range $name, $pool := $pools -}}
 {{- $scale := $pool.autoscaling -}}
-{{- $pods = add $pods (ternary $scale.maxReplicas $pool.replicas $scale.enabled) -}}
+{{- $pods = add $pods (mul (ternary $scale.maxReplicas $pool.replicas $scale.enabled) $pool.numOfHosts) -}}
 {{- if and $scale.enabled (gt (int $scale.minReplicas) (int $scale.maxReplicas)) -}}
 {{- fail (printf "pools.%s.autoscaling.minReplicas (%d) is above maxReplicas (%d); lower it or raise maxReplicas." $name (int $scale.minReplicas) (int $scale.maxReplicas)) -}}
 {{- end -}}
 {{- if and (not $.Values.vllm.enabled) (gt (int $pool.gpus) 1) -}}
 {{- fail (printf "pools.%s.gpus is %d, but the torch engine runs on one GPU; set it to 1 and raise replicas." $name (int $pool.gpus)) -}}
 {{- end -}}
-{{- if gt (int (default 1 $pool.numOfHosts)) 1 -}}
-{{- fail (printf "pools.%s.numOfHosts is %d, but a replica is one pod: its processes share one node's memory and files, and Ray Serve places it on one node; set it to 1, and give the pod as many GPUs of one node as the model needs (vllm.tensorParallelSize)." $name (int $pool.numOfHosts)) -}}
+{{- if and (gt (int $pool.numOfHosts) 1) (not $.Values.vllm.enabled) -}}
+{{- fail (printf "pools.%s.numOfHosts is %d, but the torch engine runs in one pod; set it to 1, or use vLLM (vllm.enabled)." $name (int $pool.numOfHosts)) -}}
+{{- end -}}
+{{- if and (gt (int $pool.numOfHosts) 1) (ne $.Values.config.topology "monolith") (ne (dig "transport" "plasma" (default dict $.Values.config.handoff)) "nixl") -}}
+{{- fail (printf "pools.%s.numOfHosts is %d, but handoffs are copied through files of one pod; set config.handoff.transport to nixl, or config.topology to monolith." $name (int $pool.numOfHosts)) -}}
 {{- end -}}
 {{- if and (int $pool.gpus) (not $pool.gpuResource) (not (dig "claims" list (default dict $pool.resources))) -}}
 {{- fail (printf "pools.%s.gpus is %d, but gpuResource is empty and resources.claims too, so the container has no GPU; set one of them." $name (int $pool.gpus)) -}}
@@ -194,14 +197,16 @@ application's own settings are the application's: the Job of config-check.yaml a
 {{- if eq (default "vllm" $engine.kind) "torch" -}}
 {{- fail "config.engine.kind is torch, but vllm.enabled is set; remove one of them." -}}
 {{- end -}}
-{{- range $argument, $value := dict "tensor_parallel_size" "tensorParallelSize" "gpu_memory_utilization" "gpuMemoryUtilization" -}}
-{{- if hasKey (dig "engine_args" dict (default dict $config.vllm)) $argument -}}
-{{- fail (printf "config.vllm.engine_args.%s is the chart's to set; use vllm.%s." $argument $value) -}}
+{{- $given := dig "engine_args" dict (default dict $config.vllm) -}}
+{{- $ranks := mul .tensorParallelSize (int (default 1 $given.pipeline_parallel_size)) -}}
+{{- range $argument, $value := dict "tensor_parallel_size" "vllm.tensorParallelSize" "gpu_memory_utilization" "vllm.gpuMemoryUtilization" "distributed_executor_backend" "numOfHosts of a pool" -}}
+{{- if hasKey $given $argument -}}
+{{- fail (printf "config.vllm.engine_args.%s is the chart's to set; use %s." $argument $value) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $pool := include "truespec.pools" $ | fromYaml -}}
-{{- if ne (int $pool.gpus) (int $.Values.vllm.tensorParallelSize) -}}
-{{- fail (printf "pools.%s.gpus is %d and vllm.tensorParallelSize %d; make them equal." $name (int $pool.gpus) (int $.Values.vllm.tensorParallelSize)) -}}
+{{- if ne (mul $pool.gpus $pool.numOfHosts) $ranks -}}
+{{- fail (printf "pools.%s has %d GPUs a replica (gpus times numOfHosts), and vLLM needs %d (vllm.tensorParallelSize times config.vllm.engine_args.pipeline_parallel_size); make them equal." $name (mul $pool.gpus $pool.numOfHosts) $ranks) -}}
 {{- end -}}
 {{- end -}}
 {{- else if eq (default "torch" $engine.kind) "vllm" -}}

@@ -69,7 +69,7 @@ annotations:
 {{- $names := ternary (list "monolith") (list "prefill" "decode") (eq .Values.config.topology "monolith") -}}
 {{- range $name := $names }}
 {{ $name }}:
-  {{- mustMergeOverwrite (mustDeepCopy $.Values.worker) (mustDeepCopy (default dict (get $.Values.pools $name))) | toYaml | nindent 2 }}
+  {{- mustMergeOverwrite (dict "numOfHosts" 1) (mustDeepCopy $.Values.worker) (mustDeepCopy (default dict (get $.Values.pools $name))) | toYaml | nindent 2 }}
 {{- end }}
 {{- end -}}
 

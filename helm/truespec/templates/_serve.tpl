@@ -16,7 +16,7 @@ applications:
         {{- range $name, $pool := $pools }}
         {{ $name }}:
           num_cpus: {{ int $pool.cpus }}
-          num_gpus: {{ int $pool.gpus }}
+          num_gpus: {{ mul $pool.gpus $pool.numOfHosts }}
           label_selector:
             truespec-{{ $name }}: "true"
         {{- end }}
@@ -77,6 +77,9 @@ applications:
 {{- $_ := set $args "engine" (merge (dict "kind" "vllm") (default dict $.Values.config.engine)) -}}
 {{- $section := default dict $.Values.config.vllm -}}
 {{- $own := dict "tensor_parallel_size" .tensorParallelSize "gpu_memory_utilization" (float64 .gpuMemoryUtilization) -}}
+{{- range include "truespec.pools" $ | fromYaml -}}
+{{- if gt (int .numOfHosts) 1 }}{{ $_ := set $own "distributed_executor_backend" "ray" }}{{ end -}}
+{{- end -}}
 {{- $_ := set $args "vllm" (merge (dict "engine_args" (merge $own (default dict $section.engine_args))) $section) -}}
 {{- end -}}
 {{- end -}}

@@ -51,7 +51,6 @@ OWN_ARGUMENTS = {
     "generation_config": None,
     "seed": None,
     "data_parallel_size": "pools.*.replicas",
-    "pipeline_parallel_size": None,
     "enable_chunked_prefill": None,
     "stream_interval": None,
     "enable_lora": "vllm.lora_modules",
@@ -83,6 +82,8 @@ _OF_ADAPTERS = frozenset(
     )
 )
 
+_SPLITS = ("tensor_parallel_size", "pipeline_parallel_size")
+_EXECUTORS = ("mp", "ray")
 _SPLIT_SEQUENCES = ("decode_context_parallel_size", "prefill_context_parallel_size")
 _NEEDS_DEFAULT = {  # and why
     "quantization": "vLLM has its own: use vllm.engine_args.quantization, such as fp8, or a quantized checkpoint",
@@ -106,6 +107,24 @@ class Faults:
     sampled_drafts: bool = False
     chunked_seeds: bool = False
     mixed_adapters: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How vLLM splits the model of a replica among devices.
+
+    `tensor` ranks compute each layer together, `pipeline` stages compute different layers. `by_ray`: each rank is an
+    actor of Ray's, and nodes may differ; otherwise all are processes of the replica's node.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    by_ray: bool = False
+
+    @property
+    def number(self) -> int:
+        """All ranks, and the devices that a replica computes on."""
+        return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +166,13 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
         raise ConfigError("drafter.length must be static for engine.kind vllm: it drafts as many tokens each round.")
     if config.drafter.kind not in _KINDS:
         raise ConfigError(f"drafter.kind {config.drafter.kind} is not among vLLM's: use {', '.join(_KINDS)}.")
-    num_devices(engine_args)
+    ranks = ranks_of(engine_args)
+    if ranks.pipeline > 1 and config.drafter.kind != "none":
+        raise ConfigError(
+            f"drafter.kind is {config.drafter.kind}, but vllm.engine_args.pipeline_parallel_size is {ranks.pipeline}: "
+            "vLLM 0.32 drafts only where one stage computes all layers, and does not start. Split the model with "
+            "tensor_parallel_size alone, or set drafter.kind to none."
+        )
     for name in engine_args:
         if name in OWN_ARGUMENTS:
             fix = OWN_ARGUMENTS[name]
@@ -155,16 +180,23 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
             raise ConfigError(f"vllm.engine_args.{name} is decided by this server: {instead}.")
 
 
-def num_devices(engine_args: Mapping[str, Any]) -> int:
-    """How many devices a replica computes on: one for each of vLLM's ranks.
+def ranks_of(engine_args: Mapping[str, Any]) -> Ranks:
+    """How vLLM splits the model of a replica.
 
     Raises:
-        ConfigError: `tensor_parallel_size` is no such number.
+        ConfigError: an argument has no such value.
     """
-    number = engine_args.get("tensor_parallel_size", 1)
-    if not isinstance(number, int) or number < 1:
-        raise ConfigError(f"vllm.engine_args.tensor_parallel_size must be a whole number from 1, got {number!r}.")
-    return number
+    for name in _SPLITS:
+        number = engine_args.get(name, 1)
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ConfigError(f"vllm.engine_args.{name} must be a whole number from 1, got {number!r}.")
+    executor = engine_args.get("distributed_executor_backend", "mp")
+    if executor not in _EXECUTORS:
+        raise ConfigError(
+            f"vllm.engine_args.distributed_executor_backend must be one of {', '.join(_EXECUTORS)}, got {executor!r}."
+        )
+    tensor, pipeline = (engine_args.get(name, 1) for name in _SPLITS)
+    return Ranks(tensor, pipeline, by_ray=executor == "ray")
 
 
 def check_lora(settings: VllmSettings, served_name: str) -> None:
@@ -237,7 +269,7 @@ def engine_arguments(
     """
     config = settings.engine
     arguments: dict[str, Any] = {
-        "distributed_executor_backend": "mp",  # else vLLM looks for a placement group of Ray's
+        "distributed_executor_backend": "mp",  # else vLLM would choose Ray's wherever it finds a placement group
         **settings.engine_args,
         "model": folder,
         "dtype": config.dtype,
@@ -298,13 +330,24 @@ def check_known(arguments: Collection[str], known: Collection[str]) -> None:
             raise ConfigError(f"vllm.engine_args.{name} is not an argument of the installed vLLM; {hint}")
 
 
-def check_build(settings: VllmSettings, *, cpu: bool) -> None:
-    """Check that the installed build can do what is set.
+def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True) -> None:
+    """Check that the installed build can do what is set; `ray`: Ray knows its devices.
 
     Raises:
         ConfigError: it cannot; the message names the field, and what it can.
     """
     drafter, block_size = settings.engine.drafter, settings.engine.block_size
+    ranks = ranks_of(settings.engine_args)
+    if ranks.by_ray and not ray:
+        raise ConfigError(
+            "vllm.engine_args.distributed_executor_backend is ray, but Ray knows no device of this build of vLLM (on a "
+            "CPU it knows none) to place its ranks by: remove it here."
+        )
+    if cpu and ranks.pipeline > 1:
+        raise ConfigError(
+            f"vllm.engine_args.pipeline_parallel_size is {ranks.pipeline}, with which vLLM's CPU build ends at its "
+            "first token; split the model with tensor_parallel_size there."
+        )
     if cpu and "block_size" in settings.given and block_size % _CPU_BLOCKS:
         raise ConfigError(
             f"engine.block_size must be a multiple of {_CPU_BLOCKS} on vLLM's CPU build, got {block_size}."

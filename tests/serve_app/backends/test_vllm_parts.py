@@ -84,6 +84,17 @@ def test_our_engine_replays_where_it_has_room_and_knows_the_model(
     assert not parsed.may_replay_vllm("decode")
 
 
+def test_the_cpu_build_runs_ranks_of_one_stage_and_one_node() -> None:
+    config = parse_args(args()).engine_config("decode")
+    for engine_args, message in (
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, .* split the model with tensor_parallel_size"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend is ray, but Ray knows no device"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settings.check_build(VllmSettings(config, engine_args=engine_args), cpu=True, ray=False)
+        settings.check_build(VllmSettings(config, engine_args=engine_args), cpu=False)
+
+
 def test_vllm_is_watched_unless_that_is_switched_off() -> None:
     assert parse_args(args()).vllm_settings("prefill").self_check_sample_rate == 0.25
     off = parse_args(args(vllm={"self_check_sample_rate": 0}))

@@ -278,6 +278,63 @@ def test_a_replica_has_a_gpu_for_each_rank_of_vllms(num_gpus: float, ranks: obje
         parse_args(asked)
 
 
+BY_RAY = {"tensor_parallel_size": 4, "distributed_executor_backend": "ray"}
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "changes", "message"),
+    [
+        (BY_RAY, {}, None),
+        (BY_RAY | {"pipeline_parallel_size": 2}, {"num_gpus": 8}, None),
+        (BY_RAY | {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2}, {"num_gpus": 8}, None),
+        (
+            BY_RAY | {"pipeline_parallel_size": 2},
+            {},
+            r"pools\.monolith\.num_gpus: is 4, but .*tensor_parallel_size is 4 times pipeline_parallel_size 2",
+        ),
+        (BY_RAY, {"num_gpus": 0}, r"distributed_executor_backend: is ray, .* set num_gpus of each pool to 4"),
+        (BY_RAY | {"tensor_parallel_size": 1}, {"num_gpus": 0.5}, r"pools\.monolith\.num_gpus: is 0\.5, but .* is 1"),
+        (BY_RAY, {"topology": "disaggregated"}, r"handoff\.transport: is plasma, .* ray, .* set it to nixl"),
+        (BY_RAY, {"topology": "disaggregated", "transport": "nixl"}, None),
+        (BY_RAY, {"replays": "torch"}, r"vllm\.replays: is torch, but the replica has no GPU .* set it to vllm"),
+        (
+            BY_RAY | {"pipeline_parallel_size": 2},
+            {"num_gpus": 8, "topology": "disaggregated", "transport": "nixl"},
+            r"topology: is disaggregated, but .*pipeline_parallel_size.*: set it to monolith",
+        ),
+        (
+            BY_RAY | {"pipeline_parallel_size": 2},
+            {"num_gpus": 8, "drafter": "ngram"},
+            r"drafter\.kind: is ngram, but .*pipeline_parallel_size is 2: .* set drafter\.kind to none",
+        ),
+        ({"pipeline_parallel_size": 0}, {}, r"pipeline_parallel_size: must be a whole number from 1, got 0"),
+        ({"tensor_parallel_size": True}, {}, r"tensor_parallel_size: must be a whole number from 1, got True"),
+        (
+            {"distributed_executor_backend": "uni"},
+            {},
+            r"distributed_executor_backend: must be one of mp, ray, got 'uni'",
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_on_several_nodes_or_of_several_stages_need_settings_that_agree(
+    engine_args: dict[str, object], changes: dict[str, Any], message: str | None
+) -> None:
+    topology = changes.get("topology", "monolith")
+    pool = {"num_gpus": changes.get("num_gpus", 4)}
+    asked = {
+        "model": {"source": "m"},
+        "engine": {"kind": "vllm"},
+        "vllm": {"engine_args": engine_args} | ({"replays": changes["replays"]} if "replays" in changes else {}),
+        "drafter": {"kind": changes.get("drafter", "none")},
+        "topology": topology,
+        "pools": {"monolith": pool} if topology == "monolith" else {"prefill": pool, "decode": pool},
+        "handoff": {"transport": changes.get("transport", "plasma")},
+    }
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        parse_args(asked)
+
+
 def test_vllm_has_our_engine_for_an_independent_referee() -> None:
     asked = {"model": {"source": "m"}, "engine": {"kind": "vllm"}, "replay": {"independent_rate": 0.1}}
     with pytest.raises(ConfigError, match=r"^args\.replay\.independent_rate: .* set vllm\.replays to torch"):

@@ -1,0 +1,122 @@
+"""vLLM's ranks on several nodes, placed by Ray: nodes with one pretended GPU each, and a replica that needs two."""
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.support.pretended_gpus import write_pretended_gpus
+from tests.support.ray_head import RayHead, free_ports, ray_head, ray_node
+from tests.support.services import MODEL, wait_for
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_installed import NEEDS_VLLM
+from tests.vllm.test_vllm_two_ranks import TARGET
+
+pytestmark = [*NEEDS_VLLM, pytest.mark.ray, pytest.mark.timeout(1200)]
+QUESTION = {"model": MODEL, "prompt": "one two three " * 20, "max_tokens": 20, "temperature": 0}
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service whose only replica has ranks on two of three nodes."""
+
+    head: RayHead
+    url: str
+    kill: dict[str, Callable[[], None]]  # a node with a GPU, by its label `node`
+
+    def answer(self, **changes: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=QUESTION | changes, timeout=300)
+
+    def nodes_of_ranks(self) -> list[str]:
+        """The labels of the nodes where they are."""
+        names = {node["node_id"]: node["labels"]["node"] for node in self.head.nodes()}
+        actors = self.head.get("/api/v0/actors?detail=1")["data"]["result"]["result"]
+        ranks = [one for one in actors if one["class_name"] == "RayWorkerProc" and one["state"] == "ALIVE"]
+        return sorted(names[one["node_id"]] for one in ranks)
+
+
+def config(folder: Path, port: int) -> dict[str, Any]:
+    args = {
+        "model": {"source": str(folder), "name": MODEL},
+        "engine": {
+            "kind": "vllm",
+            "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 4,
+            "kv_cache_tokens": 4096,
+        },
+        "vllm": {
+            "engine_args": {
+                "enforce_eager": True,
+                "tensor_parallel_size": 2,
+                "distributed_executor_backend": "ray",
+            },
+            "self_check_sample_rate": 1.0,
+        },
+        "topology": "monolith",
+        "drafter": {"kind": "draft_model", "model": str(folder), "num_draft_tokens": 3},
+        "pools": {"monolith": {"num_cpus": 1, "num_gpus": 2, "label_selector": {"has": "gpu"}}},
+        "replay": {"sample_rate": 1.0},
+    }
+    application = {"name": "ranks", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
+    http = {"host": "127.0.0.1", "port": port}
+    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("ranks-by-ray")
+    (port,) = free_ports(1)
+    model = write_tiny_model(folder / "model", vocab_size=512, tokenizer=True, **TARGET)
+    (folder / "serve.yaml").write_text(yaml.safe_dump(config(model, port)))
+    paths = [str(write_pretended_gpus(folder / "gpus")), *filter(None, (os.environ.get("PYTHONPATH"),))]
+    found = {"PYTHONPATH": os.pathsep.join(paths)}
+    with ray_head(num_cpus=1, labels={"node": "head"}, settings=found) as head:
+        head.environment.update(found)
+        with (
+            ray_node(head, 1, {"node": "a", "has": "gpu"}, num_gpus=1) as a,
+            ray_node(head, 1, {"node": "b", "has": "gpu"}, num_gpus=1) as b,
+            ray_node(head, 1, {"node": "c", "has": "gpu"}, num_gpus=1) as c,
+            (folder / "shown").open("w") as out,
+        ):
+            command = [sys.executable, "-m", "deploy.cli.main", "serve", str(folder / "serve.yaml")]
+            started = subprocess.Popen(
+                [*command, "--address", head.address], env=head.environment, stdout=out, stderr=out
+            )
+            try:
+                wait_for(
+                    lambda: started.poll() is not None or "Serving " in (folder / "shown").read_text(), "the start"
+                )
+                assert started.poll() is None, (folder / "shown").read_text()
+                yield Service(head, f"http://127.0.0.1:{port}", {"a": a, "b": b, "c": c})
+            finally:
+                started.send_signal(signal.SIGINT)
+                started.wait(120)
+
+
+def test_a_replica_has_its_ranks_on_two_nodes_and_answers_are_verified(service: Service) -> None:
+    assert len(set(service.nodes_of_ranks())) == 2
+    greedy, drawn = (service.answer(verify=True, temperature=heat).json() for heat in (0, 1))
+    assert (greedy["verdict"], drawn["verdict"]) == ("verified", "verified")
+
+
+def test_a_node_with_a_rank_dies_and_the_replica_is_replaced_on_those_that_are_left(service: Service) -> None:
+    text = service.answer().json()["choices"][0]["text"]
+    lost, *_ = ranks = service.nodes_of_ranks()
+    with concurrent.futures.ThreadPoolExecutor(1) as clients:
+        running = clients.submit(service.answer, max_tokens=400)
+        service.kill[lost]()
+        ended = running.result()  # it does not hang
+    assert ended.status_code == 200 or ended.json()["error"]["type"], ended.text
+    left = sorted({*service.kill} - {lost})
+    wait_for(lambda: service.nodes_of_ranks() == left and service.answer().status_code == 200, f"ranks on {left}")
+    assert service.answer().json()["choices"][0]["text"] == text, ranks
