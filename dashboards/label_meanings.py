@@ -96,6 +96,8 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "prefill": "from the request for a prefill to its answer, as the decode replica sees it",
             "export": "copying keys and values out of the prefill engine's cache",
             "pack": "preparing the handoff for its transport",
+            "transfer": "the call's way to the prefill replica, and the handoff's way back, from node to node where "
+            "they are on two",
             "unpack": "receiving it from its transport, on the decode replica",
             "check": "verifying its checksum and manifest",
             "insert": "copying keys and values into the decode engine's cache",

@@ -230,9 +230,10 @@ _HANDOFF_FAILURES = Panel(
 )
 _HANDOFF_TIME = Panel(
     title="Time per handoff",
-    description="Seconds per handoff, by phase: prefill is the whole call as decode sees it; export and insert are the "
-    "copies out of one cache and into the other. Copies that take a growing share of prefill mean that moving the "
-    "state costs more than computing it: use a monolith or a faster link.",
+    description="Seconds per handoff, by phase: prefill is the whole call as decode sees it, transfer what it took "
+    "beyond the prefill replica's own time; export and insert are the copies out of one cache and into the other. If "
+    "these take a growing share of prefill, moving the state costs more than computing it: use a monolith or a faster "
+    "link.",
     unit="s",
     queries=(
         Query(

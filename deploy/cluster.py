@@ -93,6 +93,12 @@ def running_app(
             ray.shutdown()  # also ends the cluster, if it was started here
 
 
+def ray_environment() -> dict[str, str]:
+    """What must stand in the environment of the process that starts Ray on this machine."""
+    wanted = {**PROXY_CALLBACK, "RAY_worker_niceness": "0"}  # Ray's default of 15 yields to everything else here
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
 @contextmanager
 def connected(address: str) -> Iterator[None]:
     """Be connected to a Ray cluster within the block.
@@ -120,9 +126,7 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
     needed += config.router.replicas * config.router.num_cpus if config.router is not None else 0
     if needed > cores:
         progress(f"warning: the pools ask for {needed:g} CPUs, here are {cores}; they will slow each other down")
-    for name, value in PROXY_CALLBACK.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 yields to everything else on the machine
+    os.environ.update(ray_environment())
     progress(f"starting Ray on this machine with {max(cores, needed):g} CPUs")
     # "local": one of our own, also where `ray start` runs another
     ray.init("local", num_cpus=max(cores, int(-(-needed // 1))), log_to_driver=False, logging_level="ERROR")

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.chaos.load import LoadFigures, run_load, saturation_per_s
-from deploy.chaos.replicas import Killer, memory_bytes
+from deploy.chaos.nodes import LocalCluster
+from deploy.chaos.replicas import Killer, NodeKills, memory_bytes
 from deploy.chaos.run import ChaosFigures, Strikes, run_chaos
 from deploy.chaos.traffic import plan
 from deploy.client import ServiceError
@@ -24,6 +25,7 @@ class ChaosOptions:
     concurrency: int
     max_tokens: int
     kill_every_s: float
+    kill_nodes: int
     minutes: float  # no replica is killed after so long
     seed: int
 
@@ -53,9 +55,12 @@ def sizes_to_kill(application: Application) -> dict[str, int]:
     return sizes
 
 
-def chaos(application: Application, base_url: str, options: ChaosOptions, progress: Progress) -> ChaosFigures:
-    """Run it against the application, which runs on this machine."""
-    killer = Killer(application.name, sizes_to_kill(application), options.seed)
+def chaos(
+    application: Application, base_url: str, options: ChaosOptions, progress: Progress, cluster: LocalCluster | None
+) -> ChaosFigures:
+    """Run it against the application, which runs on this machine; `cluster` has the nodes that may be killed."""
+    node_kills = None if cluster is None else NodeKills(options.kill_nodes, cluster.replace_node_of)
+    killer = Killer(application.name, sizes_to_kill(application), options.seed, node_kills)
     model = application.args.model.served_name
     bodies = plan(model, options.requests, options.seed, options.max_tokens)
     strikes = Strikes(options.kill_every_s, 60 * options.minutes)

@@ -26,20 +26,23 @@ def write_chaos(path: Path, figures: ChaosFigures, command: str, model: str) -> 
         ("held with nobody there", _leaked(figures)),
         ("more objects in Ray's store than before, free to be dropped", figures.unpinned_objects),
         ("replicas killed", _kills(figures)),
+        *([("of them with their whole node", figures.nodes_killed)] if figures.nodes_killed else []),
         ("requests that went on elsewhere", figures.resumed),
         ("prefills that failed", figures.prefill_failures),
+        ("a handoff, one at a time: mean size, time from prefill to decode", _handoff(figures)),
         ("tokens streamed", figures.tokens),
         ("seconds, undisturbed and under fire", f"{figures.undisturbed_s:g} and {figures.disturbed_s:g}"),
     )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    body = f"""## Replicas killed under load: {model}
+    name, struck = (model, "Replicas") if figures.nodes == 1 else (f"{model} on {figures.nodes} nodes", "Nodes")
+    body = f"""## {struck} killed under load: {name}
 
 `{command}`, {_when_and_where()}.
 
 | | |
 |---|---|
 {table}"""
-    write_section(path, "chaos", model, body, head=_HEAD)
+    write_section(path, "chaos", name, body, head=_HEAD)
 
 
 def write_load(path: Path, stretches: Sequence[LoadFigures], command: str, model: str) -> None:
@@ -70,6 +73,13 @@ def _leaked(figures: ChaosFigures) -> str:
 
 def _kills(figures: ChaosFigures) -> str:
     return f"{figures.kills} ({', '.join(f'{count} {name}' for name, count in figures.kills_by_deployment.items())})"
+
+
+def _handoff(figures: ChaosFigures) -> str:
+    if not figures.handoff_mib:
+        return "no handoffs"
+    way = "within the node" if figures.nodes == 1 else "from node to node"
+    return f"{figures.handoff_mib:g} MiB, {figures.handoff_transfer_ms:g} ms {way}"
 
 
 def _statuses(one: LoadFigures) -> str:

@@ -4,6 +4,8 @@ import os
 import random
 import signal
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,17 @@ def memory_bytes(app: str) -> int:
     return sum(_number_in(rollup, "Pss:") for rollup in rollups) * 1024
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that these have, on this machine."""
+    children = defaultdict(list)
+    for folder in Path("/proc").glob("[0-9]*"):
+        children[_parent(int(folder.name))].append(int(folder.name))
+    found = [pid]
+    for one in found:  # it grows while it is walked over
+        found += children[one]
+    return found[1:]
+
+
 def _command_line(pid: int) -> bytes:
     """Of a process; empty where it has ended."""
     try:
@@ -63,6 +76,11 @@ def _number_in(path: Path, key: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith(key)), 0)
 
 
+def num_nodes() -> int:
+    """Nodes of the cluster that this process is connected to, as far as they live."""
+    return sum(node["Alive"] for node in ray.nodes())
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
     """What lies in Ray's object store. Pinned objects stay; the others make room as soon as it is wanted."""
@@ -73,26 +91,39 @@ class ObjectStore:
 
     @classmethod
     def read(cls) -> "ObjectStore":
-        """As it is now, on the node of this process."""
+        """As it is now, on all nodes together."""
         stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
         pinned = stats.num_object_store_primary_copies
         return cls(pinned, max(0, stats.num_local_objects - pinned), stats.object_store_bytes_used)
 
 
+@dataclass(frozen=True, slots=True)
+class NodeKills:
+    """Whole nodes that are to die."""
+
+    most: int
+    replace_node_of: Callable[[int], None]  # kills the node that a process is of, and starts another
+
+
 class Killer:
     """Kills replicas of an application with SIGKILL, one at a time, and never the last one of a pool that lives.
+
+    Every second time it is the replica's whole node that dies, until so many nodes have died as were asked for.
 
     Args:
         app: the application's name.
         sizes: replicas of each deployment that may lose one; two at least.
         seed: of the choice among them.
+        node_kills: how often a whole node dies; None = never.
     """
 
-    def __init__(self, app: str, sizes: dict[str, int], seed: int) -> None:
+    def __init__(self, app: str, sizes: dict[str, int], seed: int, node_kills: NodeKills | None = None) -> None:
         self._app = app
         self._sizes = sizes
         self._rng = random.Random(seed)
+        self._node_kills = node_kills
         self.kills: dict[str, int] = dict.fromkeys(sizes, 0)
+        self.nodes_killed = 0  # with the replica that was to die
 
     def strike(self) -> bool:
         """Kill a replica of some deployment that has all of its own; False where none has."""
@@ -104,7 +135,12 @@ class Killer:
     def kill(self, deployment: str) -> None:
         """Kill a replica of this deployment, which has all of its own, and wait until its process is gone."""
         pid = self._rng.choice(replica_pids(self._app, deployment))
-        os.kill(pid, signal.SIGKILL)
+        node_kills = self._node_kills
+        if node_kills is not None and self.nodes_killed < node_kills.most and sum(self.kills.values()) % 2 == 1:
+            node_kills.replace_node_of(pid)
+            self.nodes_killed += 1
+        else:
+            os.kill(pid, signal.SIGKILL)
         while pid in replica_pids(self._app, deployment):
             time.sleep(_SETTLE_S)
         self.kills[deployment] += 1

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-from deploy.chaos.replicas import Killer, ObjectStore
+from deploy.chaos.replicas import Killer, ObjectStore, num_nodes
 from deploy.chaos.traffic import Body, Reported, ask_all, differences
 
 Progress = Callable[[str], None]
@@ -19,7 +19,10 @@ Progress = Callable[[str], None]
 _HELD = {
     "requests": ("truespec_requests_running", "truespec_requests_waiting"),
     "kv_blocks": ("truespec_kv_cache_usage_ratio",),
+    "replays": ("truespec_replay_queue_length", "truespec_replays_running"),
 }
+_TIMED_HANDOFFS = 40
+_COUNTED_WITHIN_S = 10.0  # replicas report every second
 _IDLE_WITHIN_S = 90.0  # dead replicas' gauges vanish after some seconds
 
 
@@ -32,13 +35,17 @@ class ChaosFigures:
     identical: int
     duplicated_tokens: int
     missing_tokens: int
-    leaks: int  # requests, KV blocks and objects still held with no client left
+    leaks: int  # requests, KV blocks, replays and objects still held with no client left
+    nodes: int  # that it ran on
     kills: int
     kills_by_deployment: dict[str, int]
+    nodes_killed: int  # whole, with a replica that counts among the kills
     leaked: dict[str, float]
     unpinned_objects: int  # that the object store keeps until it needs the space
     resumed: int  # requests that continued on another replica
     prefill_failures: int
+    handoff_mib: float  # mean, of requests that came one at a time
+    handoff_transfer_ms: float  # mean, from the prefill replica to the one that decodes, and the call's way there
     tokens: int
     undisturbed_s: float
     disturbed_s: float
@@ -86,12 +93,14 @@ def run_chaos(
     base_url: str, killer: Killer, bodies: Sequence[Body], concurrency: int, strikes: Strikes, progress: Progress
 ) -> ChaosFigures:
     """Ask, ask again under fire, wait for quiet, and compare."""
-    service = _Service(base_url)
+    service, nodes = _Service(base_url), num_nodes()
+    progress(f"{_TIMED_HANDOFFS} short requests, one at a time, which times handoffs")
+    handoff_mib, handoff_transfer_ms = _timed_handoffs(base_url, service, bodies)
     progress(f"{len(bodies)} requests, {concurrency} at once, undisturbed")
     undisturbed, undisturbed_s = _asked(base_url, bodies, concurrency, progress)
     before = _settled_store(service)
     resumed, failed = _recoveries(service)
-    progress(f"the same, and every {strikes.every_s:g} s a replica is killed")
+    progress(f"the same, and about every {strikes.every_s:g} s a replica is killed, or its node with it")
     with _under_fire(killer, strikes, progress):
         disturbed, disturbed_s = _asked(base_url, bodies, concurrency, progress)
     progress("waiting for the pools to be whole, and for quiet")
@@ -106,12 +115,16 @@ def run_chaos(
         duplicated_tokens=sum(one.duplicated_tokens for one in found),
         missing_tokens=sum(one.missing_tokens for one in found),
         leaks=sum(value > 0 for value in leaked.values()),
+        nodes=nodes,
         kills=sum(killer.kills.values()),
         kills_by_deployment=dict(killer.kills),
+        nodes_killed=killer.nodes_killed,
         leaked=leaked,
         unpinned_objects=unpinned,
         resumed=int(resumed_now - resumed),
         prefill_failures=int(failed_now - failed),
+        handoff_mib=handoff_mib,
+        handoff_transfer_ms=handoff_transfer_ms,
         tokens=sum(len(reported.token_ids) for reported in disturbed),
         undisturbed_s=round(undisturbed_s, 1),
         disturbed_s=round(disturbed_s, 1),
@@ -130,6 +143,24 @@ def _asked(base_url: str, bodies: Sequence[Body], concurrency: int, progress: Pr
     return reported, time.monotonic() - began
 
 
+def _timed_handoffs(base_url: str, service: _Service, bodies: Sequence[Body]) -> tuple[float, float]:
+    """Mean MiB of a handoff, and mean ms that its transfer takes where nothing else goes on; zeros without handoffs."""
+
+    def counts() -> tuple[float, float, float]:
+        number = service.total("truespec_handoffs_total", result="ok")
+        seconds = service.total("truespec_handoff_seconds_total", phase="transfer")
+        return number, service.total("truespec_handoff_bytes_total"), seconds
+
+    before = counts()
+    short = [bodies[number % len(bodies)] | {"max_tokens": 4} for number in range(_TIMED_HANDOFFS)]
+    _asked(base_url, short, 1, lambda line: None)
+    deadline = time.monotonic() + _COUNTED_WITHIN_S
+    while (after := counts())[0] < before[0] + _TIMED_HANDOFFS and time.monotonic() < deadline:
+        time.sleep(0.5)
+    number, num_bytes, seconds = (now - then for now, then in zip(after, before, strict=True))
+    return (round(num_bytes / number / 2**20, 2), round(1000 * seconds / number, 2)) if number else (0.0, 0.0)
+
+
 def _recoveries(service: _Service) -> tuple[float, float]:
     return service.total("truespec_resumes_total", result="resumed"), service.total("truespec_prefill_failures_total")
 
@@ -144,7 +175,7 @@ def _under_fire(killer: Killer, strikes: Strikes, progress: Progress) -> Iterato
             if sum(killer.kills.values()) == strikes.most:
                 return
             if killer.strike():
-                progress(f"  killed so far: {killer.kills}")
+                progress(f"  killed so far: {killer.kills}, whole nodes: {killer.nodes_killed}")
 
     with ThreadPoolExecutor(1) as thread:
         firing = thread.submit(fire)

@@ -1,6 +1,7 @@
 """`truespec chaos` and `truespec load`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from deploy.cli.console import Failure, a_config, a_file, command_line, concurre
 from deploy.cli.serving import at_port, served
 from deploy.options import FiniteRange, check_writable, write_json
 from serve_app.config.files import load_config
+from serve_app.config.serve_file import ServeFile
 
 
 def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -49,10 +51,18 @@ def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Kill a replica about every so many seconds.",
 )
 @click.option(
+    "--kill-nodes",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Give each replica a node of its own on this machine, and kill so many whole nodes.",
+)
+@click.option(
     "--minutes", type=FiniteRange(min=0), default=12.0, show_default=True, help="Kill none after this many minutes."
 )
 def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
-    """Kill replicas on this machine while clients stream; check that nothing is lost, repeated, changed or leaked."""
+    """Kill replicas, or whole nodes, on this machine while clients stream; check that nothing is lost, repeated,
+    changed or leaked."""
     from deploy.chaos.command import ChaosOptions
     from deploy.chaos.command import chaos as run
     from deploy.chaos.page import write_chaos
@@ -61,14 +71,29 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **op
     check_writable(page, "--page")
     checked = at_port(load_config(file), port)
     report = progress_printer()
-    with served(checked, None, report) as client:
-        figures = run(checked.application, client.base_url, ChaosOptions(**options), report)
+    asked = ChaosOptions(**options)
+    with (
+        _on_nodes(checked, report) if asked.kill_nodes else nullcontext((checked, None)) as (placed, cluster),
+        served(placed, None if cluster is None else cluster.address, report) as client,
+    ):
+        figures = run(placed.application, client.base_url, asked, report, cluster)
     write_json(json_file, figures.as_dict())
     if page is not None:
         write_chaos(page, figures, command_line(), client.model_name)
     out.print_json(data=figures.as_dict())
     if not figures.sound:
         raise Failure("Something was lost, repeated, changed or leaked; the figures say what.")
+
+
+@contextmanager
+def _on_nodes(file: ServeFile, report: Callable[[str], None]) -> Iterator[tuple[ServeFile, Any]]:
+    """The configuration as it is to be served, and the cluster for it."""
+    from deploy.chaos.nodes import local_cluster, one_node_a_replica
+
+    placed, head, shapes = one_node_a_replica(file)
+    report(f"starting Ray's head and {len(shapes)} nodes on this machine")
+    with local_cluster(head, shapes) as cluster:
+        yield placed, cluster
 
 
 @click.command()

@@ -8,6 +8,7 @@ sums of the whole app for `/metrics`.
 """
 
 import logging
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -114,15 +115,17 @@ class PrefillServer(EngineServer):
 
     async def prefill(
         self, request: Request, first_token: bool, reported: Carried
-    ) -> tuple[tuple[Any, ...], TransferPayload | None, str]:
-        """Deltas so far, the handoff and this replica's name: a return value, so that the caller owns it and it
-        outlives this replica."""
+    ) -> tuple[tuple[Any, ...], TransferPayload | None, str, float]:
+        """Deltas so far, the handoff, this replica's name and the seconds that it took: a return value, so that the
+        caller owns it and it outlives this replica."""
+        began = time.monotonic()
         adopt(reported)
         _logger.debug("computing the prompt of %s, %d tokens", request.request_id, len(request.prompt_token_ids))
         host = self.host
         with host.backlog.holding(len(request.prompt_token_ids)):
             prefilled = await spans.prefill(host.runtime.tracing, host.backend, request, first_token=first_token)
         if prefilled.handoff is None:
-            return prefilled.deltas, None, host.runtime.name
+            return prefilled.deltas, None, host.runtime.name, time.monotonic() - began
         with host.timed_handoff("pack"):
-            return prefilled.deltas, self._transport.pack(prefilled.handoff), host.runtime.name
+            parcel = self._transport.pack(prefilled.handoff)
+        return prefilled.deltas, parcel, host.runtime.name, time.monotonic() - began

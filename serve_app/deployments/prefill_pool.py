@@ -1,6 +1,7 @@
 """The prefill pool, as a replica that decodes sees it."""
 
 import asyncio
+import time
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -38,10 +39,13 @@ class PrefillPool:
             PoolFull: the pool takes nothing more.
             ConnectionError: no replica answered, or the one that did failed.
         """
+        began = time.monotonic()
         with self._host.runtime.tracing.call("prefill.call", {"truespec.choice": request.request_id}):
-            deltas, parcel, replica = await self._reply(request, first_token)
+            deltas, parcel, replica, spent_there_s = await self._reply(request, first_token)
         if parcel is None:
             return Prefilled(deltas, None, replica)
+        # Two durations, not two times of day: the clocks of two nodes differ.
+        self._host.count_handoff("transfer", max(0.0, time.monotonic() - began - spent_there_s))
         with self._host.timed_handoff("unpack"):
             return Prefilled(deltas, await self._transport.unpack(parcel), replica)
 

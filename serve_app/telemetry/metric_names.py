@@ -134,8 +134,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "handoff_seconds_total",
         "seconds",
-        "Time spent on handoffs, by phase: prefill (all of it, as the decode replica sees it), export, pack, unpack, "
-        "check, insert.",
+        "Time spent on handoffs, by phase: prefill (all of it, as the decode replica sees it), export, pack, transfer, "
+        "unpack, check, insert.",
         "phase",
     ),
     _counter("handoff_refusals_total", "handoffs", "Handoffs that the decode side refused, by reason.", "reason"),

@@ -1,0 +1,227 @@
+"""A Ray cluster of several nodes on this machine, each of which can be killed whole and started again."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from ray._private.authentication.authentication_token_setup import (
+    enable_token_auth_by_default,
+    ensure_token_if_auth_enabled,
+)
+
+from deploy.chaos.replicas import descendants, num_nodes
+from deploy.cluster import connected, ray_environment
+from serve_app.config.serve_file import ServeFile
+from speculative.errors import ConfigError, TruespecError
+
+POOL_LABEL = "truespec-pool"
+_HEAD = "head"
+_RAY = Path(sysconfig.get_path("scripts"), "ray")
+_START_S = 300.0  # on a machine that is busy with other things
+_LOOK_EVERY_S = 0.2
+_END_S = 60.0
+
+
+class NodeNotStarted(TruespecError):
+    """A node of the cluster did not start; the message has what Ray said."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShape:
+    """What a node says that it has."""
+
+    num_cpus: int
+    labels: Mapping[str, str]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `ray start`."""
+        labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
+        return [f"--num-cpus={self.num_cpus}", *(["--labels", labels] if labels else [])]
+
+
+def one_node_a_replica(file: ServeFile) -> tuple[ServeFile, NodeShape, list[NodeShape]]:
+    """The configuration with its replicas on nodes of their own, as the chart places them; the head's shape, which has
+    the router and the controller; and those of the other nodes.
+
+    Raises:
+        ConfigError: a replica needs a GPU: the nodes of one machine would share it without knowing of each other.
+    """
+    args = file.application.effective_args
+    sections: dict[str, object] = {}
+    nodes = []
+    for name in args.pool_names:
+        pool = args.pool(name)
+        if pool.num_gpus:
+            raise ConfigError(
+                f"applications[0].args.pools.{name}.num_gpus is {pool.num_gpus:g}: nodes that share this machine "
+                "cannot share its GPUs; set it to 0, or kill no nodes (--kill-nodes 0)."
+            )
+        labels, num_cpus = {POOL_LABEL: name}, max(1, ceil(pool.num_cpus))  # a node has room for one
+        sections[name] = pool.model_copy(update={"label_selector": labels, "num_cpus": num_cpus})
+        nodes += [NodeShape(num_cpus, labels)] * pool.most_replicas
+    router, head_cpus = args.router, 0
+    if router is not None:
+        sections["router"] = router.model_copy(update={"label_selector": {POOL_LABEL: _HEAD}})
+        head_cpus = ceil(router.replicas * router.num_cpus)
+    placed = args.model_copy(update={"pools": args.pools.model_copy(update=sections)})
+    application = file.application.model_copy(update={"args": placed, "deployments": []})
+    return (
+        file.model_copy(update={"applications": [application]}),
+        NodeShape(head_cpus, {POOL_LABEL: _HEAD}),
+        nodes,
+    )
+
+
+class Node:
+    """One node beside the head: `ray start --block` and all that it starts.
+
+    Args:
+        address: of the cluster, host:port.
+        shape: what it says that it has.
+        environment: of its processes.
+    """
+
+    def __init__(self, address: str, shape: NodeShape, environment: Mapping[str, str]) -> None:
+        self.shape = shape
+        agent, metrics = free_ports(2)
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the node)
+        self._process = _ray_start(
+            [f"--address={address}", *_ports(agent, metrics), *shape.arguments], self._output.fileno(), environment
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        """All its processes."""
+        return [self._process.pid, *descendants(self._process.pid)]
+
+    def kill(self) -> None:
+        """End all of it with SIGKILL, as if its machine had lost power."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait(_END_S)
+
+    def check_starts(self, deadline: float) -> None:
+        """Raises:
+        NodeNotStarted: it has ended, or it is later than that (monotonic seconds).
+        """
+        if self._process.poll() is not None or time.monotonic() > deadline:
+            self._output.seek(0)
+            raise NodeNotStarted(f"A Ray node did not start: {self._output.read().strip()[-500:] or 'it said nothing'}")
+
+
+class LocalCluster:
+    """A head and its nodes, on this machine.
+
+    Args:
+        address: of the head, host:port.
+        environment: of the nodes' processes.
+    """
+
+    def __init__(self, address: str, environment: Mapping[str, str]) -> None:
+        self.address = address
+        self._environment = environment
+        self._nodes: list[Node] = []
+
+    def start(self, shapes: Sequence[NodeShape]) -> None:
+        """Start nodes, one after the other: two that start at once can choose the same names for their sockets.
+
+        Raises:
+            NodeNotStarted: one ended, or took too long.
+        """
+        with connected(self.address):
+            for shape in shapes:
+                node = Node(self.address, shape, self._environment)
+                self._nodes.append(node)
+                deadline = time.monotonic() + _START_S
+                while num_nodes() <= len(self._nodes):
+                    node.check_starts(deadline)
+                    time.sleep(_LOOK_EVERY_S)
+
+    def replace_node_of(self, pid: int) -> None:
+        """Kill the node that a process is of, and start another like it, as a cluster's autoscaler or kubelet would."""
+        (number,) = (number for number, node in enumerate(self._nodes) if pid in node.pids)
+        self._nodes[number].kill()
+        self._nodes[number] = Node(self.address, self._nodes[number].shape, self._environment)
+
+    def end(self) -> None:
+        """End all nodes but the head."""
+        for node in self._nodes:
+            node.kill()
+
+
+@contextlib.contextmanager
+def local_cluster(head: NodeShape, shapes: Sequence[NodeShape]) -> Iterator[LocalCluster]:
+    """Start a cluster on this machine; it ends with the block.
+
+    Raises:
+        NodeNotStarted: a node did not start; the message has what Ray said.
+    """
+    enable_token_auth_by_default()  # as for a cluster that `ray.init` starts: other users of this machine stay out
+    ensure_token_if_auth_enabled()
+    environment = {**os.environ, **ray_environment()}
+    # A folder of its own: who starts Ray elsewhere is not led to this cluster. Ray's sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        gcs, agent, metrics = free_ports(3)
+        arguments = ["--head", f"--port={gcs}", f"--temp-dir={folder}", "--include-dashboard=false"]
+        output = Path(folder, "ray-start.log")
+        with output.open("wb") as log:
+            process = _ray_start([*arguments, *_ports(agent, metrics), *head.arguments], log.fileno(), environment)
+        cluster = LocalCluster(f"127.0.0.1:{gcs}", environment)
+        try:
+            _wait_until_it_listens(process, gcs, output)
+            cluster.start(shapes)
+            yield cluster
+        finally:
+            cluster.end()
+            process.terminate()  # it ends what it has started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            process.kill()
+            process.wait()
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _ports(agent: int, metrics: int) -> list[str]:
+    """Those that nodes of one machine would otherwise all want."""
+    return [f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"]
+
+
+def _ray_start(arguments: Sequence[str], output: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    inside = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
+    return subprocess.Popen(
+        [str(_RAY), "start", "--block", "--disable-usage-stats", *arguments],
+        stdout=output,
+        stderr=output,
+        env=inside | {"RAY_raylet_start_wait_time_s": f"{_START_S:.0f}"},
+        start_new_session=True,  # an interrupt at the terminal is for us, who end it in order
+    )
+
+
+def _wait_until_it_listens(process: "subprocess.Popen[bytes]", port: int, output: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise NodeNotStarted(f"Ray's head did not start: {output.read_text(errors='replace').strip()[-500:]}")
+        time.sleep(_LOOK_EVERY_S)
