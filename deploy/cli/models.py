@@ -3,7 +3,7 @@
 import click
 
 from deploy.cli.console import progress_printer, say
-from deploy.models import CATALOGUE, fetch_model
+from speculative.model.catalogue import CATALOGUE, fetch_model
 
 
 @click.group()

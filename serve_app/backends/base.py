@@ -3,14 +3,14 @@
 import contextlib
 import enum
 import hashlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from speculative.errors import EngineFault, TruespecError
+from speculative.errors import ConfigError, EngineFault, TruespecError
 from speculative.request import DEFAULT_VERSION, ReplayedToken, Request, Speculation, TokenDelta
 from speculative.stats import CheckState, EngineUsage, StepStats
 
@@ -68,6 +68,19 @@ class ReplayFailed(TruespecError):
 
     def __str__(self) -> str:
         return f"{self.replica}: {self.why}"
+
+
+@contextlib.contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Have what cannot be found or fetched within the block reported under the configuration's field that asked for it.
+
+    Raises:
+        ConfigError: instead of whatever was raised.
+    """
+    try:
+        yield
+    except TruespecError as error:
+        raise ConfigError(f"{field}: {error}") from error
 
 
 async def replayed(deltas: AsyncGenerator[TokenDelta, None]) -> Replayed:

@@ -22,6 +22,7 @@ from serve_app.backends.base import (
     PauseMode,
     Prefilled,
     Replayed,
+    naming,
     replayed,
 )
 from serve_app.text.grammar import StructureCompiler
@@ -55,7 +56,8 @@ def load_engine(folder: Path, config: EngineConfig) -> EngineCore:
     The drafter may be a head shipped with the package.
     """
     if config.drafter.model is not None:
-        head = str(resolve_model(config.drafter.model, SHIPPED_HEADS))
+        with naming("drafter.model"):
+            head = str(resolve_model(config.drafter.model, SHIPPED_HEADS))
         config = replace(config, drafter=replace(config.drafter, model=head))
     model = ModelConfig.from_folder(folder)
     return EngineCore.load(folder, config, StructureCompiler(folder, model.vocab_size, model.eos_token_ids))
@@ -173,10 +175,12 @@ class TorchBackend:
         engine = self._live_engine()
 
         def load() -> tuple[Weights, _Form]:
-            folder = resolve_model(source)
+            with naming("path"):
+                folder = resolve_model(source)
             check_same_model(folder, engine.model)
             has_head = engine.config.drafter.model is not None  # else `load_weights` refuses any, found or not
-            head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
+            with naming("drafter_path"):
+                head = resolve_model(drafter, SHIPPED_HEADS) if has_head and drafter is not None else drafter
             weights = load_weights(folder, engine.config, engine.device, head)
             return weights, _Form.of(folder, engine)
 
@@ -322,7 +326,8 @@ class TorchBackend:
 
     def _run(self) -> None:
         try:
-            folder = resolve_model(self._source)
+            with naming("model.source"):
+                folder = resolve_model(self._source)
             engine = self._make_engine(folder, self._config)
             warm_up(engine)
         except Exception as error:

@@ -29,6 +29,7 @@ from serve_app.backends.base import (
     PauseMode,
     Prefilled,
     Replayed,
+    naming,
     replayed,
 )
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
@@ -138,7 +139,8 @@ class VllmBackend:
             self._self_check = SelfCheck(1.0)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._folder = await asyncio.to_thread(resolve_model, self._source)
+        with naming("model.source"):
+            self._folder = await asyncio.to_thread(resolve_model, self._source)
         why_not = why_not_ours(self._folder, self._settings.engine_args)
         if self._replayer is not None and self._only_known and why_not:
             _logger.warning(
@@ -150,7 +152,8 @@ class VllmBackend:
         drafter = self._settings.engine.drafter
         self._drafter_folder = None
         if drafter.model is not None:
-            self._drafter_folder = await asyncio.to_thread(resolve_model, drafter.model, SHIPPED_HEADS)
+            with naming("drafter.model"):
+                self._drafter_folder = await asyncio.to_thread(resolve_model, drafter.model, SHIPPED_HEADS)
         self._adapters = await asyncio.to_thread(read_adapters, self._settings.lora_modules, self._folder)
         self._scratch = await asyncio.to_thread(Scratch, _memory_folder())
         try:
@@ -310,7 +313,8 @@ class VllmBackend:
         """Check new weights; vLLM reads them at the switch."""
         if drafter is not None:
             raise ConfigError("drafter_path cannot be given to the vllm engine: its drafter keeps its weights.")
-        folder = await asyncio.to_thread(resolve_model, source)
+        with naming("path"):
+            folder = await asyncio.to_thread(resolve_model, source)
         check_same_model(folder, self._folder)
         await asyncio.to_thread(self._adapters.check_unchanged)
         if self._replayer is not None:

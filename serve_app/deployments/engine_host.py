@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -24,7 +24,7 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
-from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter
+from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, naming_node
 from serve_app.integrity.breaker import Breaker, BreakerSettings, Mode
 from serve_app.integrity.breaker_control import Guard
 from serve_app.integrity.canary import Canary, CanarySettings
@@ -36,7 +36,7 @@ from serve_app.streams import spans
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.streams.resuming import own_name
 from serve_app.telemetry.tracing import Carried, adopt
-from serve_app.weights.desired_state import DesiredState
+from serve_app.weights.desired_state import DesiredState, WeightsRef
 from serve_app.weights.transfer import fetched
 from serve_app.weights.updater import WeightsKeeper
 from speculative.errors import EngineFault
@@ -97,9 +97,14 @@ class EngineHost:
         self._referee: ActorHandle | None = None
 
     async def start(self, make_source: MakeSource) -> ModelInfo:
-        """Load the engine, and report to the controller from then on; what is served."""
+        """Load the engine, and report to the controller from then on; what is served.
+
+        Raises:
+            ConfigError: this node lacks something; the message names both.
+        """
         runtime, config = self.runtime, self.runtime.config
-        info = await self.backend.start()
+        with naming_node():
+            info = await self.backend.start()
         self._build = {
             "version": importlib.metadata.version("truespec"),
             "fingerprint": info.fingerprint,
@@ -258,13 +263,19 @@ class EngineHost:
         async def pull(content: Any) -> Any:
             return await content
 
+        @contextlib.asynccontextmanager
+        async def fetch(ref: WeightsRef) -> AsyncIterator[tuple[str, str | None]]:
+            with naming_node():
+                async with fetched(ref, info, pull) as folders:
+                    yield folders
+
         def switched(info: ModelInfo) -> None:
             self.runtime.buffer.forget_gauge("truespec_build_info")  # of the old fingerprint
             self._build["fingerprint"] = info.fingerprint
             self._weights_switched(info)
 
         runtime = self.runtime
-        keeper = WeightsKeeper(self.backend, info, lambda ref: fetched(ref, info, pull), switched, runtime.metrics)
+        keeper = WeightsKeeper(self.backend, info, fetch, switched, runtime.metrics)
         try:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 wanted: DesiredState = await runtime.controller().wanted_weights.remote()

@@ -1,12 +1,15 @@
 """What every deployment but the controller has: a name, logs, traces, metrics, and reports to the controller."""
 
 import asyncio
+import contextlib
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
 from typing import Any, Literal
 
+import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -19,7 +22,7 @@ from serve_app.integrity.verdicts import Checked
 from serve_app.telemetry.logs import configure as configure_logs
 from serve_app.telemetry.metrics import BufferSink, Metrics, RaySink
 from serve_app.telemetry.tracing import Tracing, carried
-from speculative.errors import TruespecError
+from speculative.errors import ConfigError, TruespecError
 
 _logger = logging.getLogger("truespec.serve")
 CONTROLLER = "Controller"
@@ -125,6 +128,20 @@ def observe(config: AppConfig, role: str, replica: str) -> Tracing:
         "truespec.model": config.model.served_name,
     }
     return Tracing.to_collector(settings.traces_endpoint, settings.traces_share, resource)
+
+
+@contextlib.contextmanager
+def naming_node() -> Iterator[None]:
+    """Have what this node lacks reported with the node's name: its host, and its id in `ray list nodes`.
+
+    Raises:
+        ConfigError: as it was raised, with the node.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        node = f"{socket.gethostname()}, {ray.get_runtime_context().get_node_id()}"
+        raise ConfigError(f"{error} (On node {node}.)") from error
 
 
 def own_error(error: RayTaskError, otherwise: type[Exception] = ConnectionError) -> Exception:

@@ -1,6 +1,7 @@
 """Finds a checkpoint and loads it: safetensors read directly, every parameter accounted for."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,12 +15,15 @@ from torch import Tensor
 from speculative.config import WeightsName, models_folder
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.kernels.bindings import cpu_kernels
+from speculative.model.catalogue import CATALOGUE, fetch_model
 from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn, prefers_onednn
 from speculative.model.decoder import Decoder
 from speculative.model.fp8 import E4M3, check_fp8_sizes, has_nan, quantize_rows, why_no_fp8
 from speculative.model.quantized import QUANTIZED_FILE, load_quantized
+
+_logger = logging.getLogger("truespec.model")
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -30,7 +34,8 @@ _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_c
 
 
 def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
-    """The folder of a model: a folder, a fetched catalogue name, or a Hugging Face hub id (`org/name[@revision]`).
+    """The folder of a model: a folder, a catalogue name, or a Hugging Face hub id (`org/name[@revision]`). The last two
+    are fetched where they are not here yet; processes that want the same at once share one download.
 
     Args:
         name_or_path: the model.
@@ -38,6 +43,7 @@ def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
 
     Raises:
         ConfigError: it is none of these, or the hub cannot be reached; the message says how to get a model.
+        FetchFailed: a catalogue model could not be fetched.
     """
     name = str(name_or_path)
     path = Path(name).expanduser()
@@ -46,10 +52,17 @@ def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
     for models in (models_folder(), *others):
         if name and (models / name / "config.json").is_file():
             return models / name
-    if isinstance(name_or_path, Path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if name in CATALOGUE:
+        return fetch_model(name, progress=_logger.info)
+    if isinstance(name_or_path, Path) or name.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"There is no folder {name} here; put the checkpoint there, or give a hub id (org/name) or a name of "
+            "`truespec model list`, which is fetched where it is needed."
+        )
+    if name.count("/") != 1:
         raise ConfigError(
             f"No model {name!r}: there is no such folder, and it is not among the fetched models in {models_folder()}. "
-            f"Fetch it with `truespec model get {name or 'NAME'}`, or give a folder or a hub id (org/name)."
+            "Give a folder, a hub id (org/name) or a name of `truespec model list`."
         )
     return _from_hub(name)
 
@@ -222,7 +235,7 @@ def _from_hub(hub_id: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise ConfigError(
             f"{hub_id!r} is no folder here and could not be had from the Hugging Face hub ({_first_line(error)}). "
-            "Without a hub, fetch a model with `truespec model get smollm2-135m`, or give a local folder."
+            "Without a hub, give a local folder, or a name of `truespec model list`."
         ) from error
     return Path(folder)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,11 +16,12 @@ import yaml
 from deploy.chaos import replicas
 from deploy.chaos.command import sizes_to_kill
 from deploy.chaos.load import LoadFigures, quantile, run_load, saturation_per_s
+from deploy.chaos.nodes import POOL_LABEL, NodeShape, one_node_a_replica
 from deploy.chaos.page import write_chaos, write_load
-from deploy.chaos.replicas import memory_bytes, replica_pids
+from deploy.chaos.replicas import Killer, NodeKills, descendants, memory_bytes, replica_pids
 from deploy.chaos.run import ChaosFigures
 from deploy.chaos.traffic import Reported, ask_all, differences, plan
-from serve_app.config.files import load_config
+from serve_app.config.files import load_config, parse_args
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, failure
@@ -27,9 +29,10 @@ from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, failure
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "resilient.yaml"
 CALM = Reported(200, "abc", [1, 2, 3, 4], 4, "length")
 FIGURES = ChaosFigures(
-    requests=2, complete=2, identical=2, duplicated_tokens=0, missing_tokens=0, leaks=0, kills=1,
-    kills_by_deployment={"DecodeServer": 1}, leaked={}, unpinned_objects=0, resumed=1, prefill_failures=0, tokens=9,
-    undisturbed_s=1.0, disturbed_s=2.0, errors=[],
+    requests=2, complete=2, identical=2, duplicated_tokens=0, missing_tokens=0, leaks=0, nodes=1, kills=1,
+    kills_by_deployment={"DecodeServer": 1}, nodes_killed=0, leaked={}, unpinned_objects=0, resumed=1,
+    prefill_failures=0, handoff_mib=3.5, handoff_transfer_ms=7.25, tokens=9, undisturbed_s=1.0, disturbed_s=2.0,
+    errors=[],
 )  # fmt: skip
 LOADED = LoadFigures(2.0, 60.0, {"200": 9, "429": 3}, 0, 0.15, 0.1, 0.2, 1.0, 2.0, 3.0, 500.0, 501.0)
 
@@ -84,6 +87,54 @@ def test_only_pools_that_can_lose_a_replica_are_shot_at() -> None:
         sizes_to_kill(ServeFile.model_validate(data).application)
 
 
+def test_each_replica_gets_a_node_and_the_head_is_left_alone() -> None:
+    data = yaml.safe_load(CONFIG.read_text())
+    args = data["applications"][0]["args"]
+    args["pools"]["decode"]["num_cpus"] = 0.5
+    data["applications"][0]["deployments"] = [{"name": "DecodeServer", "num_replicas": 3}]
+    placed, head, nodes = one_node_a_replica(ServeFile.model_validate(data))
+    assert head == NodeShape(0, {POOL_LABEL: "head"})
+    assert nodes == [NodeShape(1, {POOL_LABEL: "prefill"})] * 2 + [NodeShape(1, {POOL_LABEL: "decode"})] * 3
+    config = parse_args(placed.application.args.model_dump(exclude_unset=True))  # as the application is built from it
+    for name in config.pool_names:
+        assert config.pool(name).label_selector == {POOL_LABEL: name}
+        assert config.pool(name).num_cpus == 1, "a node has room for one replica"
+    assert config.pool("decode").replicas == 3
+    assert config.router is not None and config.router.label_selector == {POOL_LABEL: "head"}
+    args["pools"]["decode"]["num_gpus"] = 1
+    with pytest.raises(ConfigError, match=r"pools\.decode\.num_gpus is 1: .*--kill-nodes 0"):
+        one_node_a_replica(ServeFile.model_validate(data))
+
+
+def test_every_second_kill_is_a_whole_node_until_enough_have_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, killed, lost = {1, 2}, list[int](), list[int]()
+
+    def dies(where: list[int], pid: int) -> None:
+        where.append(pid)
+        alive.symmetric_difference_update({pid, pid + 2})  # another takes its place
+
+    monkeypatch.setattr(replicas, "replica_pids", lambda app, deployment: sorted(alive))
+    monkeypatch.setattr(replicas.os, "kill", lambda pid, number: dies(killed, pid))
+    killer = Killer("app", {"DecodeServer": 2}, seed=1, node_kills=NodeKills(2, lambda pid: dies(lost, pid)))
+    order = []
+    for _ in range(6):
+        killer.kill("DecodeServer")
+        order.append((len(killed), len(lost)))
+    assert order == [(1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (4, 2)]
+    assert (killer.kills, killer.nodes_killed) == ({"DecodeServer": 6}, 2)
+
+
+def test_all_below_a_process_is_found() -> None:
+    nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(end=str(1), flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.read(1) == b"1"
+        found = descendants(process.pid)
+        assert len(found) == 1 and process.pid not in found
+        assert found[0] in descendants(os.getpid())
+        process.stdin.close()
+
+
 @pytest.mark.parametrize(
     "change",
     [{"complete": 1}, {"identical": 1}, {"duplicated_tokens": 1}, {"missing_tokens": 1}, {"leaks": 1}],
@@ -111,12 +162,16 @@ def test_the_page_keeps_one_section_of_each_command_and_model(tmp_path: Path) ->
     page = tmp_path / "docs" / "reliability.md"
     write_chaos(page, FIGURES, "truespec chaos", "tiny")
     assert "| held with nobody there | nothing |" in page.read_text()
+    assert "| 3.5 MiB, 7.25 ms within the node |" in page.read_text()
+    write_chaos(page, replace(FIGURES, nodes=5, nodes_killed=1), "truespec chaos --kill-nodes 1", "tiny")
     write_load(page, [LOADED, LOADED], "truespec load", "tiny")
     leaky = replace(FIGURES, requests=77, leaks=1, leaked={"requests": 0.0, "pinned_objects": 3})
     write_chaos(page, leaky, "truespec chaos", "tiny")
     text = page.read_text()
     assert text.startswith("# Reliability")
     assert text.count("<!-- chaos: tiny -->") == text.count("<!-- load: tiny -->") == 1
+    assert text.count("<!-- chaos: tiny on 5 nodes -->") == text.count("| of them with their whole node | 1 |") == 1
+    assert "## Nodes killed under load: tiny on 5 nodes" in text and "7.25 ms from node to node" in text
     assert "| held with nobody there | 3 pinned objects |" in text
     assert "| requests | 77 |" in text and "9 × 200, 3 × 429" in text
     assert time.strftime("%Y-%m-%d") in text

@@ -70,7 +70,7 @@ def test_what_can_be_served_has_no_fault(models: Mapping[str, str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "reported"),
     [
-        ({"model": {"source": "./missing"}}, r"model\.source: No model '\./missing': there is no such folder"),
+        ({"model": {"source": "./missing"}}, r"model\.source: There is no folder \./missing here"),
         ({"drafter": {"kind": "eagle3", "model": "missing"}}, r"drafter\.model: No model 'missing'"),
         (
             {"pools": {"monolith": {"num_gpus": 1}}},
@@ -236,7 +236,7 @@ def test_config_check_looks_at_this_machine_unless_it_is_reported_not_to(
     assert check() == (0, f"{file}: fine, and this machine can serve it\n")
     args["model"]["source"] = str(tmp_path / "missing")
     code, output = check()
-    assert code == 1 and f"Error: {file}: applications[0].args.model.source: No model" in output
+    assert code == 1 and f"Error: {file}: applications[0].args.model.source: There is no folder" in output
     assert check("--file-only") == (0, f"{file}: fine\n")
     assert check("--file-only", "--address", "auto")[0] == 2
 

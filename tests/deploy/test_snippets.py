@@ -12,11 +12,11 @@ import pytest
 from deploy.chart import ROOT
 from deploy.cli.console import CONFIGS
 from deploy.cluster import running_app
-from deploy.models import FetchFailed, fetch_model
 from deploy.ports import free_port
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import HttpOptions
 from speculative.kernels.bindings import cpu_kernels
+from speculative.model.catalogue import FetchFailed, fetch_model
 
 _DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
 _SHOWN = re.compile(

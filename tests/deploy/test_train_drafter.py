@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 
 from deploy.cli.main import main
 from deploy.jobs.train_drafter import answer_prompts, read_prompts
-from deploy.models import fetch_model
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
 from speculative.errors import ConfigError, InvalidRequest
+from speculative.model.catalogue import fetch_model
 from speculative.model.decoder import Decoder
 from speculative.model.eagle3 import load_eagle3
 from speculative.model.loading import load_decoder

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.chaos.nodes import free_ports
 from tests.support.project_files import ROOT, project_files
-from tests.support.ray_head import free_ports
 from tests.support.workflow_steps import Runner, checkout
 
 PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.chaos.nodes import free_ports
 from deploy.chart import CHART
-from deploy.models import fetch_model
+from speculative.model.catalogue import fetch_model
 from tests.support.chart import EXAMPLES, Object, one, pod_templates, serve_config, template
-from tests.support.ray_head import RayHead, free_ports, ray_head
+from tests.support.ray_head import RayHead, ray_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
 

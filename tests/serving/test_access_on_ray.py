@@ -11,9 +11,10 @@ import openai
 import pytest
 import yaml
 
+from deploy.chaos.nodes import free_ports
 from serve_app.access.access import Scope
 from serve_app.access.keys import Limits, create_key, revoke_key
-from tests.support.ray_head import free_ports, ray_head
+from tests.support.ray_head import ray_head
 from tests.support.services import MODEL, app_args, deployed, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]

@@ -1,7 +1,10 @@
-"""Pools on nodes of their own, as a cluster has them: handoffs from node to node, and a node that dies under load."""
+"""Pools on nodes of their own, as a cluster has them: handoffs from node to node, a node that dies under load, and
+models that each node has to have or to fetch."""
 
 import asyncio
 import concurrent.futures
+import contextlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +17,11 @@ import httpx
 import pytest
 import yaml
 
+from deploy.chaos.nodes import free_ports
 from deploy.chaos.traffic import ask_all, differences, plan
 from serve_app.telemetry.metric_summary import summarise
-from tests.support.ray_head import RayHead, free_ports, ray_head, ray_node
+from tests.support.fake_hub import FakeHub, fake_hub
+from tests.support.ray_head import RayHead, ray_head, ray_node
 from tests.support.services import ENGINE, MODEL, gauge_total, wait_for
 from tests.support.tiny_models import write_tiny_model
 
@@ -31,11 +36,14 @@ POOLS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """A service on four nodes: the head, one that prefills, and two of which one decodes."""
+    """A service on four nodes: the head, one that prefills, and two of which one decodes. These two have caches of
+    their own, in folders of their labels, and a hub."""
 
     head: RayHead
     url: str
     kill: dict[str, Callable[[], None]]  # a decode node, by its label `node`
+    hub: FakeHub
+    folder: Path
 
     def metric(self, name: str) -> float:
         """Summed over its series; 0 where there is none yet."""
@@ -46,16 +54,47 @@ class Cluster:
         counts = summarise(httpx.get(f"{self.url}/metrics", timeout=60).text)["handoffs_by_result"]
         return {result: number for result, number in counts.items() if number}
 
-    def nodes_of(self, deployment: str) -> list[str]:
+    def names(self) -> dict[str, str]:
+        """Ray's ids of the nodes that live, with their label `node`."""
+        return {node["node_id"]: node["labels"]["node"] for node in self.head.nodes()}
+
+    def nodes_of(self, deployment: str, application: str = "four") -> list[str]:
         """The nodes of its replicas, by their label `node`."""
-        names = {node["node_id"]: node["labels"]["node"] for node in self.head.nodes()}
-        deployments = self.head.get("/api/serve/applications/")["applications"]["four"]["deployments"]
+        names = self.names()
+        deployments = self.head.get("/api/serve/applications/")["applications"][application]["deployments"]
         return [names[one["node_id"]] for one in deployments[deployment]["replicas"] if one["state"] == "RUNNING"]
 
+    @contextlib.contextmanager
+    def serving(self, name: str, **args: Any) -> Iterator[tuple[Callable[[], str], subprocess.Popen[bytes]]]:
+        """`truespec serve` on the cluster, until the block ends: what it says, and its process, which may have ended."""
+        data = file(name, self.url.rpartition(":")[2], args)
+        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(data))
+        command = [str(Path(sys.executable).with_name("truespec")), "serve", str(self.folder / f"{name}.yaml")]
+        shown = self.folder / f"{name}.shown"
+        with shown.open("w") as out:
+            service = subprocess.Popen(
+                [*command, "--address", self.head.address], env=self.head.environment, stdout=out, stderr=out
+            )
+        try:
+            wait_for(lambda: service.poll() is not None or "Serving " in shown.read_text(), "the start")
+            yield shown.read_text, service
+        finally:
+            service.send_signal(signal.SIGINT)
+            service.wait(120)
 
-def config(folder: Path, port: int) -> dict[str, Any]:
-    args = {
-        "model": {"source": str(folder), "name": MODEL},
+
+def file(name: str, port: str, args: dict[str, Any]) -> dict[str, Any]:
+    """A Serve config of one application."""
+    prefix = "/" if name == "four" else f"/{name}"
+    application = {"name": name, "route_prefix": prefix, "import_path": "serve_app.app:build_app", "args": args}
+    http = {"host": "127.0.0.1", "port": int(port)}
+    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
+
+
+def four(model: Path) -> dict[str, Any]:
+    """What the service is told."""
+    return {
+        "model": {"source": str(model), "name": MODEL},
         "engine": ENGINE,
         "topology": "disaggregated",
         "drafter": {"kind": "ngram", "ngram_min": 1},
@@ -63,9 +102,6 @@ def config(folder: Path, port: int) -> dict[str, Any]:
         "recovery": {"resume": True, "max_resumes": 20, "decode_timeout_s": 10},
         "replay": {"sample_rate": 1.0, "max_queue": 1000},
     }
-    application = {"name": "four", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
-    http = {"host": "127.0.0.1", "port": port}
-    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
 
 
 @pytest.fixture(scope="module")
@@ -74,26 +110,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (port,) = free_ports(1)
     # Slow enough for streams to run when a node dies, on a fast machine too.
     model = write_tiny_model(folder / "model", tokenizer=True, max_position_embeddings=2048, num_hidden_layers=48)
-    (folder / "serve.yaml").write_text(yaml.safe_dump(config(model, port)))
-    with (
-        ray_head(num_cpus=1, labels={"node": "head"}) as head,
-        ray_node(head, 1, {"node": "prefill"}),
-        ray_node(head, 1, {"node": "decode-1", "pool": "decode"}) as first,
-        ray_node(head, 1, {"node": "decode-2", "pool": "decode"}) as second,
-    ):
-        command = [str(Path(sys.executable).with_name("truespec")), "serve", str(folder / "serve.yaml")]
-        with (folder / "shown").open("w") as out:
-            service = subprocess.Popen(
-                [*command, "--address", head.address], env=head.environment, stdout=out, stderr=out
-            )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_for(lambda: service.poll() is not None or "Serving " in (folder / "shown").read_text(), "the start")
-            assert service.poll() is None, (folder / "shown").read_text()
-            yield Cluster(head, url, {"decode-1": first, "decode-2": second})
-        finally:
-            service.send_signal(signal.SIGINT)
-            service.wait(120)
+    small = write_tiny_model(folder / "small", tokenizer=True)
+    with contextlib.ExitStack() as stack:
+        hub = stack.enter_context(fake_hub("org/tiny", small))
+
+        def node(num_cpus: int, labels: dict[str, str]) -> Callable[[], None]:
+            cache = folder / labels["node"]
+            own = hub.environment(cache) | {"TRUESPEC_CACHE": str(cache)}
+            return stack.enter_context(ray_node(head, num_cpus, labels, own))
+
+        head = stack.enter_context(ray_head(num_cpus=1, labels={"node": "head"}))
+        node(1, {"node": "prefill"})
+        kill = {name: node(3, {"node": name, "pool": "decode"}) for name in ("decode-1", "decode-2")}
+        shutil.copytree(small, folder / "decode-1" / "models" / "on-one-node")
+        cluster = Cluster(head, f"http://127.0.0.1:{port}", kill, hub, folder)
+        shown, service = stack.enter_context(cluster.serving("four", **four(model)))
+        assert service.poll() is None, shown()
+        yield cluster
 
 
 def test_pools_are_on_their_nodes_and_handoffs_go_from_one_to_another(cluster: Cluster) -> None:
@@ -105,6 +138,41 @@ def test_pools_are_on_their_nodes_and_handoffs_go_from_one_to_another(cluster: C
     assert {answer["verdict"] for answer in answers} == {"verified"}
     wait_for(lambda: cluster.handoffs() == {"ok": len(answers)}, "the count of the handoffs")
     assert cluster.metric("handoff_bytes_total") > 0
+
+
+ON_BOTH = {  # a node has 3 CPUs, and the other service takes one of them at most
+    "topology": "monolith",
+    "pools": {"monolith": {"replicas": 2, "num_cpus": 2, "label_selector": {"pool": "decode"}}},
+}
+
+
+def test_each_node_fetches_a_model_of_the_hub(cluster: Cluster) -> None:
+    token = cluster.folder / "token"
+    token.write_text("operator-token")
+    args = {"model": {"source": "org/tiny", "name": MODEL}, "engine": ENGINE, "admin": {"token_file": str(token)}}
+    with cluster.serving("fetched", **args, **ON_BOTH) as (shown, service):
+        assert service.poll() is None, shown()
+        assert sorted(cluster.nodes_of("MonolithServer", "fetched")) == ["decode-1", "decode-2"]
+        assert cluster.hub.downloads["model.safetensors"] == 2
+        body = {"model": MODEL, "prompt": "one two", "max_tokens": 4}
+        assert httpx.post(f"{cluster.url}/fetched/v1/completions", json=body, timeout=300).is_success
+        # New weights that only one node has are refused on all of them.
+        order = {"path": "on-one-node", "weight_version": "v2"}
+        headers = {"Authorization": "Bearer operator-token"}
+        answer = httpx.post(f"{cluster.url}/fetched/admin/weights", json=order, headers=headers, timeout=300)
+        assert answer.status_code == 409
+        said = answer.json()["error"]["message"]
+        assert "Nothing has changed" in said and "path: No model 'on-one-node'" in said
+        assert [name for node, name in cluster.names().items() if node in said] == ["decode-2"]
+
+
+def test_a_head_that_one_node_lacks_ends_the_start_with_that_node_and_the_field(cluster: Cluster) -> None:
+    drafter = {"kind": "draft_model", "model": "on-one-node"}
+    args = {"model": {"source": "org/tiny", "name": MODEL}, "engine": ENGINE, "drafter": drafter}
+    with cluster.serving("lacking", **args, **ON_BOTH) as (shown, service):
+        assert service.wait(300) == 1
+    assert "drafter.model: No model 'on-one-node'" in shown()
+    assert [name for node, name in cluster.names().items() if node in shown()] == ["decode-2"]
 
 
 def test_streams_go_on_at_another_node_when_theirs_dies(cluster: Cluster) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deploy.models import fetch_model
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
+from speculative.model.catalogue import fetch_model
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder
 from speculative.request import FinishReason, Request, SamplingParams

@@ -8,11 +8,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from deploy.models import FetchFailed, fetch_model
 from serve_app.text.grammar import StructureCompiler
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.engine import EngineCore
+from speculative.model.catalogue import FetchFailed, fetch_model
 from speculative.model.config import ModelConfig
 from speculative.request import FinishReason, Request, SamplingParams, Structure
 from tests.support.engines import assert_idle

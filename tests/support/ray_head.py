@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sysconfig
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.processes import children
+from deploy.chaos.nodes import Node, NodeShape, free_ports
 
 TOKEN = "a-token-of-this-test-only-0123456789"
 _START_S = 300
@@ -99,49 +98,34 @@ def ray_head(
 
 @contextlib.contextmanager
 def ray_node(
-    head: RayHead, num_cpus: int, labels: Mapping[str, str], *, num_gpus: int = 0
+    head: RayHead,
+    num_cpus: int,
+    labels: Mapping[str, str],
+    settings: Mapping[str, str] | None = None,
+    *,
+    num_gpus: int = 0,
 ) -> Iterator[Callable[[], None]]:
-    """One more node of its cluster, on this machine; the value kills it with all that runs there."""
-    agent, metrics = free_ports(2)
-    command = [f"{_SCRIPTS}/ray", "start", f"--address={head.address}", "--block", f"--num-cpus={num_cpus}"]
-    command += [f"--num-gpus={num_gpus}", f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}"]
-    command += ["--labels", ",".join(f"{key}={value}" for key, value in labels.items())]
-    with tempfile.TemporaryFile("w+") as said:
-        node = subprocess.Popen(command, stdout=said, stderr=said, env=head.environment, start_new_session=True)
+    """One more node of its cluster, on this machine; the value kills it with all that runs there.
 
-        def joined() -> bool:
-            return any(labels.items() <= known["labels"].items() for known in head.nodes())
-
-        def output() -> str:
-            said.seek(0)
-            return said.read()
-
-        def kill() -> None:
-            for pid in [node.pid, *children(node.pid)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-        try:
-            deadline = time.monotonic() + _START_S
-            while not joined():
-                assert node.poll() is None and time.monotonic() < deadline, output()
-                time.sleep(0.5)
-            yield kill
-        finally:
-            kill()
-            node.wait(30)
+    Args:
+        head: of the cluster.
+        num_cpus: that it says it has.
+        labels: of the node.
+        settings: further environment of its processes.
+        num_gpus: that it says it has.
+    """
+    node = Node(head.address, NodeShape(num_cpus, labels, num_gpus), head.environment | dict(settings or {}))
+    try:
+        deadline = time.monotonic() + _START_S
+        while not any(labels.items() <= known["labels"].items() for known in head.nodes()):
+            node.check_starts(deadline)
+            time.sleep(0.5)
+        yield node.kill
+    finally:
+        node.kill()
 
 
 def _takes_jobs(head: RayHead) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{head.dashboard}/api/jobs/", headers=head.headers, timeout=120).is_success
     return False
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

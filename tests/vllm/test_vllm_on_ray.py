@@ -15,8 +15,8 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
+from deploy.models import model_here
 from serve_app.config.files import load_config
-from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model
 from tests.support.processes import alive, children
 from tests.support.services import Service, deployed, gauge_total, wait_for
@@ -32,11 +32,7 @@ COUNTING = "Count: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 1 2 3 4 5 
 
 
 def has_model() -> bool:
-    try:
-        resolve_model(SOURCE)
-    except ConfigError:
-        return False
-    return True
+    return model_here(SOURCE) is not None
 
 
 pytestmark = [

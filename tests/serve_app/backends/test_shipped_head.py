@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from deploy.models import fetch_model
 from serve_app.backends.base import SHIPPED_HEADS
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.drafting.head_drafters import Eagle3DraftModel
 from speculative.engine import EngineCore
+from speculative.model.catalogue import fetch_model
 from speculative.model.config import ModelConfig
 from speculative.model.loading import load_decoder, resolve_model
 from speculative.request import Request, SamplingParams

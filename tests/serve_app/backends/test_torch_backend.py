@@ -149,5 +149,5 @@ async def test_an_engine_that_breaks_fails_its_requests_and_says_so(folder: Path
 
 
 async def test_a_model_that_is_not_there_is_reported_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No model"):
+    with pytest.raises(ConfigError, match=r"^model\.source: There is no folder .*nothing here"):
         await TorchBackend(str(tmp_path / "nothing"), "tiny", CONFIG).start()

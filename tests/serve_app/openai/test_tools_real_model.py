@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from deploy.models import FetchFailed, fetch_model
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.openai.frontend import FrontEnd
 from serve_app.openai.parsing import parse
 from serve_app.openai.requests import ChatCompletionRequest
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig
+from speculative.model.catalogue import FetchFailed, fetch_model
 from tests.support.fake_serving import BackendSource
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from deploy.models import CATALOGUE, download_gguf
 from speculative.errors import ConfigError, UnsupportedModel
+from speculative.model.catalogue import CATALOGUE, download_gguf
 from speculative.model.config import ModelConfig
 from speculative.model.gguf import convert_gguf
 from speculative.model.loading import load_decoder

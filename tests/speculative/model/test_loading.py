@@ -1,6 +1,9 @@
 """Every tensor of a checkpoint is accounted for, and models are found where they should be."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from speculative.model import loading
 from speculative.model.config import ModelConfig
 from speculative.model.decoder import Decoder
 from speculative.model.loading import load_decoder, resolve_model
+from tests.support.fake_hub import fake_hub
 from tests.support.tiny_models import write_tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -149,14 +153,34 @@ def test_a_model_that_is_nowhere_says_how_to_get_one(
 ) -> None:
     monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="truespec model get") as raised:
+    with pytest.raises(ConfigError, match="truespec model list") as raised:
         resolve_model(name)
-    assert str(tmp_path) in str(raised.value)
+    assert ("There is no folder" if name.startswith(("/", ".")) else str(tmp_path)) in str(raised.value)
+
+
+_RESOLVE = "import sys; from speculative.model.loading import *; checkpoint_files(resolve_model(sys.argv[1]))"
+
+
+def test_replicas_of_one_node_share_one_download_from_the_hub(tmp_path: Path) -> None:
+    """Two processes that start at once: each has the whole checkpoint when it goes on."""
+    with fake_hub("org/tiny", write_tiny_model(tmp_path / "origin", tokenizer=True)) as hub:
+        command = [sys.executable, "-c", _RESOLVE, "org/tiny"]
+        environment = os.environ | hub.environment(tmp_path / "hub") | {"TRUESPEC_CACHE": str(tmp_path / "cache")}
+        replicas = [subprocess.Popen(command, env=environment) for _ in range(2)]
+        assert [replica.wait(120) for replica in replicas] == [0, 0]
+    assert hub.downloads["model.safetensors"] == 1 and set(hub.downloads.values()) == {1}
+
+
+def test_a_catalogue_name_is_fetched_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a replica does on a node that has just joined."""
+    monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "fetch_model", lambda name, progress: tmp_path / f"{name} was fetched")
+    assert resolve_model("smollm2-135m") == tmp_path / "smollm2-135m was fetched"
 
 
 def test_a_hub_id_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUESPEC_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"org/no-such-model.*truespec model get smollm2-135m"):
+    with pytest.raises(ConfigError, match=r"org/no-such-model.*truespec model list"):
         resolve_model("org/no-such-model")
 
 
