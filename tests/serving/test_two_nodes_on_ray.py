@@ -66,7 +66,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def serving(self, name: str, **args: Any) -> Iterator[tuple[Callable[[], str], subprocess.Popen[bytes]]]:
-        """`truespec serve` on the cluster, until the block ends: what it says, and its process, which may have ended."""
+        """`truespec serve` on the cluster until the block ends: what it says, and its process, which may have ended."""
         data = file(name, self.url.rpartition(":")[2], args)
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(data))
         command = [str(Path(sys.executable).with_name("truespec")), "serve", str(self.folder / f"{name}.yaml")]

@@ -16,8 +16,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """Its URL, and how often each file was downloaded."""
+    """Its URL, its one repository, and how often each file of it was downloaded."""
 
+    repository: str
+    files: dict[str, bytes]
     url: str = ""
     downloads: Counter[str] = field(default_factory=Counter)
 
@@ -29,44 +31,47 @@ class FakeHub:
 @contextmanager
 def fake_hub(repository: str, folder: Path) -> Iterator[FakeHub]:
     """Serve a folder as a repository (org/name) until the block ends."""
-    hub, files = FakeHub(), {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-    class Handler(QuietHandler):
-        def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            if path.startswith(f"/api/models/{repository}/tree/"):
-                self._json([{"type": "file", "path": n, "size": len(c), "oid": _etag(c)} for n, c in files.items()])
-            elif path.startswith(f"/api/models/{repository}"):
-                self._json({"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
-            else:
-                self._file(path)
-
-        def do_HEAD(self) -> None:
-            self._file(urlsplit(self.path).path)
-
-        def _file(self, path: str) -> None:
-            name = path.removeprefix(f"/{repository}/resolve/{COMMIT}/")
-            if name not in files:
-                self.reply(404, b"{}", "application/json")
-                return
-            hub.downloads[name] += self.command == "GET"
-            own = {"ETag": f'"{_etag(files[name])}"', "X-Repo-Commit": COMMIT}
-            self.reply(200, files[name], "application/octet-stream", own)
-
-        def _json(self, value: object) -> None:
-            self.reply(200, json.dumps(value).encode(), "application/json")
-
-        def reply(self, status: int, body: bytes, kind: str, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for key, text in {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})}.items():
-                self.send_header(key, text)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-    with serving(Handler) as url:
-        hub.url = url
+    hub = FakeHub(repository, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+    with serving(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
+
+
+class _Handler(QuietHandler):
+    hub: FakeHub
+
+    def do_GET(self) -> None:
+        hub, path = self.hub, urlsplit(self.path).path
+        if path.startswith(f"/api/models/{hub.repository}/tree/"):
+            entries = [{"type": "file", "path": n, "size": len(c), "oid": _etag(c)} for n, c in hub.files.items()]
+            self._reply(200, json.dumps(entries).encode())
+        elif path.startswith(f"/api/models/{hub.repository}"):
+            self._reply(200, json.dumps({"id": hub.repository, "sha": COMMIT, "siblings": []}).encode())
+        else:
+            self._file(path)
+
+    def do_HEAD(self) -> None:
+        self._file(urlsplit(self.path).path)
+
+    def _file(self, path: str) -> None:
+        name = path.removeprefix(f"/{self.hub.repository}/resolve/{COMMIT}/")
+        if name not in self.hub.files:
+            self._reply(404, b"{}")
+            return
+        content = self.hub.files[name]
+        self.hub.downloads[name] += self.command == "GET"
+        self._reply(200, content, {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": COMMIT})
+
+    def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, text in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            **(headers or {}),
+        }.items():
+            self.send_header(key, text)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
 
 
 def _etag(content: bytes) -> str:
