@@ -58,9 +58,10 @@ chart: $(STAMP) ## write what is generated of the chart, and docs/configuration.
 	$(VENV)/bin/python -m deploy.chart
 	$(VENV)/bin/truespec config reference --out docs/configuration.md
 
-chaos: $(STAMP) ## kill replicas under load, then load the service beyond saturation (minutes); writes build/chaos.json
+chaos: $(STAMP) ## kill replicas under load, then whole nodes, then load the service beyond saturation (an hour); writes build/chaos.json
 	@mkdir -p build
 	$(VENV)/bin/truespec chaos --json build/chaos.json --page docs/reliability.md $(ARGS)
+	$(VENV)/bin/truespec chaos --kill-nodes 4 --max-tokens 256 --minutes 20 --json build/chaos-nodes.json --page docs/reliability.md
 	$(VENV)/bin/truespec load --json build/load.json --page docs/reliability.md
 
 checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in an environment of its own (300 MB)

@@ -108,7 +108,8 @@ class NodeKills:
 class Killer:
     """Kills replicas of an application with SIGKILL, one at a time, and never the last one of a pool that lives.
 
-    Every second time it is the replica's whole node that dies, until so many nodes have died as were asked for.
+    Every second time, the first included, it is the replica's whole node that dies, until so many nodes have died as
+    were asked for.
 
     Args:
         app: the application's name.
@@ -136,7 +137,7 @@ class Killer:
         """Kill a replica of this deployment, which has all of its own, and wait until its process is gone."""
         pid = self._rng.choice(replica_pids(self._app, deployment))
         node_kills = self._node_kills
-        if node_kills is not None and self.nodes_killed < node_kills.most and sum(self.kills.values()) % 2 == 1:
+        if node_kills is not None and self.nodes_killed < node_kills.most and sum(self.kills.values()) % 2 == 0:
             node_kills.replace_node_of(pid)
             self.nodes_killed += 1
         else:

@@ -120,7 +120,7 @@ def test_every_second_kill_is_a_whole_node_until_enough_have_died(monkeypatch: p
     for _ in range(6):
         killer.kill("DecodeServer")
         order.append((len(killed), len(lost)))
-    assert order == [(1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (4, 2)]
+    assert order == [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2), (4, 2)]
     assert (killer.kills, killer.nodes_killed) == ({"DecodeServer": 6}, 2)
 
 
