@@ -63,7 +63,7 @@ def _reliability_options(command: Callable[..., None]) -> Callable[..., None]:
 def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **options: Any) -> None:
     """Kill replicas, or whole nodes, on this machine while clients stream; check that nothing is lost, repeated,
     changed or leaked."""
-    from deploy.chaos.command import ChaosOptions
+    from deploy.chaos.command import ChaosOptions, sizes_to_kill
     from deploy.chaos.command import chaos as run
     from deploy.chaos.page import write_chaos
 
@@ -71,6 +71,7 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **op
     check_writable(page, "--page")
     checked = at_port(load_config(file), port)
     report = progress_printer()
+    sizes_to_kill(checked.application)  # what is wrong with them is reported before anything starts
     asked = ChaosOptions(**options)
     with (
         _on_nodes(checked, report) if asked.kill_nodes else nullcontext((checked, None)) as (placed, cluster),
@@ -89,7 +90,10 @@ def chaos(file: Path, port: int, json_file: Path | None, page: Path | None, **op
 def _on_nodes(file: ServeFile, report: Callable[[str], None]) -> Iterator[tuple[ServeFile, Any]]:
     """The configuration as it is to be served, and the cluster for it."""
     from deploy.chaos.nodes import local_cluster, one_node_a_replica
+    from deploy.machine import Machine
+    from deploy.preflight import faults_here, require_servable
 
+    require_servable(faults_here(file.application.effective_args, Machine.here()))
     placed, head, shapes = one_node_a_replica(file)
     report(f"starting Ray's head and {len(shapes)} nodes on this machine")
     with local_cluster(head, shapes) as cluster:
