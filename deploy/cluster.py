@@ -292,7 +292,8 @@ def _kernels_off(name: str) -> list[str]:
 
 
 def _wait_until_running(name: str, progress: Progress) -> None:
-    """Wait for every replica; Serve's message about a slow one is passed on once."""
+    """Wait for every replica. What Serve says of one that is slow, or does not start, is passed on once; it tries that
+    one again without end where another of its pool has started."""
     reported = ""
     while True:
         application = serve.status().applications[name]
@@ -302,9 +303,10 @@ def _wait_until_running(name: str, progress: Progress) -> None:
         if application.status == "DEPLOY_FAILED":
             reason = "; ".join(line.splitlines()[-1] for line in lines) or application.message
             raise ConfigError(f"The application did not start: {reason}")
-        if lines and lines[0] != reported:
-            reported = lines[0]
-            progress(f"waiting: {reported}")
+        said = lines[0].splitlines() if lines else []
+        if said and said[-1] != reported:  # before the last line, a traceback names other processes each time
+            reported = said[-1]
+            progress(f"waiting: {said[0]}{f' {reported}' if len(said) > 1 else ''}")
         time.sleep(_LOOK_EVERY_S)
 
 

@@ -106,11 +106,13 @@ class Node:
         return [self._process.pid, *descendants(self._process.pid)]
 
     def kill(self) -> None:
-        """End all of it with SIGKILL, as if its machine had lost power."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait(_END_S)
+        """End all of it with SIGKILL, if it has not ended yet."""
+        if self._process.poll() is None:
+            for pid in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait(_END_S)
+        self._output.close()
 
     def check_starts(self, deadline: float) -> None:
         """Raises:
