@@ -28,6 +28,10 @@ _HEAD = "head"
 _RAY = Path(sysconfig.get_path("scripts"), "ray")
 _START_S = 300.0  # on a machine that is busy with other things
 _LOOK_EVERY_S = 0.2
+PATIENT = {  # environment of `ray start` there: a raylet ends where its agents need longer than 30 s, and is not missed
+    "RAY_raylet_start_wait_time_s": f"{_START_S:.0f}",
+    "RAY_agent_register_timeout_ms": f"{1000 * _START_S:.0f}",
+}
 _END_S = 60.0
 
 
@@ -214,7 +218,7 @@ def _ray_start(arguments: Sequence[str], output: int, environment: Mapping[str, 
         [str(_RAY), "start", "--block", "--disable-usage-stats", *arguments],
         stdout=output,
         stderr=output,
-        env=inside | {"RAY_raylet_start_wait_time_s": f"{_START_S:.0f}"},
+        env=inside | PATIENT,
         start_new_session=True,  # an interrupt at the terminal is for us, who end it in order
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from deploy.chaos.nodes import Node, NodeShape, free_ports
+from deploy.chaos.nodes import PATIENT, Node, NodeShape, free_ports
 
 TOKEN = "a-token-of-this-test-only-0123456789"
 _START_S = 300
@@ -77,7 +77,7 @@ def ray_head(
                 command,
                 stdout=log,
                 stderr=log,
-                env=environment | {**(settings or {}), "RAY_raylet_start_wait_time_s": str(_START_S)},  # slow machines
+                env=environment | {**(settings or {}), **PATIENT},
                 start_new_session=True,
             )
         try:
