@@ -1,5 +1,5 @@
 """What the configuration's models say of themselves: docs/configuration.md, the schema that the chart takes over, and a
-file with all its defaults."""
+file with all its defaults, or as values of the chart."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,8 +7,9 @@ from typing import Any
 import yaml
 
 from serve_app.backends.vllm_parts.settings import SIZES
-from serve_app.config.app_config import AppConfig
+from serve_app.config.app_config import AppConfig, PoolSection
 from serve_app.config.serve_file import ServeFile
+from speculative.errors import ConfigError
 from speculative.model.catalogue import CATALOGUE
 
 _INTRO = """\
@@ -22,6 +23,9 @@ with every default filled in. Unknown fields are refused, and types are not gues
 that was renamed is still read under its old name, with a warning. The chart takes the same settings under `config`, all
 but `pools`.
 """
+
+_CHART_ARGUMENTS = {"tensor_parallel_size": "tensorParallelSize", "gpu_memory_utilization": "gpuMemoryUtilization"}
+"""Arguments of vLLM's that the chart sets, and the values that decide them."""
 
 
 def json_schema(model: type[AppConfig] | type[ServeFile]) -> dict[str, Any]:
@@ -61,6 +65,40 @@ def effective_config(file: ServeFile) -> str:
     whole = file.model_dump(exclude={"applications"})
     whole["applications"] = [file.application.model_dump(exclude={"args", "deployments"}) | {"args": args}]
     return _remarks(config) + yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
+
+
+def chart_values(file: ServeFile) -> str:
+    """The file as values of the chart, without what only the chart has: images, memory, volumes, secrets.
+
+    Raises:
+        ConfigError: a pool has what is set in another way there.
+    """
+    config = file.application.effective_args
+    args = config.model_dump(exclude_unset=True, exclude={"pools"})
+    values: dict[str, Any] = {"config": args}
+    if config.engine.kind == "vllm":
+        del args["engine"]["kind"]  # the chart sets it
+        given = dict(config.vllm.engine_args)
+        values["vllm"] = {"enabled": True} | {
+            ours: given.pop(theirs) for theirs, ours in _CHART_ARGUMENTS.items() if theirs in given
+        }
+        args["vllm"] = args.get("vllm", {}) | {"engine_args": given}
+    values["pools"] = {name: _chart_pool(name, config.pool(name)) for name in config.pool_names}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _chart_pool(name: str, pool: PoolSection) -> dict[str, Any]:
+    for field, instead in (("autoscaling", "autoscaling"), ("label_selector", "nodeSelector")):
+        if getattr(pool, field):
+            raise ConfigError(
+                f"pools.{name}.{field} cannot become a value of the chart, which has its own way: remove it in a copy "
+                f"of the file, and set pools.{name}.{instead} in a values file."
+            )
+    return {"replicas": pool.replicas, "cpus": _whole(pool.num_cpus), "gpus": _whole(pool.num_gpus)}
+
+
+def _whole(number: float) -> float | int:
+    return int(number) if number == int(number) else number  # of fractions the chart says that it takes none
 
 
 def _remarks(config: AppConfig) -> str:

@@ -48,11 +48,24 @@ def config_check(file: Path, file_only: bool, address: str | None) -> None:
 def config_show(file: Path) -> None:
     """Print a configuration with every default filled in, as a configuration that can be served.
 
-    FILE may be the name of one that comes with truespec: demo, monolith, resilient or vllm.
+    FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm; or a recipe for a large
+    model: recipes/llama-3.3-70b, recipes/qwen3-32b, recipes/gpt-oss-120b, recipes/deepseek-v3.
     """
     from deploy.reference import effective_config
 
     out.print(effective_config(load_config(file)), end="", markup=False, soft_wrap=True)
+
+
+@config.command("values")
+@click.argument("file", type=a_config)
+def config_values(file: Path) -> None:
+    """Print a configuration as values of the Helm chart, which then serves the same: helm install -f -.
+
+    Images, memory, volumes and secrets are the chart's own and not in it.
+    """
+    from deploy.reference import chart_values
+
+    out.print(chart_values(load_config(file)), end="", markup=False, soft_wrap=True)
 
 
 @config.command("reference")

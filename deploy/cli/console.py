@@ -40,7 +40,9 @@ class _ConfigPath(click.Path):
         """The file, as click reads it, or ours."""
         shipped = CONFIGS / f"{value}.yaml"
         is_name = (
-            not os.path.dirname(value) and (not os.path.exists(value) or os.path.isdir(value)) and shipped.is_file()
+            os.path.dirname(value) in ("", "recipes")
+            and (not os.path.exists(value) or os.path.isdir(value))
+            and shipped.is_file()
         )
         return super().convert(shipped if is_name else value, param, ctx)
 

@@ -76,7 +76,7 @@ _TERMS_EVERY_S = 1.0
 _ADVICE = {
     "q_missing": " vLLM's log says for which requests; set drafter.sampled to false until vLLM keeps the distribution."
 }
-_ENVIRONMENT = {  # unless set otherwise
+ENVIRONMENT = {  # unless set otherwise
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -137,7 +137,7 @@ class VllmBackend:
             )
             self._settings = dataclasses.replace(self._settings, self_check_sample_rate=1.0)
             self._self_check = SelfCheck(1.0)
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         with naming("model.source"):
             self._folder = await asyncio.to_thread(resolve_model, self._source)
@@ -656,7 +656,7 @@ class VllmBackend:
         self._params = params
         self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
         config, cpu = self._settings.engine, current_platform.is_cpu()
-        self._faults = faults_of(cpu=cpu)
+        self._faults = faults_of(installed_version(), cpu=cpu)
         check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key))
         arguments = engine_arguments(
             self._settings,

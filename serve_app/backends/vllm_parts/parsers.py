@@ -7,6 +7,7 @@ own server does. Calls that have to be made are none of its business here: they 
 
 import contextlib
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,6 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMClientError
 from vllm.parser import ParserManager
 from vllm.reasoning import ReasoningParserManager
-from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
@@ -158,7 +158,7 @@ class VllmReplyParser:
                 text, self._request, enable_auto_tools=True, model_output_token_ids=tuple(token_ids)
             )
         parts = tuple(
-            CallPart(index, call.arguments, call.name, call.id or make_tool_call_id())
+            CallPart(index, call.arguments, call.name, call.id or _call_id())
             for index, call in enumerate(calls or ())
         )
         return ParsedDelta(content or "", reasoning or "", parts)
@@ -168,7 +168,7 @@ def _part(call: Any) -> CallPart:
     function = call.function
     arguments = "" if function is None else function.arguments or ""
     name = None if function is None else function.name
-    return CallPart(call.index, arguments, name, call.id or (make_tool_call_id() if name else None))
+    return CallPart(call.index, arguments, name, call.id or (_call_id() if name else None))
 
 
 def _request(talk: ChatPrompt) -> Any:
@@ -199,3 +199,8 @@ def _failing() -> Iterator[None]:
         yield
     except Exception as error:
         raise EngineFault(f"vLLM's parser failed at the answer: {error!r}") from error
+
+
+def _call_id() -> str:
+    """As vLLM names calls, where the model does not; its own function moves from version to version."""
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"

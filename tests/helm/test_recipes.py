@@ -1,0 +1,52 @@
+"""The recipes for large models: what their own command installs is what the file says."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from deploy.chart import ROOT
+from deploy.cli.console import CONFIGS
+from deploy.cli.main import main
+from serve_app.config.app_config import AppConfig
+from serve_app.config.files import load_config, parse_args
+from tests.support.chart import one, ray_pods, run_config_check, serve_config, template
+
+RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
+
+
+def command_of(recipe: Path) -> tuple[list[str], list[str]]:
+    """The words of truespec and of helm in the comment that says how a recipe is installed."""
+    (line,) = re.findall(r"^#   (truespec config values .+)$", recipe.read_text(), re.MULTILINE)
+    ours, theirs = line.split(" | ")
+    return shlex.split(ours), shlex.split(theirs)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_command_of_a_recipe_installs_what_the_file_says(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (_, *words), (helm, install, name, chart, *options) = command_of(recipe)
+    assert (helm, install, options[:2]) == ("helm", "install", ["-f", "-"])
+    printed = CliRunner().invoke(main, words)
+    assert printed.exit_code == 0, printed.output
+    objects = template(yaml.safe_load(printed.output), *options[2:], name=name, chart=Path(chart))
+    said = load_config(recipe).application.effective_args
+    installed = parse_args(serve_config(objects)["applications"][0]["args"])
+    assert without_pools(installed) == without_pools(said)
+    for pool_name in said.pool_names:
+        pool, pods = said.pool(pool_name), ray_pods(objects)[pool_name]
+        made = installed.pool(pool_name)
+        assert (made.num_cpus, made.num_gpus) == (pool.num_cpus, pool.num_gpus)
+        (container, *_) = pods["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == str(int(pool.num_gpus))
+    done = run_config_check(one(objects, "Job"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def without_pools(config: AppConfig) -> dict[str, object]:
+    return config.model_dump(exclude={"pools"})

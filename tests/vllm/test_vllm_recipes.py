@@ -1,0 +1,276 @@
+"""Every recipe for a large model, in the installed vLLM's own words: whether it takes them, and what it makes of them.
+
+From config.json of the models' full sizes, without weights, vLLM builds its whole configuration, but no engine. The CPU
+build refuses nothing of it; so kernels, the quantizations of a GPU and memory are checked by nobody here. The sizes of
+heads are as their kind has them.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli.console import CONFIGS
+from serve_app.backends.vllm_backend import ENVIRONMENT
+from serve_app.backends.vllm_parts.checkpoint import most_tokens
+from serve_app.backends.vllm_parts.settings import VllmSettings, check_build, check_known, engine_arguments
+from serve_app.config.app_config import AppConfig
+from serve_app.config.files import load_config
+from speculative.errors import ConfigError
+from tests.support.vllm_installed import NEEDS_VLLM
+
+pytestmark = NEEDS_VLLM
+RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
+_LLAMA_LIKE = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+_LLAMA = {
+    **_LLAMA_LIKE,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "vocab_size": 128256,
+}
+_QWEN = {
+    **_LLAMA_LIKE,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 64,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "vocab_size": 151936,
+}
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "sliding_window": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "experts_per_token": 4,
+    "swiglu_limit": 7.0,
+    "initial_context_length": 4096,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+_DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 129280,
+}
+
+
+def _head(target: dict[str, Any], **layer: Any) -> dict[str, Any]:
+    """A head in the form of the `speculators` library, as RedHatAI publishes them."""
+    shape = {name: target[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.1.0",
+        "draft_vocab_size": 32000,
+        "norm_before_residual": True,
+        "target_hidden_size": None,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"architectures": target["architectures"], "name_or_path": "of its own"},
+        },
+        "transformer_layer_config": {
+            **_LLAMA_LIKE,
+            **shape,
+            "model_type": "llama",
+            "head_dim": 128,
+            "intermediate_size": target["intermediate_size"],
+            "num_hidden_layers": 1,
+            "max_position_embeddings": target["max_position_embeddings"],
+            **layer,
+        },
+        "torch_dtype": "bfloat16",
+    }
+
+
+MADE = {  # the layers whose cache grows with every token, the quantization, and the drafter's architecture
+    "llama-3.3-70b": (80, None, "Eagle3LlamaForCausalLM"),
+    "qwen3-32b": (64, None, "Eagle3LlamaForCausalLM"),
+    "gpt-oss-120b": (18, "gpt_oss_mxfp4", "LlamaForCausalLMEagle3"),
+    "deepseek-v3": (62, "fp8", "DeepSeekMTPModel"),
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.3-70B-Instruct": _LLAMA,
+    "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3": _head(_LLAMA),
+    "Qwen/Qwen3-32B": _QWEN,
+    "RedHatAI/Qwen3-32B-speculator.eagle3": _head(_QWEN),
+    "openai/gpt-oss-120b": _GPT_OSS,
+    "nvidia/gpt-oss-120b-Eagle3-throughput": {
+        **_LLAMA_LIKE,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 2880,
+        "intermediate_size": 17280,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "vocab_size": 201088,
+        "draft_vocab_size": 201088,
+    },
+    "deepseek-ai/DeepSeek-V3": _DEEPSEEK,
+}
+
+
+def folder_of(name: str, where: Path) -> str:
+    """A checkpoint's folder, without its weights."""
+    folder = where / name.replace("/", "--")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return str(folder)
+
+
+def made_of(settings: VllmSettings, config: AppConfig, where: Path) -> Any:
+    """What vLLM makes of what our engine gives it on a GPU."""
+    from vllm import AsyncEngineArgs
+
+    check_build(settings, cpu=False)
+    model, drafter = folder_of(config.model.source, where), config.drafter.model
+    longest = most_tokens(Path(model), settings.engine.max_model_len)
+    head = None if drafter is None else folder_of(drafter, where)
+    arguments = engine_arguments(settings, model, head, most_tokens=longest)
+    check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+    return AsyncEngineArgs(**arguments, load_format="dummy", skip_tokenizer_init=True).create_engine_config()
+
+
+@pytest.fixture(autouse=True)
+def as_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_vllm_takes_a_recipe_and_makes_of_it_what_its_comment_says(recipe: Path, tmp_path: Path) -> None:
+    from serve_app.backends.vllm_parts.parsers import check_names
+
+    config = load_config(recipe).application.effective_args
+    check_names(config.vllm.tool_parser, config.vllm.reasoning_parser)
+    num_layers, quantization, drafter = MADE[recipe.stem]
+    for pool in config.pool_names:
+        made = made_of(config.vllm_settings(pool), config, tmp_path)
+        model, ranks, drafts = made.model_config, made.parallel_config, made.speculative_config
+        assert ranks.world_size == ranks.tensor_parallel_size == config.pool(pool).num_gpus
+        assert model.max_model_len == config.engine.max_model_len + 1
+        assert model.quantization == quantization
+        assert (drafts.method, drafts.num_speculative_tokens) == (config.drafter.kind, config.drafter.num_draft_tokens)
+        assert drafts.draft_model_config.architectures == [drafter]
+        assert drafts.draft_parallel_config.tensor_parallel_size == ranks.tensor_parallel_size
+        assert (made.kv_transfer_config is None) == (config.topology == "monolith")
+        tensors = 1 if model.use_mla else 2 * model.get_total_num_kv_heads()
+        kib = num_layers * tensors * model.get_head_size() * 2 / 1024
+        assert f" = {kib:.0f} KiB a token" in recipe.read_text()
+
+
+def test_a_wrong_flag_or_number_of_devices_fails(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "recipes" / "llama-3.3-70b.yaml").application.effective_args
+    settings = config.vllm_settings("decode")
+    for wrong, message in (
+        ({"tensor_parallel_size": 3}, "must be divisible by tensor parallel size"),
+        ({"gpu_memory_utilisation": 0.9}, "gpu_memory_utilization"),
+        ({"kv_cache_dtype": "fp9"}, "kv_cache_dtype"),
+    ):
+        with pytest.raises((ValueError, ConfigError), match=message):
+            made_of(dataclasses.replace(settings, engine_args=wrong), config, tmp_path)
