@@ -6,17 +6,21 @@ from serve_app.backends.vllm_parts.settings import installed_version
 from speculative.errors import ConfigError
 
 
-def has_vllm() -> bool:
-    """Whether a version that the engine knows is installed."""
+def version_here() -> str:
+    """The version of vLLM that is installed; empty where none is."""
     try:
-        installed_version()
+        return installed_version()
     except ConfigError:
-        return False
-    return True
+        return ""
+
+
+def not_with(minor: str, reason: str) -> pytest.MarkDecorator:
+    """The mark of a test that a version of vLLM cannot pass, with the reason."""
+    return pytest.mark.skipif(version_here().startswith(f"{minor}."), reason=f"vLLM {minor}: {reason}")
 
 
 NEEDS_VLLM = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
+    pytest.mark.skipif(not version_here(), reason="vLLM is not installed here; `make test-vllm` sets it up"),
     pytest.mark.filterwarnings("default"),  # vLLM's own are many
 ]

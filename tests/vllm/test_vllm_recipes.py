@@ -19,7 +19,7 @@ from serve_app.backends.vllm_parts.settings import VllmSettings, check_build, ch
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError
-from tests.support.vllm_installed import NEEDS_VLLM
+from tests.support.vllm_installed import NEEDS_VLLM, version_here
 
 pytestmark = NEEDS_VLLM
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
@@ -247,7 +247,8 @@ def test_vllm_takes_a_recipe_and_makes_of_it_what_its_comment_says(recipe: Path,
     from serve_app.backends.vllm_parts.parsers import check_names
 
     config = load_config(recipe).application.effective_args
-    check_names(config.vllm.tool_parser, config.vllm.reasoning_parser)
+    if not version_here().startswith("0.31."):  # whose parsers are not served: a recipe drops these fields there
+        check_names(config.vllm.tool_parser, config.vllm.reasoning_parser)
     num_layers, quantization, drafter = MADE[recipe.stem]
     for pool in config.pool_names:
         made = made_of(config.vllm_settings(pool), config, tmp_path)
@@ -270,7 +271,7 @@ def test_a_wrong_flag_or_number_of_devices_fails(tmp_path: Path) -> None:
     for wrong, message in (
         ({"tensor_parallel_size": 3}, "must be divisible by tensor parallel size"),
         ({"gpu_memory_utilisation": 0.9}, "gpu_memory_utilization"),
-        ({"kv_cache_dtype": "fp9"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp9"}, "cache_dtype"),
     ):
         with pytest.raises((ValueError, ConfigError), match=message):
             made_of(dataclasses.replace(settings, engine_args=wrong), config, tmp_path)
