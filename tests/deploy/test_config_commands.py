@@ -1,4 +1,4 @@
-"""`truespec config show` and `config reference`."""
+"""`truespec config show`, `config values` and `config reference`."""
 
 from pathlib import Path
 
@@ -99,3 +99,27 @@ def test_the_reference_has_a_row_for_every_field() -> None:
         table = text.partition(heading)[2].partition("\n## ")[0]
         fields = AppConfig.model_fields[section].annotation.model_fields
         assert {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")} == fields.keys()
+
+
+@pytest.mark.parametrize("name", ["monolith", "resilient", "vllm"])
+def test_values_of_the_chart_have_all_settings_of_the_file(name: str) -> None:
+    values = yaml.safe_load(CliRunner().invoke(main, ["config", "values", name]).output)
+    ours = load_config(CONFIGS / f"{name}.yaml").application.args
+    arguments = values["config"].get("vllm", {})
+    theirs = AppConfig.model_validate(
+        values["config"]
+        | {"engine": values["config"]["engine"] | ({"kind": "vllm"} if "vllm" in values else {})}
+        | ({"vllm": arguments} if arguments else {})
+    )
+    assert theirs.model_dump(exclude={"pools"}) == ours.model_dump(exclude={"pools"})
+    assert {name: pool["replicas"] for name, pool in values["pools"].items()} == {
+        name: ours.pool(name).replicas for name in ours.pool_names
+    }
+
+
+@pytest.mark.parametrize("field", ["label_selector: {zone: a}", "autoscaling: {max_replicas: 2}"])
+def test_what_the_chart_has_in_another_way_is_refused_by_name(field: str, tmp_path: Path) -> None:
+    file = tmp_path / "app.yaml"
+    file.write_text(f"applications: [{{args: {{model: {{source: x}}, pools: {{decode: {{{field}}}}}}}}}]")
+    done = CliRunner().invoke(main, ["config", "values", str(file)])
+    assert done.exit_code == 1 and f"pools.decode.{field.partition(':')[0]} cannot become a value" in done.output
