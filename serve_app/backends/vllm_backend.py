@@ -642,7 +642,11 @@ class VllmBackend:
     def _identify(self) -> None:
         self._fingerprint = folder_fingerprint(self._folder)
         self._came_quantized = came_quantized(self._folder)
-        self._drafter_fingerprint = "" if self._drafter_folder is None else folder_fingerprint(self._drafter_folder)
+        self._drafter_fingerprint = ""
+        if self._drafter_folder == self._folder:  # an MTP module in the model's own checkpoint
+            self._drafter_fingerprint = self._fingerprint
+        elif self._drafter_folder is not None:
+            self._drafter_fingerprint = folder_fingerprint(self._drafter_folder)
 
     def _start_engine(self) -> Any:
         """vLLM is imported only here, so that everything else works without it."""
