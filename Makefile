@@ -11,7 +11,7 @@ SHELL := bash
 
 VENV := .venv
 STAMP := $(VENV)/.installed
-VERSION ?= 0.32.0
+VERSION := 0.32.0
 VLLM := build/vllm$(patsubst %,-%,$(filter-out 0.32.0,$(VERSION)))
 VLLM_STAMP := $(VLLM)/.installed
 CLIENTS := build/clients build/clients-vllm
