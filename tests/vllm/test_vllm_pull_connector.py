@@ -30,7 +30,7 @@ def connector(**kv_cache: Any) -> Any:
     from serve_app.backends.vllm_parts.pull_connector import NixlConnector
 
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=BLOCK),
+        cache_config=SimpleNamespace(block_size=BLOCK, mamba_cache_mode="none"),
         kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer", engine_id="here"),
         num_prefill_lookahead_tokens=0,
         parallel_config=SimpleNamespace(
