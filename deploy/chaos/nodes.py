@@ -8,22 +8,25 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+import ray
 from ray._private.authentication.authentication_token_setup import (
     enable_token_auth_by_default,
     ensure_token_if_auth_enabled,
 )
 
-from deploy.chaos.replicas import descendants, num_nodes
+from deploy.chaos.replicas import descendants
 from deploy.cluster import connected, ray_environment
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError, TruespecError
 
 POOL_LABEL = "truespec-pool"
+_NODE_LABEL = "truespec-node"
 _HEAD = "head"
 _RAY = Path(sysconfig.get_path("scripts"), "ray")
 _START_S = 300.0  # on a machine that is busy with other things
@@ -98,10 +101,12 @@ class Node:
 
     def __init__(self, address: str, shape: NodeShape, environment: Mapping[str, str]) -> None:
         self.shape = shape
+        self._name = {_NODE_LABEL: uuid.uuid4().hex}
+        named = NodeShape(shape.num_cpus, {**shape.labels, **self._name})
         agent, metrics = free_ports(2)
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the node)
         self._process = _ray_start(
-            [f"--address={address}", *_ports(agent, metrics), *shape.arguments], self._output.fileno(), environment
+            [f"--address={address}", *_ports(agent, metrics), *named.arguments], self._output.fileno(), environment
         )
 
     @property
@@ -118,13 +123,22 @@ class Node:
             self._process.wait(_END_S)
         self._output.close()
 
-    def check_starts(self, deadline: float) -> None:
-        """Raises:
-        NodeNotStarted: it has ended, or it is later than that (monotonic seconds).
+    def wait_until_joined(self, nodes: Callable[[], Iterable[Mapping[str, str]]]) -> None:
+        """Wait until it is a node of the cluster.
+
+        Args:
+            nodes: the labels of those that live.
+
+        Raises:
+            NodeNotStarted: it has ended, or that took too long.
         """
-        if self._process.poll() is not None or time.monotonic() > deadline:
-            self._output.seek(0)
-            raise NodeNotStarted(f"A Ray node did not start: {self._output.read().strip()[-500:] or 'it said nothing'}")
+        deadline = time.monotonic() + _START_S
+        while not any(self._name.items() <= labels.items() for labels in nodes()):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._output.seek(0)
+                said = self._output.read().strip()[-500:] or "it said nothing"
+                raise NodeNotStarted(f"A Ray node did not start: {said}")
+            time.sleep(_LOOK_EVERY_S)
 
 
 class LocalCluster:
@@ -150,16 +164,18 @@ class LocalCluster:
             for shape in shapes:
                 node = Node(self.address, shape, self._environment)
                 self._nodes.append(node)
-                deadline = time.monotonic() + _START_S
-                while num_nodes() <= len(self._nodes):
-                    node.check_starts(deadline)
-                    time.sleep(_LOOK_EVERY_S)
+                node.wait_until_joined(_labels)
 
     def replace_node_of(self, pid: int) -> None:
-        """Kill the node that a process is of, and start another like it, as a cluster's autoscaler or kubelet would."""
+        """Kill the node that a process is of, and start another like it, as a cluster's autoscaler or kubelet would.
+
+        Raises:
+            NodeNotStarted: the other one did not start.
+        """
         (number,) = (number for number, node in enumerate(self._nodes) if pid in node.pids)
         self._nodes[number].kill()
         self._nodes[number] = Node(self.address, self._nodes[number].shape, self._environment)
+        self._nodes[number].wait_until_joined(_labels)
 
     def end(self) -> None:
         """End all nodes but the head."""
@@ -196,6 +212,11 @@ def local_cluster(head: NodeShape, shapes: Sequence[NodeShape]) -> Iterator[Loca
                 process.wait(_END_S)
             process.kill()
             process.wait()
+
+
+def _labels() -> Iterator[Mapping[str, str]]:
+    """Of the nodes that live, of the cluster that this process is connected to."""
+    return (node["Labels"] for node in ray.nodes() if node["Alive"])
 
 
 def free_ports(number: int) -> list[int]:

@@ -116,10 +116,7 @@ def ray_node(
     """
     node = Node(head.address, NodeShape(num_cpus, labels, num_gpus), head.environment | dict(settings or {}))
     try:
-        deadline = time.monotonic() + _START_S
-        while not any(labels.items() <= known["labels"].items() for known in head.nodes()):
-            node.check_starts(deadline)
-            time.sleep(0.5)
+        node.wait_until_joined(lambda: (known["labels"] for known in head.nodes()))
         yield node.kill
     finally:
         node.kill()
