@@ -147,6 +147,7 @@ class ModelInfo:
     fingerprint: str  # of configuration and weights, those of the adapters included
     folder: str  # where the checkpoint and its tokenizer lie on this machine
     eos_token_ids: tuple[int, ...]
+    device_bytes: int = 0  # memory of the GPU that vLLM computes on; 0 = it uses none
     drafter_folder: str = ""  # where the drafter's weights lie, "" = it has none
     held_out_acceptance: tuple[tuple[float, ...], tuple[float, ...]] = (), ()
     """Of the drafter, by position, where its training measured it: at temperature 1, and of greedy answers."""

@@ -43,6 +43,7 @@ from serve_app.backends.vllm_parts.checkpoint import (
     why_not_ours,
 )
 from serve_app.backends.vllm_parts.deltas import GAVE_UP, DeltaReader, prompt_logprobs, queue_s, scored
+from serve_app.backends.vllm_parts.replay_room import SHARE, needs_of, no_room, vllms_share
 from serve_app.backends.vllm_parts.scratch import Scratch
 from serve_app.backends.vllm_parts.settings import (
     LEASE_S,
@@ -56,6 +57,8 @@ from serve_app.backends.vllm_parts.settings import (
     faults_of,
     installed_version,
     is_tested,
+    ranks_of,
+    scheduler_terms,
 )
 from serve_app.backends.vllm_parts.vllm_handoff import Manifest, Readings, pack, source_of, unpack
 from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
@@ -141,14 +144,9 @@ class VllmBackend:
             os.environ.setdefault(name, value)
         with naming("model.source"):
             self._folder = await asyncio.to_thread(resolve_model, self._source)
-        why_not = why_not_ours(self._folder, self._settings.engine_args)
-        if self._replayer is not None and self._only_known and why_not:
-            _logger.warning(
-                "vLLM replays its own answers, which compares logprobs, and the distribution of greedy answers only: "
-                "our own engine does not compute what this vLLM does (%s).",
-                why_not,
-            )
-            self._replayer = None
+        self._device_bytes = 0 if ranks_of(self._settings.engine_args).by_ray else await asyncio.to_thread(_gpu_bytes)
+        if self._replayer is not None:
+            await asyncio.to_thread(self._make_room_for_replays)
         drafter = self._settings.engine.drafter
         self._drafter_folder = None
         if drafter.model is not None:
@@ -187,6 +185,33 @@ class VllmBackend:
         if self._replayer is not None:
             await self._replayer.start()
         return self._info()
+
+    def _make_room_for_replays(self) -> None:
+        """Where our engine does not know the model or has no room, vLLM replays; on a GPU, vLLM takes less of it.
+
+        Raises:
+            ConfigError: our engine has no room, and must replay.
+        """
+        arguments, why_not = self._settings.engine_args, None
+        if self._only_known and (unlike := why_not_ours(self._folder, arguments)):
+            why_not = f"our own engine does not compute what this vLLM does ({unlike})"
+        elif self._device_bytes:
+            needs = needs_of(self._folder, self._settings.engine, arguments)
+            share = vllms_share(needs, self._device_bytes, arguments.get(SHARE))
+            if share is None:
+                why_not = no_room(needs, self._device_bytes, arguments.get(SHARE))
+            elif SHARE not in arguments:
+                _logger.info("vLLM takes %.2f of the GPU: our own engine replays beside it.", share)
+                self._settings = dataclasses.replace(self._settings, engine_args={**arguments, SHARE: share})
+        if why_not is None:
+            return
+        if not self._only_known:
+            raise ConfigError(f"vllm.replays is torch, but {why_not}; remove it, or set it to vllm.")
+        self._replayer = None
+        _logger.warning(
+            "vLLM replays its own answers, which compares logprobs, and the distribution of greedy answers only: %s.",
+            why_not,
+        )
 
     async def _fix_workers(self) -> None:
         """Work around known faults of vLLM's workers."""
@@ -617,12 +642,17 @@ class VllmBackend:
             fingerprint=self._adapters.with_model(self._fingerprint),
             folder=str(self._folder),
             eos_token_ids=eos_token_ids(self._folder),
+            device_bytes=self._device_bytes,
             drafter_folder="" if self._drafter_folder is None else str(self._drafter_folder),
-            held_out_acceptance=held_out_rates(self._settings.engine.drafter.kind, self._drafter_folder),
+            held_out_acceptance=self._held_out,
             adapters=tuple(one.adapter for one in self._adapters),
             computing=self._computing,
             quantization=model.quantization or ("int4" if self._came_quantized else None),
         )
+
+    @property
+    def _held_out(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return held_out_rates(self._settings.engine.drafter.kind, self._drafter_folder)
 
     @property
     def _computing(self) -> Computing:
@@ -670,7 +700,7 @@ class VllmBackend:
         )
         arguments |= self._adapters.arguments(self._settings.engine_args)
         check_known(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
-        arguments["additional_config"] = {TERMS: {"sampled_drafts_fail": self._faults.sampled_drafts}}
+        arguments["additional_config"] = {TERMS: scheduler_terms(config.drafter, self._faults, self._held_out)}
         if self._pulls:
             _open_side_channel()
         self._counts = vllm_stats.Counts()
@@ -679,6 +709,13 @@ class VllmBackend:
         cache = llm.vllm_config.cache_config
         self._counts.set_sizes(cache.num_gpu_blocks, cache.block_size)
         return llm
+
+
+def _gpu_bytes() -> int:
+    """The memory of the GPU that vLLM computes on; 0 = it uses none."""
+    from vllm.platforms import current_platform
+
+    return 0 if current_platform.is_cpu() else current_platform.get_device_total_memory()
 
 
 def _memory_folder() -> Path | None:

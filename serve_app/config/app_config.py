@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
+from serve_app.backends.vllm_parts.replay_room import SHARE, needs_of, vllms_share
 from serve_app.backends.vllm_parts.settings import SIZES, Ranks, VllmSettings, check_lora, check_settings, ranks_of
 from serve_app.config.base import (
     POOLS_OF_TOPOLOGY,
@@ -106,7 +107,7 @@ class VllmSection(Section):
     """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
     replays: Literal["vllm", "torch"] | None = None
     """What replays finished requests; `torch`: our own engine beside vLLM, except for requests of an adapter. If not
-    set, that is so on CPUs, for a model that our engine knows; on a GPU it would need room that vLLM has taken."""
+    set, that is so for a model that our engine knows; on a GPU where both fit, of which vLLM then takes less."""
     self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the steps in which self-checks see what vLLM's sampler draws from, and what it draws; 0 = none."""
     allow_untested: bool = False
@@ -629,18 +630,30 @@ class AppConfig(Section):
         return replace(self.engine_config(pool), quantization=self.engine.dtype, drafter=drafter)
 
     def may_replay_vllm(self, pool: PoolName) -> bool:
-        """Whether replicas of `pool` load our own engine beside vLLM, if it knows the model or is told to."""
-        unset = self.vllm.replays is None and self.pool(pool).num_gpus == 0
-        return pool != "decode" and (unset or self.vllm.replays == "torch")
+        """Whether replicas of `pool` load our own engine beside vLLM, if it knows the model and fits, or must."""
+        return pool != "decode" and self.vllm.replays != "vllm" and not self.ranks.by_ray
 
-    def replays_show_distribution(self, folder: str) -> Callable[[Request], bool]:
-        """Whether a replay of a request gives the distribution of its tokens, and not their logprobs alone; `folder`
-        holds the model."""
+    def replays_show_distribution(self, folder: str, device_bytes: int = 0) -> Callable[[Request], bool]:
+        """Whether a replay of a request gives the distribution of its tokens, and not their logprobs alone.
+
+        Args:
+            folder: holds the model.
+            device_bytes: memory of a replica's GPU, which those that replay have, too; 0 = they have none.
+        """
         if self.engine.kind == "torch":
             return lambda request: True
-        ours = self.may_replay_vllm(self.pool_names[0])
-        ours = ours and (self.vllm.replays == "torch" or not why_not_ours(Path(folder), self.vllm.engine_args))
+        pool = self.pool_names[0]
+        ours = self.may_replay_vllm(pool)
+        if ours and self.vllm.replays is None:
+            ours = self._can_replay_vllm(pool, Path(folder), device_bytes)
         return lambda request: ours and not (request.adapter or request.params.structure)
+
+    def _can_replay_vllm(self, pool: PoolName, folder: Path, device_bytes: int) -> bool:
+        arguments = self.vllm.engine_args
+        if why_not_ours(folder, arguments):
+            return False
+        needs = needs_of(folder, self.replay_config(pool), arguments) if device_bytes else None
+        return needs is None or vllms_share(needs, device_bytes, arguments.get(SHARE)) is not None
 
     @property
     def parcels(self) -> Literal["plasma", "inline", "nixl"]:

@@ -59,12 +59,6 @@ def make_backend(config: AppConfig, pool: PoolName) -> Backend:
     if config.engine.kind == "torch":
         return TorchBackend(source, name, config.engine_config(pool))
     replayer = TorchBackend(source, name, config.replay_config(pool)) if config.may_replay_vllm(pool) else None
-    if replayer is None and pool != "decode" and config.vllm.replays is None:
-        _logger.warning(
-            "vLLM replays its own answers, which compares logprobs, and the distribution of greedy answers only. To "
-            "have our own engine replay them on the same GPU, leave it room by "
-            "vllm.engine_args.gpu_memory_utilization, and set vllm.replays to torch."
-        )
     return VllmBackend(source, name, config.vllm_settings(pool), replayer, only_known=config.vllm.replays is None)
 
 

@@ -70,7 +70,7 @@ class HttpFront:
         comparable = self._config.engine.logprobs_mode == "raw_logprobs"
         self._checks = Checks(
             lambda request_id: chosen(request_id, replay.sample_rate),
-            self._config.replays_show_distribution(info.folder),
+            self._config.replays_show_distribution(info.folder, info.device_bytes),
             self._submit,
             self._runtime.check,
             replay.verify_timeout_s,

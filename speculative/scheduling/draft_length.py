@@ -64,8 +64,15 @@ class DraftLength:
     def drafted(self, sequence: Sequence, probabilities: Sequences[float]) -> None:
         """Record the drafter's own probability of each of a sequence's drafts; called only under an early-exit rule."""
 
-    def observe(self, entries: Sequences[Entry], results: Sequences[SequenceResult], step_s: float) -> None:
-        """Learn from a step's results, and from the seconds that drafting and verifying took."""
+    def observe(
+        self,
+        entries: Sequences[Entry],
+        results: Sequences[SequenceResult],
+        step_s: float,
+        longest: int | None = None,
+    ) -> None:
+        """Learn from a step's results, and from the seconds that drafting and verifying took. `longest`: drafts that a
+        model made for one sequence, where they were not those verified in the step."""
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept about a request that has left."""
@@ -187,12 +194,19 @@ class DynamicLength(DraftLength):
         self._rule_is_used = True
         self._probabilities[sequence.request.request_id] = probabilities
 
-    def observe(self, entries: Sequences[Entry], results: Sequences[SequenceResult], step_s: float) -> None:
+    def observe(
+        self,
+        entries: Sequences[Entry],
+        results: Sequences[SequenceResult],
+        step_s: float,
+        longest: int | None = None,
+    ) -> None:
         """Keep the step for the next look: at every step, learning would find all caches cold."""
         if self._drafting or not self._num_kept or self._passages.any_chosen:
             starts = [len(entry.sequence.tokens) for entry in entries]
             may_end_early, repeats = self._rule.least > 0, self._passages.any_chosen
-            self._unread.append(_Step(entries, results, starts, step_s, self._probabilities, may_end_early, repeats))
+            known = entries, results, starts, step_s, longest, self._probabilities, may_end_early, repeats
+            self._unread.append(_Step(*known))
             self._probabilities = {}
         if self._passages.any_chosen:
             self._learn()
@@ -221,7 +235,8 @@ class DynamicLength(DraftLength):
             if not comparable or not step.entries:
                 continue
             cost = self._cost(len(step.entries))
-            work = Work(len(step.entries), num_drafts, max(counts, default=0), sum(step.starts), missed)
+            longest = max(counts, default=0) if step.longest is None else step.longest
+            work = Work(len(step.entries), num_drafts, longest, sum(step.starts), missed)
             if not catches_up:
                 cost.observe(work, step.seconds)
             elif self._is_trial:  # else a part of the prompt may have been shared, or computed with the target
@@ -372,15 +387,16 @@ class DynamicLength(DraftLength):
 class _Step(NamedTuple):
     """A step that nothing was learned from yet.
 
-    starts: tokens of each entry's sequence before it. seconds: as `DraftLength.observe` gets them. probabilities: of
-        each request's drafts in the drafter's distribution, where they are known. repeats: whether some drafts were
-        passages; those are looked up before the next step.
+    starts: tokens of each entry's sequence before it. seconds, longest: as `DraftLength.observe` gets them.
+    probabilities: of each request's drafts in the drafter's distribution, where they are known. repeats: whether some
+        drafts were passages; those are looked up before the next step.
     """
 
     entries: Sequences[Entry]
     results: Sequences[SequenceResult]
     starts: Sequences[int]
     seconds: float
+    longest: int | None
     probabilities: Mapping[str, Sequences[float]]
     may_end_early: bool
     repeats: bool

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.backends.vllm_parts.settings import Faults, scheduler_terms
+from speculative.config import DrafterConfig
 from speculative.request import Speculation
 from tests.support.vllm_installed import NEEDS_VLLM
 
@@ -13,23 +15,32 @@ pytestmark = NEEDS_VLLM
 
 def asking(temperature: float = 0.0, **terms: Any) -> SimpleNamespace:
     """A running request with drafts."""
-    params = SimpleNamespace(temperature=temperature, extra_args={"truespec": {"speculate": True} | terms})
-    return SimpleNamespace(sampling_params=params, spec_token_ids=[5, 6], num_preemptions=0)
+    extra = {"truespec": {"speculate": True} | terms}
+    params = SimpleNamespace(temperature=temperature, max_tokens=1000, extra_args=extra)
+    return SimpleNamespace(sampling_params=params, spec_token_ids=[5, 6], num_preemptions=0, prompt_token_ids=[1, 2])
 
 
 def scheduler(
-    monkeypatch: pytest.MonkeyPatch, requests: dict[str, SimpleNamespace], *, sampled_drafts: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    requests: dict[str, SimpleNamespace],
+    *,
+    sampled_drafts: bool = True,
+    drafter: DrafterConfig | None = None,
 ) -> Any:
     """One of ours over vLLM's, of which nothing runs but what is called here."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from serve_app.backends.vllm_parts.vllm_scheduler import SpeculationScheduler
 
+    drafter = drafter or DrafterConfig(num_draft_tokens=2)
+
     def begin(self: Any) -> None:
-        terms = {"truespec": {"sampled_drafts_fail": not sampled_drafts}}
-        self.vllm_config = SimpleNamespace(additional_config=terms)
+        terms = scheduler_terms(drafter, Faults(sampled_drafts=not sampled_drafts), ((), ()))
+        self.vllm_config = SimpleNamespace(additional_config={"truespec": terms})
         self.requests, self.running = requests, list(requests.values())
-        self.num_spec_tokens, self.max_num_running_reqs = 2, 4
+        self.num_spec_tokens, self.max_num_running_reqs = drafter.num_draft_tokens, 4
+        for name, request in requests.items():
+            request.request_id = name
 
     monkeypatch.setattr(Scheduler, "__init__", begin)
     monkeypatch.setattr(Scheduler, "add_request", lambda self, request: None)

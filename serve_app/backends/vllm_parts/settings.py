@@ -6,7 +6,7 @@ This module imports no vLLM: settings are also checked where it is not installed
 import difflib
 import importlib.metadata
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -169,10 +169,7 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
     for name, reason in _NEEDS_DEFAULT.items():
         if getattr(config, name) != options_of(EngineConfig)[name].default:
             raise ConfigError(f"engine.{name} cannot be set for engine.kind vllm: {reason}. Remove it.")
-    if config.drafter.length != "static":
-        raise ConfigError("drafter.length must be static for engine.kind vllm: it drafts as many tokens each round.")
-    if config.drafter.kind not in _KINDS:
-        raise ConfigError(f"drafter.kind {config.drafter.kind} is not among vLLM's: use {', '.join(_KINDS)}.")
+    _check_drafter(config.drafter)
     ranks = ranks_of(engine_args)
     if ranks.pipeline > 1 and config.drafter.kind != "none":
         raise ConfigError(
@@ -185,6 +182,20 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
             fix = OWN_ARGUMENTS[name]
             instead = f"set {fix} instead" if fix else "it follows from what this server needs; remove it"
             raise ConfigError(f"vllm.engine_args.{name} is decided by this server: {instead}.")
+
+
+def _check_drafter(drafter: DrafterConfig) -> None:
+    if drafter.kind not in _KINDS:
+        raise ConfigError(f"drafter.kind {drafter.kind} is not among vLLM's: use {', '.join(_KINDS)}.")
+    if drafter.length == "dynamic" and drafter.kind == "suffix":
+        raise ConfigError(
+            "drafter.length must be static for drafter.kind suffix with engine.kind vllm, which drafts as far as the "
+            "match promises; remove it."
+        )
+    if drafter.max_repeated:
+        raise ConfigError(
+            "drafter.suffix_first cannot be set for engine.kind vllm: it has one drafter at a time. Remove it."
+        )
 
 
 def ranks_of(engine_args: Mapping[str, Any]) -> Ranks:
@@ -305,7 +316,7 @@ def engine_arguments(
     if "kv_cache_tokens" in settings.given:
         arguments["num_gpu_blocks_override"] = config.num_blocks + _SPARE_BLOCKS
     if config.drafter.kind != "none":
-        arguments["speculative_config"] = _speculation(config.drafter, drafter_folder)
+        arguments["speculative_config"] = _speculation(config.drafter, config.max_num_seqs, drafter_folder)
     if settings.handoff == "copy":
         arguments["kv_transfer_config"] = {
             "kv_connector": "CopyConnector",
@@ -405,8 +416,26 @@ def draws_drafts(drafter: DrafterConfig) -> bool:
     return drafter.sampled and drafter.kind in KINDS_WITH_WEIGHTS
 
 
-def _speculation(drafter: DrafterConfig, folder: str | None) -> dict[str, Any]:
+def scheduler_terms(drafter: DrafterConfig, faults: Faults, held_out: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """What our scheduler in vLLM is to know, as JSON.
+
+    Args:
+        drafter: the configured one.
+        faults: of this vLLM.
+        held_out: share of its drafts that were accepted in training, by position: of sampled and of greedy requests.
+    """
+    return {
+        "sampled_drafts_fail": faults.sampled_drafts,
+        "steers_drafter": drafter.kind != "suffix",  # which insists on its number
+        "drafts_by_model": drafter.kind in KINDS_WITH_WEIGHTS,
+        "expected_acceptance": [list(rates) for rates in held_out] if drafter.length == "dynamic" else None,
+    }
+
+
+def _speculation(drafter: DrafterConfig, max_num_seqs: int, folder: str | None) -> dict[str, Any]:
     common: dict[str, Any] = {"method": drafter.kind, "num_speculative_tokens": drafter.num_draft_tokens}
+    if drafter.length == "dynamic":  # our scheduler changes the number; vLLM is to be ready for any
+        common["num_speculative_tokens_per_batch_size"] = [[1, max_num_seqs, drafter.num_draft_tokens]]
     if drafter.kind == "ngram":
         ngram = drafter.options_of(NgramOptions)
         return common | {"prompt_lookup_max": ngram.ngram_max, "prompt_lookup_min": ngram.ngram_min}

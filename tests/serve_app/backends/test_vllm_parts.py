@@ -31,6 +31,7 @@ from tests.support.tiny_models import write_tiny_model
 FIRST, ACCEPTED, RECOVERED, BONUS = TokenKind.FIRST, TokenKind.ACCEPTED, TokenKind.RECOVERED, TokenKind.BONUS
 OURS = Manifest("f00", "ngram", "0.32.0", "auto bfloat16 32", 2)
 PROMPT = (5, 9, 17, 33)
+GIB = 1 << 30
 
 
 def args(**sections: Any) -> dict[str, Any]:
@@ -46,7 +47,12 @@ def args(**sections: Any) -> dict[str, Any]:
         ({"engine": {"kind": "vllm", "verifier": "block"}}, "args.engine.verifier", "token by token"),
         ({"engine": {"kind": "vllm", "quantization": "int8"}}, "args.engine.quantization", "quantized checkpoint"),
         ({"engine": {"kind": "vllm", "cuda_graphs": True}}, "args.engine.cuda_graphs", "enforce_eager"),
-        ({"drafter": {"length": "dynamic"}}, "args.drafter.length", "must be static"),
+        ({"drafter": {"kind": "suffix", "length": "dynamic"}}, "args.drafter.length", "as far as the match promises"),
+        (
+            {"drafter": {"kind": "eagle3", "model": "m", "length": "dynamic", "suffix_first": 9}},
+            "args.drafter.suffix_first",
+            "one drafter at a time",
+        ),
     ],
     ids=str,
 )
@@ -57,27 +63,30 @@ def test_what_vllm_cannot_follow_is_refused_by_name(sections: dict[str, Any], fi
 
 
 @pytest.mark.parametrize(
-    ("vllm", "config", "gpus", "by_ours"),
+    ("vllm", "config", "device_bytes", "by_ours"),
     [
         ({}, {}, 0, True),
-        ({}, {}, 1, False),
+        ({}, {}, GIB, True),
+        ({}, {}, GIB >> 12, False),
+        ({"engine_args": {"gpu_memory_utilization": 0.85}}, {}, GIB, True),
+        ({"engine_args": {"gpu_memory_utilization": 0.95}}, {}, GIB, False),
         ({}, {"architectures": ["MixtralForCausalLM"]}, 0, False),
+        ({}, {"architectures": ["MixtralForCausalLM"]}, GIB, False),
         ({}, {"quantization_config": {"quant_method": "awq"}}, 0, False),
         ({"engine_args": {"quantization": "fp8"}}, {}, 0, False),
         ({"replays": "vllm"}, {}, 0, False),
-        ({"replays": "torch"}, {}, 1, True),
+        ({"replays": "torch"}, {}, GIB, True),
     ],
     ids=str,
 )
 def test_our_engine_replays_where_it_has_room_and_knows_the_model(
-    vllm: dict[str, Any], config: dict[str, Any], gpus: int, by_ours: bool, tmp_path: Path
+    vllm: dict[str, Any], config: dict[str, Any], device_bytes: int, by_ours: bool, tmp_path: Path
 ) -> None:
     folder = write_tiny_model(tmp_path / "m")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    pools = {"prefill": {"num_gpus": gpus}, "decode": {"num_gpus": gpus}}
-    parsed = parse_args(args(vllm=vllm, pools=pools))
-    shown = parsed.replays_show_distribution(str(folder))
+    parsed = parse_args(args(vllm=vllm))
+    shown = parsed.replays_show_distribution(str(folder), device_bytes)
     params = SamplingParams()
     assert shown(Request("r", PROMPT, params)) == by_ours
     assert not shown(Request("r", PROMPT, params, adapter="sql"))

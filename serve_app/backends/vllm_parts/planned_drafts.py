@@ -1,0 +1,83 @@
+"""How many tokens vLLM drafts and verifies in each step: as many as pay, by the policy of our own engine.
+
+Ours drafts and then verifies in one step. vLLM drafts at the end of a step what the next one verifies, and as many for
+every request: the longest of the planned lengths; before the next step the others are cut to theirs.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from speculative.request import Request
+from speculative.scheduling.draft_length import DraftLength
+from speculative.state.batch import Entry, SequenceResult
+from speculative.state.sequence import Sequence
+
+
+class Computed(NamedTuple):
+    """One request's share of a step: known tokens, drafts, the tokens that it emitted."""
+
+    num_known: int
+    num_drafted: int
+    token_ids: list[int]
+
+
+class PlannedDrafts:
+    """The lengths planned for the requests that vLLM runs.
+
+    Args:
+        policy: decides them.
+        most: drafts that vLLM's drafter may make.
+        by_model: whether drafting takes time: a model runs once for each draft.
+    """
+
+    def __init__(self, policy: DraftLength, most: int, *, by_model: bool) -> None:
+        self._policy, self._most, self._by_model = policy, most, by_model
+        self._sequences: dict[str, Sequence] = {}
+        self._num_drafts = most  # as planned last
+
+    def add(self, request: Request) -> None:
+        """Plan for a request, too."""
+        self._sequences[request.request_id] = Sequence(request)
+
+    def keep(self, remaining: Collection[str]) -> None:
+        """Forget all requests but these."""
+        for request_id in self._sequences.keys() - set(remaining):
+            del self._sequences[request_id]
+            self._policy.forget(request_id)
+
+    def num_verified(self, request_id: str, num_made: int) -> int:
+        """How many of the drafts made for a request are to be verified, by the last plan."""
+        sequence = self._sequences.get(request_id)
+        return num_made if sequence is None else self._policy.max_drafts(sequence, num_made)
+
+    def plan(self, running: Collection[str], drafting: Collection[str]) -> int:
+        """How many tokens to draft at the end of the next step; where none of its requests is known, as many as last.
+
+        Args:
+            running: the requests of that step.
+            drafting: those that may have drafts verified in the step after it.
+        """
+        self._policy.plan([self._sequences[name] for name in running if name in self._sequences])
+        known = [self._sequences[name] for name in drafting if name in self._sequences]
+        if known:
+            self._num_drafts = max(self._policy.max_drafts(one, self._most) for one in known)
+        return self._num_drafts
+
+    def observe(self, step: Mapping[str, Computed], seconds: float, num_made: int) -> None:
+        """Learn from a step: what of its drafts was accepted, and how long it took.
+
+        Args:
+            step: its requests.
+            seconds: of all of it.
+            num_made: drafts made for each request at its end.
+        """
+        entries, results = [], []
+        for request_id, one in step.items():
+            if (sequence := self._sequences.get(request_id)) is not None:
+                num_accepted = max(0, len(one.token_ids) - 1)
+                entries.append(Entry(sequence, one.num_known, one.num_drafted, samples=bool(one.token_ids)))
+                results.append(SequenceResult(tuple(one.token_ids), one.num_drafted, num_accepted))
+        if len(entries) == len(step):  # the others are prompts to hand over and texts to score, which take long
+            self._policy.observe(entries, results, seconds, num_made if self._by_model else None)
+        for entry, result in zip(entries, results, strict=True):
+            entry.sequence.tokens.extend(result.token_ids)
