@@ -121,7 +121,8 @@ class VllmBackend:
         self._orders: asyncio.Task[None] | None = None  # the last engine-wide order
         self._fault: Exception | None = None
         self._version = DEFAULT_VERSION
-        self._loaded: Path | None = None
+        self._loaded: tuple[Path, Path | None] | None = None  # the model's folder, and the drafter's
+        self._drafter_fingerprint = ""
         self._paused = False
         self._readings = Readings()
         self._adapters = Adapters({})
@@ -175,7 +176,7 @@ class VllmBackend:
             layout += f" {(await self._llm.collective_rpc('cache_layout'))[0]}"
         self._manifest = Manifest(
             fingerprint=self._fingerprint,
-            drafter=f"{drafter.kind} {self._drafter_fingerprint}".strip(),
+            drafter=self._drafter_identity,
             vllm=version,
             layout=layout,
             num_ranks=parallel.world_size,
@@ -335,29 +336,39 @@ class VllmBackend:
         self._order(self._forget())
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
-        """Check new weights; vLLM reads them at the switch."""
-        if drafter is not None:
-            raise ConfigError("drafter_path cannot be given to the vllm engine: its drafter keeps its weights.")
+        """Check new weights; vLLM reads them at the switch. Without a drafter's among them, the configured one's."""
+        head = self._drafter_folder
         with naming("path"):
             folder = await asyncio.to_thread(resolve_model, source)
         check_same_model(folder, self._folder)
+        if drafter is not None:
+            kind = self._settings.engine.drafter.kind
+            if head is None:
+                raise ConfigError(f"drafter.kind {kind} has no weights, but an update names some ({drafter}).")
+            configured = head
+            with naming("drafter_path"):
+                head = await asyncio.to_thread(resolve_model, drafter, SHIPPED_HEADS)
+            check_same_model(head, configured)
         await asyncio.to_thread(self._adapters.check_unchanged)
         if self._replayer is not None:
             await self._replayer.load_weights(source)
-        self._loaded = folder
+        self._loaded = folder, head
         return self._adapters.with_model(await asyncio.to_thread(folder_fingerprint, folder))
 
     async def switch_weights(self, version: str) -> ModelInfo:
         """Switch to the weights checked last; running requests are recomputed from their tokens."""
-        folder, self._loaded = self._loaded, None
-        if folder is None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
             raise EngineFault("There are no weights to switch to; load them first.")
-        was_paused, view = self._paused, plain_view(folder, self._scratch.folder)
+        (folder, head), was_paused = loaded, self._paused
+        view = plain_view(folder, self._scratch.folder)
         if not was_paused:
             await self.pause(PauseMode.KEEP)
         try:
             await asyncio.to_thread(self._adapters.check_unchanged)
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(view)})
+            if head is not None:
+                await self._switch_drafter(head)
             await self._load_adapters()
             await self._forget()
             self._self_check.restart()
@@ -374,6 +385,15 @@ class VllmBackend:
             if not was_paused:
                 await self.unpause()
         return self._info()
+
+    async def _switch_drafter(self, head: Path) -> None:
+        """Read the drafter's weights where others are to be used than up to now; its cache goes with the target's."""
+        fingerprint = await asyncio.to_thread(folder_fingerprint, head)
+        if fingerprint == self._drafter_fingerprint:
+            return
+        await self._llm.collective_rpc("reload_drafter", args=(str(plain_view(head, self._scratch.folder)),))
+        self._drafter_fingerprint = fingerprint
+        self._manifest = dataclasses.replace(self._manifest, drafter=self._drafter_identity)
 
     def drop_weights(self) -> None:
         """Drop weights that were checked but will not be served."""
@@ -649,6 +669,10 @@ class VllmBackend:
             computing=self._computing,
             quantization=model.quantization or ("int4" if self._came_quantized else None),
         )
+
+    @property
+    def _drafter_identity(self) -> str:
+        return f"{self._settings.engine.drafter.kind} {self._drafter_fingerprint}".strip()
 
     @property
     def _held_out(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,21 +1,25 @@
 """vLLM passes the kit of all backends, with the drafters that its CPU build runs. `make test-vllm` sets it up."""
 
+import asyncio
 import dataclasses
 import json
+import operator
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
 
+from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.errors import ConfigError, EngineFault, InvalidRequest
+from speculative.errors import ConfigError, EngineFault, HandoffRefused, InvalidRequest
 from speculative.model.loading import load_decoder
-from speculative.request import FinishReason, Request, SamplingParams, Structure
+from speculative.request import FinishReason, Request, SamplingParams, Speculation, Structure, TokenDelta, TokenKind
+from speculative.stats import StepStats
 from speculative.training.heads import initial_head, save_head
 from tests.support.backend_conformance import (
     GREEDY,
@@ -40,6 +44,7 @@ CONFIG = EngineConfig(
     kv_cache_tokens=4096,
     block_size=32,
 )
+MANY = dataclasses.replace(GREEDY, max_tokens=150, logprobs=None)
 TARGET = {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
 
 
@@ -59,9 +64,15 @@ def drafter(request: pytest.FixtureRequest, folder: Path) -> DrafterConfig:
         return DrafterConfig(ngram_min=1, num_draft_tokens=3)
     if request.param == "draft_model":
         return DrafterConfig(kind="draft_model", model=str(folder), num_draft_tokens=3)
-    target = load_decoder(folder, dtype=torch.float32, device="cpu")
-    save_head(initial_head("eagle3", target, torch.arange(256)), folder.parent / "head")
-    return DrafterConfig(kind="eagle3", model=str(folder.parent / "head"), num_draft_tokens=3)
+    return DrafterConfig(kind="eagle3", model=str(write_head(folder, folder.parent / "head")), num_draft_tokens=3)
+
+
+def write_head(target: Path, folder: Path) -> Path:
+    """An EAGLE-3 head that shares the target's embedding, and has seen nothing else."""
+    save_head(
+        initial_head("eagle3", load_decoder(target, dtype=torch.float32, device="cpu"), torch.arange(256)), folder
+    )
+    return folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -179,6 +190,76 @@ async def test_an_answer_keeps_its_form(backend: VllmBackend) -> None:
     *said, end = tokens(deltas)
     assert re.fullmatch("[ab]{3}", "".join(names[token] for token in said))
     assert end in backend._info().eos_token_ids and deltas[-1].finish_reason is FinishReason.STOP
+
+
+async def test_acceptance_by_position_adds_up_is_as_expected_and_knows_only_drafts_that_were_verified(
+    backend: VllmBackend,
+) -> None:
+    async def counted() -> tuple[StepStats, list[TokenDelta]]:
+        """What a few requests add to the counts, with what the self-checks report a second later."""
+        await asyncio.sleep(1.5)
+        backend.take_stats()
+        requests = [Request(f"r{shift}", PROMPT[shift:], MANY) for shift in range(3)]
+        answers = await asyncio.gather(*(collect(backend.generate(request)) for request in requests))
+        await asyncio.sleep(1.5)
+        return backend.take_stats(), [delta for deltas in answers for delta in deltas]
+
+    stats, deltas = await counted()
+    drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
+    assert stats.num_drafted == sum(drafted) == sum(delta.num_drafted for delta in deltas) > 0
+    assert drafted == sorted(drafted, reverse=True) and accepted == sorted(accepted, reverse=True)
+    assert drafted[0] == stats.num_drafts and all(map(operator.le, accepted, drafted))
+    emitted = sum(delta.num_accepted for delta in deltas)
+    assert emitted <= stats.num_accepted <= emitted + 3 * 3, (
+        "the last drafts of an answer may be accepted behind its end"
+    )
+    assert stats.expected_accepted == pytest.approx(stats.num_accepted, abs=1e-2), "greedy drafts are certain"
+    backend.set_speculation(Speculation.OFF)
+    withheld, _ = await counted()
+    backend.set_speculation(Speculation.ON)
+    assert withheld.num_drafted == withheld.num_drafts == withheld.num_accepted == withheld.expected_accepted == 0
+
+
+async def test_a_drafter_follows_an_update_that_brings_its_weights_and_keeps_its_own_otherwise(
+    backend: VllmBackend, drafter: DrafterConfig, folder: Path, tmp_path: Path
+) -> None:
+    """What it shares with the target is the new target's: it drafts what our engine drafts with the two."""
+    others = write_tiny_model(tmp_path / "others", vocab_size=512, tokenizer=True, seed=9, **TARGET)
+    if drafter.model is None:
+        with pytest.raises(ConfigError, match=r"drafter.kind ngram has no weights"):
+            await backend.load_weights(str(others), str(others))
+        return
+    new = others if drafter.kind == "draft_model" else write_head(others, tmp_path / "head")
+    alien = write_tiny_model(tmp_path / "alien", vocab_size=512, tokenizer=True, **(TARGET | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match="is of another model"):
+        await backend.load_weights(str(others), str(alien))
+    handoff = (await backend.prefill(Request("r", PROMPT, GREEDY), first_token=True)).handoff
+    assert handoff is not None
+    seen = []
+    for target, head in ((folder, new), (others, new), (others, None), (folder, None)):
+        await backend.load_weights(str(target), None if head is None else str(head))
+        await backend.switch_weights("v")
+        deltas = await collect(backend.generate(Request("r", PROMPT, MANY)))
+        seen.append(drawn(deltas))
+        config = dataclasses.replace(CONFIG, drafter=dataclasses.replace(drafter, model=str(head or drafter.model)))
+        ours = TorchBackend(str(target), "ours", config)
+        await ours.start()
+        assert drawn(await collect(ours.generate(Request("r", PROMPT, MANY)))) == seen[-1], (target.name, head)
+        await ours.stop()
+        if head is not None and target is folder:
+            with pytest.raises(HandoffRefused, match="drafter"):
+                await collect(backend.resume(Request("r", PROMPT, GREEDY), handoff))
+    assert seen[1] != seen[2], "the two drafters must be distinguished"
+    assert tokens(await collect(backend.resume(Request("r", PROMPT, GREEDY), handoff))) == [
+        token for token, _ in seen[-1][: GREEDY.max_tokens]
+    ]
+    await idle(backend)
+
+
+def drawn(deltas: Sequence[TokenDelta]) -> list[tuple[int, bool]]:
+    """The tokens, and whether each was a draft; not of the end, where our engine drafts less."""
+    kinds = [kind is TokenKind.ACCEPTED for delta in deltas for kind in delta.kinds]
+    return list(zip(tokens(deltas), kinds, strict=True))[:-8]
 
 
 async def test_other_weights_of_the_model_are_taken_while_requests_run(

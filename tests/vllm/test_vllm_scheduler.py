@@ -78,7 +78,7 @@ def test_rounds_are_reported_without_the_placeholders_that_nobody_drafted(monkey
 
     requests = {"r": asking()}
     ours = scheduler(monkeypatch, requests)
-    said = iter(([7], [8, 9], [3]))
+    said = iter(([7], [8, 9], [3], [5]))
 
     def update(self: Any, *args: Any) -> dict[int, SimpleNamespace]:
         output = SimpleNamespace(request_id="r", new_token_ids=next(said), kv_transfer_params=None)
@@ -86,12 +86,41 @@ def test_rounds_are_reported_without_the_placeholders_that_nobody_drafted(monkey
 
     monkeypatch.setattr(Scheduler, "update_from_output", update)
     reported = []
-    for drafts in ({"r": [-1, -1]}, {"r": [8, 4, 4]}, {}):
-        step = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
-        (output,) = ours.update_from_output(step, None)[0].outputs
-        reported.append(output.kv_transfer_params["truespec"]["rounds"])
-    assert reported[-1] == [(1, 0), (3, 3), (4, 0)]
+    for drafts, drawn in (([-1, -1], [7]), ([8, 4, 4], [8, 9]), ([], [3]), ([5, 6], [5, 6, 2])):  # the last one ends it
+        step = SimpleNamespace(
+            num_scheduled_tokens={"r": 1 + len(drafts)}, scheduled_spec_decode_tokens={"r": drafts} if drafts else {}
+        )
+        output = SimpleNamespace(sampled_token_ids=[drawn], req_id_to_index={"r": 0})
+        (told,) = ours.update_from_output(step, output)[0].outputs
+        reported.append(told.kv_transfer_params["truespec"]["rounds"])
+    assert reported[-1] == [(1, 0, 0), (3, 3, 1), (4, 0, 0), (5, 2, 2)]
     requests.clear()
     monkeypatch.setattr(Scheduler, "update_from_output", lambda self, *args: {})
-    ours.update_from_output(SimpleNamespace(scheduled_spec_decode_tokens={}), None)
+    ours.update_from_output(SimpleNamespace(num_scheduled_tokens={}, scheduled_spec_decode_tokens={}), None)
     assert ours._rounds == {}, "what is over is remembered"
+
+
+def test_a_drafter_makes_nothing_where_nothing_may_be_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's drafts cost time, whether they are verified or not."""
+    for requests, kind, made in (
+        ({"plain": asking(speculate=False)}, "ngram", 0),
+        ({"plain": asking(speculate=False), "client": asking()}, "ngram", 2),
+        ({"plain": asking(speculate=False)}, "suffix", 2),  # vLLM's insists on its number
+    ):
+        ours = scheduler(monkeypatch, requests, drafter=DrafterConfig(kind=kind, num_draft_tokens=2))
+        ours.schedule()
+        assert ours.dynamic_sd_lookup == [made] * 5
+
+
+def test_drafts_of_dynamic_length_are_cut_to_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = {name: asking() for name in ("sure", "lost")}
+    for name, request in requests.items():
+        request.request_id = name
+    ours = scheduler(monkeypatch, {}, drafter=DrafterConfig(num_draft_tokens=2, length="dynamic"))
+    for request in requests.values():
+        ours.add_request(request)
+    ours.requests, ours.running = requests, list(requests.values())
+    monkeypatch.setattr(ours._planned, "plan", lambda running, drafting: 1)
+    monkeypatch.setattr(ours._planned, "num_verified", lambda name, made: min(made, name == "sure"))
+    assert ours.schedule() == {"sure": [5], "lost": []}
+    assert ours.dynamic_sd_lookup == [1] * 5

@@ -11,7 +11,7 @@ from speculative.errors import ConfigError
 
 _OURS_ALONE = "quantized.safetensors"  # weights packed for our own engine, beside the plain ones
 _OTHER_NUMBERS = ("quantization", "kv_cache_dtype", "hf_overrides", "model_impl")  # arguments that change the numbers
-_LEAVES_MODEL_ALONE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+_LEAVES_MODEL_ALONE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "held_out_acceptance"}
 
 
 def plain_view(folder: Path, scratch: Path) -> Path:

@@ -20,15 +20,11 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One step of one request."""
+    """One step of one request; an answer may end before the last draft that was accepted."""
 
     num_emitted: int
-    num_drafted: int
-
-    @property
-    def num_accepted(self) -> int:
-        """Drafts that were emitted; one more token follows them in each round."""
-        return min(self.num_drafted, self.num_emitted - 1)
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class DeltaReader:
@@ -69,7 +65,7 @@ class DeltaReader:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs(request, output),
             num_drafted=sum(one.num_drafted for one in rounds),
-            num_accepted=sum(one.num_accepted for one in rounds),
+            num_accepted=sum(min(one.num_accepted, one.num_emitted) for one in rounds),
             num_cached_tokens=0 if self._begun or self._handed_off else output.num_cached_tokens or 0,
             queue_s=0.0 if self._begun else queue_s(output),
             preempted=bool(reported.get("preempted")),
@@ -86,12 +82,12 @@ class DeltaReader:
         """The rounds that emitted the newest tokens. Rounds that are not reported had no drafts."""
         rounds, begin = [], self._num_read
         self._num_read += num_new
-        for end, num_drafted in reported:
+        for end, num_drafted, num_accepted in reported:
             if begin < end <= self._num_read:
-                rounds.append(Round(end - begin, num_drafted))
+                rounds.append(Round(end - begin, num_drafted, num_accepted))
                 begin = end
         if begin < self._num_read:
-            rounds.append(Round(self._num_read - begin, 0))
+            rounds.append(Round(self._num_read - begin))
         return rounds
 
     def _drawn(self, rounds: Sequence[Round], num_new: int) -> DrawnRound | None:
@@ -107,8 +103,9 @@ class DeltaReader:
                 self._is_first = False
                 continue
             last = TokenKind.RECOVERED if one.num_accepted < one.num_drafted else TokenKind.BONUS
-            drafted = TokenKind.ACCEPTED if one.num_drafted else TokenKind.BONUS
-            kinds += [drafted] * (one.num_emitted - 1) + [last]
+            drafted = TokenKind.ACCEPTED if one.num_drafted else TokenKind.BONUS  # rounds not reported come as one
+            num_before = one.num_accepted if one.num_drafted else one.num_emitted - 1
+            kinds += [*[drafted] * num_before, last][: one.num_emitted]
         return tuple(kinds)
 
 

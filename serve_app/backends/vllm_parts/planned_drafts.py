@@ -14,11 +14,16 @@ from speculative.state.sequence import Sequence
 
 
 class Computed(NamedTuple):
-    """One request's share of a step: known tokens, drafts, the tokens that it emitted."""
+    """One request's share of a step: known tokens, drafts, the tokens drawn for it, kept or not."""
 
     num_known: int
     num_drafted: int
     token_ids: list[int]
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were accepted; one more token follows them."""
+        return min(self.num_drafted, max(0, len(self.token_ids) - 1))
 
 
 class PlannedDrafts:
@@ -44,6 +49,10 @@ class PlannedDrafts:
         for request_id in self._sequences.keys() - set(remaining):
             del self._sequences[request_id]
             self._policy.forget(request_id)
+
+    def restart(self) -> None:
+        """Forget how often drafts were accepted: it may be with other weights."""
+        self._policy.restart()
 
     def num_verified(self, request_id: str, num_made: int) -> int:
         """How many of the drafts made for a request are to be verified, by the last plan."""
@@ -74,9 +83,8 @@ class PlannedDrafts:
         entries, results = [], []
         for request_id, one in step.items():
             if (sequence := self._sequences.get(request_id)) is not None:
-                num_accepted = max(0, len(one.token_ids) - 1)
                 entries.append(Entry(sequence, one.num_known, one.num_drafted, samples=bool(one.token_ids)))
-                results.append(SequenceResult(tuple(one.token_ids), one.num_drafted, num_accepted))
+                results.append(SequenceResult(tuple(one.token_ids), one.num_drafted, one.num_accepted))
         if len(entries) == len(step):  # the others are prompts to hand over and texts to score, which take long
             self._policy.observe(entries, results, seconds, num_made if self._by_model else None)
         for entry, result in zip(entries, results, strict=True):

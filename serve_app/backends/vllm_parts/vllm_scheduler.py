@@ -44,7 +44,8 @@ class SpeculationScheduler(Scheduler):
         self._began = self._ended = 0.0  # of the last step
         self._last_step: dict[str, Computed] = {}
         self._num_made = 0
-        self._rounds: dict[str, list[tuple[int, int]]] = {}  # by request: tokens emitted up to its end, drafts
+        # By request: tokens emitted up to the end of the round, drafts, and how many of these were accepted.
+        self._rounds: dict[str, list[tuple[int, int, int]]] = {}
 
     def add_request(self, request: Any) -> None:
         """Add a request; one of our own may carry an order."""
@@ -93,12 +94,9 @@ class SpeculationScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """What the step emitted, each output with its rounds."""
-        drafted = {
-            request_id: sum(token >= 0 for token in tokens)  # -1 stands for no draft
-            for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
-        }
+        step = _computed(scheduler_output, model_runner_output)
         if self._planned is not None:
-            self._last_step = _computed(scheduler_output, model_runner_output)
+            self._last_step = step
         requests = dict(self.requests)
         reported = super().update_from_output(scheduler_output, model_runner_output)
         for outputs in reported.values():
@@ -106,7 +104,8 @@ class SpeculationScheduler(Scheduler):
                 rounds = self._rounds.setdefault(output.request_id, [])
                 if output.new_token_ids:
                     before = rounds[-1][0] if rounds else 0
-                    rounds.append((before + len(output.new_token_ids), drafted.get(output.request_id, 0)))
+                    judged = step[output.request_id]
+                    rounds.append((before + len(output.new_token_ids), judged.num_drafted, judged.num_accepted))
                 request = requests.get(output.request_id)
                 preempted = request is not None and request.num_preemptions > 0
                 terms = {"rounds": rounds[-_ROUNDS_REPORTED:], "preempted": preempted}
@@ -125,11 +124,13 @@ class SpeculationScheduler(Scheduler):
         )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget what was computed, including what came from elsewhere or waits to be read.
+        """Forget what was computed, including what came from elsewhere or waits to be read, and what was accepted.
 
         Raises:
             RuntimeError: some of it is being read; try again a step later.
         """
+        if reset_running_requests and self._planned is not None:
+            self._planned.restart()
         if reset_running_requests and hasattr(self.connector, "recall"):  # it is one of ours
             self.connector.recall()
             for request in [one for one in self._reading() if one.request_id in self.finished_recving_kv_req_ids]:
@@ -168,7 +169,8 @@ def _computed(scheduled: Any, output: Any) -> dict[str, Computed]:
     """What a step did for each request, before anything ends it."""
     step = {}
     for name, number in scheduled.num_scheduled_tokens.items():
-        num_drafted = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+        drafts = scheduled.scheduled_spec_decode_tokens.get(name, ())
         sampled = output.sampled_token_ids[output.req_id_to_index[name]] if output.sampled_token_ids else []
-        step[name] = Computed(number - num_drafted, num_drafted, list(sampled))
+        num_drafted = sum(token >= 0 for token in drafts)  # -1 stands for no draft
+        step[name] = Computed(number - len(drafts), num_drafted, list(sampled))
     return step

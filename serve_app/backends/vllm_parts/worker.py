@@ -84,6 +84,33 @@ class WorkerExtension:
 
         return str(get_kv_transfer_group().layout)
 
+    def reload_drafter(self, path: str) -> None:
+        """Read the drafter's weights from a folder; what it shares with the target stays the target's.
+
+        vLLM reads the target's again only. A head that came without an embedding or an LM head, or with copies of the
+        target's, has the target's modules in their place: what the checkpoint says of these is passed over.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import get_model_loader, reload
+
+        runner = self.model_runner
+        model, config = runner.drafter.model, runner.speculative_config.draft_model_config
+        model = model.unwrap() if hasattr(model, "unwrap") else model
+        shared = _shared_modules(model, runner.get_model())
+        names = {name for _, name, _ in shared}
+        config.model, config.revision = path, None
+        for owner, name, _ in shared:
+            delattr(owner, name)
+        try:
+            with set_current_vllm_config(runner.vllm_config):
+                weights = get_model_loader(runner.load_config).get_all_weights(config, model)
+                reload.initialize_layerwise_reload(model)
+                model.load_weights((name, tensor) for name, tensor in weights if names.isdisjoint(name.split(".")))
+                reload.finalize_layerwise_reload(model, config)
+        finally:
+            for owner, name, module in shared:
+                setattr(owner, name, module)
+
     def watch_sampler(self, share: float, sampled: bool) -> None:
         """Check what is sampled in this share of the steps; `sampled`: drafts come with q."""
         from vllm.v1.sample import rejection_sampler
@@ -109,3 +136,10 @@ class WorkerExtension:
         they should have accepted."""
         terms = [(list(terms.checks), terms.sums.tolist(), terms.achievable) for terms in self._watch.take()]
         return terms, self._watch.take_violations(), self._watch.take_excess()
+
+
+def _shared_modules(model: Any, target: Any) -> list[tuple[Any, str, Any]]:
+    """Modules of a target that a drafter uses: in which of its own, under which name."""
+    of_target = {id(module) for module in target.modules()}
+    own = [module for module in model.modules() if id(module) not in of_target]
+    return [(module, name, one) for module in own for name, one in module.named_children() if id(one) in of_target]

@@ -319,7 +319,7 @@ def test_blocks_are_summed_so_that_nothing_can_change_its_place(monkeypatch: pyt
     assert len(set(sums(torch.arange(6 * 3, dtype=torch.uint8).reshape(6, 3)))) == 2, "no whole words"
 
 
-def output(token_ids: list[int], rounds: list[tuple[int, int]], finish: str | None = None) -> SimpleNamespace:
+def output(token_ids: list[int], rounds: list[tuple[int, int, int]], finish: str | None = None) -> SimpleNamespace:
     """What vLLM gives, as far as it is read."""
     completion = SimpleNamespace(token_ids=token_ids, logprobs=None, finish_reason=finish)
     reported = {settings.TERMS: {"rounds": rounds, "preempted": False}}
@@ -331,11 +331,12 @@ def output(token_ids: list[int], rounds: list[tuple[int, int]], finish: str | No
 def test_rounds_report_how_each_token_came_to_be() -> None:
     reader = DeltaReader(Request("r", PROMPT))
     steps = [
-        (output([7], [(1, 0)]), (FIRST,), 0, 0),
-        (output([8, 9, 10], [(1, 0), (4, 4)]), (ACCEPTED, ACCEPTED, RECOVERED), 4, 2),
-        (output([11, 12, 13], [(4, 4), (7, 2)]), (ACCEPTED, ACCEPTED, BONUS), 2, 2),
-        (output([14], [(7, 2), (8, 0)]), (BONUS,), 0, 0),
-        (output([15], [(8, 0), (9, 3)], "stop"), (RECOVERED,), 3, 0),
+        (output([7], [(1, 0, 0)]), (FIRST,), 0, 0),
+        (output([8, 9, 10], [(1, 0, 0), (4, 4, 2)]), (ACCEPTED, ACCEPTED, RECOVERED), 4, 2),
+        (output([11, 12, 13], [(4, 4, 2), (7, 2, 2)]), (ACCEPTED, ACCEPTED, BONUS), 2, 2),
+        (output([14], [(7, 2, 2), (8, 0, 0)]), (BONUS,), 0, 0),
+        (output([16], [(8, 0, 0), (9, 3, 0)]), (RECOVERED,), 3, 0),
+        (output([15], [(9, 3, 0), (10, 3, 2)], "stop"), (ACCEPTED,), 3, 1),
     ]
     for reported, kinds, num_drafted, num_accepted in steps:
         delta, _ = reader.read(reported, "v")
@@ -344,7 +345,7 @@ def test_rounds_report_how_each_token_came_to_be() -> None:
 
 
 def test_rounds_that_a_slow_reader_finds_together_are_reported_apart() -> None:
-    rounds = [(1, 0), (4, 4), (5, 4)]
+    rounds = [(1, 0, 0), (4, 4, 2), (5, 4, 0)]
     delta, found = DeltaReader(Request("r", PROMPT)).read(output([7, 8, 9, 10, 11], rounds), "v")
     assert delta.kinds == (FIRST, ACCEPTED, ACCEPTED, RECOVERED, RECOVERED)
     assert [(one.num_emitted, one.num_drafted) for one in found] == [(1, 0), (3, 4), (1, 4)]
@@ -352,7 +353,7 @@ def test_rounds_that_a_slow_reader_finds_together_are_reported_apart() -> None:
 
 def test_what_was_cached_is_reported_once_and_not_for_what_was_handed_over() -> None:
     reader = DeltaReader(Request("r", PROMPT))
-    assert [reader.read(output([1], [(n, 0)]), "v")[0].num_cached_tokens for n in (1, 2)] == [16, 0]
+    assert [reader.read(output([1], [(n, 0, 0)]), "v")[0].num_cached_tokens for n in (1, 2)] == [16, 0]
     handed = DeltaReader(Request("r", PROMPT), handed_off=True)
     assert handed.read(output([1], [(1, 0)]), "v")[0].num_cached_tokens == 0
 

@@ -1,0 +1,74 @@
+"""vLLM with drafts of dynamic length: the same text, and no drafts where they do not pay."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from serve_app.backends.vllm_backend import VllmBackend
+from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
+from speculative.config import DrafterConfig
+from speculative.request import Request, SamplingParams, Speculation, TokenDelta
+from tests.support.backend_conformance import GREEDY, PROMPT, collect, tokens
+from tests.support.tiny_models import write_tiny_model
+from tests.support.vllm_installed import NEEDS_VLLM
+from tests.vllm.test_vllm_engine import CONFIG, TARGET
+
+pytestmark = [*NEEDS_VLLM, pytest.mark.asyncio(loop_scope="module")]
+MANY = dataclasses.replace(GREEDY, max_tokens=370, logprobs=None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("dynamic") / "m", vocab_size=512, tokenizer=True, **TARGET)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(folder: Path) -> AsyncIterator[VllmBackend]:
+    """With a drafter as costly as the target, and none of whose drafts are accepted."""
+    other = write_tiny_model(folder.parent / "other", vocab_size=512, tokenizer=True, seed=9, **TARGET)
+    drafter = DrafterConfig(kind="draft_model", model=str(other), num_draft_tokens=3, length="dynamic")
+    config = dataclasses.replace(CONFIG, drafter=drafter)
+    made = VllmBackend(str(folder), "tiny", VllmSettings(config, SIZES, {"enforce_eager": True}))
+    await made.start()
+    yield made
+    await made.stop()
+
+
+def drafted(deltas: list[TokenDelta]) -> list[int]:
+    return [delta.num_drafted for delta in deltas]
+
+
+async def test_every_length_is_tried_then_nothing_is_drafted_and_the_text_is_the_same(backend: VllmBackend) -> None:
+    first = await collect(backend.generate(Request("first", PROMPT, MANY)))
+    assert set(drafted(first)[:20]) == {0, 1, 2, 3}
+    second = await collect(backend.generate(Request("second", PROMPT, MANY)))
+    assert sum(drafted(second)) < 0.1 * len(second), "but for a probe now and then"
+    plain = dataclasses.replace(MANY, speculate=False)
+    assert tokens(first) == tokens(second) == tokens(await collect(backend.generate(Request("plain", PROMPT, plain))))
+
+
+async def test_other_weights_make_it_try_again(backend: VllmBackend, folder: Path) -> None:
+    """With those that it accepts all of the drafts: each costs as much as a token, and two at once are cheaper."""
+    await backend.load_weights(str(folder), str(folder))
+    await backend.switch_weights("v1")
+    deltas = await collect(backend.generate(Request("r", PROMPT, MANY)))
+    assert sum(drafted(deltas)) > 0
+    await backend.load_weights(str(folder))
+    await backend.switch_weights("default")
+
+
+async def test_nothing_is_drafted_where_nothing_may_be(backend: VllmBackend) -> None:
+    hot = SamplingParams(max_tokens=60, temperature=1, ignore_eos=True)
+    greedy, sampled = await asyncio.gather(
+        collect(backend.generate(Request("greedy", PROMPT, MANY))),
+        collect(backend.generate(Request("hot", PROMPT, hot, seed=4))),
+    )
+    assert sum(drafted(sampled)) == 0 and len(tokens(sampled)) == 60
+    backend.set_speculation(Speculation.OFF)
+    off = await collect(backend.generate(Request("off", PROMPT, MANY)))
+    backend.set_speculation(Speculation.ON)
+    assert sum(drafted(off)) == 0 and tokens(off) == tokens(greedy)
