@@ -354,6 +354,11 @@ def test_a_replica_on_several_pods_has_their_gpus_and_its_ranks_are_placed_by_ra
     assert budgets(rendered["spread"]) == {"monolith": {"minAvailable": 4}}  # a pod that goes takes its replica along
 
 
+def test_vllm_takes_what_its_replays_leave_unless_a_share_is_set() -> None:
+    (application,) = serve_config(template(merged(MINIMAL, {"vllm": {"enabled": True}})))["applications"]
+    assert application["args"]["vllm"] == {"engine_args": {"tensor_parallel_size": 1}}
+
+
 def test_numbers_stay_numbers_of_their_kind(rendered: Any) -> None:
     args = serve_config(rendered["everything"])["applications"][0]["args"]
     assert args["limits"]["max_body_bytes"] == 41943040

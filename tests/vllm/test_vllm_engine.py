@@ -238,7 +238,7 @@ async def test_a_drafter_follows_an_update_that_brings_its_weights_and_keeps_its
     seen = []
     for target, head in ((folder, new), (others, new), (others, None), (folder, None)):
         await backend.load_weights(str(target), None if head is None else str(head))
-        await backend.switch_weights("v")
+        await backend.switch_weights("default" if (target, head) == (folder, None) else "v")
         deltas = await collect(backend.generate(Request("r", PROMPT, MANY)))
         seen.append(drawn(deltas))
         config = dataclasses.replace(CONFIG, drafter=dataclasses.replace(drafter, model=str(head or drafter.model)))

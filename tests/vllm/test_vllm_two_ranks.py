@@ -14,13 +14,16 @@ import pytest
 import pytest_asyncio
 
 from serve_app.backends.base import Prefilled
+from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
+from serve_app.backends.vllm_parts.checkpoint import folder_fingerprint
 from serve_app.backends.vllm_parts.settings import SIZES, VllmSettings
 from speculative.config import DrafterConfig
 from speculative.errors import EngineFault, HandoffRefused
 from speculative.request import Request, SamplingParams
 from tests.support.backend_conformance import GREEDY, LONG, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
 from tests.support.processes import children
+from tests.support.tiny_adapters import write_merged, write_tiny_adapter
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_engine import CONFIG
@@ -147,6 +150,34 @@ async def test_new_weights_reach_every_rank(backend: VllmBackend, folder: Path, 
     await backend.load_weights(str(folder))
     await backend.switch_weights("default")
     await idle(backend)
+
+
+async def test_two_ranks_compute_what_one_does_with_an_adapter_and_hand_it_over(folder: Path, tmp_path: Path) -> None:
+    adapter = write_tiny_adapter(tmp_path / "sql", folder, seed=1)
+    others = write_tiny_model(tmp_path / "others", vocab_size=512, tokenizer=True, seed=9, **TARGET)
+    prompt = (PROMPT * 10)[:129]  # several blocks and chunks
+    request = Request("r", prompt, GREEDY, adapter="sql")
+    async with engine(folder, lora_modules={"sql": str(adapter)}) as two:
+        said = tokens(await collect(two.generate(request)))
+        plain = tokens(await collect(two.generate(dataclasses.replace(request, request_id="plain", adapter=""))))
+        handoff = _handoff(await two.prefill(request, first_token=True))
+        two.invalidate_cache()
+        two.take_stats()
+        deltas = await collect(two.resume(request, handoff))
+        assert tokens(deltas) == said != plain and two.take_stats().num_prompt_tokens == 1
+        with pytest.raises(HandoffRefused, match="adapter"):
+            await collect(two.resume(dataclasses.replace(request, adapter=""), handoff))
+        fingerprint = two._info().fingerprint
+        assert fingerprint == two._adapters.with_model(folder_fingerprint(folder)) != folder_fingerprint(folder)
+        await two.load_weights(str(others))
+        assert (await two.switch_weights("v1")).fingerprint != fingerprint
+        after = tokens(await collect(two.generate(request)))
+    for target, text in ((folder, said), (others, after)):
+        merged = write_merged(tmp_path / f"merged-{target.name}", target, adapter)
+        one = TorchBackend(str(merged), "merged", dataclasses.replace(CONFIG, drafter=DrafterConfig(kind="none")))
+        await one.start()
+        assert tokens(await collect(one.generate(dataclasses.replace(request, adapter="")))) == text
+        await one.stop()
 
 
 async def test_a_killed_rank_ends_the_engine_and_nothing_hangs(folder: Path) -> None:

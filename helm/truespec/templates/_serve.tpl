@@ -76,7 +76,8 @@ applications:
 {{- if .enabled }}
 {{- $_ := set $args "engine" (merge (dict "kind" "vllm") (default dict $.Values.config.engine)) -}}
 {{- $section := default dict $.Values.config.vllm -}}
-{{- $own := dict "tensor_parallel_size" .tensorParallelSize "gpu_memory_utilization" (float64 .gpuMemoryUtilization) -}}
+{{- $own := dict "tensor_parallel_size" .tensorParallelSize -}}
+{{- if not (kindIs "invalid" .gpuMemoryUtilization) }}{{ $_ := set $own "gpu_memory_utilization" (float64 .gpuMemoryUtilization) }}{{ end -}}
 {{- range include "truespec.pools" $ | fromYaml -}}
 {{- if gt (int .numOfHosts) 1 }}{{ $_ := set $own "distributed_executor_backend" "ray" }}{{ end -}}
 {{- end -}}
