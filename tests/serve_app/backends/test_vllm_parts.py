@@ -355,7 +355,7 @@ def test_what_was_cached_is_reported_once_and_not_for_what_was_handed_over() -> 
     reader = DeltaReader(Request("r", PROMPT))
     assert [reader.read(output([1], [(n, 0, 0)]), "v")[0].num_cached_tokens for n in (1, 2)] == [16, 0]
     handed = DeltaReader(Request("r", PROMPT), handed_off=True)
-    assert handed.read(output([1], [(1, 0)]), "v")[0].num_cached_tokens == 0
+    assert handed.read(output([1], [(1, 0, 0)]), "v")[0].num_cached_tokens == 0
 
 
 def test_a_replay_reports_the_distribution_where_logprobs_hold_it() -> None:
