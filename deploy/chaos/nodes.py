@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -102,7 +102,7 @@ class Node:
     def __init__(self, address: str, shape: NodeShape, environment: Mapping[str, str]) -> None:
         self.shape = shape
         self._name = {_NODE_LABEL: uuid.uuid4().hex}
-        named = NodeShape(shape.num_cpus, {**shape.labels, **self._name})
+        named = replace(shape, labels={**shape.labels, **self._name})
         agent, metrics = free_ports(2)
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the node)
         self._process = _ray_start(
