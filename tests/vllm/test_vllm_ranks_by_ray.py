@@ -53,6 +53,7 @@ def config(folder: Path, port: int) -> dict[str, Any]:
             "max_model_len": 512,
             "max_num_seqs": 4,
             "kv_cache_tokens": 4096,
+            "block_size": 32,
         },
         "vllm": {
             "engine_args": {
