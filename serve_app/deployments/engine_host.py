@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib.metadata
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -58,6 +59,8 @@ def make_backend(config: AppConfig, pool: PoolName) -> Backend:
     source, name = config.model.source, config.model.served_name
     if config.engine.kind == "torch":
         return TorchBackend(source, name, config.engine_config(pool))
+    if config.ranks.by_ray:  # vLLM's process is to find the cluster, not to start one
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     replayer = TorchBackend(source, name, config.replay_config(pool)) if config.may_replay_vllm(pool) else None
     return VllmBackend(source, name, config.vllm_settings(pool), replayer, only_known=config.vllm.replays is None)
 
