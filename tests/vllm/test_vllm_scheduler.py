@@ -38,7 +38,8 @@ def scheduler(
         terms = scheduler_terms(drafter, Faults(sampled_drafts=not sampled_drafts), ((), ()))
         self.vllm_config = SimpleNamespace(additional_config={"truespec": terms})
         self.requests, self.running = requests, list(requests.values())
-        self.num_spec_tokens, self.max_num_running_reqs = drafter.num_draft_tokens, 4
+        self.num_spec_tokens = 0 if drafter.kind == "none" else drafter.num_draft_tokens
+        self.max_num_running_reqs = 4
         for name, request in requests.items():
             request.request_id = name
 
@@ -124,3 +125,42 @@ def test_drafts_of_dynamic_length_are_cut_to_what_was_planned(monkeypatch: pytes
     monkeypatch.setattr(ours._planned, "num_verified", lambda name, made: min(made, name == "sure"))
     assert ours.schedule() == {"sure": [5], "lost": []}
     assert ours.dynamic_sd_lookup == [1] * 5
+
+
+def test_a_step_that_ends_a_request_is_learned_from_and_then_the_request_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under load some request ends in nearly every step."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    ours = scheduler(monkeypatch, {}, drafter=DrafterConfig(num_draft_tokens=2, length="dynamic"))
+    for name in ("ends", "stays"):
+        request = asking()
+        request.request_id = name
+        ours.add_request(request)
+        ours.requests[name] = request
+    ours.running = list(ours.requests.values())
+
+    def update(self: Any, *args: Any) -> dict[int, SimpleNamespace]:
+        del self.requests["ends"]
+        return {}
+
+    monkeypatch.setattr(Scheduler, "update_from_output", update)
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        ours._planned._policy,
+        "observe",
+        lambda entries, *_: seen.append([one.sequence.request.request_id for one in entries]),
+    )
+    step = SimpleNamespace(num_scheduled_tokens={"ends": 1, "stays": 1}, scheduled_spec_decode_tokens={})
+    output = SimpleNamespace(sampled_token_ids=[[7], [8]], req_id_to_index={"ends": 0, "stays": 1})
+    ours.update_from_output(step, output)
+    ours.running = list(ours.requests.values())
+    ours.schedule()
+    assert seen == [["ends", "stays"]]
+    assert list(ours._planned._sequences) == ["stays"], "what is over is remembered"
+
+
+def test_nothing_is_planned_without_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = scheduler(monkeypatch, {}, drafter=DrafterConfig(kind="none", length="dynamic"))
+    assert ours._planned is None

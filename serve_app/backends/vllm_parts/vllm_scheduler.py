@@ -37,7 +37,7 @@ class SpeculationScheduler(Scheduler):
         self._lookups = [[number] * (self.max_num_running_reqs + 1) for number in range(self.num_spec_tokens + 1)]
         self._steers_drafter = terms["steers_drafter"]
         self._planned: PlannedDrafts | None = None
-        if terms["expected_acceptance"] is not None:
+        if terms["expected_acceptance"] is not None and self.num_spec_tokens:
             policy = DynamicLength(self.num_spec_tokens)
             policy.restart(terms["expected_acceptance"])
             self._planned = PlannedDrafts(policy, self.num_spec_tokens, by_model=terms["drafts_by_model"])
@@ -66,9 +66,11 @@ class SpeculationScheduler(Scheduler):
 
     def _choose_drafts(self) -> None:
         """Of what was drafted in the last step, keep what may be verified; then say how much to draft in this one."""
-        if self._planned is not None and self._last_step:
-            self._planned.observe(self._last_step, self._ended - self._began, self._num_made)
-            self._last_step = {}
+        if self._planned is not None:
+            if self._last_step:
+                self._planned.observe(self._last_step, self._ended - self._began, self._num_made)
+                self._last_step = {}
+            self._planned.keep(self.requests)  # only now: of the last step, also those that it ended count
         mixed = not self._sampled_drafts and any(
             request.sampling_params is not None and request.sampling_params.temperature > 0
             for request in self.requests.values()
@@ -112,8 +114,6 @@ class SpeculationScheduler(Scheduler):
                 output.kv_transfer_params = (output.kv_transfer_params or {}) | {TERMS: terms}
         for request_id in self._rounds.keys() - self.requests.keys():
             del self._rounds[request_id]
-        if self._planned is not None:
-            self._planned.keep(self.requests)
         self._ended = time.perf_counter()
         return reported
 
