@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from serve_app.backends.vllm_parts.settings import SIZES
-from serve_app.config.app_config import AppConfig, PoolSection
+from serve_app.config.app_config import AppConfig, PoolSection, RouterSection
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 from speculative.model.catalogue import CATALOGUE
@@ -26,6 +26,7 @@ but `pools`.
 
 _CHART_ARGUMENTS = {"tensor_parallel_size": "tensorParallelSize", "gpu_memory_utilization": "gpuMemoryUtilization"}
 """Arguments of vLLM's that the chart sets, and the values that decide them."""
+_EXECUTOR = "distributed_executor_backend"
 
 
 def json_schema(model: type[AppConfig] | type[ServeFile]) -> dict[str, Any]:
@@ -71,9 +72,10 @@ def chart_values(file: ServeFile) -> str:
     """The file as values of the chart, without what only the chart has: images, memory, volumes, secrets.
 
     Raises:
-        ConfigError: a pool has what is set in another way there.
+        ConfigError: a pool has what is set in another way there, or the chart does not have it.
     """
     config = file.application.effective_args
+    _check_chart_has(config)
     args = config.model_dump(exclude_unset=True, exclude={"pools"})
     values: dict[str, Any] = {"config": args}
     if config.engine.kind == "vllm":
@@ -82,9 +84,26 @@ def chart_values(file: ServeFile) -> str:
         values["vllm"] = {"enabled": True} | {
             ours: given.pop(theirs) for theirs, ours in _CHART_ARGUMENTS.items() if theirs in given
         }
+        given.pop(_EXECUTOR, None)  # the default
         args["vllm"] = args.get("vllm", {}) | {"engine_args": given}
     values["pools"] = {name: _chart_pool(name, config.pool(name)) for name in config.pool_names}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _check_chart_has(config: AppConfig) -> None:
+    if config.ranks.by_ray:
+        raise ConfigError(
+            f"vllm.engine_args.{_EXECUTOR} cannot become a value of the chart, which sets it where a replica has "
+            "several pods: remove it in a copy of the file, and set numOfHosts of each pool, and as gpus those of one "
+            "pod, in a values file."
+        )
+    router = config.pools.router
+    if router is not None and not (config.recovery.resume and router.model_dump() == RouterSection().model_dump()):
+        raise ConfigError(
+            "pools.router cannot become a value of the chart, which has one router, without CPUs of its own, where "
+            "recovery.resume is true: remove it in a copy of the file, and set recovery.resume to true if streams are "
+            "to outlive their replica."
+        )
 
 
 def _chart_pool(name: str, pool: PoolSection) -> dict[str, Any]:

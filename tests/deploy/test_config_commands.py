@@ -1,5 +1,6 @@
 """`truespec config show`, `config values` and `config reference`."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,31 @@ def test_what_the_chart_has_in_another_way_is_refused_by_name(field: str, tmp_pa
     file.write_text(f"applications: [{{args: {{model: {{source: x}}, pools: {{decode: {{{field}}}}}}}}}]")
     done = CliRunner().invoke(main, ["config", "values", str(file)])
     assert done.exit_code == 1 and f"pools.decode.{field.partition(':')[0]} cannot become a value" in done.output
+
+
+RANKS = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"engine": {"kind": "vllm"}, "vllm": {"engine_args": RANKS}, "pools": {"monolith": {"num_gpus": 2}}},
+            "vllm.engine_args.distributed_executor_backend cannot become a value of the chart.*numOfHosts",
+        ),
+        ({"pools": {"router": {"replicas": 2}}, "recovery": {"resume": True}}, "pools.router cannot become a value"),
+        ({"pools": {"router": {}}}, "pools.router cannot become a value.*recovery.resume"),
+        ({"pools": {"router": {}}, "recovery": {"resume": True}}, None),
+    ],
+)
+def test_what_the_chart_would_not_serve_is_not_printed_as_values(
+    changed: dict[str, object], says: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "app.yaml"
+    file.write_text(
+        yaml.safe_dump({"applications": [{"args": {"model": {"source": "x"}, "topology": "monolith"} | changed}]})
+    )
+    printed = CliRunner().invoke(main, ["config", "values", str(file)])
+    assert printed.exit_code == (says is not None)
+    if says is not None:
+        assert re.search(says, " ".join(printed.output.split()))
