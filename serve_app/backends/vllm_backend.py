@@ -43,10 +43,11 @@ from serve_app.backends.vllm_parts.checkpoint import (
     why_not_ours,
 )
 from serve_app.backends.vllm_parts.deltas import GAVE_UP, DeltaReader, prompt_logprobs, queue_s, scored
-from serve_app.backends.vllm_parts.replay_room import SHARE, needs_of, no_room, vllms_share
+from serve_app.backends.vllm_parts.replay_room import needs_of, no_room, vllms_share
 from serve_app.backends.vllm_parts.scratch import Scratch
 from serve_app.backends.vllm_parts.settings import (
     LEASE_S,
+    SHARE,
     TERMS,
     TESTED,
     VllmSettings,

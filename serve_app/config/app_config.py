@@ -13,8 +13,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from serve_app.backends.vllm_parts.checkpoint import why_not_ours
-from serve_app.backends.vllm_parts.replay_room import SHARE, needs_of, vllms_share
-from serve_app.backends.vllm_parts.settings import SIZES, Ranks, VllmSettings, check_lora, check_settings, ranks_of
+from serve_app.backends.vllm_parts.replay_room import needs_of, vllms_share
+from serve_app.backends.vllm_parts.settings import (
+    SHARE,
+    SIZES,
+    Ranks,
+    VllmSettings,
+    check_lora,
+    check_settings,
+    ranks_of,
+)
 from serve_app.config.base import (
     POOLS_OF_TOPOLOGY,
     AtLeastOne,
@@ -107,7 +115,7 @@ class VllmSection(Section):
     """LoRA adapters: a folder each, by the name that clients give as `model`; sizes are vLLM's, in `engine_args`."""
     replays: Literal["vllm", "torch"] | None = None
     """What replays finished requests; `torch`: our own engine beside vLLM, except for requests of an adapter. If not
-    set, that is so for a model that our engine knows; on a GPU where both fit, of which vLLM then takes less."""
+    set, that is so for a model that our engine knows; on a whole GPU where both fit, of which vLLM then takes less."""
     self_check_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the steps in which self-checks see what vLLM's sampler draws from, and what it draws; 0 = none."""
     allow_untested: bool = False
@@ -630,8 +638,10 @@ class AppConfig(Section):
         return replace(self.engine_config(pool), quantization=self.engine.dtype, drafter=drafter)
 
     def may_replay_vllm(self, pool: PoolName) -> bool:
-        """Whether replicas of `pool` load our own engine beside vLLM, if it knows the model and fits, or must."""
-        return pool != "decode" and self.vllm.replays != "vllm" and not self.ranks.by_ray
+        """Whether replicas of `pool` load our own engine beside vLLM, if it knows the model and fits, or must. What
+        others take of a GPU that they share is not known, so there they do it only if they must."""
+        shared = 0 < self.pool(pool).num_gpus < 1 and self.vllm.replays is None
+        return pool != "decode" and self.vllm.replays != "vllm" and not self.ranks.by_ray and not shared
 
     def replays_show_distribution(self, folder: str, device_bytes: int = 0) -> Callable[[Request], bool]:
         """Whether a replay of a request gives the distribution of its tokens, and not their logprobs alone.

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.backends.vllm_parts.checkpoint import weight_files
-from serve_app.backends.vllm_parts.settings import ranks_of
+from serve_app.backends.vllm_parts.settings import SHARE, ranks_of
 from speculative.config import EngineConfig
 
-SHARE = "gpu_memory_utilization"
-"""vLLM's argument: the share of a GPU's memory that it takes."""
 _DEFAULT_SHARE = 0.92
 _OF_STEPS = 0.1  # of the memory: what the steps of our engine take, and what it leaves free
 _BESIDE_WEIGHTS = 1.2  # drafter and activations

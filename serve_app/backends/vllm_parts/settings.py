@@ -80,6 +80,8 @@ _OF_ADAPTERS = frozenset(
     )
 )
 
+SHARE = "gpu_memory_utilization"
+"""The argument that is the share of a GPU's memory that vLLM takes."""
 _SPLITS = ("tensor_parallel_size", "pipeline_parallel_size")
 _EXECUTORS = ("mp", "ray")
 _SPLIT_SEQUENCES = ("decode_context_parallel_size", "prefill_context_parallel_size")
@@ -177,6 +179,9 @@ def check_settings(config: EngineConfig, engine_args: Mapping[str, Any]) -> None
             "vLLM 0.32 drafts only where one stage computes all layers, and does not start. Split the model with "
             "tensor_parallel_size alone, or set drafter.kind to none."
         )
+    share = engine_args.get(SHARE, 1)
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+        raise ConfigError(f"vllm.engine_args.{SHARE} must be a number above 0 and at most 1, got {share!r}.")
     for name in engine_args:
         if name in OWN_ARGUMENTS:
             fix = OWN_ARGUMENTS[name]

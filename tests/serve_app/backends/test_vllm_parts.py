@@ -44,6 +44,14 @@ def args(**sections: Any) -> dict[str, Any]:
         ({"vllm": {"engine_args": {"model": "other"}}}, "args.vllm.engine_args.model", "set model.source instead"),
         ({"vllm": {"engine_args": {"seed": 4}}}, "args.vllm.engine_args.seed", "remove it"),
         ({"vllm": {"engine_arg": {}}}, "args.vllm.engine_arg", "did you mean engine_args"),
+        *(
+            (
+                {"vllm": {"engine_args": {"gpu_memory_utilization": wrong}}},
+                "args.vllm.engine_args.gpu_memory_utilization",
+                "must be a number above 0 and at most 1",
+            )
+            for wrong in ("0.5", None, True, 0, 1.7)
+        ),
         ({"engine": {"kind": "vllm", "verifier": "block"}}, "args.engine.verifier", "token by token"),
         ({"engine": {"kind": "vllm", "quantization": "int8"}}, "args.engine.quantization", "quantized checkpoint"),
         ({"engine": {"kind": "vllm", "cuda_graphs": True}}, "args.engine.cuda_graphs", "enforce_eager"),
@@ -91,6 +99,15 @@ def test_our_engine_replays_where_it_has_room_and_knows_the_model(
     assert shown(Request("r", PROMPT, params)) == by_ours
     assert not shown(Request("r", PROMPT, params, adapter="sql"))
     assert not parsed.may_replay_vllm("decode")
+
+
+@pytest.mark.parametrize(
+    ("vllm", "num_gpus", "replays"), [({}, 1, True), ({}, 0.5, False), ({"replays": "torch"}, 0.5, True)]
+)
+def test_our_engine_loads_on_a_shared_gpu_only_if_told_to(vllm: dict[str, Any], num_gpus: float, replays: bool) -> None:
+    """What another replica's engines take there is not known."""
+    parsed = parse_args(args(vllm=vllm, pools={"prefill": {"num_gpus": num_gpus}}))
+    assert parsed.may_replay_vllm("prefill") == replays
 
 
 def test_the_cpu_build_runs_ranks_of_one_stage_and_one_node() -> None:
