@@ -109,7 +109,7 @@ OWNERS = {
         "deploy",
     },
     "rich": {"deploy"},
-    "safetensors": {"speculative", "deploy"},
+    "safetensors": {"speculative", "serve_app.backends.vllm_parts.replay_room", "deploy"},
     "starlette": {"serve_app.http"},
     "tokenizers": {"serve_app.text.tokenizer", "speculative.model.gguf", "deploy.audit.blackbox.tiny"},
     "torch": {
@@ -185,6 +185,13 @@ OF_VLLM = {
     },
     "serve_app.backends.vllm_parts.checkpoint": {"speculative.model.config"},
     "serve_app.backends.vllm_parts.params": {"speculative.selfcheck.vllm_draws"},
+    "serve_app.backends.vllm_parts.planned_drafts": {
+        "speculative.scheduling.draft_length",
+        "speculative.state.batch",
+        "speculative.state.sequence",
+    },
+    "serve_app.backends.vllm_parts.replay_room": {"speculative.model.config"},
+    "serve_app.backends.vllm_parts.vllm_scheduler": {"speculative.scheduling.draft_length"},
     "serve_app.backends.vllm_parts.worker": {"speculative.selfcheck.sampler_watch", "speculative.selfcheck.vllm_draws"},
 }
 

@@ -633,9 +633,10 @@ class AppConfig(Section):
         return EngineConfig(**sizes, drafter=drafter, num_threads=self.pool(pool).num_threads)
 
     def replay_config(self, pool: PoolName) -> EngineConfig:
-        """The torch engine's settings where it replays beside vLLM: the same weights, unpacked."""
-        drafter = DrafterConfig(kind="none")
-        return replace(self.engine_config(pool), quantization=self.engine.dtype, drafter=drafter)
+        """The torch engine's settings where it replays beside vLLM: the same weights, unpacked. On a GPU of its own the
+        size that is set is that of vLLM's cache, and this engine's takes what is left."""
+        config = replace(self.engine_config(pool), quantization=self.engine.dtype, drafter=DrafterConfig(kind="none"))
+        return replace(config, kv_cache_tokens=None) if self.pool(pool).num_gpus >= 1 else config
 
     def may_replay_vllm(self, pool: PoolName) -> bool:
         """Whether replicas of `pool` load our own engine beside vLLM, if it knows the model and fits, or must. What
@@ -662,7 +663,7 @@ class AppConfig(Section):
         arguments = self.vllm.engine_args
         if why_not_ours(folder, arguments):
             return False
-        needs = needs_of(folder, self.replay_config(pool), arguments) if device_bytes else None
+        needs = needs_of(folder, self.engine_config(pool), arguments) if device_bytes else None
         return needs is None or vllms_share(needs, device_bytes, arguments.get(SHARE)) is not None
 
     @property

@@ -50,7 +50,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (config(drafter={"kind": "eagle3"}), "drafter.model: is missing: kind eagle3 needs a folder"),
     (config(engine={"device": "cpu"}), "pools.prefill.num_gpus: is above 0, but engine.device is cpu; set it to 0"),
     (merged(VLLM, config(engine={"verifier": "block"})), "engine.verifier: cannot be set for engine.kind vllm"),
-    (merged(VLLM, config(drafter={"length": "dynamic"})), "drafter.length: must be static for engine.kind vllm"),
+    (
+        merged(VLLM, config(drafter={"kind": "suffix", "length": "dynamic"})),
+        "drafter.length: must be static for drafter.kind suffix with engine.kind vllm",
+    ),
     (
         merged(VLLM, config(engine={"max_model_len": 9000, "kv_cache_tokens": 8192})),
         "engine.kv_cache_tokens: must hold at least one sequence of engine.max_model_len (9000) tokens, got 8192",

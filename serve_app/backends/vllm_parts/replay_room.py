@@ -17,7 +17,8 @@ _BESIDE_WEIGHTS = 1.2  # drafter and activations
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes that the two engines need on one GPU to serve anything: weights, and a cache for the longest sequence."""
+    """Bytes that the two engines need on one GPU to serve anything: weights, and a cache for the longest sequence, or
+    for vLLM of the size that is set."""
 
     ours: int
     vllms: int
@@ -28,7 +29,7 @@ def needs_of(folder: Path, config: EngineConfig, engine_args: Mapping[str, Any])
 
     Args:
         folder: holds it.
-        config: of our engine, beside vLLM.
+        config: the sizes that are set.
         engine_args: vLLM's; of its ranks each has a share of the model.
     """
     from speculative.model.config import ModelConfig  # imports torch, which reading a configuration need not
@@ -36,9 +37,10 @@ def needs_of(folder: Path, config: EngineConfig, engine_args: Mapping[str, Any])
     model, width = ModelConfig.from_folder(folder), 4 if config.dtype == "float32" else 2
     weights = width * _num_weights(folder)
     longest = config.max_model_len or model.max_position_embeddings
-    cache = width * model.kv_shape.num_values * longest
+    a_token = width * model.kv_shape.num_values
+    cache = a_token * max(longest, config.kv_cache_tokens or 0)
     vllms = (_BESIDE_WEIGHTS * weights + cache) / ranks_of(engine_args).number
-    return Needs(ours=weights + cache, vllms=math.ceil(vllms))
+    return Needs(ours=weights + a_token * longest, vllms=math.ceil(vllms))
 
 
 def vllms_share(needs: Needs, device_bytes: int, given: float | None) -> float | None:

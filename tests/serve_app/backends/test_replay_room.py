@@ -37,6 +37,19 @@ def test_what_the_engines_need_is_read_from_the_checkpoint(tmp_path: Path) -> No
     assert one.ours == two.ours == weights + 2 * 128 * model.kv_shape.num_values
     assert one.vllms == pytest.approx(2 * two.vllms, abs=2) and one.vllms > one.ours
     assert needs_of(folder, replace(config, dtype="float32"), {}).ours == 2 * one.ours
+    larger = needs_of(folder, replace(config, kv_cache_tokens=256, block_size=32), {})
+    assert (larger.ours, larger.vllms) == (
+        one.ours,
+        pytest.approx(one.vllms + 2 * 128 * model.kv_shape.num_values, abs=1),
+    )
+
+
+def test_the_size_of_vllms_cache_is_not_that_of_our_engine_beside_it() -> None:
+    for num_gpus, tokens in ((0, 8192), (1, None)):
+        sections = {"engine": {"kind": "vllm", "kv_cache_tokens": 8192}, "pools": {"prefill": {"num_gpus": num_gpus}}}
+        config = parse_args({"model": {"source": "m"}} | sections)
+        assert config.vllm_settings("prefill").engine.kv_cache_tokens == 8192
+        assert config.replay_config("prefill").kv_cache_tokens == tokens
 
 
 @pytest.mark.parametrize(("device_bytes", "replays"), [(GIB, True), (GIB >> 12, False)])
