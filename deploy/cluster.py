@@ -84,12 +84,12 @@ def running_app(
         require_servable(faults_here(config, Machine.here()))
     try:
         _connect(config, progress, address)
-        _interrupt_on_sigterm()
+        interrupt_on_sigterm()
         with _on_serve(file, address, alone=alone, progress=progress) as http:
             base_url = f"{url_of(http)}{file.application.route_prefix.rstrip('/')}"
             yield RunningApp(base_url, config.model.served_name)
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             ray.shutdown()  # also ends the cluster, if it was started here
 
 
@@ -110,7 +110,7 @@ def connected(address: str) -> Iterator[None]:
         _join(address)
         yield
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             ray.shutdown()
 
 
@@ -185,7 +185,7 @@ def _on_serve(file: ServeFile, address: str | None, *, alone: bool, progress: Pr
     except BaseException:
         progress("stopping")
         if address is not None:  # a cluster that was started here ends with all that is on it
-            with _uninterrupted():
+            with uninterrupted():
                 stop()
         raise
 
@@ -318,14 +318,14 @@ def _drain(name: str, limit_s: float) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
-def _interrupt_on_sigterm() -> None:
+def interrupt_on_sigterm() -> None:
     """Treat SIGTERM as an interrupt, in place of Ray's handler, which prints a stack first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Ignore interrupts and SIGTERM within the block, so that a shutdown completes."""
     if threading.current_thread() is not threading.main_thread():
         yield

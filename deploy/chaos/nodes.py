@@ -21,7 +21,7 @@ from ray._private.authentication.authentication_token_setup import (
 )
 
 from deploy.chaos.replicas import descendants
-from deploy.cluster import connected, ray_environment
+from deploy.cluster import connected, interrupt_on_sigterm, ray_environment, uninterrupted
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError, TruespecError
 
@@ -190,6 +190,7 @@ def local_cluster(head: NodeShape, shapes: Sequence[NodeShape]) -> Iterator[Loca
     Raises:
         NodeNotStarted: a node did not start; the message has what Ray said.
     """
+    interrupt_on_sigterm()  # else what has been started stays
     enable_token_auth_by_default()  # as for a cluster that `ray.init` starts: other users of this machine stay out
     ensure_token_if_auth_enabled()
     environment = {**os.environ, **ray_environment()}
@@ -206,12 +207,13 @@ def local_cluster(head: NodeShape, shapes: Sequence[NodeShape]) -> Iterator[Loca
             cluster.start(shapes)
             yield cluster
         finally:
-            cluster.end()
-            process.terminate()  # it ends what it has started
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-            process.kill()
-            process.wait()
+            with uninterrupted():
+                cluster.end()
+                process.terminate()  # it ends what it has started
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                process.kill()
+                process.wait()
 
 
 def _labels() -> Iterator[Mapping[str, str]]:

@@ -274,3 +274,25 @@ def test_saturation_counts_what_is_complete() -> None:
         assert saturation_per_s(server.url, [{"prompt": "a"}, {"prompt": "b"}], concurrency=2, seconds=0.2) > 0
     with FakeOpenAI(lambda prompt, times: BROKEN_OFF).running() as server:
         assert saturation_per_s(server.url, [{"prompt": "a"}], concurrency=1, seconds=0.1) == 0
+
+
+def test_a_cluster_that_is_still_starting_ends_with_the_command(tmp_path: Path) -> None:
+    """On SIGTERM, too: it would go on without anybody who knows of it."""
+    code = (
+        "import subprocess, sys, time\n"
+        "from deploy.chaos import nodes\n"
+        "def waiting(process, port, output):\n"
+        "    print(process.pid, output.parent, flush=True)\n"
+        "    time.sleep(60)\n"
+        "nodes._ray_start = lambda *_: subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "nodes._wait_until_it_listens = waiting\n"
+        "with nodes.local_cluster(nodes.NodeShape(1, {}), []):\n"
+        "    pass"
+    )
+    environment = os.environ | {"HOME": str(tmp_path)}  # Ray writes its token there
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        pid, folder = process.stdout.readline().split()
+        process.terminate()
+        process.wait(30)
+    assert not Path("/proc", pid).exists() and not Path(folder).exists()
