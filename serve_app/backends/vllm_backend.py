@@ -341,7 +341,7 @@ class VllmBackend:
         head = self._drafter_folder
         with naming("path"):
             folder = await asyncio.to_thread(resolve_model, source)
-        check_same_model(folder, self._folder)
+            check_same_model(folder, self._folder)
         if drafter is not None:
             kind = self._settings.engine.drafter.kind
             if head is None:
@@ -349,7 +349,7 @@ class VllmBackend:
             configured = head
             with naming("drafter_path"):
                 head = await asyncio.to_thread(resolve_model, drafter, SHIPPED_HEADS)
-            check_same_model(head, configured)
+                check_same_model(head, configured)
         await asyncio.to_thread(self._adapters.check_unchanged)
         if self._replayer is not None:
             await self._replayer.load_weights(source)
