@@ -231,7 +231,7 @@ async def test_a_drafter_follows_an_update_that_brings_its_weights_and_keeps_its
         return
     new = others if drafter.kind == "draft_model" else write_head(others, tmp_path / "head")
     alien = write_tiny_model(tmp_path / "alien", vocab_size=512, tokenizer=True, **(TARGET | {"num_hidden_layers": 3}))
-    with pytest.raises(ConfigError, match="drafter_path: .* is of another model"):
+    with pytest.raises(ConfigError, match=r"drafter_path: .* is of another model"):
         await backend.load_weights(str(others), str(alien))
     handoff = (await backend.prefill(Request("r", PROMPT, GREEDY), first_token=True)).handoff
     assert handoff is not None
