@@ -122,7 +122,7 @@ class VllmBackend:
         self._orders: asyncio.Task[None] | None = None  # the last engine-wide order
         self._fault: Exception | None = None
         self._version = DEFAULT_VERSION
-        self._loaded: tuple[Path, Path | None] | None = None  # the model's folder, and the drafter's
+        self._loaded: tuple[Path, Path | None, str] | None = None  # the model's folder, the drafter's, its fingerprint
         self._drafter_fingerprint = ""
         self._paused = False
         self._readings = Readings()
@@ -338,44 +338,59 @@ class VllmBackend:
 
     async def load_weights(self, source: str, drafter: str | None = None) -> str:
         """Check new weights; vLLM reads them at the switch. Without a drafter's among them, the configured one's."""
-        head = self._drafter_folder
         with naming("path"):
             folder = await asyncio.to_thread(resolve_model, source)
             check_same_model(folder, self._folder)
-        if drafter is not None:
-            kind = self._settings.engine.drafter.kind
-            if head is None:
-                raise ConfigError(f"drafter.kind {kind} has no weights, but an update names some ({drafter}).")
-            configured = head
-            with naming("drafter_path"):
-                head = await asyncio.to_thread(resolve_model, drafter, SHIPPED_HEADS)
-                check_same_model(head, configured)
+        head = await self._drafter_with(folder, drafter)
         await asyncio.to_thread(self._adapters.check_unchanged)
         if self._replayer is not None:
             await self._replayer.load_weights(source)
-        self._loaded = folder, head
-        return self._adapters.with_model(await asyncio.to_thread(folder_fingerprint, folder))
+        fingerprint = head_fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
+        if head != folder:
+            head_fingerprint = "" if head is None else await asyncio.to_thread(folder_fingerprint, head)
+        self._loaded = folder, head, head_fingerprint
+        return self._adapters.with_model(fingerprint)
+
+    async def _drafter_with(self, folder: Path, named: str | None) -> Path | None:
+        """The folder of the drafter that goes with new weights in `folder`; None where it has no weights.
+
+        Raises:
+            ConfigError: what the update names is of another drafter.
+        """
+        configured, kind = self._drafter_folder, self._settings.engine.drafter.kind
+        if named is None:
+            in_checkpoint = kind == "mtp" and configured == self._folder
+            return folder if in_checkpoint else configured
+        if configured is None:
+            raise ConfigError(f"drafter.kind {kind} has no weights, but an update names some ({named}).")
+        with naming("drafter_path"):
+            head = await asyncio.to_thread(resolve_model, named, SHIPPED_HEADS)
+            check_same_model(head, configured)
+        return head
 
     async def switch_weights(self, version: str) -> ModelInfo:
         """Switch to the weights checked last; running requests are recomputed from their tokens."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             raise EngineFault("There are no weights to switch to; load them first.")
-        (folder, head), was_paused = loaded, self._paused
+        (folder, head, head_fingerprint), was_paused = loaded, self._paused
         view = plain_view(folder, self._scratch.folder)
         if not was_paused:
             await self.pause(PauseMode.KEEP)
         try:
             await asyncio.to_thread(self._adapters.check_unchanged)
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(view)})
-            if head is not None:
-                await self._switch_drafter(head)
+            if head is not None and head_fingerprint != self._drafter_fingerprint:
+                await self._llm.collective_rpc("reload_drafter", args=(str(plain_view(head, self._scratch.folder)),))
+                self._drafter_fingerprint = head_fingerprint
             await self._load_adapters()
             await self._forget()
             self._self_check.restart()
             self._fingerprint = await asyncio.to_thread(folder_fingerprint, folder)
             self._came_quantized = came_quantized(folder)
-            self._manifest = dataclasses.replace(self._manifest, fingerprint=self._fingerprint)
+            self._manifest = dataclasses.replace(
+                self._manifest, fingerprint=self._fingerprint, drafter=self._drafter_identity
+            )
             self._version = version
             if self._replayer is not None:
                 await self._replayer.switch_weights(version)
@@ -386,15 +401,6 @@ class VllmBackend:
             if not was_paused:
                 await self.unpause()
         return self._info()
-
-    async def _switch_drafter(self, head: Path) -> None:
-        """Read the drafter's weights where others are to be used than up to now; its cache goes with the target's."""
-        fingerprint = await asyncio.to_thread(folder_fingerprint, head)
-        if fingerprint == self._drafter_fingerprint:
-            return
-        await self._llm.collective_rpc("reload_drafter", args=(str(plain_view(head, self._scratch.folder)),))
-        self._drafter_fingerprint = fingerprint
-        self._manifest = dataclasses.replace(self._manifest, drafter=self._drafter_identity)
 
     def drop_weights(self) -> None:
         """Drop weights that were checked but will not be served."""

@@ -25,6 +25,7 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
+from serve_app.deployments.rank_nodes import RankNodes
 from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, naming_node
 from serve_app.integrity.breaker import Breaker, BreakerSettings, Mode
 from serve_app.integrity.breaker_control import Guard
@@ -91,6 +92,7 @@ class EngineHost:
         self.finished: deque[Finished] = deque(maxlen=_MOST_UNREPORTED)
         self._weights_switched = weights_switched
         self._guard: Guard | None = None
+        self._rank_nodes: RankNodes | None = None  # where Ray places ranks
         self._referee: ActorHandle | None = None
 
     async def start(self, make_source: MakeSource) -> ModelInfo:
@@ -102,6 +104,8 @@ class EngineHost:
         runtime, config = self.runtime, self.runtime.config
         with naming_node():
             info = await self.backend.start()
+        if config.ranks.by_ray:
+            self._rank_nodes = RankNodes()
         self._build = {
             "version": importlib.metadata.version("truespec"),
             "fingerprint": info.fingerprint,
@@ -199,6 +203,8 @@ class EngineHost:
     def check_health(self) -> None:
         """Raise if the replica is to be replaced."""
         self.backend.check_health()
+        if self._rank_nodes is not None:
+            self._rank_nodes.check_health()
         if self.keeper is not None:
             self.keeper.check_health()
         if self._guard is not None:
