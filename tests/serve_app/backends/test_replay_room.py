@@ -1,4 +1,4 @@
-"""Whether our own engine has room beside vLLM on a GPU. No GPU is needed to tell."""
+"""Whether our own engine has room beside vLLM on a GPU. It needs no GPU to find out."""
 
 import contextlib
 from dataclasses import replace

@@ -121,6 +121,14 @@ def test_the_cpu_build_runs_ranks_of_one_stage_and_one_node() -> None:
         settings.check_build(VllmSettings(config, engine_args=engine_args), cpu=False)
 
 
+@pytest.mark.parametrize(("kind", "follows"), [("mtp", True), ("draft_model", False)])
+async def test_an_mtp_module_in_the_models_checkpoint_comes_with_its_new_weights(kind: str, follows: bool) -> None:
+    drafter = DrafterConfig(kind=kind, model="/old", num_draft_tokens=1)
+    backend = VllmBackend("/old", "m", VllmSettings(EngineConfig(drafter=drafter)))
+    backend._folder = backend._drafter_folder = Path("/old")
+    assert await backend._drafter_with(Path("/new"), None) == Path("/new" if follows else "/old")
+
+
 def test_vllm_is_watched_unless_that_is_switched_off() -> None:
     assert parse_args(args()).vllm_settings("prefill").self_check_sample_rate == 0.25
     off = parse_args(args(vllm={"self_check_sample_rate": 0}))
