@@ -20,7 +20,8 @@ RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
 def command_of(recipe: Path) -> tuple[list[str], list[str]]:
     """The words of truespec and of helm in the comment that says how a recipe is installed."""
-    (line,) = re.findall(r"^#   (truespec config values .+)$", recipe.read_text(), re.MULTILINE)
+    text = recipe.read_text().replace("\\\n#", "")
+    (line,) = re.findall(r"^#   (truespec config values .+)$", text, re.MULTILINE)
     ours, theirs = line.split(" | ")
     return shlex.split(ours), shlex.split(theirs)
 

@@ -423,7 +423,12 @@ def test_every_number_of_the_chart_that_may_have_a_fraction_is_among_them() -> N
     worker = handwritten["definitions"]["worker"]["properties"]["autoscaling"]["properties"]
     vllm = handwritten["properties"]["vllm"]["properties"]
     shared = {f"#/definitions/{name}" for name in ("share", "above0", "from0")}
-    of_them = {name for fields in (worker, vllm) for name, field in fields.items() if field.get("$ref") in shared}
+    of_them = {
+        name
+        for fields in (worker, vllm)
+        for name, field in fields.items()
+        if any(kind.get("$ref") in shared for kind in (field, *field.get("anyOf", ())))
+    }
     assert of_them == {name.rpartition(".")[2] for name in FRACTIONS}
     assert not re.search(r"type: number[,}]", CHART_SCHEMA.read_text())
 
