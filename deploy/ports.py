@@ -45,6 +45,15 @@ def free_port(http: HttpOptions) -> int:
     return _bind(http, 0)
 
 
+def free_ports(number: int) -> list[int]:
+    """Different ports of this machine that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 def _bind(http: HttpOptions, port: int) -> int:
     """Bind and release; the port that was bound."""
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET  # as Serve's proxy chooses it

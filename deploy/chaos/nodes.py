@@ -22,6 +22,7 @@ from ray._private.authentication.authentication_token_setup import (
 
 from deploy.chaos.replicas import descendants
 from deploy.cluster import connected, interrupt_on_sigterm, ray_environment, uninterrupted
+from deploy.ports import free_ports
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError, TruespecError
 
@@ -219,15 +220,6 @@ def local_cluster(head: NodeShape, shapes: Sequence[NodeShape]) -> Iterator[Loca
 def _labels() -> Iterator[Mapping[str, str]]:
     """Of the nodes that live, of the cluster that this process is connected to."""
     return (node["Labels"] for node in ray.nodes() if node["Alive"])
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def _ports(agent: int, metrics: int) -> list[str]:

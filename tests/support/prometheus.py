@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from deploy.ports import free_ports
 
 INSTALL = "apt-get install --no-install-recommends prometheus"
 
@@ -64,9 +65,7 @@ class Prometheus:
 def running_prometheus(folder: Path, scrape: list[dict[str, Any]], rules: list[Path]) -> Iterator[Prometheus]:
     """A real Prometheus that scrapes and evaluates every few seconds, with its data in `folder`."""
     executable = program("prometheus")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     files = []
     for path in rules:
         file = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import pytest
 import ray
 from ray import serve
 
+from deploy.ports import free_ports
 from serve_app.app import build_app
 from serve_app.telemetry.metric_summary import MetricSummary, summarise
 from tests.support.tiny_models import write_tiny_model
@@ -80,9 +80,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_port() -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     ray.init(num_cpus=8, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port

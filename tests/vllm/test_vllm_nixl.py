@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from deploy.chaos.replicas import descendants
 from serve_app.backends.base import Handoff, PauseMode
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import settings as vllm_settings
@@ -24,7 +25,7 @@ from speculative.model.loading import load_decoder
 from speculative.request import Request, SamplingParams
 from speculative.training.heads import initial_head, save_head
 from tests.support.backend_conformance import GREEDY, PLAIN, PROMPT, EngineConformance, collect, idle, tokens
-from tests.support.processes import alive, children
+from tests.support.processes import alive
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
 from tests.vllm.test_vllm_engine import CONFIG, TARGET
@@ -251,7 +252,7 @@ async def test_a_prefill_side_that_is_gone_is_found_out(
         other.invalidate_cache()
         handoff = await handed_off(doomed, request)
         engines = [process.pid for process in doomed._llm.engine_core.resources.engine_manager.processes]
-        gone = [pid for engine in engines for pid in (*children(engine), engine)]
+        gone = [pid for engine in engines for pid in (*descendants(engine), engine)]
         for pid in gone:
             os.kill(pid, signal.SIGKILL)
         while any(map(alive, gone)):

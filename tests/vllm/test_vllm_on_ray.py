@@ -15,10 +15,11 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
+from deploy.chaos.replicas import descendants
 from deploy.models import model_here
 from serve_app.config.files import load_config
 from speculative.model.loading import resolve_model
-from tests.support.processes import alive, children
+from tests.support.processes import alive
 from tests.support.services import Service, deployed, gauge_total, wait_for
 from tests.support.tiny_adapters import write_tiny_adapter
 from tests.support.vllm_installed import NEEDS_VLLM
@@ -216,7 +217,7 @@ def test_a_killed_engine_is_replaced_and_leaves_nothing_behind(service: Service)
     found = subprocess.run(["pgrep", "-f", f"^{title}"], capture_output=True, text=True, check=False).stdout
     replicas = [int(pid) for pid in found.split()]
     assert len(replicas) == 1
-    engines = children(replicas[0])
+    engines = descendants(replicas[0])
     assert engines
     os.kill(replicas[0], signal.SIGKILL)
     wait_for(lambda: not any(map(alive, engines)), "the end of the killed replica's engine")

@@ -13,8 +13,9 @@ import httpx
 import pytest
 import yaml
 
+from deploy.ports import free_ports
 from tests.support.pretended_gpus import write_pretended_gpus
-from tests.support.ray_head import RayHead, free_ports, ray_head, ray_node
+from tests.support.ray_head import RayHead, ray_head, ray_node
 from tests.support.services import MODEL, wait_for
 from tests.support.tiny_models import write_tiny_model
 from tests.support.vllm_installed import NEEDS_VLLM
