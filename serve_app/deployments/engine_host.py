@@ -60,8 +60,6 @@ def make_backend(config: AppConfig, pool: PoolName) -> Backend:
     source, name = config.model.source, config.model.served_name
     if config.engine.kind == "torch":
         return TorchBackend(source, name, config.engine_config(pool))
-    if config.ranks.by_ray:  # vLLM's process is to find the cluster, not to start one
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     replayer = TorchBackend(source, name, config.replay_config(pool)) if config.may_replay_vllm(pool) else None
     return VllmBackend(source, name, config.vllm_settings(pool), replayer, only_known=config.vllm.replays is None)
 
@@ -102,10 +100,11 @@ class EngineHost:
             ConfigError: this node lacks something; the message names both.
         """
         runtime, config = self.runtime, self.runtime.config
-        with naming_node():
-            info = await self.backend.start()
         if config.ranks.by_ray:
             self._rank_nodes = RankNodes()
+            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # else vLLM's process starts a cluster
+        with naming_node():
+            info = await self.backend.start()
         self._build = {
             "version": importlib.metadata.version("truespec"),
             "fingerprint": info.fingerprint,
