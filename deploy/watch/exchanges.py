@@ -1,0 +1,65 @@
+"""One request to a watched server and its reply, as they went over the wire."""
+
+import base64
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+WATCHED_PATHS = (COMPLETIONS, CHAT)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request that was answered with 200.
+
+    path: of the URL, one of `WATCHED_PATHS`. request: the client's body, without what was added to it. reply: the body as the
+    server sent it, with token ids and logprobs; of a stream its server-sent events. began_at, ended_at: unix seconds.
+    replica: that answered, where a header names it; "" = unknown.
+    """
+
+    path: str
+    request: bytes
+    reply: bytes
+    streamed: bool
+    began_at: float
+    ended_at: float
+    replica: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        """As JSON."""
+        fields = {name: getattr(self, name) for name in ("path", "streamed", "began_at", "ended_at", "replica")}
+        return fields | {name: base64.b64encode(getattr(self, name)).decode("ascii") for name in ("request", "reply")}
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> "Exchange":
+        """From JSON."""
+        bodies = {name: base64.b64decode(wire[name]) for name in ("request", "reply")}
+        return cls(**wire | bodies)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a proxy sends its referee: exchanges, and what it counted since the batch before, by result."""
+
+    exchanges: tuple[Exchange, ...]
+    counts: dict[str, int]
+
+    def to_wire(self) -> bytes:
+        """The body of `POST /v1/exchanges` on the referee."""
+        return json.dumps({"exchanges": [one.to_wire() for one in self.exchanges], "counts": self.counts}).encode()
+
+    @classmethod
+    def from_wire(cls, body: bytes) -> "Batch":
+        """From such a body.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none.
+        """
+        wire = json.loads(body)
+        return cls(tuple(_exchanges(wire["exchanges"])), dict(wire["counts"]))
+
+
+def _exchanges(wires: Iterable[dict[str, Any]]) -> Iterable[Exchange]:
+    return (Exchange.from_wire(wire) for wire in wires)
