@@ -45,6 +45,7 @@ class TransformersModel:
             raise ConfigError(f"cannot load a model from {folder}: {error}") from error
         self._model = loaded.eval()
         self.vocab_size = int(loaded.config.vocab_size)
+        self.max_model_len = int(loaded.config.max_position_embeddings)
         eos = loaded.generation_config.eos_token_id
         self.eos_token_ids: tuple[int, ...] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
         self._prefix: tuple[tuple[int, ...], Any] = ((), None)

@@ -4,7 +4,7 @@ replay's distributions."""
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serve_app.backends.base import Replayed
@@ -13,7 +13,7 @@ from serve_app.integrity.draws import DrawResult, DrawsChecked, DrawTolerance, c
 from serve_app.integrity.drift import DriftSums, NoiseFloor, TokenDrift, request_drifted
 from serve_app.integrity.replays import KNOWN_AFTERWARDS, Distribution, ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked
-from serve_app.telemetry.metric_names import DRIFT_THRESHOLDS_NATS, STRATA
+from serve_app.telemetry.metric_names import DRIFT_THRESHOLDS_NATS, SERVED_STRATA
 from serve_app.telemetry.metrics import Metrics
 from speculative.request import Request
 from speculative.stats import DRAW_CHECKS
@@ -43,10 +43,16 @@ class Judge:
         rounding: how far rounding may change a distribution.
         max_tme: tolerated, above the noise floor.
         num_draft_tokens: the most drafted in a round.
+        strata: those of the jobs.
     """
 
     def __init__(
-        self, metrics: Metrics, rounding: Rounding | None = None, max_tme: float = 1.05, num_draft_tokens: int = 0
+        self,
+        metrics: Metrics,
+        rounding: Rounding | None = None,
+        max_tme: float = 1.05,
+        num_draft_tokens: int = 0,
+        strata: Iterable[str] = SERVED_STRATA,
     ) -> None:
         self._metrics = metrics
         self._rounding = rounding or Rounding()
@@ -55,7 +61,7 @@ class Judge:
         self._floor = NoiseFloor()
         self._draw_tolerance = DrawTolerance(self._rounding.edge_nats)
         self._seeds: OrderedDict[int, None] = OrderedDict()
-        for stratum in STRATA:
+        for stratum in strata:
             self._record_stratum(stratum, ())
         for check in DRAW_CHECKS:
             for result in DrawResult:

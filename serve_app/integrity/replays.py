@@ -51,8 +51,8 @@ class ReplayJob:
     began_at: float  # unix seconds, by the clock of `replica`
     max_model_len: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # as served, nats; () if the engine was asked for none
-    kinds: tuple[TokenKind, ...]
+    logprobs: tuple[float | None, ...]  # as served, nats, None where one is missing; () if none was asked for
+    kinds: tuple[TokenKind, ...]  # () where they are not known
     made_by: tuple[str, ...]  # the replica that emitted it
     rounds_since_handoff: tuple[int | None, ...]  # None = computed where the prompt was
     preempted: tuple[bool, ...]

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from serve_app.integrity.heartbeat import Finding, Orders, ReplicaStatus, Report
 from serve_app.integrity.incidents import IncidentKind, IncidentLog
 from serve_app.integrity.replays import Distribution, ReplayJob, Verdict
 from serve_app.integrity.verdicts import Checked, VerdictBook
-from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA
+from serve_app.telemetry.metric_names import REPLAY_ALARMS, SERVED_STRATA
 from serve_app.telemetry.metrics import Metrics
 from speculative.stats import CheckState
 
@@ -75,6 +75,8 @@ class ReplicaBook:
         rounding: how far rounding may change a distribution.
         dumps: where a post-mortem is written.
         keep_verdicts: replies whose verdicts are kept.
+        strata: those of the jobs.
+        alarmed: called with each alarm, the replica that raised it and the answer that completed its evidence.
         clock: unix seconds.
     """
 
@@ -84,11 +86,15 @@ class ReplicaBook:
         rounding: Rounding | None = None,
         dumps: DumpFolder | None = None,
         keep_verdicts: int = 10_000,
+        *,
+        strata: Iterable[str] = SERVED_STRATA,
+        alarmed: Callable[[Alarm, str, Case], None] = lambda alarm, replica, case: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._metrics = metrics
         self._rounding = rounding or Rounding()
         self._dumps = dumps or DumpFolder(None, 0, 0)
+        self._alarmed = alarmed
         self._clock = clock
         self.verdicts = VerdictBook(keep_verdicts)
         self.incidents = IncidentLog(clock)
@@ -99,7 +105,7 @@ class ReplicaBook:
             metrics.count("truespec_verdicts_total", 0, verdict=verdict.value)
         for distribution in Distribution:
             metrics.count("truespec_replay_distributions_total", 0, distribution=distribution.value)
-        for stratum in STRATA:
+        for stratum in strata:
             for alarm in REPLAY_ALARMS:
                 metrics.count("truespec_replay_alarms_total", 0, alarm=alarm, stratum=stratum)
         metrics.count("truespec_dumps_total", 0)
@@ -125,7 +131,7 @@ class ReplicaBook:
             if replica.trusts(job.began_at):
                 seen = replica.watch.see(own, greedy=greedy, drift_tolerance=drift_tolerance, at=job.began_at)
                 for found in seen:
-                    self._alarm(name, replica, found, job.began_at)
+                    self._alarm(name, replica, found, case)
         return self._record(case)
 
     def add_impossible(self, case: Case) -> Checked:
@@ -134,7 +140,7 @@ class ReplicaBook:
             replica = self._known(name)
             replica.cases.append(case)
             if replica.trusts(case.job.began_at):
-                self._alarm(name, replica, Alarm("impossible", "all", case.job.began_at), case.job.began_at)
+                self._alarm(name, replica, Alarm("impossible", "all", case.job.began_at), case)
         return self._record(case)
 
     def _record(self, case: Case) -> Checked:
@@ -153,12 +159,13 @@ class ReplicaBook:
             self._dump(checked.reason, case.to_dump)
         return reported
 
-    def _alarm(self, name: str, replica: _Replica, found: Alarm, began_at: float) -> None:
+    def _alarm(self, name: str, replica: _Replica, found: Alarm, case: Case) -> None:
         """Count an alarm, and notify the replica with the answer to its next report."""
         self._metrics.count("truespec_replay_alarms_total", alarm=found.name, stratum=found.stratum)
         self.incidents.note("replay", found.name, name, strata=(found.stratum,))
         _logger.warning("replays show that %s is wrong: %s in stratum %s", name, found.name, found.stratum)
-        replica.findings.append(Finding(name, found.name, found.stratum, began_at, found.evidence_since))
+        replica.findings.append(Finding(name, found.name, found.stratum, case.job.began_at, found.evidence_since))
+        self._alarmed(found, name, case)
 
     def _decoded_plainly(self, name: str, began_at: float) -> bool:
         """Whether a replica drafted nothing at all for what began then (unix seconds)."""

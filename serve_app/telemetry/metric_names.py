@@ -43,6 +43,16 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",
     "draws": "tokens that are not those which the request's seed demands",
 }
+WATCHED_RESULTS = {  # what becomes of what a watched server answers
+    "passed": "not in the share that is watched, or nothing that can be",
+    "captured": "handed to the referee",
+    "dropped": "left out because the referee lags behind",
+    "refused": "the server refused to report token ids or logprobs, and answered without",
+    "too_large": "left out because of its size",
+    "incomplete": "left out because client or server broke it off, or the server reported an error",
+    "unreachable": "answered with 502 because the server could not be reached",
+}
+READ_RESULTS = ("read", "unreadable")
 DRIFT_CLIP_NATS = 10.0  # a single larger drift would dominate the sum
 
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -348,6 +358,19 @@ CATALOGUE: tuple[Metric, ...] = (
         "Verdicts on answers: verified, suspect, unverified (a replay that failed).",
         "verdict",
     ),
+    # A watched server
+    _counter(
+        "watched_requests_total",
+        "requests",
+        f"Requests through the proxy of `truespec watch`, by result: {', '.join(WATCHED_RESULTS)}.",
+        "result",
+    ),
+    _counter(
+        "watched_answers_total",
+        "answers",
+        "Answers of a watched server that reached the referee: read, unreadable (they cannot be computed again).",
+        "result",
+    ),
     # Breaker
     _gauge(
         "breaker_state",
@@ -413,7 +436,7 @@ CATALOGUE: tuple[Metric, ...] = (
 METRICS: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 
-STRATA: dict[str, str] = {
+SERVED_STRATA: dict[str, str] = {
     "all": "every emitted token",
     "prompt": "prompt tokens whose logprobs were returned",
     "speculative": "tokens of requests with drafts",
@@ -435,4 +458,46 @@ STRATA: dict[str, str] = {
     "sampled": "tokens of requests at a temperature above 0, without a filter",
     "filtered": "tokens of requests with top_k, top_p or min_p",
 }
+"""Strata of a service's own answers, and what each means."""
+
+WATCHED_POSITIONS = {
+    "position_0": 1,
+    "position_1_7": 8,
+    "position_8_31": 32,
+    "position_32_127": 128,
+    "position_128_up": 2**63,
+}
+WATCHED_LENGTHS = {
+    "length_256": 256,
+    "length_1024": 1024,
+    "length_4096": 4096,
+    "length_16384": 16384,
+    "length_up": 2**63,
+}
+"""Strata of watched tokens by their index in the answer, and by the tokens before them; each with the first value
+beyond it."""
+
+WATCHED_STRATA: dict[str, str] = {
+    **{
+        name: SERVED_STRATA[name]
+        for name in ("all", "greedy", "sampled", "filtered", "cached_prefix", "computed_prefix")
+    },
+    "position_0": "first tokens of watched answers",
+    "position_1_7": "tokens 1 to 7 of watched answers, counted from 0",
+    "position_8_31": "tokens 8 to 31 of watched answers",
+    "position_32_127": "tokens 32 to 127 of watched answers",
+    "position_128_up": "later tokens of watched answers",
+    "length_256": "tokens of watched answers with fewer than 256 tokens before them",
+    "length_1024": "tokens of watched answers with 256 to 1,023 tokens before them",
+    "length_4096": "tokens of watched answers with 1,024 to 4,095 tokens before them",
+    "length_16384": "tokens of watched answers with 4,096 to 16,383 tokens before them",
+    "length_up": "tokens of watched answers with more tokens before them",
+    "ended_stop": "tokens of watched answers that the model ended",
+    "ended_length": "tokens of watched answers that a limit ended",
+    "ended_tool_calls": "tokens of watched answers that ended with calls of tools",
+    "ended_otherwise": "tokens of watched answers that ended for another reason",
+}
+"""Strata of a watched server's answers (`truespec watch`), and what each means."""
+
+STRATA = SERVED_STRATA | WATCHED_STRATA
 """What each value of the label `stratum` means."""

@@ -1,0 +1,142 @@
+"""Reads exchanges: of each choice its tokens, their logprobs and how it ended, in whichever form they come."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.watch.exchanges import CHAT, Exchange
+from speculative.errors import TruespecError
+
+_TOKEN_ID = re.compile(r"token_id:(\d+)")
+_DONE = b"[DONE]"
+
+Json = dict[str, Any]
+
+
+class Unreadable(TruespecError):
+    """An exchange that cannot be judged; the message says why."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a reply.
+
+    token_ids: emitted, None = the server did not report them. logprobs: of each of them, nats; None = not reported.
+    text: of the answer. finish_reason: as reported. prompt_token_ids: None = not reported.
+    """
+
+    index: int
+    token_ids: list[int] | None = None
+    logprobs: list[float | None] | None = None
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    called: bool = False  # the answer is, or holds, calls of tools: its text is not in `text`
+
+
+@dataclass(slots=True)
+class Reply:
+    """A whole reply.
+
+    num_cached: prompt tokens that a cache had. num_tokens: emitted, of all choices together. None = not reported.
+    """
+
+    id: str = ""
+    num_cached: int | None = None
+    num_tokens: int | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+    def choice(self, index: int) -> Choice:
+        """The choice of this index, a new one if there is none yet."""
+        return self.choices.setdefault(index, Choice(index))
+
+
+def read_reply(exchange: Exchange) -> Reply:
+    """The reply of an exchange.
+
+    Raises:
+        Unreadable: it is no completion, or the stream ended early.
+    """
+    reply = Reply()
+    for part in _parts(exchange):
+        if "error" in part:
+            raise Unreadable("the server reported an error in the stream")
+        reply.id = str(part.get("id") or reply.id)
+        _add_usage(reply, part.get("usage") or {})
+        for wire in part.get("choices") or ():
+            _add(reply.choice(int(wire.get("index") or 0)), wire, part, is_chat=exchange.path == CHAT)
+    if not reply.choices:
+        raise Unreadable("the reply has no choices")
+    if any(choice.finish_reason is None for choice in reply.choices.values()):
+        raise Unreadable("the stream ended early")
+    return reply
+
+
+def _parts(exchange: Exchange) -> Iterator[Json]:
+    """The JSON objects of a reply: one, or one an event."""
+    try:
+        if not exchange.streamed:
+            yield _object(exchange.reply)
+            return
+        for line in exchange.reply.splitlines():
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != _DONE:
+                yield _object(data)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("the reply is not JSON") from error
+
+
+def _object(data: bytes) -> Json:
+    read = json.loads(data)
+    if not isinstance(read, dict):
+        raise ValueError("not an object")
+    return read
+
+
+def _add_usage(reply: Reply, usage: Json) -> None:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    tokens = usage.get("completion_tokens")
+    reply.num_cached = reply.num_cached if cached is None else int(cached)
+    reply.num_tokens = reply.num_tokens if tokens is None else int(tokens)
+
+
+def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
+    """Add what one part of a reply says of a choice."""
+    message = wire.get("message") or wire.get("delta") or {}
+    choice.text += (message.get("content") if is_chat else wire.get("text")) or ""
+    choice.called |= bool(message.get("tool_calls") or message.get("reasoning_content") or message.get("reasoning"))
+    choice.finish_reason = wire.get("finish_reason") or choice.finish_reason
+    prompt = wire.get("prompt_token_ids") or part.get("prompt_token_ids")
+    if prompt:
+        choice.prompt_token_ids = tuple(prompt)
+    entries = _entries(wire.get("logprobs") or {})
+    if entries:
+        choice.logprobs = [*(choice.logprobs or ()), *(logprob for _, logprob in entries)]
+    ids = wire.get("token_ids")
+    if ids is None and entries and all(token is not None for token, _ in entries):
+        ids = [token for token, _ in entries]
+    if ids is not None:
+        choice.token_ids = [*(choice.token_ids or ()), *ids]
+
+
+def _entries(reported: Json) -> list[tuple[int | None, float | None]]:
+    """The id (None = it has none) and logprob of each token."""
+    content = reported.get("content")
+    if content is not None:  # a chat's, or llama.cpp's
+        return [(_id(entry.get("id"), entry.get("token")), _number(entry.get("logprob"))) for entry in content]
+    values = reported.get("token_logprobs") or ()
+    texts: Sequence[Any] = reported.get("tokens") or [None] * len(values)
+    return [(_id(None, text), _number(value)) for text, value in zip(texts, values, strict=False)]
+
+
+def _id(given: Any, text: Any) -> int | None:
+    if isinstance(given, int):
+        return given
+    found = _TOKEN_ID.fullmatch(text) if isinstance(text, str) else None
+    return int(found[1]) if found else None
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,196 @@
+"""From an exchange to the jobs of the referee, one a choice."""
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.watch.answers import Choice, Reply, Unreadable, read_reply
+from deploy.watch.exchanges import CHAT, Exchange
+from deploy.watch.sampling import Json, Sampled, sampled_as
+from serve_app.backends.base import ModelInfo
+from serve_app.integrity.replays import ReplayJob
+from serve_app.telemetry.metric_names import WATCHED_LENGTHS, WATCHED_POSITIONS
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import InvalidRequest
+from speculative.request import Request
+
+UNNAMED = "server"
+"""The replica of answers whose headers name none."""
+
+_ENDS = ("stop", "length", "tool_calls")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedJob(ReplayJob):
+    """An answer of a watched server, which does not say how its tokens came about.
+
+    untested: why its tokens cannot be compared with a distribution, "" = they can. ended: its finish reason.
+    retokenized: whether its tokens were read off its text, and may be others than those that the server drew.
+    """
+
+    untested: str = ""
+    ended: str = ""
+    retokenized: bool = False
+    ended_at: float = 0.0
+
+    def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
+        """Of each token: length, position, the prefix cache, how it was sampled, and how the answer ended."""
+        params = self.request.params
+        common = (
+            "all",
+            "greedy" if params.greedy else "filtered" if params.filtered else "sampled",
+            "cached_prefix" if self.num_cached else "computed_prefix",
+            f"ended_{self.ended if self.ended in _ENDS else 'otherwise'}",
+        )
+        num_prompt = len(self.request.prompt_token_ids)
+        for index in range(len(self.token_ids)):
+            yield (*common, bucket(index, WATCHED_POSITIONS), bucket(num_prompt + index, WATCHED_LENGTHS))
+
+
+def bucket(value: int, names: Mapping[str, int]) -> str:
+    """The stratum of a value; `names` gives the first value beyond each, in ascending order."""
+    return next(name for name, beyond in names.items() if value < beyond)
+
+
+@dataclass(slots=True)
+class JobMaker:
+    """Makes jobs of exchanges.
+
+    Args:
+        model: that replays.
+        tokenizer: of the same folder; for prompts and answers whose token ids are not reported.
+        defaults: what the server samples with where a request does not say.
+    """
+
+    model: ModelInfo
+    tokenizer: Tokenizer
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+    def jobs(self, exchange: Exchange) -> list[WatchedJob]:
+        """The jobs of an exchange, in the order of its choices.
+
+        Raises:
+            Unreadable: it cannot be computed again; the message says why.
+        """
+        body = _body(exchange.request)
+        reply = read_reply(exchange)
+        sampled = sampled_as(body, self.defaults)
+        choices = [reply.choices[index] for index in sorted(reply.choices)]
+        prompts = self._prompts(exchange.path, body, choices)
+        return [
+            self._job(exchange, reply, choice, prompt, sampled) for choice, prompt in zip(choices, prompts, strict=True)
+        ]
+
+    def _prompts(self, path: str, body: Json, choices: Sequence[Choice]) -> list[tuple[int, ...]]:
+        """The prompt's token ids of each choice; several prompts have `n` choices each."""
+        if all(choice.prompt_token_ids for choice in choices):
+            return [choice.prompt_token_ids or () for choice in choices]
+        try:
+            prompts = [self._chat(body)] if path == CHAT else self._plain(body.get("prompt"))
+        except InvalidRequest as error:
+            raise Unreadable(f"its prompt cannot be encoded: {error}") from error
+        each, rest = divmod(len(choices), len(prompts))
+        if rest:
+            raise Unreadable(f"{len(prompts)} prompts have {len(choices)} choices")
+        return [prompt for prompt in prompts for _ in range(each)]
+
+    def _chat(self, body: Json) -> tuple[int, ...]:
+        messages = [_as_text(message) for message in body.get("messages") or ()]
+        names = ("add_generation_prompt", "continue_final_message")
+        variables = dict(body.get("chat_template_kwargs") or {})
+        variables |= {name: body[name] for name in names if body.get(name) is not None}
+        return tuple(self.tokenizer.encode_chat(messages, tools=body.get("tools") or (), variables=variables))
+
+    def _plain(self, prompt: Any) -> list[tuple[int, ...]]:
+        if isinstance(prompt, str):
+            return [tuple(self.tokenizer.encode(prompt))]
+        if isinstance(prompt, list) and prompt:
+            if all(isinstance(token, int) for token in prompt):
+                return [tuple(prompt)]
+            return [ids for one in prompt for ids in self._plain(one)]
+        raise Unreadable("its prompt is neither a text nor token ids")
+
+    def _job(
+        self, exchange: Exchange, reply: Reply, choice: Choice, prompt: tuple[int, ...], sampled: Sampled
+    ) -> WatchedJob:
+        ids, retokenized = self._token_ids(choice, sampled)
+        replica = exchange.replica or UNNAMED
+        seed = secrets.randbits(64) if sampled.seed is None else (sampled.seed + choice.index) % 2**64
+        request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
+        return WatchedJob(
+            request=Request(request_id, prompt, sampled.params, seed),
+            replica=replica,
+            prefilled_by="",
+            began_at=exchange.began_at,
+            max_model_len=self.model.max_model_len,
+            token_ids=ids,
+            logprobs=_logprobs(choice, len(ids), retokenized=retokenized),
+            kinds=(),
+            made_by=(replica,) * len(ids),
+            rounds_since_handoff=(None,) * len(ids),
+            preempted=(False,) * len(ids),
+            num_drafted=1,  # not known: what it shows does not count as the noise of rounding
+            num_cached=reply.num_cached or 0,
+            untested=sampled.untested,
+            ended=choice.finish_reason or "",
+            retokenized=retokenized,
+            ended_at=exchange.ended_at,
+        )
+
+    def _token_ids(self, choice: Choice, sampled: Sampled) -> tuple[tuple[int, ...], bool]:
+        """The tokens of an answer, the one that ended it included, and whether they were read off its text."""
+        retokenized = choice.token_ids is None
+        if retokenized and (choice.called or not choice.text):
+            raise Unreadable("the reply has no token ids")
+        ids = self.tokenizer.encode(choice.text, continuation=True) if choice.token_ids is None else choice.token_ids
+        eos = self.model.eos_token_ids
+        ends_itself = choice.finish_reason in ("stop", "tool_calls") and not sampled.stops
+        if ends_itself and len(eos) == 1 and not sampled.params.ignore_eos and (not ids or ids[-1] not in eos):
+            ids = [*ids, eos[0]]  # some servers leave it out, and its absence would bias the others
+        if not ids:
+            raise Unreadable("the answer is empty")
+        return tuple(ids), retokenized
+
+
+def _check_whole(reply: Reply, jobs: Sequence[WatchedJob]) -> None:
+    """Refuse a reply that does not report all tokens of its answers (llama.cpp leaves out those within a character), or
+    whose text can be written in fewer or more tokens than were drawn."""
+    known = sum(len(job.token_ids) for job in jobs)
+    ended = sum(job.ended == "stop" for job in jobs)  # servers differ in whether they count the token that ends one
+    if reply.num_tokens is not None and not known - ended <= reply.num_tokens <= known:
+        what = (
+            "its text has another number of tokens than were drawn" if jobs[0].retokenized else "token ids are missing"
+        )
+        raise Unreadable(f"{what}, so that it cannot be computed again")
+
+
+def _logprobs(choice: Choice, num_tokens: int, *, retokenized: bool) -> tuple[float | None, ...]:
+    """One a token, None for the one that ended the answer where it has none; () where they do not belong to tokens."""
+    given = choice.logprobs or []
+    if retokenized or not given or not 0 <= num_tokens - len(given) <= 1:
+        return ()
+    return (*given, *[None] * (num_tokens - len(given)))
+
+
+def _body(request: bytes) -> Json:
+    try:
+        body = json.loads(request)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable("the request is not JSON") from error
+    if not isinstance(body, dict):
+        raise Unreadable("the request is not a JSON object")
+    return body
+
+
+def _as_text(message: Any) -> Json:
+    """A message whose content is a text, as chat templates take it."""
+    if not isinstance(message, dict):
+        raise Unreadable("a message is not an object")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if any(part.get("type") != "text" for part in content):
+        raise Unreadable("a message holds more than text")
+    return message | {"content": "".join(part.get("text") or "" for part in content)}

@@ -1,0 +1,316 @@
+"""Judges what a watched server answers: by replays, with the service's detectors and trainers' measures."""
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.watch.answers import Unreadable
+from deploy.watch.exchanges import Batch, Exchange
+from deploy.watch.jobs import JobMaker, WatchedJob
+from deploy.watch.measures import Measures, Windows
+from deploy.watch.replayers import Replayer
+from deploy.watch.tolerance import Tolerance
+from serve_app.backends.base import ModelInfo, Replayed
+from serve_app.integrity.detectors import Alarm, by_stratum
+from serve_app.integrity.judgement import Judge, Judgement
+from serve_app.integrity.replay_checker import ReplayChecker
+from serve_app.integrity.replays import ReplayJob, Verdict
+from serve_app.integrity.replica_book import Case, ReplicaBook
+from serve_app.integrity.verdicts import Checked
+from serve_app.page.status import StatusBook
+from serve_app.telemetry.metric_names import COMMON_LABELS, READ_RESULTS, WATCHED_RESULTS, WATCHED_STRATA
+from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.text.tokenizer import Tokenizer
+from speculative.request import SURPRISAL_CLIP_NATS, Request
+
+_KEPT_FINDINGS = 200  # different ones
+_KEPT_SUSPECT = 100
+_KEPT_REPLICAS = 256
+_NOTE_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RefereeOptions:
+    """How answers are judged.
+
+    served: the model's name in metrics. tolerance: how far rounding moves what this server computes. processed: whether
+    the server's logprobs are those after temperature and filters. defaults: what it samples with where a request does
+    not say. max_queue: answers that wait. keep_prompts: whether findings show prompts and answers. share: of the
+    requests that are watched, for the page.
+    """
+
+    served: str = "watched"
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    processed: bool = False
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    max_queue: int = 256
+    keep_prompts: bool = False
+    share: float = 1.0
+
+
+@dataclass(slots=True)
+class Finding:
+    """What a detector found, the first time; num: how often since. tokens: judged in its stratum until then."""
+
+    alarm: str
+    stratum: str
+    replica: str
+    at: float  # unix seconds
+    evidence_since: float
+    answers: int  # judged until then
+    tokens: int
+    example: dict[str, Any]
+    num: int = 1
+
+
+class Referee:
+    """Reads exchanges, has their answers computed again, and keeps what that shows.
+
+    Args:
+        options: how it judges.
+        model: that replays.
+        replayer: started.
+    """
+
+    def __init__(self, options: RefereeOptions, model: ModelInfo, replayer: Replayer) -> None:
+        self._options = options
+        self._replayer = replayer
+        self.sink = PrometheusSink(source="referee")
+        self._metrics = metrics = Metrics([self.sink], model_name=options.served, pool="watched")
+        self._maker = JobMaker(model, Tokenizer.from_folder(model.folder), options.defaults)
+        rounding = options.tolerance.rounding
+        self._judge = _Judge(metrics, options)
+        self._book = ReplicaBook(metrics, rounding, strata=WATCHED_STRATA, alarmed=self._on_alarm)
+        self._checker = ReplayChecker(
+            self._replay, self._judge, self._book, metrics, max_queue=options.max_queue, max_running=replayer.at_once
+        )
+        about = {
+            "model": options.served,
+            "topology": "watched",
+            "drafter": "unknown",
+            "replay_share": options.share,
+            "max_tme": options.tolerance.max_tme,
+            "verifies": False,
+        }
+        self._status = StatusBook(about, self.sink, time.time)
+        self.findings: OrderedDict[tuple[str, str, str], Finding] = OrderedDict()
+        self.unread: Counter[str] = Counter()
+        self._began_at = time.time()
+        for result in WATCHED_RESULTS:
+            metrics.count("truespec_watched_requests_total", 0, result=result)
+        for result in READ_RESULTS:
+            metrics.count("truespec_watched_answers_total", 0, result=result)
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._checker.run())
+            tasks.create_task(self._note_forever())
+
+    async def _note_forever(self) -> None:
+        while True:
+            self._checker.report_queue()
+            self._status.note()
+            await asyncio.sleep(_NOTE_EVERY_S)
+
+    def take(self, batch: Batch) -> None:
+        """Take in what a proxy sent; what there is no room for is skipped and counted."""
+        for result, num in batch.counts.items():
+            self._metrics.count("truespec_watched_requests_total", num, result=result)
+        for exchange in batch.exchanges:
+            for job in self._read(exchange):
+                self._checker.submit(job)
+
+    async def judge(self, exchange: Exchange) -> list[Checked]:
+        """Judge the answers of one exchange, and return what was found, in the order of its choices."""
+        return list(await asyncio.gather(*map(self._checker.check, self._read(exchange))))
+
+    def _read(self, exchange: Exchange) -> list[WatchedJob]:
+        try:
+            jobs = self._maker.jobs(exchange)
+        except Unreadable as error:
+            self.unread[str(error)] += 1
+            self._metrics.count("truespec_watched_answers_total", result="unreadable")
+            return []
+        self._metrics.count("truespec_watched_answers_total", len(jobs), result="read")
+        return jobs
+
+    async def _replay(self, request: Request, avoid: Collection[str]) -> Replayed:
+        return await self._replayer.replay(request)
+
+    def _on_alarm(self, alarm: Alarm, replica: str, case: Case) -> None:
+        key = alarm.name, alarm.stratum, replica
+        if key in self.findings:
+            self.findings[key].num += 1
+        elif len(self.findings) < _KEPT_FINDINGS:
+            tokens = self._judge.by_stratum[alarm.stratum].num_tokens
+            example = self.show(case)
+            answers = self._judge.num_answers
+            self.findings[key] = Finding(*key, case.job.began_at, alarm.evidence_since, answers, tokens, example)
+
+    def show(self, case: Case) -> dict[str, Any]:
+        """An answer in the report: its parameters; prompt and tokens only where they are to be kept."""
+        job, checked = case.job, case.checked
+        params = dataclasses.asdict(job.request.params)
+        plain = dataclasses.asdict(type(job.request.params)())
+        shown = {
+            "id": job.request.request_id,
+            "replica": job.replica,
+            "at": job.began_at,
+            "reason": checked.reason,
+            "tokens": len(job.token_ids),
+            "prompt_tokens": len(job.request.prompt_token_ids),
+            "params": {name: value for name, value in params.items() if value != plain[name] and name in _SHOWN},
+            "worst": _worst(job, case.replayed),
+        }
+        if self._options.keep_prompts:
+            shown |= {"prompt_token_ids": job.request.prompt_token_ids, "token_ids": job.token_ids}
+        return shown
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def verdict(self, reply_id: str) -> dict[str, Any] | None:
+        """What is known of a reply, as `GET /v1/verdicts/ID` returns it; None = nothing."""
+        return self._book.verdicts.reply(reply_id)
+
+    def status(self) -> dict[str, Any]:
+        """What the status page shows."""
+        return self._status.render(self._book.overview())
+
+    def history(self) -> dict[str, Any]:
+        """The status page's last hour."""
+        return self._status.history()
+
+    def report(self) -> dict[str, Any]:
+        """All that was found, as JSON."""
+        counts = _by_metric(self.sink)
+        judge = self._judge
+        return {
+            "model": self._options.served,
+            "began_at": self._began_at,
+            "at": time.time(),
+            "tolerance": self._options.tolerance.to_wire(),
+            "requests": counts["truespec_watched_requests_total"],
+            "answers": {
+                **counts["truespec_watched_answers_total"],
+                "judged": judge.num_answers,
+                "replays": counts["truespec_replays_total"],
+                "verdicts": counts["truespec_verdicts_total"],
+                "distributions": counts["truespec_replay_distributions_total"],
+            },
+            "findings": [dataclasses.asdict(one) for one in self.findings.values()],
+            "suspect": list(judge.suspect(self.show)),
+            "all": judge.by_stratum["all"].figures(),
+            "strata": {name: judge.by_stratum[name].figures() for name in WATCHED_STRATA if name in judge.by_stratum},
+            "replicas": {name: one.figures() for name, one in sorted(judge.by_replica.items())},
+            "windows": judge.windows.figures(),
+            "unreadable": dict(self.unread.most_common()),
+            "untested": dict(judge.untested.most_common()),
+        }
+
+
+_SHOWN = frozenset(
+    (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "max_tokens",
+        "ignore_eos",
+    )
+)
+"""Parameters that a report shows: numbers, nothing of a client's text."""
+
+
+class _Judge(Judge):
+    """The service's judge, for answers of which less is known; keeps trainers' measures."""
+
+    def __init__(self, metrics: Metrics, options: RefereeOptions) -> None:
+        tolerance = options.tolerance
+        super().__init__(metrics, tolerance.rounding, tolerance.max_tme, strata=WATCHED_STRATA)
+        self._processed = options.processed
+        self.by_stratum: defaultdict[str, Measures] = defaultdict(Measures)
+        self.by_replica: defaultdict[str, Measures] = defaultdict(Measures)
+        self.windows = Windows()
+        self.untested: Counter[str] = Counter()
+        self.num_answers = 0
+        self._suspect: deque[Case] = deque(maxlen=_KEPT_SUSPECT)
+
+    def judge(self, job: ReplayJob, replayed: Replayed) -> Judgement:
+        """Compare an answer with its replay, as far as its request lets one."""
+        assert isinstance(job, WatchedJob)
+        if self._processed:
+            job = dataclasses.replace(job, logprobs=_comparable(job, replayed))
+            replayed = dataclasses.replace(replayed, logprobs=_processed(replayed))
+        if job.untested:
+            self.untested[job.untested] += 1
+            replayed = dataclasses.replace(replayed, replayed=None)
+        judgement = super().judge(job, replayed)
+        self.num_answers += 1
+        for stratum, tokens in by_stratum(judgement.tokens).items():
+            self.by_stratum[stratum].add(tokens)
+        replica = job.replica if job.replica in self.by_replica or len(self.by_replica) < _KEPT_REPLICAS else "others"
+        self.by_replica[replica].add(judgement.tokens)
+        self.windows.add(job.began_at, judgement.tokens)
+        if judgement.checked.verdict is Verdict.SUSPECT:
+            self._suspect.append(Case(job, replayed, judgement.checked))
+        return judgement
+
+    def suspect(self, show: Callable[[Case], dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        """The latest answers that are suspect each by itself."""
+        return map(show, self._suspect)
+
+
+def _processed(replayed: Replayed) -> tuple[float, ...]:
+    """The logprob of each token after temperature and filters, nats."""
+    if replayed.replayed is None:
+        return replayed.logprobs
+    return tuple(-row.surprisal for row in replayed.replayed)
+
+
+def _comparable(job: WatchedJob, replayed: Replayed) -> tuple[float | None, ...]:
+    """Without the logprobs of tokens so unlikely that their processed logprob is clipped."""
+    if not job.logprobs:
+        return ()
+    clipped = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
+    if not clipped:  # the replay has raw logprobs only
+        return ()
+    return tuple(None if far else given for far, given in zip(clipped, job.logprobs, strict=True))
+
+
+def _worst(job: ReplayJob, replayed: Replayed | None) -> list[dict[str, Any]]:
+    """The tokens of an answer that are the furthest from what they should be."""
+    if replayed is None:
+        return []
+    found: list[dict[str, Any]] = []
+    rows: Sequence[Any] = replayed.replayed or [None] * len(job.token_ids)
+    given = job.logprobs or (None,) * len(job.token_ids)
+    for index, (served, again, row) in enumerate(zip(given, replayed.logprobs[-len(rows) :], rows, strict=True)):
+        found.append(
+            {
+                "index": index,
+                "token_id": job.token_ids[index],
+                "drift_nats": None if served is None else abs(served - again),
+                "surprisal_nats": None if row is None else row.surprisal,
+                "below_likeliest_nats": None if row is None else row.gap,
+            }
+        )
+    return sorted(found, key=lambda one: -max(one["drift_nats"] or 0.0, one["surprisal_nats"] or 0.0))[:3]
+
+
+def _by_metric(sink: PrometheusSink) -> defaultdict[str, dict[str, float]]:
+    """The value of each series that has one label of its own, by metric and label."""
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for name, labels, value in sink.samples():
+        own = [label for key, label in labels.items() if key not in COMMON_LABELS]
+        if len(own) == 1:
+            found[name][own[0]] = value
+    return found
