@@ -83,7 +83,7 @@ OWNERS = {
     "click": {"deploy"},
     "cryptography": {"serve_app.integrity.signatures"},
     "ctypes": {"speculative.kernels", "deploy.bench.engines"},  # the bench looks for libraries
-    "fastapi": {"serve_app.http", "serve_app.page.page_routes"},
+    "fastapi": {"serve_app.http", "serve_app.page.page_routes", "deploy.watch.app"},
     "gguf": {"speculative.model"},
     "grafana_api": {"dashboards.push"},
     "jsonschema": set(),

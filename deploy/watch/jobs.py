@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +117,8 @@ class JobMaker:
         self, exchange: Exchange, reply: Reply, choice: Choice, prompt: tuple[int, ...], sampled: Sampled
     ) -> WatchedJob:
         ids, retokenized = self._token_ids(choice, sampled)
+        if len(prompt) + len(ids) > self.model.max_model_len:
+            raise Unreadable(f"prompt and answer have more than {self.model.max_model_len} tokens; see --max-model-len")
         replica = exchange.replica or UNNAMED
         seed = secrets.randbits(64) if sampled.seed is None else (sampled.seed + choice.index) % 2**64
         request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
@@ -124,7 +127,7 @@ class JobMaker:
             replica=replica,
             prefilled_by="",
             began_at=exchange.began_at,
-            max_model_len=self.model.max_model_len,
+            max_model_len=sys.maxsize,  # the watched server's is not known
             token_ids=ids,
             logprobs=_logprobs(choice, len(ids), retokenized=retokenized),
             kinds=(),

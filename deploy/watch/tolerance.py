@@ -13,7 +13,7 @@ from speculative.errors import ConfigError
 
 FORMAT = "truespec-tolerance-1"
 
-_MAX_TME = {"float32": 1.05, "bfloat16": 1.05, "fp8": 1.2}
+_MAX_TME = {"float32": 1.05, "bfloat16": 1.1, "fp8": 1.2}
 _DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "fp8": 0.03}
 PRECISIONS = tuple(EDGE_NATS)
 
