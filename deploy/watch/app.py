@@ -31,6 +31,12 @@ def referee_app(referee: Referee) -> FastAPI:
 
     add_page(app, StatusFeed(status, history))
 
+    _add_pages(app, referee)
+    _add_exchange_routes(app, referee)
+    return app
+
+
+def _add_pages(app: FastAPI, referee: Referee) -> None:
     @app.get("/health")
     async def show_health() -> Response:
         return Response("ok\n", media_type="text/plain")
@@ -48,6 +54,8 @@ def referee_app(referee: Referee) -> FastAPI:
     async def show_figures() -> Response:
         return JSONResponse(referee.report(), headers={"cache-control": "no-store"})
 
+
+def _add_exchange_routes(app: FastAPI, referee: Referee) -> None:
     @app.get("/v1/verdicts/{reply_id}")
     async def show_verdict(reply_id: str) -> Response:
         known = referee.verdict(reply_id)
@@ -69,8 +77,6 @@ def referee_app(referee: Referee) -> FastAPI:
             return Response(f"This is no batch of exchanges: {error}.\n", 400, media_type="text/plain")
         referee.take(batch)
         return Response(status_code=204)
-
-    return app
 
 
 async def serve_referee(options: RefereeOptions, replayer: ReplayerOptions, host: str, port: int) -> None:
