@@ -114,7 +114,6 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     """How answers are judged, and computed again."""
     from deploy.watch.referee import RefereeOptions
     from deploy.watch.replayers import ReplayerOptions, check_options
-    from deploy.watch.sampling import server_defaults
     from deploy.watch.tolerance import Tolerance
 
     defaults = dict(_default(text) for text in options["defaults"])
@@ -137,7 +136,8 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
         served=options["model"],
         tolerance=tolerance,
         processed=mode == "processed",
-        defaults=server_defaults(options["dialect"], replayer.folder, defaults),
+        dialect=options["dialect"],
+        defaults=defaults,
         keep_prompts=options["keep_prompts"],
         **own,
     )

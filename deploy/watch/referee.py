@@ -39,14 +39,15 @@ class RefereeOptions:
     """How answers are judged.
 
     served: the model's name in metrics. tolerance: how far rounding moves what this server computes. processed: whether
-    the server's logprobs are those after temperature and filters. defaults: what it samples with where a request does
-    not say. max_queue: answers that wait. keep_prompts: whether findings show prompts and answers. share: of the
-    requests that are watched, for the page.
+    the server's logprobs are those after temperature and filters. dialect, defaults: its vendor, and what it samples
+    with where a request does not say. max_queue: answers that wait. keep_prompts: whether findings show prompts and
+    answers. share: of the requests that are watched, for the page.
     """
 
     served: str = "watched"
     tolerance: Tolerance = field(default_factory=Tolerance)
     processed: bool = False
+    dialect: str = "auto"
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_queue: int = 256
     keep_prompts: bool = False
@@ -82,7 +83,7 @@ class Referee:
         self._replayer = replayer
         self.sink = PrometheusSink(source="referee")
         self._metrics = metrics = Metrics([self.sink], model_name=options.served, pool="watched")
-        self._maker = JobMaker(model, Tokenizer.from_folder(model.folder), options.defaults)
+        self._maker = JobMaker(model, Tokenizer.from_folder(model.folder), options.dialect, options.defaults)
         rounding = options.tolerance.rounding
         self._judge = _Judge(metrics, options)
         self._book = ReplicaBook(metrics, rounding, strata=WATCHED_STRATA, alarmed=self._on_alarm)
