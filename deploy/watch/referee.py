@@ -307,10 +307,10 @@ def _worst(job: ReplayJob, replayed: Replayed | None) -> list[dict[str, Any]]:
 
 
 def _by_metric(sink: PrometheusSink) -> defaultdict[str, dict[str, float]]:
-    """The value of each series that has one label of its own, by metric and label."""
+    """The sum of the series of each metric by the first label of its own."""
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, labels, value in sink.samples():
         own = [label for key, label in labels.items() if key not in COMMON_LABELS]
-        if len(own) == 1:
-            found[name][own[0]] = value
+        if own:
+            found[name][own[0]] = found[name].get(own[0], 0.0) + value
     return found
