@@ -80,10 +80,11 @@ MAX_FUNCTION_LINES = 100
 
 # Whose modules (a package stands for all in it) may import a library or one of our packages.
 OWNERS = {
+    "aiohttp": {"deploy.watch"},
     "click": {"deploy"},
     "cryptography": {"serve_app.integrity.signatures"},
     "ctypes": {"speculative.kernels", "deploy.bench.engines"},  # the bench looks for libraries
-    "fastapi": {"serve_app.http", "serve_app.page.page_routes"},
+    "fastapi": {"serve_app.http", "serve_app.page.page_routes", "deploy.watch.app"},
     "gguf": {"speculative.model"},
     "grafana_api": {"dashboards.push"},
     "jsonschema": set(),

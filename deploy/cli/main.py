@@ -16,6 +16,7 @@ from deploy.cli.receipts import verify
 from deploy.cli.reliability import chaos, load
 from deploy.cli.serving import demo, serve
 from deploy.cli.training import train_drafter
+from deploy.cli.watch import watch
 
 
 @click.group(cls=MainGroup)
@@ -39,6 +40,7 @@ for _command in (
     train_drafter,
     chaos,
     load,
+    watch,
 ):
     main.add_command(_command)
 

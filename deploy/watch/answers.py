@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from deploy.watch.exchanges import CHAT, Exchange
 from speculative.errors import TruespecError
@@ -33,6 +33,7 @@ class Choice:
     text: str = ""
     finish_reason: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    pieces: list[bytes | None] | None = None  # of the text, one a logprob, where they came with ids
     called: bool = False  # the answer is, or holds, calls of tools: its text is not in `text`
 
 
@@ -64,7 +65,7 @@ def read_reply(exchange: Exchange) -> Reply:
         if "error" in part:
             raise Unreadable("the server reported an error in the stream")
         reply.id = str(part.get("id") or reply.id)
-        _add_usage(reply, part.get("usage") or {})
+        _add_usage(reply, part.get("usage") or {}, part.get("timings") or {})
         for wire in part.get("choices") or ():
             _add(reply.choice(int(wire.get("index") or 0)), wire, part, is_chat=exchange.path == CHAT)
     if not reply.choices:
@@ -95,9 +96,9 @@ def _object(data: bytes) -> Json:
     return read
 
 
-def _add_usage(reply: Reply, usage: Json) -> None:
+def _add_usage(reply: Reply, usage: Json, timings: Json) -> None:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    tokens = usage.get("completion_tokens")
+    tokens = usage.get("completion_tokens", timings.get("predicted_n"))  # llama.cpp streams only the latter unasked
     reply.num_cached = reply.num_cached if cached is None else int(cached)
     reply.num_tokens = reply.num_tokens if tokens is None else int(tokens)
 
@@ -113,22 +114,38 @@ def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
         choice.prompt_token_ids = tuple(prompt)
     entries = _entries(wire.get("logprobs") or {})
     if entries:
-        choice.logprobs = [*(choice.logprobs or ()), *(logprob for _, logprob in entries)]
+        choice.logprobs = [*(choice.logprobs or ()), *(entry.logprob for entry in entries)]
     ids = wire.get("token_ids")
-    if ids is None and entries and all(token is not None for token, _ in entries):
-        ids = [token for token, _ in entries]
+    if ids is None and entries and all(entry.token_id is not None for entry in entries):
+        ids = [entry.token_id for entry in entries]
+        choice.pieces = [*(choice.pieces or ()), *(entry.piece for entry in entries)]
     if ids is not None:
         choice.token_ids = [*(choice.token_ids or ()), *ids]
 
 
-def _entries(reported: Json) -> list[tuple[int | None, float | None]]:
-    """The id (None = it has none) and logprob of each token."""
+class _Entry(NamedTuple):
+    """What is reported of one token; None = it is not."""
+
+    token_id: int | None
+    logprob: float | None
+    piece: bytes | None = None
+
+
+def _entries(reported: Json) -> list[_Entry]:
     content = reported.get("content")
     if content is not None:  # a chat's, or llama.cpp's
-        return [(_id(entry.get("id"), entry.get("token")), _number(entry.get("logprob"))) for entry in content]
+        return [_read_entry(entry) for entry in content]
     values = reported.get("token_logprobs") or ()
     texts: Sequence[Any] = reported.get("tokens") or [None] * len(values)
-    return [(_id(None, text), _number(value)) for text, value in zip(texts, values, strict=False)]
+    return [_Entry(_id(None, text), _number(value)) for text, value in zip(texts, values, strict=False)]
+
+
+def _read_entry(entry: Json) -> _Entry:
+    own = entry.get("id") is not None
+    made_up = own and entry.get("logprob") == 0 and not entry.get("top_logprobs")  # llama.cpp's, of accepted drafts
+    logprob = None if made_up else _number(entry.get("logprob"))
+    piece = bytes(entry["bytes"]) if own and entry.get("bytes") else None
+    return _Entry(_id(entry.get("id"), entry.get("token")), logprob, piece)
 
 
 def _id(given: Any, text: Any) -> int | None:

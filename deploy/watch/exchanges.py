@@ -16,7 +16,7 @@ class Exchange:
 
     path: of the URL, one of `WATCHED_PATHS`. request: the client's body, without what was added to it. reply: the body
     as the server sent it, with token ids and logprobs; of a stream its server-sent events. began_at, ended_at: unix
-    seconds. replica: that answered, where a header names it; "" = unknown.
+    seconds. replica: that answered, where a header names it; dialect: the server's; "" = unknown.
     """
 
     path: str
@@ -26,10 +26,12 @@ class Exchange:
     began_at: float
     ended_at: float
     replica: str = ""
+    dialect: str = ""
 
     def to_wire(self) -> dict[str, Any]:
         """As JSON."""
-        fields = {name: getattr(self, name) for name in ("path", "streamed", "began_at", "ended_at", "replica")}
+        names = ("path", "streamed", "began_at", "ended_at", "replica", "dialect")
+        fields = {name: getattr(self, name) for name in names}
         return fields | {name: base64.b64encode(getattr(self, name)).decode("ascii") for name in ("request", "reply")}
 
     @classmethod
@@ -58,7 +60,10 @@ class Batch:
             ValueError, KeyError, TypeError: it is none.
         """
         wire = json.loads(body)
-        return cls(tuple(_exchanges(wire["exchanges"])), dict(wire["counts"]))
+        counts = {str(name): int(number) for name, number in wire["counts"].items()}
+        if any(number < 0 for number in counts.values()):
+            raise ValueError("a count is negative")
+        return cls(tuple(_exchanges(wire["exchanges"])), counts)
 
 
 def _exchanges(wires: Iterable[dict[str, Any]]) -> Iterable[Exchange]:

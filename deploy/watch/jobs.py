@@ -2,13 +2,15 @@
 
 import json
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deploy.watch.answers import Choice, Reply, Unreadable, read_reply
 from deploy.watch.exchanges import CHAT, Exchange
-from deploy.watch.sampling import Json, Sampled, sampled_as
+from deploy.watch.sampling import Json, Sampled, Sampling
 from serve_app.backends.base import ModelInfo
 from serve_app.integrity.replays import ReplayJob
 from serve_app.telemetry.metric_names import WATCHED_LENGTHS, WATCHED_POSITIONS
@@ -19,6 +21,7 @@ from speculative.request import Request
 UNNAMED = "server"
 """The replica of answers whose headers name none."""
 
+_MISSING = "the reply does not report all of its token ids"
 _ENDS = ("stop", "length", "tool_calls")
 
 
@@ -61,12 +64,15 @@ class JobMaker:
     Args:
         model: that replays.
         tokenizer: of the same folder; for prompts and answers whose token ids are not reported.
+        dialect: the server's vendor; "auto" = as the proxy found, and as vLLM where that is not known.
         defaults: what the server samples with where a request does not say.
     """
 
     model: ModelInfo
     tokenizer: Tokenizer
+    dialect: str = "auto"
     defaults: Mapping[str, float] = field(default_factory=dict)
+    _samplings: dict[str, Sampling] = field(default_factory=dict)
 
     def jobs(self, exchange: Exchange) -> list[WatchedJob]:
         """The jobs of an exchange, in the order of its choices.
@@ -76,12 +82,18 @@ class JobMaker:
         """
         body = _body(exchange.request)
         reply = read_reply(exchange)
-        sampled = sampled_as(body, self.defaults)
+        sampled = self._sampling(exchange.dialect).sampled_as(body, is_chat=exchange.path == CHAT)
         choices = [reply.choices[index] for index in sorted(reply.choices)]
         prompts = self._prompts(exchange.path, body, choices)
         return [
             self._job(exchange, reply, choice, prompt, sampled) for choice, prompt in zip(choices, prompts, strict=True)
         ]
+
+    def _sampling(self, found: str) -> Sampling:
+        dialect = (found or "vllm") if self.dialect == "auto" else self.dialect
+        if dialect not in self._samplings:
+            self._samplings[dialect] = Sampling.of(dialect, Path(self.model.folder), self.defaults)
+        return self._samplings[dialect]
 
     def _prompts(self, path: str, body: Json, choices: Sequence[Choice]) -> list[tuple[int, ...]]:
         """The prompt's token ids of each choice; several prompts have `n` choices each."""
@@ -115,7 +127,10 @@ class JobMaker:
     def _job(
         self, exchange: Exchange, reply: Reply, choice: Choice, prompt: tuple[int, ...], sampled: Sampled
     ) -> WatchedJob:
-        ids, retokenized = self._token_ids(choice, sampled)
+        tokens = self._tokens(choice, sampled)
+        ids = tuple(tokens.ids)
+        if len(prompt) + len(ids) > self.model.max_model_len:
+            raise Unreadable(f"prompt and answer have more than {self.model.max_model_len} tokens; see --max-model-len")
         replica = exchange.replica or UNNAMED
         seed = secrets.randbits(64) if sampled.seed is None else (sampled.seed + choice.index) % 2**64
         request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
@@ -124,9 +139,9 @@ class JobMaker:
             replica=replica,
             prefilled_by="",
             began_at=exchange.began_at,
-            max_model_len=self.model.max_model_len,
+            max_model_len=sys.maxsize,  # the watched server's is not known
             token_ids=ids,
-            logprobs=_logprobs(choice, len(ids), retokenized=retokenized),
+            logprobs=tuple(tokens.logprobs),
             kinds=(),
             made_by=(replica,) * len(ids),
             rounds_since_handoff=(None,) * len(ids),
@@ -135,43 +150,79 @@ class JobMaker:
             num_cached=reply.num_cached or 0,
             untested=sampled.untested,
             ended=choice.finish_reason or "",
-            retokenized=retokenized,
+            retokenized=tokens.retokenized,
             ended_at=exchange.ended_at,
         )
 
-    def _token_ids(self, choice: Choice, sampled: Sampled) -> tuple[tuple[int, ...], bool]:
-        """The tokens of an answer, the one that ended it included, and whether they were read off its text."""
-        retokenized = choice.token_ids is None
-        if retokenized and (choice.called or not choice.text):
+    def _tokens(self, choice: Choice, sampled: Sampled) -> "_Tokens":
+        """The tokens of an answer, the one that ended it included."""
+        if choice.token_ids is not None:
+            tokens = self._whole(choice, choice.token_ids) if choice.pieces else _reported(choice, choice.token_ids)
+        elif choice.called or not choice.text:
             raise Unreadable("the reply has no token ids")
-        ids = self.tokenizer.encode(choice.text, continuation=True) if choice.token_ids is None else choice.token_ids
+        else:
+            ids = self.tokenizer.encode(choice.text, continuation=True)
+            tokens = _Tokens(list(ids), [], retokenized=True)
         eos = self.model.eos_token_ids
         ends_itself = choice.finish_reason in ("stop", "tool_calls") and not sampled.stops
-        if ends_itself and len(eos) == 1 and not sampled.params.ignore_eos and (not ids or ids[-1] not in eos):
-            ids = [*ids, eos[0]]  # some servers leave it out, and its absence would bias the others
-        if not ids:
+        is_open = not tokens.ids or tokens.ids[-1] not in eos
+        if ends_itself and len(eos) == 1 and not sampled.params.ignore_eos and is_open:
+            tokens.add(eos[0], None)  # some servers leave it out, and its absence would bias the others
+        if not tokens.ids:
             raise Unreadable("the answer is empty")
-        return tuple(ids), retokenized
+        return tokens
+
+    def _whole(self, choice: Choice, ids: Sequence[int]) -> "_Tokens":
+        """With the tokens in the middle of a character, which llama.cpp leaves out: the piece of text holds them."""
+        tokens = _Tokens([], [])
+        for token, logprob, piece in zip(ids, choice.logprobs or (), choice.pieces or (), strict=True):
+            if piece is not None and piece != self.tokenizer.token_bytes(token):
+                *before, last = self.tokenizer.encode(piece.decode("utf-8", "replace"), continuation=True)
+                if last != token:
+                    raise Unreadable(_MISSING)
+                for one in before:
+                    tokens.add(one, None)
+            tokens.add(token, logprob)
+        return tokens
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """The tokens of an answer, and the logprob of each, None = not reported; no logprobs at all = []. retokenized:
+    whether they were read off the text."""
+
+    ids: list[int]
+    logprobs: list[float | None]
+    retokenized: bool = False
+
+    def add(self, token: int, logprob: float | None) -> None:
+        """Add a token at the end."""
+        if self.logprobs or not self.ids:
+            self.logprobs.append(logprob)
+        self.ids.append(token)
+
+
+def _reported(choice: Choice, ids: Sequence[int]) -> _Tokens:
+    """Tokens as they were reported; their logprobs only if there is one each."""
+    given = list(choice.logprobs or ())
+    return _Tokens(list(ids), given if len(given) == len(ids) else [])
 
 
 def _check_whole(reply: Reply, jobs: Sequence[WatchedJob]) -> None:
-    """Refuse a reply that does not report all tokens of its answers (llama.cpp leaves out those within a character), or
-    whose text can be written in fewer or more tokens than were drawn."""
-    known = sum(len(job.token_ids) for job in jobs)
-    ended = sum(job.ended == "stop" for job in jobs)  # servers differ in whether they count the token that ends one
-    if reply.num_tokens is not None and not known - ended <= reply.num_tokens <= known:
-        what = (
-            "its text has another number of tokens than were drawn" if jobs[0].retokenized else "token ids are missing"
-        )
-        raise Unreadable(f"{what}, so that it cannot be computed again")
+    """Refuse a reply that does not report all tokens of its answers, or whose text can be written in another number of
+    tokens than were drawn."""
+    if reply.num_tokens is None:
+        return
+    counted = [jobs, *([job] for job in jobs)]  # llama.cpp counts those of one choice
+    if not any(_is_number(reply.num_tokens, some) for some in counted):
+        what = "its text has another number of tokens than were drawn" if jobs[0].retokenized else _MISSING
+        raise Unreadable(what)
 
 
-def _logprobs(choice: Choice, num_tokens: int, *, retokenized: bool) -> tuple[float | None, ...]:
-    """One a token, None for the one that ended the answer where it has none; () where they do not belong to tokens."""
-    given = choice.logprobs or []
-    if retokenized or not given or not 0 <= num_tokens - len(given) <= 1:
-        return ()
-    return (*given, *[None] * (num_tokens - len(given)))
+def _is_number(num_tokens: int, jobs: Sequence[WatchedJob]) -> bool:
+    """Whether answers have so many tokens; servers differ in whether they count the one that ends an answer."""
+    known, ended = sum(len(job.token_ids) for job in jobs), sum(job.ended == "stop" for job in jobs)
+    return known - ended <= num_tokens <= known
 
 
 def _body(request: bytes) -> Json:

@@ -21,8 +21,9 @@ from serve_app.integrity.replay_checker import ReplayChecker
 from serve_app.integrity.replays import ReplayJob, Verdict
 from serve_app.integrity.replica_book import Case, ReplicaBook
 from serve_app.integrity.verdicts import Checked
+from serve_app.page.history import by_label
 from serve_app.page.status import StatusBook
-from serve_app.telemetry.metric_names import COMMON_LABELS, READ_RESULTS, WATCHED_RESULTS, WATCHED_STRATA
+from serve_app.telemetry.metric_names import READ_RESULTS, WATCHED_RESULTS, WATCHED_STRATA
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import SURPRISAL_CLIP_NATS, Request
@@ -38,14 +39,15 @@ class RefereeOptions:
     """How answers are judged.
 
     served: the model's name in metrics. tolerance: how far rounding moves what this server computes. processed: whether
-    the server's logprobs are those after temperature and filters. defaults: what it samples with where a request does
-    not say. max_queue: answers that wait. keep_prompts: whether findings show prompts and answers. share: of the
-    requests that are watched, for the page.
+    the server's logprobs are those after temperature and filters. dialect, defaults: its vendor, and what it samples
+    with where a request does not say. max_queue: answers that wait. keep_prompts: whether findings show prompts and
+    answers. share: of the requests that are watched, for the page.
     """
 
     served: str = "watched"
     tolerance: Tolerance = field(default_factory=Tolerance)
     processed: bool = False
+    dialect: str = "auto"
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_queue: int = 256
     keep_prompts: bool = False
@@ -81,7 +83,7 @@ class Referee:
         self._replayer = replayer
         self.sink = PrometheusSink(source="referee")
         self._metrics = metrics = Metrics([self.sink], model_name=options.served, pool="watched")
-        self._maker = JobMaker(model, Tokenizer.from_folder(model.folder), options.defaults)
+        self._maker = JobMaker(model, Tokenizer.from_folder(model.folder), options.dialect, options.defaults)
         rounding = options.tolerance.rounding
         self._judge = _Judge(metrics, options)
         self._book = ReplicaBook(metrics, rounding, strata=WATCHED_STRATA, alarmed=self._on_alarm)
@@ -133,11 +135,15 @@ class Referee:
         try:
             jobs = self._maker.jobs(exchange)
         except Unreadable as error:
-            self.unread[str(error)] += 1
-            self._metrics.count("truespec_watched_answers_total", result="unreadable")
+            self.leave_out(str(error))
             return []
         self._metrics.count("truespec_watched_answers_total", len(jobs), result="read")
         return jobs
+
+    def leave_out(self, reason: str) -> None:
+        """Count an answer that cannot be judged."""
+        self.unread[reason] += 1
+        self._metrics.count("truespec_watched_answers_total", result="unreadable")
 
     async def _replay(self, request: Request, avoid: Collection[str]) -> Replayed:
         return await self._replayer.replay(request)
@@ -187,20 +193,20 @@ class Referee:
 
     def report(self) -> dict[str, Any]:
         """All that was found, as JSON."""
-        counts = _by_metric(self.sink)
+        samples = self.sink.samples()
         judge = self._judge
         return {
             "model": self._options.served,
             "began_at": self._began_at,
             "at": time.time(),
             "tolerance": self._options.tolerance.to_wire(),
-            "requests": counts["truespec_watched_requests_total"],
+            "requests": by_label(samples, "truespec_watched_requests_total", "result"),
             "answers": {
-                **counts["truespec_watched_answers_total"],
+                **by_label(samples, "truespec_watched_answers_total", "result"),
                 "judged": judge.num_answers,
-                "replays": counts["truespec_replays_total"],
-                "verdicts": counts["truespec_verdicts_total"],
-                "distributions": counts["truespec_replay_distributions_total"],
+                "replays": by_label(samples, "truespec_replays_total", "result"),
+                "verdicts": by_label(samples, "truespec_verdicts_total", "verdict"),
+                "distributions": by_label(samples, "truespec_replay_distributions_total", "distribution"),
             },
             "findings": [dataclasses.asdict(one) for one in self.findings.values()],
             "suspect": list(judge.suspect(self.show)),
@@ -304,13 +310,3 @@ def _worst(job: ReplayJob, replayed: Replayed | None) -> list[dict[str, Any]]:
             }
         )
     return sorted(found, key=lambda one: -max(one["drift_nats"] or 0.0, one["surprisal_nats"] or 0.0))[:3]
-
-
-def _by_metric(sink: PrometheusSink) -> defaultdict[str, dict[str, float]]:
-    """The sum of the series of each metric by the first label of its own."""
-    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for name, labels, value in sink.samples():
-        own = [label for key, label in labels.items() if key not in COMMON_LABELS]
-        if own:
-            found[name][own[0]] = found[name].get(own[0], 0.0) + value
-    return found

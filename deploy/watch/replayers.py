@@ -35,8 +35,8 @@ class ReplayerOptions:
     """How answers are computed again.
 
     folder: the model's. engine: which one. dtype: of weights and activations. threads: CPU threads, 0 = the machine's.
-    max_model_len: tokens of prompt and answer, None = the model's own limit. max_replicas: engines on Ray that there
-    may be; 0 = one in this process, without Ray. gpus: of each engine on Ray.
+    max_model_len: tokens of prompt and answer, None = the model's own limit, and on a CPU at most 16,384. max_replicas:
+    engines on Ray that there may be; 0 = one in this process, without Ray. gpus: of each engine on Ray.
     """
 
     folder: Path
@@ -95,12 +95,13 @@ class _Engine:
 
 def _backend(options: ReplayerOptions) -> Backend:
     model = ModelConfig.from_folder(options.folder)
-    longest = min(options.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    gpu, own = _on_gpu(), model.max_position_embeddings
+    longest = min(options.max_model_len or (own if gpu else _CPU_CACHE_TOKENS), own)
     config = EngineConfig(
         dtype=options.dtype,
         quantization=options.dtype,
-        max_model_len=longest + 1,  # a replay computes the whole answer
-        kv_cache_tokens=None if _on_gpu() else max(_CPU_CACHE_TOKENS, _BLOCK * (1 + longest // _BLOCK)),
+        max_model_len=longest,
+        kv_cache_tokens=None if gpu else max(_CPU_CACHE_TOKENS, _BLOCK * -(-longest // _BLOCK)),
         max_num_seqs=_AT_ONCE,
         prefix_caching=False,
         num_threads=options.threads or os.cpu_count() or 1,

@@ -14,7 +14,6 @@ Json = dict[str, Any]
 DIALECTS = ("vllm", "sglang", "llama.cpp", "trtllm", "truespec", "transformers", "other")
 
 _GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_READS_GENERATION_CONFIG = ("vllm", "sglang", "truespec")
 _LLAMA_CPP = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """What llama-server samples with where a request does not say (its /props shows it)."""
 
@@ -23,7 +22,7 @@ _AS_SENT = (*_NUMBERS, "top_k", "min_tokens", "stop_token_ids", "ignore_eos", "a
 # fmt: off
 _IRRELEVANT = frozenset((
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "stop",
-    "seed", "user", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens",
+    "seed", "user", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens", "verbose", 
     "return_tokens_as_token_ids", "include_stop_str_in_output", "skip_special_tokens",
     "spaces_between_special_tokens", "detokenize", "priority", "request_id", "metadata", "store", "service_tier",
     "safety_identifier", "prompt_cache_key", "cache_prompt", "cache_salt", "add_generation_prompt",
@@ -50,36 +49,74 @@ class Sampled:
     untested: str = ""
 
 
-def server_defaults(dialect: str, folder: Path, own: Mapping[str, float]) -> dict[str, float]:
-    """What a server samples with where a request does not say.
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How servers of one vendor sample.
 
     Args:
         dialect: one of `DIALECTS`.
-        folder: the model's; vLLM, SGLang and truespec read its generation_config.json.
-        own: what the operator says; it goes first.
+        generation: the model's generation_config.json; {} = it has none.
+        own: what the operator says that the server samples with where a request does not say; it goes first.
     """
-    known: dict[str, float] = dict(_LLAMA_CPP) if dialect == "llama.cpp" else {}
-    path = folder / "generation_config.json"
-    if dialect in _READS_GENERATION_CONFIG and path.is_file():
-        read = json.loads(path.read_text(encoding="utf-8"))
-        known |= {name: read[name] for name in _GENERATION_CONFIG if read.get(name) is not None}
-    return known | dict(own)
+
+    dialect: str
+    generation: Mapping[str, Any]
+    own: Mapping[str, float]
+
+    @classmethod
+    def of(cls, dialect: str, folder: Path, own: Mapping[str, float]) -> "Sampling":
+        """Of a vendor that serves the model in this folder."""
+        path = folder / "generation_config.json"
+        read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return cls(dialect, read, own)
+
+    def sampled_as(self, body: Json, *, is_chat: bool) -> Sampled:
+        """How the choices of a request were sampled; the body is the client's."""
+        seed = body.get("seed")
+        seed = seed % 2**64 if isinstance(seed, int) and seed >= 0 else None
+        stops = bool(body.get("stop") or body.get("stop_token_ids"))
+        values = self._defaults(is_chat=is_chat) | {name: body[name] for name in _AS_SENT if body.get(name) is not None}
+        untested = _untested(body)
+        try:
+            untested = untested or _not_ours(self.dialect, values)
+            params = SamplingParams(logprobs=0, max_tokens=_most_tokens(body), **_read(self._ours(values)))
+        except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
+            params, untested = SamplingParams(logprobs=0), untested or f"its parameters cannot be repeated: {error}"
+        return Sampled(params, seed, stops, untested)
+
+    def _defaults(self, *, is_chat: bool) -> Json:
+        known: Json = dict(_LLAMA_CPP) if self.dialect == "llama.cpp" else {}
+        reads_file = self.dialect in ("vllm", "truespec") or (self.dialect == "sglang" and is_chat)
+        if reads_file:
+            known |= {name: value for name in _GENERATION_CONFIG if (value := self.generation.get(name)) is not None}
+        return known | dict(self.own)
+
+    def _ours(self, values: Json) -> Json:
+        """The parameters of ours that sample so."""
+        temperature = values.get("temperature", 1.0)
+        if self.dialect == "transformers" and not self.generation.get("do_sample"):
+            return values | {"temperature": 0.0}  # whatever was sent
+        if self.dialect == "llama.cpp" and temperature > 0 and values.get("min_p"):
+            return values | {"min_p": values["min_p"] ** (1 / temperature)}  # it filters before the temperature
+        return values
 
 
-def sampled_as(body: Json, defaults: Mapping[str, float]) -> Sampled:
-    """How the choices of a request were sampled; the body is the client's."""
-    seed = body.get("seed")
-    seed = seed % 2**64 if isinstance(seed, int) and seed >= 0 else None
-    sent = {name: body[name] for name in _AS_SENT if body.get(name) is not None}
-    values = dict(defaults) | sent
-    untested, stops = _untested(body), bool(body.get("stop") or body.get("stop_token_ids"))
-    try:
-        params = SamplingParams(logprobs=0, max_tokens=_most_tokens(body), **_read(values))
-    except (InvalidRequest, TypeError, ValueError) as error:
-        return Sampled(
-            SamplingParams(logprobs=0), seed, stops, untested or f"its parameters cannot be repeated: {error}"
-        )
-    return Sampled(params, seed, stops, untested)
+def _not_ours(dialect: str, values: Json) -> str:
+    """Why a vendor's rules cannot be written in our parameters, "" = they can."""
+    top_p, min_p, top_k = values.get("top_p", 1.0) < 1, values.get("min_p", 0.0) > 0, (values.get("top_k") or 0) > 0
+    penalties = any(values.get(name, 0.0) != 0 for name in ("presence_penalty", "frequency_penalty"))
+    penalties |= values.get("repetition_penalty", 1.0) != 1
+    temperature = values.get("temperature", 1.0)
+    if dialect == "llama.cpp" and temperature > 0:
+        if penalties:
+            return "penalties: llama.cpp counts the last tokens of the prompt, too"
+        if top_p and (temperature != 1 or min_p):
+            return "top_p: llama.cpp applies it before the temperature and before min_p"
+    if dialect == "sglang" and ((top_p and top_k) or (min_p and (top_p or top_k))):
+        return "top_p and top_k or min_p together: SGLang applies them to the whole distribution"
+    if dialect == "transformers" and penalties:
+        return "penalties: transformers serve makes another one of them"
+    return ""
 
 
 def _most_tokens(body: Json) -> int:

@@ -13,8 +13,7 @@ from speculative.selfcheck.replay import CalibrationTest, DriftTest
 
 _DELTA = 1e-6 / (3 * len(STRATA))  # of each test, for one false alarm in a million replica lifetimes
 _REQUEST_DELTA = 1e-6
-_JUMP_NATS = 1.0  # rounding moves a logprob this far
-_JUMP_RATE = 1e-3  # in at most this share of the tokens
+_JUMP_RATE = 1e-3  # share of the tokens whose logprobs rounding moves further than `Rounding.jump_nats`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,7 @@ class Rounding:
 
     distribution_tolerance: float = 0.01  # to the means of the calibration test's terms
     edge_nats: float = 1e-3  # to the place of a filter's edge, and to how far a token is from the likeliest
+    jump_nats: float = 1.0  # to a logprob, in all but one token of a thousand
 
     def calibration_test(self, delta: float) -> CalibrationTest:
         """A test with this tolerance."""
@@ -62,7 +62,9 @@ class ReplicaWatch:
 
     def __init__(self, rounding: Rounding) -> None:
         self._cusums: defaultdict[str, Cusum] = defaultdict(Cusum)
-        self._jumps: defaultdict[str, DriftTest] = defaultdict(lambda: DriftTest(_JUMP_NATS, _JUMP_RATE, _DELTA))
+        self._jumps: defaultdict[str, DriftTest] = defaultdict(
+            lambda: DriftTest(rounding.jump_nats, _JUMP_RATE, _DELTA)
+        )
         self._distributions: defaultdict[str, CalibrationTest] = defaultdict(lambda: rounding.calibration_test(_DELTA))
         self._draws: defaultdict[str, DrawTest] = defaultdict(lambda: DrawTest(_DELTA))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from serve_app.telemetry.metric_names import DRIFT_CLIP_NATS
 
-_UNMISTAKABLE_NATS = 5.0  # no rounding moves a logprob so far
+_UNMISTAKABLE = 5.0  # no rounding moves a logprob by so many times `Rounding.jump_nats`
 _REQUEST_FACTOR = 4.0  # a single request may drift so many times the tolerance: it is an average over few tokens
 
 
@@ -111,9 +111,14 @@ class NoiseFloor:
         return allowed + min(self._sums.tme - 1 if known else 0.0, allowed)
 
 
-def request_drifted(drifts: Sequence[TokenDrift], tolerance: float) -> bool:
-    """Whether one request's own tokens are enough to call it wrong."""
-    if any(drift.nats > _UNMISTAKABLE_NATS for drift in drifts):
+def request_drifted(drifts: Sequence[TokenDrift], tolerance: float, jump_nats: float = 1.0) -> bool:
+    """Whether one request's own tokens are enough to call it wrong.
+
+    Args:
+        tolerance: of the mean excess.
+        jump_nats: rounding moves nearly all logprobs by less.
+    """
+    if any(drift.nats > _UNMISTAKABLE * jump_nats for drift in drifts):
         return True
     if Cusum().add((drift.excess for drift in drifts), tolerance):
         return True

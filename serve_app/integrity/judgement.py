@@ -84,7 +84,7 @@ class Judge:
         greedy, tolerance = job.request.params.greedy, self._floor.tolerance(self._max_tme)
         output = [token for token in seen if "all" in token.strata]
         alarm = distribution_alarm(output, greedy, self._rounding)
-        drifted = request_drifted(drifts, tolerance)
+        drifted = request_drifted(drifts, tolerance, self._rounding.jump_nats)
         distribution = self._distribution(job.request, output)
         checks = _checks(distribution, draws, greedy=greedy, logprobs=bool(job.logprobs))
         reason = "drift" if drifted else f"distribution: {alarm}" if alarm else _wrong_draw(draws, job)

@@ -1,0 +1,91 @@
+"""The referee over HTTP: what proxies send comes in; verdicts, report, metrics and the status page go out."""
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from deploy.watch.exchanges import Batch
+from deploy.watch.page import html_report
+from deploy.watch.referee import Referee, RefereeOptions
+from deploy.watch.replayers import ReplayerOptions
+from deploy.watch.run import running_referee
+from serve_app.errors import UnknownVerdict, reply_for
+from serve_app.page.feed import StatusFeed
+from serve_app.page.page_routes import add_page
+
+_MOST_BYTES = 256 * 2**20  # of a batch
+
+
+def referee_app(referee: Referee) -> FastAPI:
+    """The routes of one referee."""
+    app = FastAPI(title="truespec watch", docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def status() -> dict[str, Any]:
+        return referee.status()
+
+    async def history() -> dict[str, Any]:
+        return referee.history()
+
+    add_page(app, StatusFeed(status, history))
+
+    _add_pages(app, referee)
+    _add_exchange_routes(app, referee)
+    return app
+
+
+def _add_pages(app: FastAPI, referee: Referee) -> None:
+    @app.get("/health")
+    async def show_health() -> Response:
+        return Response("ok\n", media_type="text/plain")
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        content, media_type = referee.sink.exposition()
+        return Response(content, headers={"content-type": media_type})
+
+    @app.get("/report")
+    async def show_report() -> Response:
+        return HTMLResponse(html_report(referee.report()), headers={"cache-control": "no-store"})
+
+    @app.get("/report.json")
+    async def show_figures() -> Response:
+        return JSONResponse(referee.report(), headers={"cache-control": "no-store"})
+
+
+def _add_exchange_routes(app: FastAPI, referee: Referee) -> None:
+    @app.get("/v1/verdicts/{reply_id}")
+    async def show_verdict(reply_id: str) -> Response:
+        known = referee.verdict(reply_id)
+        if known is None:
+            error = UnknownVerdict(
+                f"Nothing is known of '{reply_id[:100]}': it was not watched, is not judged yet, or was long ago."
+            )
+            reply = reply_for(error)
+            return JSONResponse(reply.body(), reply.status)
+        return JSONResponse(known)
+
+    @app.post("/v1/exchanges")
+    async def take(request: Request) -> Response:
+        if int(request.headers.get("content-length") or 0) > _MOST_BYTES:
+            return Response(f"A batch may have {_MOST_BYTES} bytes.\n", 413, media_type="text/plain")
+        try:
+            batch = Batch.from_wire(await request.body())
+        except (ValueError, KeyError, TypeError) as error:
+            return Response(f"This is no batch of exchanges: {error}.\n", 400, media_type="text/plain")
+        referee.take(batch)
+        return Response(status_code=204)
+
+
+async def serve_referee(options: RefereeOptions, replayer: ReplayerOptions, host: str, port: int) -> None:
+    """Serve until interrupted."""
+    async with running_referee(options, replayer) as referee:
+        config = uvicorn.Config(referee_app(referee), host=host, port=port, log_level="warning", access_log=False)
+        await uvicorn.Server(config).serve()
+
+
+def run_referee(options: RefereeOptions, replayer: ReplayerOptions, host: str, port: int) -> None:
+    """Serve in this process until interrupted."""
+    asyncio.run(serve_referee(options, replayer, host, port))

@@ -1,0 +1,246 @@
+"""Measures what rounding does to a server: the next token's distribution after many prompts, against float32.
+
+Each request asks for one token, so nothing is drafted: what differs is arithmetic and the form of the weights, not
+speculation. With s the server's probabilities of its k likeliest tokens and p those of `transformers` in float32, per
+prompt:
+
+    drift         |log s - log p| of a token, weighted by s, as if it had been drawn
+    edge          |(log s - log s_1) - (log p - log p_1)|, what a logit moved against the likeliest token's
+    probability   sum (s - p) p            what rounding adds to the mean of p(y) - sum p^2
+    surprisal     sum (s - p)(-log p)      what it adds to the mean of the surprisal minus the entropy
+"""
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploy.audit.blackbox.exchange import Exchange, Server
+from deploy.bench.prompts import KINDS, read_prompts
+from deploy.watch.tolerance import Tolerance
+from serve_app.backends.transformers_referee import TransformersModel
+from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import ConfigError
+from speculative.request import SURPRISAL_CLIP_NATS
+
+_SEED = 20_261
+_LONGEST = 512  # tokens of a prompt
+_TOP = 20
+_LIKELY = 1e-3  # tokens that a sampled answer holds
+_MODE_PROMPTS = 12
+_HALF = 0.5  # temperature at which logprobs before and after it differ
+_SPREAD = 4.0  # standard errors that the mean shift may be off by
+_ROOM = 2.0  # times what was measured
+_LEAST = Tolerance(max_tme=1.01, edge_nats=1e-3, distribution=0.005)
+_KEPT_SHARE = 0.999
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """One prompt: of the server's likeliest tokens log s and log p, nats, the likeliest first."""
+
+    served: Floats
+    exact: Floats
+
+    @property
+    def weights(self) -> Floats:
+        weights: Floats = np.exp(self.served)
+        return weights
+
+    @property
+    def drifts(self) -> Floats:
+        drifts: Floats = np.abs(self.served - self.exact)
+        return drifts
+
+    @property
+    def shifts(self) -> tuple[float, float]:
+        """What rounding adds to the two terms, as far as the likeliest tokens show."""
+        s, p = np.exp(self.served), np.exp(self.exact)
+        surprisals = np.minimum(-self.exact, SURPRISAL_CLIP_NATS)
+        rest = (1 - s.sum()) - (1 - p.sum())  # of the other tokens, which are all unlikely
+        far = float(surprisals.max())
+        return float(((s - p) * p).sum()), float(((s - p) * surprisals).sum() + rest * far) / SURPRISAL_CLIP_NATS
+
+
+def calibrate(url: str, folder: Path, served: str | None, num_prompts: int, api_key: str | None = None) -> Tolerance:
+    """Ask a server, and return the tolerance that its arithmetic needs.
+
+    Raises:
+        ConfigError: the server reports no logprobs of its likeliest tokens, or they are not those of these weights.
+    """
+    tokenizer, model = Tokenizer.from_folder(folder), TransformersModel(folder)
+    prompts = list(_prompts(folder, num_prompts))
+    with Server(url, api_key) as server:
+        desk = _Desk(server, served, tokenizer)
+        processed = desk.is_processed(prompts[:_MODE_PROMPTS], model)
+        compared = [desk.compare(prompt, model) for prompt in prompts]
+    return _tolerance([one for one in compared if one is not None], processed, desk.model)
+
+
+def _prompts(folder: Path, number: int) -> Iterator[tuple[int, ...]]:
+    """Beginnings of conversations and texts, of 8 to 512 tokens."""
+    texts = [text for kind in read_prompts(folder, KINDS).values() for text in kind]
+    draw = random.Random(_SEED)
+    for _ in range(number):
+        joined = [token for text in draw.sample(texts, 4) for token in text]
+        yield tuple(joined[: draw.randint(8, min(_LONGEST, len(joined)))])
+
+
+class _Desk:
+    """Asks one server for the distribution of one token."""
+
+    def __init__(self, server: Server, served: str | None, tokenizer: Tokenizer) -> None:
+        self._server = server
+        self._tokenizer = tokenizer
+        self._ids: dict[str, int] | None = None  # of tokens by their text, where it is one token's alone
+        self._takes_ids = True
+        self._extra: dict[str, Any] = {"return_tokens_as_token_ids": True, **_NEUTRAL}
+        self.model = served or self._first_model()
+        self._settle()
+
+    def _first_model(self) -> str:
+        text = self._server.get("/v1/models")
+        try:
+            return str(json.loads(text or "")["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(
+                f"{self._server.url}/v1/models returned no list of models; check the URL and that a server runs there."
+            ) from error
+
+    def _settle(self) -> None:
+        """Find out which of the fields the server takes."""
+        for takes_ids in (True, False):
+            self._takes_ids = takes_ids
+            while True:
+                reply = self._ask((3, 4, 5, 6), 1.0)
+                refused = next((name for name in self._extra if name in reply.error), None)
+                if reply.ok or refused is None:
+                    break
+                del self._extra[refused]
+            if reply.ok:
+                break
+        if not reply.ok:
+            raise ConfigError(f"{self._server.url} does not answer a completion with logprobs: {reply.reported()}")
+        if not _top(reply.reply):
+            raise ConfigError(
+                f"{self._server.url} reports no logprobs of its likeliest tokens, so that its rounding cannot be "
+                "measured; use --precision."
+            )
+
+    def _ask(self, prompt: Sequence[int], temperature: float) -> Exchange:
+        text = list(prompt) if self._takes_ids else self._tokenizer.decode(prompt, skip_special=False)
+        body = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": temperature, "logprobs": _TOP}
+        return self._server.post(body | self._extra)
+
+    def _row(self, prompt: Sequence[int], temperature: float) -> dict[int, float] | None:
+        """Logprobs of the likeliest tokens by id; None where the server did not give them."""
+        reply = self._ask(prompt, temperature)
+        top = _top(reply.reply) if reply.ok else []
+        known = [(self._id(token, given), value) for token, given, value in top]
+        found = {token: value for token, value in known if token is not None and math.isfinite(value)}
+        return dict(sorted(found.items(), key=lambda one: -one[1])[:_TOP]) or None
+
+    def _id(self, text: str, given: int | None) -> int | None:
+        if given is not None:
+            return given
+        if text.startswith("token_id:"):
+            return int(text.removeprefix("token_id:"))
+        if self._ids is None:
+            texts: dict[str, list[int]] = {}
+            for token in range(self._tokenizer.vocab_size):
+                texts.setdefault(self._tokenizer.token_text(token), []).append(token)
+            self._ids = {text: ids[0] for text, ids in texts.items() if len(ids) == 1}
+        return self._ids.get(text)
+
+    def is_processed(self, prompts: Sequence[tuple[int, ...]], model: TransformersModel) -> bool:
+        """Whether the server's logprobs are those after the temperature."""
+        off = {1.0: 0.0, _HALF: 0.0}
+        for prompt in prompts:
+            row = self._row(prompt, _HALF)
+            for temperature in off:
+                exact = _logprobs(model, prompt, temperature)
+                off[temperature] += sum(abs(value - exact[token]) for token, value in (row or {}).items())
+        return off[_HALF] < off[1.0]
+
+    def compare(self, prompt: tuple[int, ...], model: TransformersModel) -> _Compared | None:
+        """The server's likeliest tokens after a prompt, and what float32 gives them."""
+        row = self._row(prompt, 1.0)
+        if row is None:
+            return None
+        exact = _logprobs(model, prompt, 1.0)
+        return _Compared(np.array(list(row.values())), exact[list(row)])
+
+
+def _logprobs(model: TransformersModel, prompt: Sequence[int], temperature: float) -> Floats:
+    rows = model.logits((*prompt, 0), len(prompt))[0].double() / temperature
+    values: Floats = rows.log_softmax(-1).numpy()
+    return values
+
+
+def _top(reply: dict[str, Any]) -> list[tuple[str, int | None, float]]:
+    """Text, id where it is given, and logprob of the likeliest tokens of a reply's first token."""
+    choices = reply.get("choices") or [{}]
+    logprobs = choices[0].get("logprobs") or {}
+    if logprobs.get("content"):  # as in chats; llama.cpp has it so everywhere
+        top = logprobs["content"][0].get("top_logprobs") or ()
+        return [(str(one.get("token")), one.get("id"), float(one["logprob"])) for one in top]
+    top = (logprobs.get("top_logprobs") or [{}])[0] or {}
+    return [(str(token), None, float(value)) for token, value in top.items() if value is not None]
+
+
+def _tolerance(compared: Sequence[_Compared], processed: bool, model: str) -> Tolerance:
+    """The tolerance for what was measured, with room for what was not."""
+    if len(compared) < 2:
+        raise ConfigError("The server answered too few prompts to measure its rounding.")
+    weights = np.concatenate([one.weights for one in compared])
+    drifts = np.concatenate([one.drifts for one in compared])
+    edges = np.concatenate([_edges(one) for one in compared])
+    tme = float((weights * np.exp(np.minimum(drifts, 10.0))).sum() / weights.sum())
+    largest = _quantile(drifts, weights, _KEPT_SHARE)
+    shifts = np.array([one.shifts for one in compared])
+    means, errors = shifts.mean(0), shifts.std(0, ddof=1) / math.sqrt(len(shifts))
+    if largest > SURPRISAL_CLIP_NATS / 2:
+        raise ConfigError(
+            f"The logprobs of {model} are up to {largest:.1f} nats from those of these weights: it serves others, or "
+            "reports something else."
+        )
+    return Tolerance(
+        max_tme=max(_LEAST.max_tme, 1 + _ROOM * (tme - 1)),
+        edge_nats=max(_LEAST.edge_nats, _ROOM * float(np.quantile(edges, _KEPT_SHARE))),
+        distribution=max(_LEAST.distribution, float((np.abs(means) + _SPREAD * errors).max())),
+        jump_nats=max(1.0, _ROOM * largest),
+        processed=processed,
+        source=f"measured by {len(compared)} prompts",
+        measured={
+            "model": model,
+            "prompts": len(compared),
+            "tme": tme,
+            "drift_nats_median": _quantile(drifts, weights, 0.5),
+            "drift_nats_999": largest,
+            "edge_nats_999": float(np.quantile(edges, _KEPT_SHARE)),
+            "probability_shift": float(means[0]),
+            "surprisal_shift": float(means[1]),
+            "standard_errors": [float(error) for error in errors],
+        },
+    )
+
+
+def _edges(one: _Compared) -> Floats:
+    """How far logits moved against that of the likeliest token, of tokens that are drawn now and then."""
+    moved: Floats = np.abs((one.served - one.served[0]) - (one.exact - one.exact[0]))
+    likely: Floats = moved[one.weights >= _LIKELY]
+    return likely
+
+
+def _quantile(values: Floats, weights: Floats, share: float) -> float:
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][min(int(np.searchsorted(reached, share)), len(values) - 1)])

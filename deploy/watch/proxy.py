@@ -1,0 +1,485 @@
+"""A reverse proxy that passes everything on as it came, and lets a referee see a share of the exchanges."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from deploy.watch.asking import DIALECTS, FALLBACK, OWNERS, Asked, extras_of, instrumented, read_request
+from deploy.watch.event_stream import EventEditor
+from deploy.watch.exchanges import WATCHED_PATHS, Exchange
+from deploy.watch.headers import passed_on, with_length
+from deploy.watch.plain_shapes import PlainShape
+from deploy.watch.sender import Sender
+
+_LOG = logging.getLogger(__name__)
+_MIB = 2**20
+_LONGEST_HEADER = 256 * 1024
+_IDLE_S = 3.0  # of a connection to the server; servers close theirs after 5 s, and a request must not meet that
+_CONNECT_WITHIN_S = 10.0
+_BACKLOG = 4096
+_MOST_FORMS = 1024
+_REFUSALS = (400, 413, 422, 500, 501)
+_ADDED = ("Content-Type", "Date", "Server")
+_NOT_OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # aiohttp adds them where a client sends none
+_WHOLE = 64 * 1024  # bytes; a request body of which all is here already is sent in one go
+Body = bytes | aiohttp.StreamReader
+# Ways in which the other side is lost.
+_LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyOptions:
+    """What a proxy needs to know.
+
+    upstream: the server's URL. host, port: to listen on; port 0 takes a free one. share: of requests that are watched,
+    0 to 1. dialect: "auto" or one of `DIALECTS`. referee: its URL; None = exchanges are only counted. max_queued,
+    max_queued_bytes: what waits for the referee at most. max_exchange_bytes: larger requests and replies are not
+    captured. replica_header: the header of a reply that names the replica.
+    """
+
+    upstream: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    share: float = 1.0
+    dialect: str = "auto"
+    referee: str | None = None
+    max_queued: int = 1000
+    max_queued_bytes: int = 64 * _MIB
+    max_exchange_bytes: int = 16 * _MIB
+    replica_header: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: one cannot be used.
+        """
+        url = URL(self.upstream)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(f"{self.upstream} is no URL of a server; write it as http://HOST:PORT.")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"The share of watched requests is {self.share}; it goes from 0 to 1.")
+        if self.dialect not in ("auto", *DIALECTS):
+            raise ValueError(f"The dialect {self.dialect} is unknown; there are auto, {', '.join(DIALECTS)}.")
+
+
+@dataclass(slots=True)
+class _Form:
+    """What is known of requests of one form. level: which of the extras the server takes."""
+
+    shape: PlainShape
+    level: int = 0
+    stale: bool = False
+
+
+class _Recording:
+    """Keeps the bytes of a reply, up to a limit; `data` is None beyond it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self.data: bytearray | None = bytearray()
+
+    def add(self, chunk: bytes) -> None:
+        if self.data is not None:
+            self.data += chunk
+            if len(self.data) > self._max:
+                self.data = None
+
+
+class Proxy:
+    """Answers requests by those of a server."""
+
+    def __init__(self, options: ProxyOptions, session: aiohttp.ClientSession, sender: Sender) -> None:
+        self._options = options
+        self._base = options.upstream.rstrip("/").removesuffix("/v1")
+        self._session = session
+        self._sender = sender
+        self._dialect = None if options.dialect == "auto" else options.dialect
+        self._forms: dict[str, _Form] = {}
+        self._draw = random.Random().random
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What was counted since the start, by result."""
+        return self._sender.totals
+
+    async def find_dialect(self, authorization: str | None = None) -> None:
+        """Ask the server for its models, whose owner tells what it is."""
+        headers = {"Accept-Encoding": "identity"}
+        if authorization is not None:
+            headers["Authorization"] = authorization
+        try:
+            async with self._session.get(URL(f"{self._base}/v1/models"), headers=headers) as reply:
+                if reply.status in (401, 403) and authorization is None:
+                    return  # the first watched request brings a key
+                models = await reply.json(content_type=None)
+                owner = str(models["data"][0]["owned_by"])
+        except (ValueError, LookupError, TypeError):
+            owner = ""
+        except _LOST:
+            return
+        self._dialect = OWNERS.get(owner, FALLBACK)
+        known = "" if owner in OWNERS else ", since its /v1/models names no owner that is known"
+        _LOG.info("The server at %s is asked in the dialect %s%s.", self._base, self._dialect, known)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request."""
+        if "upgrade" in request.headers.get("Connection", "").lower() and "Upgrade" in request.headers:
+            return _error(501, "The proxy passes HTTP only, no WebSocket; connect to the server itself.", "upgrade")
+        path = request.raw_path.partition("?")[0]
+        watched_path = request.method == "POST" and path in WATCHED_PATHS
+        if watched_path and self._draw() < self._options.share and self._fits(request):
+            return await self._watched(request, path)
+        if watched_path:
+            self._sender.count("passed")
+        body = await _small_body(request) if request.body_exists else None
+        return await self._passed(request, passed_on(request.headers, without=_EXPECT), body)
+
+    def _fits(self, request: web.Request) -> bool:
+        if "Content-Encoding" in request.headers:
+            self._sender.count("unreadable")
+            return False
+        if (request.content_length or 0) > self._options.max_exchange_bytes:
+            self._sender.count("too_large")
+            return False
+        return True
+
+    # Requests that pass
+
+    async def _passed(
+        self,
+        request: web.Request,
+        headers: CIMultiDict[str],
+        body: Body | None,
+        seen: Callable[[aiohttp.ClientResponse, bytes], None] | None = None,
+    ) -> web.StreamResponse:
+        """Pass a request on, and its reply back. seen: gets the pieces of the reply."""
+        try:
+            reply = await self._send(request, headers, body)
+        except _LOST as error:
+            return self._unreachable(error)
+        try:
+            return await self._passed_back(request, reply, seen)
+        finally:
+            reply.close() if not reply.content.is_eof() else reply.release()
+
+    async def _send(
+        self,
+        request: web.Request,
+        headers: CIMultiDict[str],
+        body: Body | None,
+    ) -> aiohttp.ClientResponse:
+        target = request.raw_path
+        url = URL(
+            self._base + target if target.startswith("/") else self._base + request.rel_url.raw_path_qs, encoded=True
+        )
+        return await self._session.request(
+            request.method, url, headers=headers, data=body, allow_redirects=False, skip_auto_headers=_NOT_OURS
+        )
+
+    async def _passed_back(
+        self,
+        request: web.Request,
+        reply: aiohttp.ClientResponse,
+        seen: Callable[[aiohttp.ClientResponse, bytes], None] | None,
+    ) -> web.StreamResponse:
+        response = _Relayed(reply, passed_on(reply.headers))
+        await response.prepare(request)
+        try:
+            async for chunk in reply.content.iter_any():
+                if seen is not None:
+                    seen(reply, chunk)
+                await response.write(chunk)
+        except aiohttp.ClientConnectionResetError:  # the client has left
+            return response
+        except _LOST:
+            _break_off(request)
+            self._sender.count("broken_off")
+        return response
+
+    def _unreachable(self, error: BaseException) -> web.Response:
+        _LOG.warning("The server at %s gave no answer (%s).", self._base, type(error).__name__)
+        self._sender.count("unreachable")
+        reason = str(error) or type(error).__name__
+        message = f"The server at {self._base} gave no answer: {reason}. Start it, or give the proxy its right URL."
+        return _error(502, message, "server_unreachable")
+
+    # Requests that are watched
+
+    async def _watched(self, request: web.Request, path: str) -> web.StreamResponse:
+        body = await request.content.read()
+        headers = with_length(passed_on(request.headers, without=_EXPECT), len(body))
+        asked = read_request(path, body)
+        form = None if asked is None else self._form(asked.form)
+        if asked is None or form is None:
+            self._sender.count("unwatchable")
+            return await self._passed(request, headers, body)
+        if self._dialect is None and (key := request.headers.get("Authorization")):
+            await self.find_dialect(key)
+        headers.popall("Accept-Encoding", None)
+        levels = extras_of(self._dialect or FALLBACK, path, asked.streamed)
+        changed, keys = instrumented(asked, levels[form.level])
+        if keys and (form.stale or not form.shape.learned):
+            return await self._learned(request, headers, asked, form)
+        if keys and not form.shape.usable:
+            changed, keys = body, frozenset()
+        began_at = time.time()
+        try:
+            reply = await self._send(request, with_length(headers, len(changed)), changed)
+        except _LOST as error:
+            return self._unreachable(error)
+        try:
+            if changed is not body and (reply.status in _REFUSALS or "Content-Encoding" in reply.headers):
+                return await self._refused(request, headers, body, form)
+            watch = _Watch(asked, path, keys, form, began_at)
+            return await self._watched_back(request, reply, watch)
+        finally:
+            reply.close() if not reply.content.is_eof() else reply.release()
+
+    def _form(self, name: str) -> _Form | None:
+        if name not in self._forms and len(self._forms) >= _MOST_FORMS:
+            return None
+        return self._forms.setdefault(name, _Form(PlainShape()))
+
+    async def _learned(
+        self, request: web.Request, headers: CIMultiDict[str], asked: Asked, form: _Form
+    ) -> web.StreamResponse:
+        """Pass a request unchanged, and learn from its reply what plain ones look like."""
+        recording = _Recording(self._options.max_exchange_bytes)
+        kinds: list[tuple[int, str]] = []
+
+        def seen(reply: aiohttp.ClientResponse, chunk: bytes) -> None:
+            if not kinds:
+                kinds.append((reply.status, reply.content_type))
+            recording.add(chunk)
+
+        response = await self._passed(request, headers, asked.body, seen)
+        self._sender.count("learned")
+        if recording.data and kinds and kinds[0][0] == 200:
+            _learn(form.shape, bytes(recording.data), kinds[0][1] == _EVENTS)
+            form.stale = False
+        return response
+
+    async def _refused(
+        self, request: web.Request, headers: CIMultiDict[str], body: bytes, form: _Form
+    ) -> web.StreamResponse:
+        """Send the client's own request after the server refused what was added."""
+        self._sender.count("refused")
+        before = form.level
+        response = await self._passed(request, headers, body)
+        if response.status == 200 and form.level == before:
+            form.level += 1
+            _LOG.warning("The server refuses what is added to some requests; it is asked for less from now on.")
+        return response
+
+    async def _watched_back(
+        self, request: web.Request, reply: aiohttp.ClientResponse, watch: "_Watch"
+    ) -> web.StreamResponse:
+        recording = _Recording(self._options.max_exchange_bytes)
+        headers = passed_on(reply.headers)
+        events = reply.content_type == _EVENTS
+        if events or not watch.keys or reply.status != 200:
+            response = _Relayed(reply, headers)
+            whole = await self._pieces_back(request, reply, response, watch, recording)
+        else:
+            try:
+                recording.add(data := await reply.read())
+            except _LOST as error:
+                return self._unreachable(error)
+            plain = _edited_whole(data, watch)
+            response = _Relayed(reply, with_length(headers, len(plain)))
+            await response.prepare(request)
+            await response.write(plain)
+            whole = True
+        if whole:
+            self._capture(reply, watch, recording)
+        return response
+
+    async def _pieces_back(
+        self,
+        request: web.Request,
+        reply: aiohttp.ClientResponse,
+        response: web.StreamResponse,
+        watch: "_Watch",
+        recording: _Recording,
+    ) -> bool:
+        """Whether all of the reply was passed back."""
+        await response.prepare(request)
+        editor = EventEditor(watch.plain_event) if watch.keys and reply.status == 200 else None
+        try:
+            async for chunk in reply.content.iter_any():
+                recording.add(chunk)
+                if data := chunk if editor is None else editor.push(chunk):
+                    await response.write(data)
+            if editor is not None and (data := editor.last()):
+                await response.write(data)
+        except aiohttp.ClientConnectionResetError:
+            self._sender.count("left")
+            return False
+        except _LOST:
+            _break_off(request)
+            self._sender.count("broken_off")
+            return False
+        return True
+
+    def _capture(self, reply: aiohttp.ClientResponse, watch: "_Watch", recording: _Recording) -> None:
+        if reply.status != 200:
+            self._sender.count("not_ok")
+        elif recording.data is None:
+            self._sender.count("too_large")
+        else:
+            name = self._options.replica_header
+            exchange = Exchange(
+                path=watch.path,
+                request=watch.asked.body,
+                reply=bytes(recording.data),
+                streamed=reply.content_type == _EVENTS,
+                began_at=watch.began_at,
+                ended_at=time.time(),
+                replica="" if name is None else reply.headers.get(name, ""),
+            )
+            self._sender.offer(exchange)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """A request that is watched. keys: of the reply, which are not the client's."""
+
+    asked: Asked
+    path: str
+    keys: frozenset[str]
+    form: _Form
+    began_at: float
+
+    def plain_event(self, text: str) -> str | None:
+        """An event as its client is to get it; None = not at all."""
+        plain = self.form.shape.plain(text, self.keys, streamed=True)
+        self.form.stale |= plain.unknown
+        return plain.text
+
+
+_EXPECT = frozenset({"expect", "host"})  # 100-continue was answered here; the server's own name goes out as Host
+_EVENTS = "text/event-stream"
+
+
+async def _small_body(request: web.Request) -> Body:
+    """The body at once where it has come with its headers, else as it comes."""
+    if request.content.is_eof() and 0 < (request.content_length or 0) <= _WHOLE:
+        return await request.content.readany()
+    return request.content
+
+
+def _edited_whole(data: bytes, watch: _Watch) -> bytes:
+    try:
+        plain = watch.form.shape.plain(data.decode("utf-8"), watch.keys, streamed=False)
+    except ValueError:
+        return data
+    watch.form.stale |= plain.unknown
+    return data if plain.text is None else plain.text.encode()
+
+
+def _learn(shape: PlainShape, data: bytes, streamed: bool) -> None:
+    def look(text: str) -> str:
+        with contextlib.suppress(ValueError):
+            shape.learn(text, streamed)
+        return text
+
+    if streamed:
+        EventEditor(look).push(data + b"\n\n")
+    else:
+        with contextlib.suppress(ValueError):
+            shape.learn(data.decode("utf-8"), streamed)
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    """In OpenAI's form."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
+
+
+def _break_off(request: web.Request) -> None:
+    """End the client's connection so that it sees that the reply is not whole."""
+    transport = request.transport
+    if transport is not None:
+        transport.close()
+
+
+class _Relayed(web.StreamResponse):
+    """The head of a server's reply."""
+
+    def __init__(self, reply: aiohttp.ClientResponse, headers: CIMultiDict[str]) -> None:
+        super().__init__(status=reply.status, reason=reply.reason, headers=headers)
+        self.not_sent = [name for name in _ADDED if name not in headers]
+        """Headers that aiohttp adds, and the server did not send."""
+
+
+async def _as_the_server_sent(request: web.Request, response: web.StreamResponse) -> None:
+    if isinstance(response, _Relayed):
+        for name in response.not_sent:
+            response.headers.popall(name, None)
+
+
+def _application(proxy: Proxy) -> web.Application:
+    app = web.Application(client_max_size=0)  # 0 = unlimited
+    app.router.add_route("*", "/{path:.*}", proxy.handle)
+    app.on_response_prepare.append(_as_the_server_sent)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy]]:
+    """A proxy that runs until the block ends; gives its URL."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S)
+    sender = Sender(options.referee, options.max_queued, options.max_queued_bytes)
+    async with (
+        aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            max_line_size=_LONGEST_HEADER,
+            max_field_size=_LONGEST_HEADER,
+            max_headers=1000,
+        ) as session,
+        sender.running(),
+    ):
+        proxy = Proxy(options, session, sender)
+        if options.dialect == "auto":
+            await proxy.find_dialect()
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listening = socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+        runner = web.AppRunner(
+            _application(proxy),
+            handler_cancellation=True,
+            auto_decompress=False,
+            access_log=None,
+            max_line_size=_LONGEST_HEADER,
+            max_field_size=_LONGEST_HEADER,
+            max_headers=1000,
+        )
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listening, backlog=_BACKLOG).start()
+            host, port = listening.getsockname()[:2]
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}", proxy
+        finally:
+            await runner.cleanup()
+
+
+async def run_proxy(options: ProxyOptions) -> None:
+    """Run a proxy until it is cancelled."""
+    async with running_proxy(options) as (url, _):
+        _LOG.info("Requests to %s pass on to %s; %.3g of them are watched.", url, options.upstream, options.share)
+        await asyncio.Event().wait()

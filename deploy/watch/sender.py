@@ -1,0 +1,130 @@
+"""Sends exchanges to the referee, and nobody waits for it: what does not fit into the queue is dropped and counted."""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+
+import aiohttp
+
+from deploy.watch.exchanges import Batch, Exchange
+
+_LOG = logging.getLogger(__name__)
+_COUNTS_EVERY_S = 1.0
+_BATCH_EXCHANGES, _BATCH_BYTES = 32, 256 * 1024  # small: to pack a batch holds up the streams that pass
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
+_ANSWER_WITHIN_S, _LAST_WORD_WITHIN_S = 30.0, 2.0
+_TRY_AGAIN = (408, 425, 429)
+
+
+class Sender:
+    """A queue of exchanges, and counters by result that go with the next batch.
+
+    referee: its URL; None = exchanges are counted only. max_exchanges, max_bytes: of the queue.
+    """
+
+    def __init__(self, referee: str | None, max_exchanges: int, max_bytes: int) -> None:
+        self._url = None if referee is None else f"{referee.rstrip('/')}/v1/exchanges"
+        self._max_exchanges, self._max_bytes = max_exchanges, max_bytes
+        self._queue: deque[Exchange] = deque()
+        self._bytes = 0
+        self._unsent: Counter[str] = Counter()
+        self._wake = asyncio.Event()
+        self.totals: Counter[str] = Counter()
+        """Since the start, by result."""
+
+    def count(self, result: str, number: int = 1) -> None:
+        """Count something that happened."""
+        self.totals[result] += number
+        self._unsent[result] += number
+
+    def offer(self, exchange: Exchange) -> None:
+        """Take an exchange for the referee, or drop it if the queue is full."""
+        size = _size(exchange)
+        if len(self._queue) >= self._max_exchanges or self._bytes + size > self._max_bytes:
+            self.count("dropped")
+            return
+        self.count("captured")
+        if self._url is not None:
+            self._queue.append(exchange)
+            self._bytes += size
+            self._wake.set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Sender"]:
+        """Send in the background until the block ends, and what is left then if the referee answers at once."""
+        if self._url is None:
+            yield self
+            return
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_WITHIN_S)
+        async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
+            task = asyncio.create_task(self._run(session, self._url))
+            try:
+                yield self
+            finally:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._empty(session, self._url), _LAST_WORD_WITHIN_S)
+
+    async def _run(self, session: aiohttp.ClientSession, url: str) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _COUNTS_EVERY_S)
+            self._wake.clear()
+            while self._queue or self._unsent:
+                if await self._send_batch(session, url):
+                    pause_s = _FIRST_PAUSE_S
+                    if not self._queue:
+                        break  # counts alone wait for their time
+                else:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _empty(self, session: aiohttp.ClientSession, url: str) -> None:
+        while (self._queue or self._unsent) and await self._send_batch(session, url):
+            pass
+
+    async def _send_batch(self, session: aiohttp.ClientSession, url: str) -> bool:
+        """Whether the referee answered; if not, the batch stays in the queue."""
+        taken = self._next_batch()
+        counts, self._unsent = self._unsent, Counter()
+        try:
+            body = await asyncio.to_thread(Batch(taken, dict(counts)).to_wire)
+            async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as reply:
+                status = reply.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            _LOG.warning("The referee at %s cannot be reached (%s); trying again.", url, type(error).__name__)
+            status = 503
+        except asyncio.CancelledError:
+            self._unsent.update(counts)
+            raise
+        if status >= 500 or status in _TRY_AGAIN:
+            self._unsent.update(counts)
+            return False
+        for exchange in taken:
+            self._queue.popleft()
+            self._bytes -= _size(exchange)
+        if status >= 300:
+            _LOG.warning("The referee at %s answered %d to %d exchanges, which are lost.", url, status, len(taken))
+            self._unsent.update(counts)
+            self.count("failed", len(taken))
+            return bool(taken)
+        return True
+
+    def _next_batch(self) -> tuple[Exchange, ...]:
+        taken: list[Exchange] = []
+        size = 0
+        for exchange in self._queue:
+            size += _size(exchange)
+            if taken and (size > _BATCH_BYTES or len(taken) >= _BATCH_EXCHANGES):
+                break
+            taken.append(exchange)
+        return tuple(taken)
+
+
+def _size(exchange: Exchange) -> int:
+    return len(exchange.request) + len(exchange.reply)
