@@ -60,6 +60,24 @@ def line(values: Sequence[float], label: str) -> str:
     return _frame(f'<polyline class="line" points="{points}"/>', label, f"{top:.2g}", "", "")
 
 
+def timeline(points: Sequence[tuple[float, float]], label: str, marks: Sequence[float], first: str, last: str) -> str:
+    """A line through points (time, value), with level lines at `marks`; first, last: what the ends of the axis say."""
+    values = [*(value for _, value in points), *marks]
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = low - margin, high + margin
+    began, seconds = points[0][0], (points[-1][0] - points[0][0]) or 1.0
+    width = _WIDTH - _LEFT - 6
+    places = [(_LEFT + width * (at - began) / seconds, _level((value - low) / (high - low))) for at, value in points]
+    drawn = [f'<polyline class="line" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>']
+    drawn += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2"/>' for x, y in places]
+    for mark in marks:
+        height = _level((mark - low) / (high - low))
+        drawn.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - 6}" y1="{height:.1f}" y2="{height:.1f}"/>')
+        drawn.append(f'<text x="{_LEFT - 5}" y="{height + 3:.1f}" text-anchor="end">{mark:.3g}</text>')
+    return _frame("".join(drawn), label, "", first, last)
+
+
 def _bars(counts: Sequence[int], names: Sequence[str], label: str, level: float | None, last: str) -> str:
     top = max([*counts, level or 0]) or 1
     step = (_WIDTH - _LEFT - 6) / len(counts)

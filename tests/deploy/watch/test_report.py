@@ -1,0 +1,343 @@
+"""Reports of a real referee whose engine is a table of known probabilities, on the terminal and as a page."""
+
+import asyncio
+import json
+import math
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html.parser import HTMLParser
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deploy.audit.blackbox.tiny import write_tiny_tokenizer
+from deploy.watch.exchanges import COMPLETIONS, Batch, Exchange
+from deploy.watch.page import html_report
+from deploy.watch.referee import Referee, RefereeOptions
+from deploy.watch.report import FAIL_ON, conclusion, print_report
+from deploy.watch.sentences import MEASURES, headline, notes, plain
+from deploy.watch.tolerance import Tolerance
+from serve_app.backends.base import ModelInfo, Replayed
+from serve_app.telemetry.metric_names import REPLAY_ALARMS, STRATA
+from speculative.request import ReplayedToken, Request
+
+P = {10: 0.9, 11: 0.1}
+BEGAN_AT = 1_700_000_000.0
+MARKUP = "<b>[red]&'\"\x1b[31m"
+
+
+class Table:
+    """A replayer to which every token is drawn from P."""
+
+    at_once = 1
+
+    def __init__(self, raises: Exception | None = None) -> None:
+        self._raises = raises
+
+    async def start(self) -> ModelInfo:
+        raise NotImplementedError
+
+    async def replay(self, request: Request) -> Replayed:
+        if self._raises is not None:
+            raise self._raises
+        assert request.score_from is not None
+        probabilities = [P[token] for token in request.prompt_token_ids[request.score_from :]]
+        squares, entropy = sum(p * p for p in P.values()), sum(-p * math.log(p) for p in P.values())
+        rows = tuple(ReplayedToken(p, squares, -math.log(p), entropy, math.log(0.9 / p), 0.0) for p in probabilities)
+        return Replayed(tuple(map(math.log, probabilities)), rows)
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(folder)
+    return ModelInfo("tiny", 512, 512, "", str(folder), (2,))
+
+
+def exchange(tokens: Sequence[int], name: str = "cmpl", at: float = 0.0, **fields: Any) -> Exchange:
+    """An answer of these tokens at temperature 1, served with the logprobs of P."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": "",
+        "finish_reason": "length",
+        "token_ids": list(tokens),
+        "logprobs": {"token_logprobs": [math.log(P[token]) for token in tokens]},
+    }
+    request = {"prompt": [5, 6, 7], "temperature": 1.0, "max_tokens": len(tokens)} | fields.pop("request", {})
+    choice |= fields.pop("choice", {})
+    reply = {"id": name, "choices": [choice]}
+    began_at = BEGAN_AT + at
+    bodies = json.dumps(request).encode(), json.dumps(reply).encode()
+    return Exchange(COMPLETIONS, *bodies, streamed=False, began_at=began_at, ended_at=began_at + 1, **fields)
+
+
+def answers(num: int, probability: float, **fields: Any) -> list[Exchange]:
+    """Answers of 50 tokens that are the likelier one with this probability, one a second."""
+    drawn = random.Random(7)
+    tokens = [[10 if drawn.random() < probability else 11 for _ in range(50)] for _ in range(num)]
+    return [exchange(each, f"cmpl-{index}", index, **fields) for index, each in enumerate(tokens)]
+
+
+def report_on(
+    model: ModelInfo,
+    exchanges: Iterable[Exchange],
+    counts: Mapping[str, int] | None = None,
+    table: Table | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """What the referee reports, once by JSON as `truespec watch` writes it."""
+
+    async def judge() -> dict[str, Any]:
+        referee = Referee(RefereeOptions(**options), model, table or Table())
+        referee.take(Batch((), dict(counts or {})))
+        running = asyncio.create_task(referee.run())
+        for one in exchanges:
+            await referee.judge(one)
+        running.cancel()
+        return referee.report()
+
+    return dict(json.loads(json.dumps(asyncio.run(judge()))))
+
+
+def printed(report: Mapping[str, Any]) -> str:
+    out = StringIO()
+    print_report(report, Console(file=out, width=160, color_system=None))
+    return out.getvalue()
+
+
+class Reader(HTMLParser):
+    """The text of a page, its elements, and whether each is closed in the place where it should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
+
+
+def read_page(report: Mapping[str, Any]) -> Reader:
+    reader = Reader()
+    page = html_report(report)
+    reader.feed(page)
+    assert not reader.open
+    assert not re.search(r"<script|https?://|@import|url\(", page), "a report loads nothing"
+    return reader
+
+
+@pytest.fixture(scope="module")
+def wrong(model: ModelInfo) -> dict[str, Any]:
+    """Of a server that draws the likelier token in 6 of 10 times, and reports logprobs as if it were 9 of 10."""
+    return report_on(model, answers(60, 0.6, replica="gpu-3", request={"top_p": 0.95}), {"captured": 60, "passed": 540})
+
+
+@pytest.fixture(scope="module")
+def right(model: ModelInfo) -> dict[str, Any]:
+    return report_on(model, answers(60, 0.9), {"captured": 60})
+
+
+def test_an_alarm_is_the_headline(wrong: dict[str, Any]) -> None:
+    found = headline(wrong)
+    assert found.kind == "alarm"
+    first = next(one for one in wrong["findings"] if one["stratum"] == "all")
+    assert first["alarm"] in ("probability", "surprisal")
+    said = f"An alarm: the tokens do not follow the distribution ({first['alarm']}), after {first['tokens']:,} tokens"
+    assert found.text.startswith(said)
+    assert printed(wrong).startswith(f"{found.text}.\n")
+    assert found.text in read_page(wrong).text
+
+
+def test_a_finding_is_shown_with_its_stratum_replica_and_request(wrong: dict[str, Any]) -> None:
+    page, terminal = read_page(wrong).text, printed(wrong)
+    assert wrong["findings"]
+    for finding in wrong["findings"]:
+        for said in (page, terminal):
+            assert REPLAY_ALARMS[finding["alarm"]] in said
+            seen = "once" if finding["num"] == 1 else f"{finding['num']} times"
+            stratum = f"{STRATA[finding['stratum']]}: after {finding['tokens']:,} tokens, seen {seen}\n"
+            assert re.search(rf"\b{finding['stratum']}\s+{re.escape(stratum)}", said)
+            assert finding["example"]["id"] in said
+    for said in (page, terminal):
+        assert "gpu-3" in said
+        assert "top_p 0.95" in said and "max_tokens 50" in said
+        assert "2023-11-14 22:13" in said
+        assert re.search(r"token \d+ \(id 11\): drift 0 nats, surprisal 2\.3 nats", said)
+
+
+def test_measures_have_the_names_that_trainers_use(wrong: dict[str, Any]) -> None:
+    page, terminal = read_page(wrong).text, printed(wrong)
+    for said in (page, terminal):
+        for name, _, theirs in MEASURES.values():
+            assert name in said and theirs in said
+        assert "1.0000" in said, "the logprobs are right"
+        assert f"{wrong['all']['surprisal']:.3g}" in said and f"{wrong['all']['surprisal_z']:.1f}" in said
+        assert "± 0.01" in said
+
+
+def test_every_measure_of_every_stratum_is_on_the_page(model: ModelInfo) -> None:
+    served = exchange([10, 11], choice={"logprobs": {"token_logprobs": [math.log(0.45), math.log(0.3)]}})
+    report = report_on(model, [served])
+    page = read_page(report).text.split("\n")
+    half, third = math.log(2), math.log(3)
+    assert report["all"]["tme"] == pytest.approx(2.5)
+    for shown in (
+        "2.5000",
+        f"{(third - half) / 2:.3g}",
+        f"{(half + third) / 2:.3g}",
+        f"{third:.3g}",
+        f"{(2 + 1 / 3) / 2:.4f}",
+        f"{(4 + 1 / 9) / 2 - 1:.3g}",
+        "50.000%",
+    ):
+        assert page.count(shown) >= 1 + len(report["strata"]) - 4, f"{shown}: overall, and in strata of both tokens"
+    assert {"position_0", "position_1_7"} <= set(page), "strata of one token"
+
+
+def test_time_is_drawn(wrong: dict[str, Any]) -> None:
+    reader = read_page(wrong)
+    assert reader.seen.count("svg") == 2, "TME and surprisal"
+    points = re.findall(r'<polyline class="line" points="([^"]+)"', html_report(wrong))
+    assert [len(found.split()) for found in points] == [len(wrong["windows"])] * 2 == [6, 6]
+    for point in " ".join(points).split():
+        x, y = map(float, point.split(","))
+        assert 0 <= x <= 320 and 0 <= y <= 150
+    assert html_report(wrong).count('class="mark"') == 1 + 2, "the largest TME, and both sides of the tolerance"
+
+
+def test_no_alarm_is_said_with_what_was_looked_at(right: dict[str, Any]) -> None:
+    assert headline(right).kind == "clean"
+    assert headline(right).text == "No alarm in 3,000 tokens of 60 answers"
+    assert not notes(right)
+    assert "Findings" not in read_page(right).text
+    assert conclusion(right, FAIL_ON) == []
+
+
+def test_counts_of_requests_answers_and_replays(wrong: dict[str, Any]) -> None:
+    for said in (read_page(wrong).text, printed(wrong)):
+        for result, num in (("passed", 540), ("captured", 60), ("read", 60), ("judged", 60), ("ok", 60)):
+            assert re.search(rf"{result}\W+{num}\W", said), result
+
+
+def test_what_cannot_be_read_or_tested_is_listed_with_its_reason(model: ModelInfo) -> None:
+    bare = {"token_ids": None, "logprobs": None}
+    shaped = {"response_format": {"type": "json_schema"}}
+    report = report_on(model, [exchange([10], choice=bare), *answers(2, 0.9, request=shaped)])
+    for said in (read_page(report).text, printed(report)):
+        assert "the reply has no token ids" in said
+        assert "response_format: the server's own grammar decides what is allowed" in said
+        assert "The distribution of no answer was tested" in said
+        assert "1 answer could not be read" in said
+    assert [reason.split(":")[0] for reason in conclusion(report, FAIL_ON)] == ["untested"]
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "table", "reason"),
+    [
+        ([], None, "no answer reached the referee (requests: 7 unreachable)"),
+        ([exchange([10], choice={"token_ids": None})], None, "of 1 answer none could be read (the reply has no token"),
+        ([exchange([10, 11])], Table(RuntimeError("out of memory")), "of 1 answer none has been replayed (1 failed)"),
+        (
+            [exchange([10, 11], choice={"logprobs": None}, request={"guided_regex": "a"})],
+            None,
+            "1 answer had no logprobs and no distribution to test (guided_regex: what it does",
+        ),
+    ],
+)
+def test_nothing_compared_says_why(
+    model: ModelInfo, exchanges: list[Exchange], table: Table | None, reason: str
+) -> None:
+    report = report_on(model, exchanges, {"unreachable": 7}, table)
+    found = headline(report)
+    assert found.kind == "nothing" and found.text.startswith(f"Nothing could be compared: {reason}")
+    assert found.text in printed(report) and found.text in read_page(report).text
+    (said,) = conclusion(report, ["unread"])
+    assert reason in said
+    assert conclusion(report, ["alarm", "suspect", "dropped"]) == []
+
+
+def test_an_answer_that_is_suspect_by_itself_is_shown(model: ModelInfo) -> None:
+    off = exchange([10] * 10, "cmpl-off", choice={"logprobs": {"token_logprobs": [-9.0] * 10}})
+    report = report_on(model, [*answers(3, 0.9), off])
+    assert [one["id"] for one in report["suspect"]] == ["cmpl-off-0"]
+    for said in (read_page(report).text, printed(report)):
+        assert "suspect each by itself" in said and "cmpl-off-0" in said and "drift 8.89 nats" in said
+    assert [reason.split(":")[0] for reason in conclusion(report, ["suspect", "untested"])] == ["suspect"]
+
+
+def test_a_check_fails_for_what_it_is_told_to(wrong: dict[str, Any]) -> None:
+    (alarm,) = conclusion(wrong, ["alarm"])
+    assert alarm == f"alarm: {headline(wrong).text}."
+    assert conclusion(wrong, []) == conclusion(wrong, ["untested", "unread", "dropped"]) == []
+    with pytest.raises(ValueError, match="alarms"):
+        conclusion(wrong, ["alarms"])
+
+
+def test_exchanges_left_out_fail_a_check_and_are_said(model: ModelInfo) -> None:
+    report = report_on(model, answers(2, 0.9), {"captured": 2, "dropped": 3})
+    report["answers"]["replays"]["skipped"] = 1.0
+    said = "Left out, because the referee lagged behind: 3 exchanges and 1 answer"
+    assert conclusion(report, ["dropped"]) == [f"dropped: {said}."]
+    assert said in printed(report) and said in read_page(report).text
+    assert headline(report).kind == "clean"
+
+
+def test_more_unreadable_than_read_fails_a_check(model: ModelInfo) -> None:
+    bad = exchange([10], choice={"token_ids": None})
+    assert conclusion(report_on(model, [bad, bad, *answers(2, 0.9)]), ["unread"]) == []
+    assert conclusion(report_on(model, [bad, bad, bad, *answers(2, 0.9)]), ["unread"]) == [
+        "unread: 3 answers could not be read, and only 2 could."
+    ]
+
+
+def test_what_a_server_says_is_shown_and_not_obeyed(model: ModelInfo) -> None:
+    off = {"logprobs": {"token_logprobs": [-9.0] * 10}}
+    wrong = exchange([10] * 10, MARKUP, choice=off, replica=MARKUP)
+    unread = exchange([10], request={"prompt": MARKUP}, choice={"token_ids": None})
+    untested = exchange([10], request={MARKUP: 1})
+    tolerance = Tolerance(source=MARKUP, measured={MARKUP: 1})
+    report = report_on(model, [wrong, unread, untested], {}, served=MARKUP, tolerance=tolerance)
+    assert report["suspect"] and report["findings"] and report["untested"]
+    reader = read_page(report)
+    assert reader.seen.count("b") == len({one["alarm"] for one in report["findings"]}), "ours only"
+    shown = plain(MARKUP)
+    assert "\x1b" not in shown and "\\x1b[31m" in shown
+    for said in (reader.text, printed(report)):
+        assert "\x1b" not in said
+        assert said.count(shown) >= 4, "answer, replica, reason and tolerance"
+
+
+def test_kept_prompts_are_shown_and_others_are_not(model: ModelInfo) -> None:
+    off = exchange([10] * 10, choice={"logprobs": {"token_logprobs": [-9.0] * 10}})
+    kept, bare = (report_on(model, [off], keep_prompts=keep) for keep in (True, False))
+    assert "[5, 6, 7]" in printed(kept) and "[5, 6, 7]" in read_page(kept).text
+    assert "[5, 6, 7]" not in printed(bare) + read_page(bare).text
+
+
+def test_a_narrow_terminal_loses_no_figures(wrong: dict[str, Any]) -> None:
+    out = StringIO()
+    print_report(wrong, Console(file=out, width=80, color_system=None))
+    tables = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert tables and "…" not in out.getvalue()
+    assert max(map(len, tables)) <= 80
+    for name, figures in wrong["strata"].items():
+        (row,) = (line for line in tables if line.split()[1] == name)
+        assert f"{figures['tokens']:,}" in row and f"{figures['surprisal_z']:.1f}" in row
