@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from deploy.audit.blackbox.command import faulty_servers
 from deploy.audit.blackbox.served import FaultyServer, serving
 from deploy.audit.blackbox.tiny import VOCAB_SIZE, write_tiny_pair

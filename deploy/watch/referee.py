@@ -162,7 +162,9 @@ class Referee:
             tokens = self._judge.by_stratum[alarm.stratum].num_tokens
             example = self.show(case)
             answers = self._judge.num_answers
-            self.findings[key] = Finding(*key, case.job.began_at, alarm.evidence_since, answers, tokens, example)
+            self.findings[key] = Finding(
+                *key, case.job.began_at, alarm.evidence_since, answers, tokens, self.num_tokens, example
+            )
 
     def show(self, case: Case) -> dict[str, Any]:
         """An answer in the report: its parameters; prompt and tokens only where they are to be kept."""
