@@ -38,6 +38,7 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "drift": "served logprobs differ from replayed ones",
     "probability": "tokens are more, or less, likely than tokens sampled from p",
     "surprisal": "tokens are more, or less, surprising than tokens sampled from p",
+    "unlikely": "tokens that p all but excludes, more often than sampling from p gives",
     "support": "tokens that the request's rules or filters exclude",
     "greedy": "tokens of greedy requests that are not the most likely ones",
     "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",

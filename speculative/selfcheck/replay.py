@@ -14,6 +14,10 @@ from speculative.selfcheck.eprocess import EProcess, FreshStarts
 
 _RATE_STAKES = np.array((0.5, 0.2, 0.05, 0.01))  # shares of the most that may be staked on a rare event
 _RATE_PERIODS = (256, 4096)
+_UNLIKELY_STAKES = np.array((0.3, 0.1, 0.03, 0.01))
+_UNLIKELY_PERIODS = (1024, 16_384)
+_MOST_TOKENS = 2.0**18  # no vocabulary is larger
+_MOST_GAIN = 1e4  # of one token, so that none raises an alarm alone
 
 
 class RareTest:
@@ -61,6 +65,35 @@ class DriftTest:
         return self._test.alarm
 
 
+class UnlikelyTest:
+    """A latched alarm where tokens are drawn that p all but excludes: a bet on the uniform distribution over all
+    tokens.
+
+    For y drawn from p over at most V tokens, 1 / (V p(y)) has mean at most 1, so the product of 1 + lambda (1 / (V
+    p(y)) - 1) is an e-process. A few tokens of garbage are enough, where a test of means needs hundreds of tokens.
+
+    Args:
+        edge_nats: what rounding may shift log p by.
+        delta: probability of a false alarm, whenever one looks.
+    """
+
+    def __init__(self, edge_nats: float, delta: float) -> None:
+        self._scale = math.exp(-edge_nats) / _MOST_TOKENS
+        self._processes = FreshStarts(delta, len(_UNLIKELY_STAKES), _UNLIKELY_PERIODS)
+        self.alarm = False
+
+    @property
+    def evidence_since(self) -> float:
+        """As that of `FreshStarts`."""
+        return self._processes.evidence_since
+
+    def add(self, probabilities: Iterable[float], at: float = 0.0) -> None:
+        """Take in p(y) of tokens that were drawn at that time."""
+        for probability in probabilities:
+            gain = min(_MOST_GAIN, self._scale / max(probability, 1e-30))
+            self.alarm |= self._processes.add(np.log1p(_UNLIKELY_STAKES * (gain - 1)), 1, at)
+
+
 class CalibrationTest:
     """Whether served tokens follow the distribution that a replay finds for them.
 
@@ -68,17 +101,18 @@ class CalibrationTest:
         tolerance: |mean| of p(y) - sum(p^2), and of surprisal minus its mean over 10 nats, that rounding may bring.
         edge_nats: what rounding may shift a filter's edge, or the likeliest token, by.
         rate: the share of tokens that rounding may shift further.
-        delta: probability of a false alarm, whenever one looks; a quarter of it for each of the four tests.
+        delta: probability of a false alarm, whenever one looks; a fifth of it for each of the five tests.
     """
 
     def __init__(
         self, tolerance: float = 0.0, edge_nats: float = 1e-3, rate: float = 1e-3, delta: float = 1e-6
     ) -> None:
         self._edge_nats = edge_nats
-        self._probability = EProcess(delta / 4, tolerance)
-        self._surprisal = EProcess(delta / 4, tolerance)
-        self._support = RareTest(rate, delta / 4)
-        self._greedy = RareTest(rate, delta / 4)
+        self._probability = EProcess(delta / 5, tolerance)
+        self._surprisal = EProcess(delta / 5, tolerance)
+        self._support = RareTest(rate, delta / 5)
+        self._greedy = RareTest(rate, delta / 5)
+        self._unlikely = UnlikelyTest(edge_nats, delta / 5)
         self._forbidden_at: float | None = None
 
     def add(self, rows: Iterable[ReplayedToken], *, greedy: bool, at: float = 0.0) -> None:
@@ -95,12 +129,14 @@ class CalibrationTest:
         differences = np.array(
             [(row.probability - row.expected_probability, row.surprisal - row.expected_surprisal) for row in inside]
         ).reshape(-1, 2)
+        self._unlikely.add((row.probability for row in inside), at)
         self._probability.add(differences[:, 0], at)
         self._surprisal.add(differences[:, 1] / SURPRISAL_CLIP_NATS, at)
 
     @property
     def alarm(self) -> str | None:
-        """Which test found the tokens at fault: probability, surprisal, support or greedy; None when none did."""
+        """Which test found the tokens at fault: support, greedy, unlikely, probability or surprisal; None when none
+        did."""
         return self._found[0] if self._found else None
 
     @property
@@ -112,9 +148,10 @@ class CalibrationTest:
     def _found(self) -> tuple[str, float] | None:
         if self._forbidden_at is not None:
             return "support", self._forbidden_at
-        tests: dict[str, RareTest | EProcess] = {
+        tests: dict[str, RareTest | EProcess | UnlikelyTest] = {
             "support": self._support,
             "greedy": self._greedy,
+            "unlikely": self._unlikely,
             "probability": self._probability,
             "surprisal": self._surprisal,
         }
