@@ -68,20 +68,23 @@ class WatchedFault:
         return asdict(self)
 
 
-def watch_faults(names: Iterable[str], report: Report = lambda _: None) -> list[WatchedFault]:
-    """Serve a tiny model with each of these faults (`sound` = none), and watch each server through the proxy."""
+def watch_faults(
+    names: Iterable[str], report: Report = lambda _: None, most_tokens: int = _MOST_TOKENS
+) -> list[WatchedFault]:
+    """Serve a tiny model with each of these faults (`sound` = none), and watch each server through the proxy until it is
+    found, or for so many tokens."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = write_tiny_pair(Path(scratch))
         for name in names:
             for way, server in faulty_servers(name, target, draft, guarded=name == SOUND).items():
-                one = asyncio.run(_watch(name, way, server, target))
+                one = asyncio.run(_watch(name, way, server, target, most_tokens))
                 report(f"{name}, {way}: {one.found or 'nothing found'} in {one.tokens:,} tokens")
                 found.append(one)
     return found
 
 
-async def _watch(name: str, way: str, server: FaultyServer, folder: Path) -> WatchedFault:
+async def _watch(name: str, way: str, server: FaultyServer, folder: Path, most_tokens: int) -> WatchedFault:
     options = RefereeOptions(tolerance=Tolerance.for_precision("float32"))
     with contextlib.ExitStack() as stack:
         url = await asyncio.to_thread(stack.enter_context, server.running())
@@ -94,7 +97,7 @@ async def _watch(name: str, way: str, server: FaultyServer, folder: Path) -> Wat
 
             def enough() -> bool:
                 seen = referee.num_tokens
-                return bool(referee.first_finding) or seen >= _MOST_TOKENS or time.monotonic() > until
+                return bool(referee.first_finding) or seen >= most_tokens or time.monotonic() > until
 
             await drive(proxied, Traffic("audited", _prompts(), max_tokens=(24, 48, 96), at_once=8), enough)
             first = referee.first_finding

@@ -85,9 +85,10 @@ class JobMaker:
         sampled = self._sampling(exchange.dialect).sampled_as(body, is_chat=exchange.path == CHAT)
         choices = [reply.choices[index] for index in sorted(reply.choices)]
         prompts = self._prompts(exchange.path, body, choices)
-        return [
-            self._job(exchange, reply, choice, prompt, sampled) for choice, prompt in zip(choices, prompts, strict=True)
-        ]
+        pairs = zip(choices, prompts, strict=True)
+        jobs = [self._job(exchange, reply, choice, prompt, sampled) for choice, prompt in pairs]
+        _check_whole(reply, jobs)
+        return jobs
 
     def _sampling(self, found: str) -> Sampling:
         dialect = (found or "vllm") if self.dialect == "auto" else self.dialect

@@ -153,4 +153,4 @@ def _untested(body: Json) -> str:
 
 
 def _is_off(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, Sequence | Mapping) and not value)
+    return value is None or value == 0 or (isinstance(value, Sequence | Mapping) and not value)

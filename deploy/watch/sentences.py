@@ -21,6 +21,7 @@ _ALARMS = {
     "drift": "the served logprobs are not those of the model",
     "probability": "the tokens do not follow the distribution",
     "surprisal": "the tokens do not follow the distribution",
+    "unlikely": "the tokens do not follow the distribution",
     "support": "tokens were emitted that the requests' rules or filters exclude",
     "greedy": "tokens at temperature 0 are not the likeliest ones",
     "impossible": "answers came that the model cannot have produced",

@@ -1,0 +1,116 @@
+"""The referee over HTTP: exchanges come in, and what was found goes out."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from deploy.audit.blackbox.tiny import write_tiny_pair
+from deploy.watch.app import referee_app
+from deploy.watch.exchanges import COMPLETIONS, Batch, Exchange
+from deploy.watch.referee import RefereeOptions
+from deploy.watch.replayers import ReplayerOptions, make_replayer
+from deploy.watch.run import running_referee
+from deploy.watch.tolerance import Tolerance
+from speculative.request import Request
+
+PROMPT, ANSWER = [5, 6, 7, 8], [20, 21, 22]
+SECRET = "the-clients-own-words"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))[0]
+
+
+@pytest_asyncio.fixture
+async def client(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    options = RefereeOptions(served="tiny", tolerance=Tolerance.for_precision("float32"))
+    async with running_referee(options, ReplayerOptions(folder, threads=1)) as referee:
+        transport = httpx.ASGITransport(referee_app(referee))
+        async with httpx.AsyncClient(transport=transport, base_url="http://referee") as http:
+            yield http
+
+
+async def logprobs(folder: Path) -> list[float]:
+    """Of the answer, by another engine."""
+    other = make_replayer(ReplayerOptions(folder, engine="transformers", threads=1))
+    await other.start()
+    replayed = await other.replay(Request("r", (*PROMPT, *ANSWER), score_from=len(PROMPT)))
+    await other.stop()
+    return list(replayed.logprobs)
+
+
+def batch(reply_id: str, given: list[float], **counts: int) -> bytes:
+    request = {"prompt": PROMPT, "user": SECRET}
+    choice = {"index": 0, "token_ids": ANSWER, "logprobs": {"token_logprobs": given}, "finish_reason": "length"}
+    reply = json.dumps({"id": reply_id, "choices": [choice]}).encode()
+    exchange = Exchange(COMPLETIONS, json.dumps(request).encode(), reply, False, 1e9, 1e9 + 1, "pod-7")
+    return Batch((exchange,), counts).to_wire()
+
+
+async def verdict(client: httpx.AsyncClient, reply_id: str) -> dict[str, Any]:
+    for _ in range(200):
+        if (reply := await client.get(f"/v1/verdicts/{reply_id}")).status_code == 200:
+            found: dict[str, Any] = reply.json()
+            return found
+        await asyncio.sleep(0.05)
+    raise AssertionError("there is no verdict")
+
+
+async def test_answers_are_judged_and_what_was_found_is_shown(client: httpx.AsyncClient, folder: Path) -> None:
+    right = await logprobs(folder)
+    assert (await client.post("/v1/exchanges", content=batch("right", right, captured=1))).status_code == 204
+    forged = [right[0], right[1] - 6.0, right[2]]
+    assert (await client.post("/v1/exchanges", content=batch("forged", forged, captured=1, dropped=4))).is_success
+    assert (await verdict(client, "right"))["verdict"] == "verified"
+    assert (await verdict(client, "forged"))["verdict"] == "suspect"
+
+    metrics = (await client.get("/metrics")).text
+    assert 'truespec_watched_requests_total{model_name="tiny",pool="watched",result="dropped"} 4.0' in metrics
+    assert 'truespec_watched_requests_total{model_name="tiny",pool="watched",result="captured"} 2.0' in metrics
+    assert 'truespec_verdicts_total{model_name="tiny",pool="watched",verdict="suspect"} 1.0' in metrics
+
+    report = (await client.get("/report.json")).json()
+    assert report["all"]["tokens"] == 6
+    assert report["all"]["max_nats"] == pytest.approx(6.0, abs=0.01)
+    (suspect,) = report["suspect"]
+    assert (suspect["id"], suspect["replica"], suspect["worst"][0]["index"]) == ("forged-0", "pod-7", 1)
+    assert report["replicas"]["pod-7"]["tokens"] == 6
+    assert "forged-0" in (await client.get("/report")).text
+    status = (await client.get("/status")).json()
+    assert status["verdicts"]["suspect"] == 1
+    assert (await client.get("/")).headers["content-type"].startswith("text/html")
+
+
+async def test_nothing_of_a_client_is_shown_unless_asked(client: httpx.AsyncClient, folder: Path) -> None:
+    await client.post("/v1/exchanges", content=batch("forged", [-9.0, -9.0, -0.001]))
+    await verdict(client, "forged")
+    for page in ("/report", "/report.json", "/status", "/metrics", "/v1/verdicts/forged"):
+        text = (await client.get(page)).text
+        assert SECRET not in text
+        assert str(PROMPT) not in text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"exchanges": [{}], "counts": {}}', b'{"exchanges": []}'])
+async def test_what_is_no_batch_is_refused(client: httpx.AsyncClient, body: bytes) -> None:
+    reply = await client.post("/v1/exchanges", content=body)
+    assert reply.status_code == 400
+    assert "no batch of exchanges" in reply.text
+    assert (await client.get("/health")).is_success
+
+
+async def test_counts_that_go_backwards_are_refused(client: httpx.AsyncClient) -> None:
+    reply = await client.post("/v1/exchanges", content=b'{"exchanges": [], "counts": {"captured": -1}}')
+    assert reply.status_code == 400
+
+
+async def test_of_what_was_not_watched_nothing_is_known(client: httpx.AsyncClient) -> None:
+    reply = await client.get("/v1/verdicts/other")
+    assert reply.status_code == 404
+    assert "not watched" in reply.json()["error"]["message"]

@@ -1,0 +1,150 @@
+"""From exchanges to jobs: the tokens, how they were sampled, and what cannot be judged."""
+
+import json
+from typing import Any
+
+import pytest
+
+from deploy.audit.blackbox.tiny import write_tiny_tokenizer
+from deploy.watch.answers import Unreadable
+from deploy.watch.exchanges import CHAT, COMPLETIONS, Exchange
+from deploy.watch.jobs import JobMaker, WatchedJob
+from serve_app.backends.base import ModelInfo
+from serve_app.text.tokenizer import Tokenizer
+
+EOS = 2
+
+
+@pytest.fixture(scope="session")
+def maker(tmp_path_factory: pytest.TempPathFactory) -> JobMaker:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(folder)
+    model = ModelInfo("tiny", 64, 512, "", str(folder), (EOS,))
+    return JobMaker(model, Tokenizer.from_folder(folder))
+
+
+def exchange(request: dict[str, Any], *choices: dict[str, Any], path: str = COMPLETIONS, **reply: Any) -> Exchange:
+    whole = {"id": "cmpl-1", "choices": [{"index": index, **choice} for index, choice in enumerate(choices)], **reply}
+    return Exchange(path, json.dumps(request).encode(), json.dumps(whole).encode(), False, 5.0, 6.0)
+
+
+def choice(
+    ids: list[int], *, logprobs: list[float] | None = None, reason: str = "length", **more: Any
+) -> dict[str, Any]:
+    reported = None if logprobs is None else {"token_logprobs": logprobs, "tokens": ["x"] * len(logprobs)}
+    return {"token_ids": ids, "logprobs": reported, "finish_reason": reason, **more}
+
+
+def job_of(maker: JobMaker, request: dict[str, Any], *choices: dict[str, Any], **more: Any) -> WatchedJob:
+    return maker.jobs(exchange(request, *choices, **more))[0]
+
+
+def test_tokens_logprobs_and_parameters_are_taken_over(maker: JobMaker) -> None:
+    request = {"prompt": [7, 8, 9], "temperature": 0.5, "top_k": -1, "top_p": 0.9, "seed": 11, "min_tokens": 3}
+    job = job_of(maker, request, choice([20, 21], logprobs=[-0.5, -1.5]))
+    assert job.request.prompt_token_ids == (7, 8, 9)
+    assert (job.token_ids, job.logprobs) == ((20, 21), (-0.5, -1.5))
+    params = job.request.params
+    assert (params.temperature, params.top_k, params.top_p, params.min_tokens) == (0.5, 0, 0.9, 3)
+    assert job.request.seed == 11
+    assert job.request.request_id == "cmpl-1-0"
+    assert job.untested == ""
+    assert (job.began_at, job.replica) == (5.0, "server")
+
+
+def test_choices_of_several_prompts_belong_to_theirs(maker: JobMaker) -> None:
+    whole = exchange({"prompt": [[5, 6], [7]], "n": 2, "seed": 3}, *(choice([20 + n]) for n in range(4)))
+    jobs = maker.jobs(whole)
+    assert [job.request.prompt_token_ids for job in jobs] == [(5, 6), (5, 6), (7,), (7,)]
+    assert len({job.request.seed for job in jobs}) == 4, "one seed for two choices would hide that each is evidence"
+
+
+def test_requests_without_a_seed_never_share_one(maker: JobMaker) -> None:
+    seeds = {job_of(maker, {"prompt": [5]}, choice([20])).request.seed for _ in range(50)}
+    assert len(seeds) == 50
+
+
+def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(maker: JobMaker) -> None:
+    left_out = job_of(maker, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop"))
+    assert left_out.token_ids == (20, 21, EOS)
+    assert left_out.logprobs == (-1.0, -2.0, None)
+    reported = job_of(maker, {"prompt": [5]}, choice([20, EOS], logprobs=[-1.0, -2.0], reason="stop"))
+    assert reported.token_ids == (20, EOS)
+    by_text = job_of(maker, {"prompt": [5], "stop": ["x"]}, choice([20, 21], reason="stop"))
+    assert by_text.token_ids == (20, 21), "a stop string may have ended it"
+
+
+def test_text_alone_is_read_as_tokens_if_their_number_is_right(maker: JobMaker) -> None:
+    text = maker.tokenizer.decode([30, 31, 32])
+    ids = tuple(maker.tokenizer.encode(text, continuation=True))
+    plain = {"text": text, "finish_reason": "length"}
+    job = job_of(maker, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids)})
+    assert job.retokenized
+    assert job.token_ids == ids
+    with pytest.raises(Unreadable, match="another number of tokens"):
+        job_of(maker, {"prompt": "ab"}, plain, usage={"completion_tokens": len(ids) + 1})
+
+
+def test_a_text_has_no_logprobs_of_its_tokens(maker: JobMaker) -> None:
+    given = {"text": "ab", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0], "tokens": ["ab"]}}
+    assert job_of(maker, {"prompt": "ab"}, given).logprobs == ()
+
+
+@pytest.mark.parametrize(
+    ("request_body", "reason"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"best_of": 4}, "best_of"),
+        ({"temperature": 1000}, "temperature"),
+    ],
+)
+def test_what_cannot_be_repeated_is_not_tested(maker: JobMaker, request_body: dict[str, Any], reason: str) -> None:
+    job = job_of(maker, {"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
+    assert reason in job.untested
+    assert job.logprobs == (-1.0,), "its logprobs are compared all the same"
+
+
+def test_fields_that_change_no_distribution_are_no_reason(maker: JobMaker) -> None:
+    harmless = {"user": "u", "stream_options": {}, "stop": ["x"], "mirostat": 0, "response_format": {"type": "text"}}
+    assert job_of(maker, {"prompt": [5], **harmless}, choice([20])).untested == ""
+
+
+def test_the_strata_say_where_a_token_stood(maker: JobMaker) -> None:
+    job = job_of(maker, {"prompt": [5] * 20, "temperature": 0}, choice(list(range(20, 60)), reason="length"))
+    strata = list(job.strata(0))
+    assert len(strata) == 40
+    assert {"all", "greedy", "position_0", "length_256", "ended_length", "computed_prefix"} == set(strata[0])
+    assert "position_1_7" in strata[7]
+    assert "position_8_31" in strata[8]
+    assert "position_32_127" in strata[39]
+
+
+def test_a_prefix_from_the_cache_is_a_stratum_of_its_own(maker: JobMaker) -> None:
+    usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 16}}
+    assert "cached_prefix" in next(job_of(maker, {"prompt": [5]}, choice([20]), usage=usage).strata(0))
+
+
+@pytest.mark.parametrize(
+    ("request_body", "served", "reason"),
+    [
+        ({"prompt": [5] * 60}, choice([20] * 5), "--max-model-len"),
+        ({"prompt": {"a": 1}}, choice([20]), "neither a text nor token ids"),
+        ({"prompt": [5]}, choice([]), "empty"),
+        ({"prompt": [[5], [6]]}, choice([20]), "2 prompts have 1 choices"),
+    ],
+)
+def test_what_cannot_be_computed_again_says_why(
+    maker: JobMaker, request_body: dict[str, Any], served: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(Unreadable, match=reason):
+        job_of(maker, request_body, served)
+
+
+def test_a_chat_with_an_image_is_unreadable(maker: JobMaker) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)
+    with pytest.raises(Unreadable, match="more than text"):
+        maker.jobs(whole)

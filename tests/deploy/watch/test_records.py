@@ -1,0 +1,112 @@
+"""Answers that were kept: every form is read into the exchange that it came from, and nothing else is."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import ray
+
+from deploy.watch.answers import read_reply
+from deploy.watch.exchanges import CHAT, COMPLETIONS, Exchange
+from deploy.watch.records import read_records
+from speculative.errors import ConfigError
+
+ROLLOUT = {"prompt_token_ids": [5, 6], "token_ids": [7, 8, 9], "logprobs": [-0.1, -0.2, -0.3], "temperature": 0.7}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def exchange_of(path: Path, requests: Path | None = None) -> Exchange:
+    (found,) = read_records([path], requests)
+    assert isinstance(found, Exchange)
+    return found
+
+
+def check_rollout(exchange: Exchange) -> None:
+    body, reply = json.loads(exchange.request), read_reply(exchange)
+    assert (exchange.path, body["prompt"], body["temperature"]) == (COMPLETIONS, [5, 6], 0.7)
+    assert reply.choices[0].token_ids == [7, 8, 9]
+    assert reply.choices[0].logprobs == pytest.approx([-0.1, -0.2, -0.3])
+    assert reply.choices[0].prompt_token_ids == (5, 6)
+
+
+def test_a_rollout_in_a_line(tmp_path: Path) -> None:
+    check_rollout(exchange_of(write(tmp_path / "rollouts.jsonl", ROLLOUT)))
+
+
+@pytest.fixture
+def ray_ended() -> Iterator[None]:
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_ended")
+def test_a_rollout_in_a_row_of_parquet(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROLLOUT]), tmp_path / "rollouts.parquet")
+    check_rollout(exchange_of(tmp_path / "rollouts.parquet"))
+    (again,) = read_records([tmp_path])  # the folder
+    assert isinstance(again, Exchange)
+    check_rollout(again)
+
+
+def test_a_rollout_without_temperature_is_a_plain_sample(tmp_path: Path) -> None:
+    plain = {name: value for name, value in ROLLOUT.items() if name != "temperature"}
+    assert json.loads(exchange_of(write(tmp_path / "a", plain)).request)["temperature"] == 1.0
+
+
+def test_a_request_with_its_response(tmp_path: Path) -> None:
+    request = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    response = {"id": "chatcmpl-1", "choices": [{"index": 0, "message": {"content": "Ho"}, "finish_reason": "stop"}]}
+    record = {"request": request, "response": response, "replica": "pod-3", "at": 12.5}
+    found = exchange_of(write(tmp_path / "log.jsonl", record))
+    assert (found.path, found.replica, found.began_at) == (CHAT, "pod-3", 12.5)
+    assert json.loads(found.request) == request
+    assert read_reply(found).id == "chatcmpl-1"
+
+
+def test_a_batch_is_its_output_and_its_input(tmp_path: Path) -> None:
+    body = {"model": "m", "prompt": "A", "max_tokens": 2}
+    reply = {"id": "cmpl-9", "choices": [{"index": 0, "text": "bc", "token_ids": [3, 4], "finish_reason": "length"}]}
+    asked = write(tmp_path / "in.jsonl", *({"custom_id": f"r{n}", "url": COMPLETIONS, "body": body} for n in range(3)))
+    answered = write(
+        tmp_path / "out.jsonl",
+        {"custom_id": "r1", "response": {"status_code": 200, "body": reply}, "error": None},
+        {"custom_id": "r2", "response": {"status_code": 500, "body": {}}, "error": None},
+        {"custom_id": "r0", "response": None, "error": {"code": "timeout"}},
+    )
+    first, *others = read_records([answered], asked)
+    assert isinstance(first, Exchange)
+    assert json.loads(first.request) == body
+    assert read_reply(first).id == "r1", "findings name a line of the batch by its own id"
+    assert others == ["the batch has no answer to it"] * 2
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "line 1: is not JSON"),
+        ('{"prompt": "x"}', "record 1: is not a line of a batch's output"),
+        ('{"custom_id": "z", "response": {"status_code": 200, "body": {}}}', "--requests"),
+        ('{"prompt_token_ids": [1], "token_ids": [2, 3], "logprobs": [-1]}', "2 token_ids have 1 logprobs"),
+        ("[1]", "record 1"),
+    ],
+)
+def test_what_is_no_record_is_refused_with_its_place(tmp_path: Path, line: str, named: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"bad\.jsonl") as refused:
+        list(read_records([path]))
+    assert named in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.jsonl cannot be read: No such file"):
+        list(read_records([tmp_path / "none.jsonl"]))
