@@ -30,6 +30,7 @@ from speculative.request import SURPRISAL_CLIP_NATS, Request
 
 _KEPT_FINDINGS = 200  # different ones
 _KEPT_SUSPECT = 100
+_KEPT_WORST = 3
 _KEPT_REPLICAS = 256
 _NOTE_EVERY_S = 1.0
 
@@ -332,4 +333,5 @@ def _worst(job: ReplayJob, replayed: Replayed | None) -> list[dict[str, Any]]:
                 "below_likeliest_nats": None if row is None else row.gap,
             }
         )
-    return sorted(found, key=lambda one: -max(one["drift_nats"] or 0.0, one["surprisal_nats"] or 0.0))[:3]
+    found.sort(key=lambda one: -(one["drift_nats"] or 0.0) - (one["surprisal_nats"] or 0.0) / SURPRISAL_CLIP_NATS)
+    return found[:_KEPT_WORST]
