@@ -144,7 +144,7 @@ class Proxy:
         if watched_path:
             self._sender.count("passed")
         body = await _small_body(request) if request.body_exists else None
-        return await self._passed(request, passed_on(request.headers, without=_EXPECT), body)
+        return await self._passed(request, passed_on(request.raw_headers, without=_EXPECT), body)
 
     def _fits(self, request: web.Request) -> bool:
         if "Content-Encoding" in request.headers:
@@ -194,7 +194,7 @@ class Proxy:
         reply: aiohttp.ClientResponse,
         seen: Callable[[aiohttp.ClientResponse, bytes], None] | None,
     ) -> web.StreamResponse:
-        response = _Relayed(reply, passed_on(reply.headers))
+        response = _Relayed(reply, passed_on(reply.raw_headers))
         await response.prepare(request)
         try:
             async for chunk in reply.content.iter_any():
@@ -219,7 +219,7 @@ class Proxy:
 
     async def _watched(self, request: web.Request, path: str) -> web.StreamResponse:
         body = await request.content.read()
-        headers = with_length(passed_on(request.headers, without=_EXPECT), len(body))
+        headers = with_length(passed_on(request.raw_headers, without=_EXPECT), len(body))
         asked = read_request(path, body)
         form = None if asked is None else self._form(asked.form)
         if asked is None or form is None:
@@ -287,7 +287,7 @@ class Proxy:
         self, request: web.Request, reply: aiohttp.ClientResponse, watch: "_Watch"
     ) -> web.StreamResponse:
         recording = _Recording(self._options.max_exchange_bytes)
-        headers = passed_on(reply.headers)
+        headers = passed_on(reply.raw_headers)
         events = reply.content_type == _EVENTS
         if events or not watch.keys or reply.status != 200:
             response = _Relayed(reply, headers)
