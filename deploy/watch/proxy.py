@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import resource
 import socket
 import time
 from collections import Counter
@@ -241,9 +242,13 @@ class Proxy:
             return self._unreachable(error)
         try:
             if changed is not body and (reply.status in _REFUSALS or "Content-Encoding" in reply.headers):
+                reply.close()
                 return await self._refused(request, headers, body, form)
             watch = _Watch(asked, path, keys, form, began_at)
             return await self._watched_back(request, reply, watch)
+        except asyncio.CancelledError:
+            self._sender.count("left")
+            raise
         finally:
             reply.close() if not reply.content.is_eof() else reply.release()
 
@@ -479,7 +484,9 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy
 
 
 async def run_proxy(options: ProxyOptions) -> None:
-    """Run a proxy until it is cancelled."""
+    """Run a proxy until it is cancelled, with as many connections as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with running_proxy(options) as (url, _):
         _LOG.info("Requests to %s pass on to %s; %.3g of them are watched.", url, options.upstream, options.share)
         await asyncio.Event().wait()

@@ -92,6 +92,28 @@ async def test_a_reply_comes_back_as_it_was_sent(name: str, path: str, server: R
             assert got.replace(b"Connection: close\r\n", b"") == REPLIES[name]
 
 
+async def test_who_waits_for_a_go_ahead_gets_it(server: RawUpstream) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n".encode()
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        await reader.readuntil(plain_reply(CHAT))
+        writer.close()
+    assert server.requests[0].values("Expect") == []
+
+
+async def test_old_clients_get_streams_without_chunks(server: RawUpstream) -> None:
+    body = b'{"stream": true}'
+    head = f"POST {CHAT} HTTP/1.0\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        for _ in range(2):
+            got = await raw(url, head + body)
+            assert got.partition(b"\r\n\r\n")[2] == b"".join(plain_events())
+
+
 async def test_a_head_request_keeps_the_length(server: RawUpstream) -> None:
     async def given(request: RawRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 77\r\n\r\n")
@@ -277,13 +299,14 @@ async def test_a_client_that_leaves_takes_its_request_along(
         left.set()
 
     server.answer = slow
-    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, _):
+    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
         await asked(client, url, stream=True)
         hangs["now"] = True
         stream = await client.post(url + CHAT, data=b'{"stream": true}')
         await stream.content.readany()
         stream.close()
         await asyncio.wait_for(left.wait(), 4)
+        assert proxy.counts["left"] == share
 
 
 async def test_upgrades_are_refused_in_openais_form(server: RawUpstream, client: aiohttp.ClientSession) -> None:
