@@ -1,6 +1,11 @@
 """Headers on their way through the proxy: all in their order, without those of a single connection."""
 
-from multidict import CIMultiDict, MultiMapping
+from collections.abc import Sequence
+
+from multidict import CIMultiDict
+
+Raw = Sequence[tuple[bytes, bytes]]
+"""Names and values as they came."""
 
 _OF_A_CONNECTION = frozenset(
     {
@@ -17,12 +22,16 @@ _OF_A_CONNECTION = frozenset(
 )
 
 
-def passed_on(headers: MultiMapping[str], *, without: frozenset[str] = frozenset()) -> CIMultiDict[str]:
+def passed_on(raw: Raw, *, without: frozenset[str] = frozenset()) -> CIMultiDict[str]:
     """The headers for the other side. without: lower-case names of more that stay behind."""
+    headers = [
+        (name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape")) for name, value in raw
+    ]
     gone = _OF_A_CONNECTION | without
-    if connection := headers.get("Connection"):
-        gone |= {name.strip().lower() for name in connection.split(",")}
-    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in gone])
+    for name, value in headers:
+        if name.lower() == "connection":
+            gone |= {one.strip().lower() for one in value.split(",")}
+    return CIMultiDict([(name, value) for name, value in headers if name.lower() not in gone])
 
 
 def with_length(headers: CIMultiDict[str], length: int) -> CIMultiDict[str]:

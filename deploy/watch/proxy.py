@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import resource
 import socket
 import time
 from collections import Counter
@@ -144,7 +145,7 @@ class Proxy:
         if watched_path:
             self._sender.count("passed")
         body = await _small_body(request) if request.body_exists else None
-        return await self._passed(request, passed_on(request.headers, without=_EXPECT), body)
+        return await self._passed(request, passed_on(request.raw_headers, without=_EXPECT), body)
 
     def _fits(self, request: web.Request) -> bool:
         if "Content-Encoding" in request.headers:
@@ -194,7 +195,7 @@ class Proxy:
         reply: aiohttp.ClientResponse,
         seen: Callable[[aiohttp.ClientResponse, bytes], None] | None,
     ) -> web.StreamResponse:
-        response = _Relayed(reply, passed_on(reply.headers))
+        response = _Relayed(reply, passed_on(reply.raw_headers))
         await response.prepare(request)
         try:
             async for chunk in reply.content.iter_any():
@@ -219,7 +220,7 @@ class Proxy:
 
     async def _watched(self, request: web.Request, path: str) -> web.StreamResponse:
         body = await request.content.read()
-        headers = with_length(passed_on(request.headers, without=_EXPECT), len(body))
+        headers = with_length(passed_on(request.raw_headers, without=_EXPECT), len(body))
         asked = read_request(path, body)
         form = None if asked is None else self._form(asked.form)
         if asked is None or form is None:
@@ -241,9 +242,13 @@ class Proxy:
             return self._unreachable(error)
         try:
             if changed is not body and (reply.status in _REFUSALS or "Content-Encoding" in reply.headers):
+                reply.close()
                 return await self._refused(request, headers, body, form)
             watch = _Watch(asked, path, keys, form, began_at)
             return await self._watched_back(request, reply, watch)
+        except asyncio.CancelledError:
+            self._sender.count("left")
+            raise
         finally:
             reply.close() if not reply.content.is_eof() else reply.release()
 
@@ -287,7 +292,7 @@ class Proxy:
         self, request: web.Request, reply: aiohttp.ClientResponse, watch: "_Watch"
     ) -> web.StreamResponse:
         recording = _Recording(self._options.max_exchange_bytes)
-        headers = passed_on(reply.headers)
+        headers = passed_on(reply.raw_headers)
         events = reply.content_type == _EVENTS
         if events or not watch.keys or reply.status != 200:
             response = _Relayed(reply, headers)
@@ -479,7 +484,9 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy
 
 
 async def run_proxy(options: ProxyOptions) -> None:
-    """Run a proxy until it is cancelled."""
+    """Run a proxy until it is cancelled, with as many connections as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with running_proxy(options) as (url, _):
         _LOG.info("Requests to %s pass on to %s; %.3g of them are watched.", url, options.upstream, options.share)
         await asyncio.Event().wait()

@@ -31,6 +31,7 @@ class Sender:
         self._bytes = 0
         self._unsent: Counter[str] = Counter()
         self._wake = asyncio.Event()
+        self._ending = False
         self.totals: Counter[str] = Counter()
         """Since the start, by result."""
 
@@ -63,57 +64,58 @@ class Sender:
             try:
                 yield self
             finally:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+                self._ending = True
+                self._wake.set()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._empty(session, self._url), _LAST_WORD_WITHIN_S)
+                    await asyncio.wait_for(task, _LAST_WORD_WITHIN_S)
 
     async def _run(self, session: aiohttp.ClientSession, url: str) -> None:
         pause_s = _FIRST_PAUSE_S
-        while True:
+        while not (self._ending and not self._queue and not self._unsent):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _COUNTS_EVERY_S)
             self._wake.clear()
             while self._queue or self._unsent:
                 if await self._send_batch(session, url):
                     pause_s = _FIRST_PAUSE_S
-                    if not self._queue:
+                    if not self._queue and not self._ending:
                         break  # counts alone wait for their time
+                elif self._ending:
+                    return
                 else:
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _empty(self, session: aiohttp.ClientSession, url: str) -> None:
-        while (self._queue or self._unsent) and await self._send_batch(session, url):
-            pass
-
     async def _send_batch(self, session: aiohttp.ClientSession, url: str) -> bool:
-        """Whether the referee answered; if not, the batch stays in the queue."""
+        """Whether the queue goes on; if not, the batch stays in it."""
         taken = self._next_batch()
         counts, self._unsent = self._unsent, Counter()
-        try:
-            body = await asyncio.to_thread(Batch(taken, dict(counts)).to_wire)
-            async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as reply:
-                status = reply.status
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            _LOG.warning("The referee at %s cannot be reached (%s); trying again.", url, type(error).__name__)
-            status = 503
-        except asyncio.CancelledError:
-            self._unsent.update(counts)
-            raise
-        if status >= 500 or status in _TRY_AGAIN:
+        problem, again = await self._sent(session, url, Batch(taken, dict(counts)))
+        if again:
+            _LOG.warning("The referee at %s takes no exchanges (%s); trying again.", url, problem)
             self._unsent.update(counts)
             return False
         for exchange in taken:
             self._queue.popleft()
             self._bytes -= _size(exchange)
-        if status >= 300:
-            _LOG.warning("The referee at %s answered %d to %d exchanges, which are lost.", url, status, len(taken))
-            self._unsent.update(counts)
+        if problem:
+            _LOG.warning("%d exchanges for the referee at %s are lost (%s).", len(taken), url, problem)
             self.count("failed", len(taken))
-            return bool(taken)
-        return True
+        return not problem or bool(taken)
+
+    async def _sent(self, session: aiohttp.ClientSession, url: str, batch: Batch) -> tuple[str, bool]:
+        """What went wrong, and whether to try again: only where the referee cannot have taken the batch, which would
+        count its exchanges twice.
+        """
+        try:
+            body = await asyncio.to_thread(batch.to_wire)
+            async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as reply:
+                bad = reply.status >= 300
+                return f"status {reply.status}" if bad else "", reply.status >= 500 or reply.status in _TRY_AGAIN
+        except aiohttp.ClientConnectorError as error:
+            return type(error).__name__, True
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return type(error).__name__, False
 
     def _next_batch(self) -> tuple[Exchange, ...]:
         taken: list[Exchange] = []

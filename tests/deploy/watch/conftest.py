@@ -1,0 +1,52 @@
+"""A made-up server, a proxy in front of it, and a referee that keeps what it gets."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from deploy.watch.exchanges import Batch, Exchange
+from tests.support.raw_upstream import RawRequest, RawUpstream, reply
+from tests.support.watched_server import answer
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield session
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RawUpstream]:
+    async with RawUpstream(answer).running() as running:
+        yield running
+
+
+class Referee:
+    """Takes batches, and keeps the bytes."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+        self.counts: Counter[str] = Counter()
+        self.raw = b""
+        self.status = "200 OK"
+        self.waits_s = 0.0
+        self.server = RawUpstream(self._take)
+
+    async def _take(self, request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(self.waits_s)
+        self.raw += b"\n".join([*request.lines, request.body])
+        if self.status.startswith("2"):
+            batch = Batch.from_wire(request.body)
+            self.exchanges += batch.exchanges
+            self.counts.update(batch.counts)
+        writer.write(reply(b"{}", status=self.status))
+
+
+@pytest.fixture
+async def referee() -> AsyncIterator[Referee]:
+    referee = Referee()
+    async with referee.server.running():
+        yield referee

@@ -1,0 +1,110 @@
+"""What is added to a request, and to which."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.watch.asking import BROUGHT, DIALECTS, extras_of, instrumented, read_request
+from deploy.watch.exchanges import CHAT, COMPLETIONS
+
+IDS = {"token_ids", "prompt_token_ids"}
+
+
+def added(path: str, fields: dict[str, Any], dialect: str = "vllm", level: int = 0) -> tuple[dict[str, Any], set[str]]:
+    asked = read_request(path, json.dumps(fields).encode())
+    assert asked is not None
+    body, keys = instrumented(asked, extras_of(dialect, path, asked.streamed)[level])
+    return json.loads(body), set(keys)
+
+
+@pytest.mark.parametrize(("path", "value"), [(COMPLETIONS, 1), (CHAT, True)])
+def test_logprobs_and_ids_are_asked_for(path: str, value: object) -> None:
+    fields, keys = added(path, {"model": "m", "n": 1})
+    assert fields == {"model": "m", "n": 1, "logprobs": value, "return_token_ids": True}
+    assert keys == BROUGHT
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5).map("x{}".format), st.text() | st.lists(st.floats(allow_nan=False)), max_size=4
+    ),
+    st.sampled_from([{}, {"indent": 1}, {"ensure_ascii": False}]),
+    st.sampled_from(["", " ", "\n"]),
+)
+def test_every_byte_of_the_client_stays(fields: dict[str, Any], style: dict[str, Any], blanks: str) -> None:
+    body = (blanks + json.dumps(fields, **style) + blanks).encode("utf-8", "surrogatepass")
+    asked = read_request(CHAT, body)
+    assert asked is not None
+    changed, _ = instrumented(asked, extras_of("vllm", CHAT, False)[0])
+    brace = body.rindex(b"}")
+    assert changed.startswith(body[:brace])
+    assert changed.endswith(body[brace:])
+    assert json.loads(changed) == {**fields, "logprobs": True, "return_token_ids": True}
+
+
+def test_null_and_false_are_replaced_where_they_stand() -> None:
+    asked = read_request(CHAT, b'{"logprobs" : false, "a":1e2,"return_token_ids":null}')
+    assert asked is not None
+    changed, keys = instrumented(asked, extras_of("vllm", CHAT, False)[0])
+    assert changed == b'{"logprobs" : true, "a":1e2,"return_token_ids":true}'
+    assert keys == BROUGHT
+
+
+def test_what_a_client_asks_for_stays_its_own() -> None:
+    fields, keys = added(COMPLETIONS, {"logprobs": 5})
+    assert fields == {"logprobs": 5, "return_token_ids": True}
+    assert keys == IDS
+    fields, keys = added(COMPLETIONS, {"logprobs": 0, "return_token_ids": True})
+    assert fields == {"logprobs": 0, "return_token_ids": True}
+    assert keys == set()
+
+
+def test_each_dialect_has_its_fields() -> None:
+    assert added(CHAT, {}, "llama.cpp")[0] == {"logprobs": True, "top_logprobs": 1}
+    assert added(CHAT, {"logprobs": True}, "llama.cpp")[0] == {"logprobs": True}, "its own default of 20 stays"
+    assert added(CHAT, {"stream": True}, "sglang")[0] == {"stream": True, "logprobs": True}
+    assert added(CHAT, {}, "sglang")[0] == {"logprobs": True, "return_token_ids": True}
+    assert added(COMPLETIONS, {}, "trtllm")[0] == {"logprobs": 1}
+    for dialect in DIALECTS:
+        assert extras_of(dialect, CHAT, False)[-1] == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff{}",
+        b'{"echo": true, "logprobs": 1}',
+        b'{"use_beam_search": true}',
+        b'{"top_logprobs": 2}',
+        b'{"prompt_logprobs": 1}',
+    ],
+)
+def test_requests_whose_answer_would_change_are_left_alone(body: bytes) -> None:
+    assert read_request(COMPLETIONS, body) is None
+
+
+def test_other_paths_are_left_alone() -> None:
+    assert read_request("/v1/embeddings", b"{}") is None
+
+
+def test_requests_with_replies_of_other_shapes_have_other_forms() -> None:
+    bodies: list[dict[str, Any]] = [
+        {},
+        {"stream": True},
+        {"n": 2},
+        {"model": "m"},
+        {"tools": [1]},
+        {"stream_options": {"include_usage": True}},
+        {"logprobs": True},
+    ]
+    forms = {asked.form for body in bodies if (asked := read_request(CHAT, json.dumps(body).encode()))}
+    assert len(forms) == len(bodies)
+    same = [read_request(CHAT, json.dumps({"messages": [text], "temperature": 0.1}).encode()) for text in "ab"]
+    assert same[0] is not None and same[1] is not None
+    assert same[0].form == same[1].form

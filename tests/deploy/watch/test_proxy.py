@@ -1,0 +1,404 @@
+"""The proxy, between sockets: what passes is the same to the byte, watched or not."""
+
+import asyncio
+import gzip
+import json
+import logging
+from typing import Any
+
+import aiohttp
+import pytest
+
+from deploy.watch.exchanges import CHAT, COMPLETIONS
+from deploy.watch.proxy import ProxyOptions, running_proxy
+from tests.deploy.watch.conftest import Referee
+from tests.support.raw_upstream import RawRequest, RawUpstream, chunk, reply, stream_head
+from tests.support.watched_server import JSON_TYPE, WORDS, answer, plain_events, plain_reply
+
+KEY = "Bearer secret-of-the-client"
+
+
+async def raw(url: str, data: bytes, *, until: bytes | None = None) -> bytes:
+    """Send bytes, and read all that comes, until the connection ends or something came."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    got = await (reader.read() if until is None else reader.readuntil(until))
+    writer.close()
+    return got
+
+
+async def asked(client: aiohttp.ClientSession, url: str, path: str = CHAT, **fields: Any) -> tuple[int, bytes]:
+    headers = {"Content-Type": "application/json", "Authorization": KEY}
+    async with client.post(url + path, data=json.dumps(fields), headers=headers) as got:
+        return got.status, await got.read()
+
+
+REQUEST = (
+    b"POST /v1/%C3%A9//x/../y%2Fz?a=%20b+c&a=1&empty=&q=%7e HTTP/1.1\r\n"
+    b"Host: client.example\r\nx-Odd-CASE: 1\r\nX-Two: b\r\nX-Two: a\r\nCookie: a=1; b=2\r\nAuthorization: Bearer k\r\n"
+    b"Connection: close, x-hop\r\nX-Hop: gone\r\nKeep-Alive: timeout=3\r\nX-Long: " + b"v" * 20_000 + b"\r\n"
+)
+
+
+async def test_a_request_reaches_the_server_as_it_was_sent(server: RawUpstream) -> None:
+    async def plain(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(b"ok"))
+
+    server.answer = plain
+    body = bytes(range(256)) * 100
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        await raw(url, REQUEST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        chunked = b"Transfer-Encoding: chunked\r\n\r\n" + chunk(body) + chunk(b"tail") + chunk(b"")
+        await raw(url, REQUEST + chunked)
+        await raw(url, b"GET /x HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+    sent = [
+        line
+        for line in REQUEST.split(b"\r\n")[1:-1]
+        if not line.startswith((b"Host", b"Connection", b"X-Hop", b"Keep"))
+    ]
+    first, second, third = server.requests
+    for request, more in ((first, [b"Content-Length: %d" % len(body)]), (second, [b"Transfer-Encoding: chunked"])):
+        assert request.lines[0] == REQUEST.split(b"\r\n")[0]
+        assert request.lines[1:] == [b"Host: " + server.url.removeprefix("http://").encode(), *sent, *more]
+    assert first.body == body
+    assert second.body == body + b"tail"
+    assert third.lines == [b"GET /x HTTP/1.1", b"Host: " + server.url.removeprefix("http://").encode()]
+
+
+REPLIES = {
+    "repeated and odd headers": reply(b"\x00\xffbody", "X-Two: b", "x-two: a", "Set-Cookie: a=1", "Set-Cookie: b=2"),
+    "its own date and server": reply(b"x", "Server: mine", "Date: never", "content-type: text/odd"),
+    "an odd reason": reply(b"x", status="299 Odd Reason"),
+    "gzip stays packed": reply(gzip.compress(b"hello" * 100), "content-encoding: gzip", "content-type: text/plain"),
+    "no content": b"HTTP/1.1 204 No Content\r\nx-a: 1\r\n\r\n",
+    "a redirect": reply(b"", "Location: /elsewhere", status="307 Temporary Redirect"),
+    "an error": reply(b'{"detail":"no"}', JSON_TYPE, status="422 Unprocessable Entity"),
+    "empty": reply(b""),
+}
+
+
+@pytest.mark.parametrize("path", ["/metrics", CHAT])
+@pytest.mark.parametrize("name", REPLIES)
+async def test_a_reply_comes_back_as_it_was_sent(name: str, path: str, server: RawUpstream) -> None:
+    async def given(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(REPLIES[name])
+
+    server.answer = given
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        for _ in range(2):  # on watched paths, the first is learned from
+            head = f"POST {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+            got = await raw(url, head)
+            assert got.replace(b"Connection: close\r\n", b"") == REPLIES[name]
+
+
+async def test_who_waits_for_a_go_ahead_gets_it(server: RawUpstream) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n".encode()
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head)
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        await reader.readuntil(plain_reply(CHAT))
+        writer.close()
+    assert server.requests[0].values("Expect") == []
+
+
+async def test_old_clients_get_streams_without_chunks(server: RawUpstream) -> None:
+    body = b'{"stream": true}'
+    head = f"POST {CHAT} HTTP/1.0\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        for _ in range(2):
+            got = await raw(url, head + body)
+            assert got.partition(b"\r\n\r\n")[2] == b"".join(plain_events())
+
+
+async def test_a_head_request_keeps_the_length(server: RawUpstream) -> None:
+    async def given(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 77\r\n\r\n")
+
+    server.answer = given
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        got = await raw(url, b"HEAD / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+    assert b"content-length: 77\r\n" in got
+    assert got.endswith(b"\r\n\r\n")
+
+
+async def test_a_stream_is_passed_on_event_by_event(server: RawUpstream, client: aiohttp.ClientSession) -> None:
+    """The server sends an event only after the client has the one before."""
+    got_it = asyncio.Event()
+    events = plain_events()
+    with_ids = {
+        False: events,
+        True: [e for e in plain_events(logprobs=True, return_token_ids=True) if b'{},"logp' not in e],
+    }
+
+    async def step_by_step(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(stream_head())
+        for event in with_ids[b"return_token_ids" in request.body]:
+            got_it.clear()
+            writer.write(chunk(event))
+            await asyncio.wait_for(got_it.wait(), 5)
+        writer.write(chunk(b""))
+
+    server.answer = step_by_step
+    expected = [event for event in events if b'"delta":{},' not in event]
+    with_ids[False] = expected
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, proxy):
+        for _ in range(2):
+            got = []
+            async with client.post(url + CHAT, data=b'{"stream": true}') as stream:
+                async for piece in stream.content.iter_any():
+                    got.append(piece)
+                    got_it.set()
+            assert got == expected
+        assert proxy.counts == {"learned": 1, "captured": 1}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_watched_reply_is_the_plain_one_and_the_referee_gets_more(
+    path: str, server: RawUpstream, client: aiohttp.ClientSession, referee: Referee
+) -> None:
+    options = ProxyOptions(server.url, referee=referee.server.url, replica_header="X-Replica")
+    async with running_proxy(options) as (url, _):
+        for _ in range(3):
+            assert await asked(client, url, path, model="m") == (200, plain_reply(path))
+        if path == CHAT:
+            for _ in range(3):
+                assert await asked(client, url, path, stream=True) == (200, b"".join(plain_events()))
+    assert referee.counts["captured"] == len(referee.exchanges) == (4 if path == CHAT else 2)
+    one = referee.exchanges[0]
+    assert (one.path, one.request, one.replica, one.streamed) == (path, b'{"model": "m"}', "r1", False)
+    assert one.reply == plain_reply(path, logprobs=True, return_token_ids=True)
+    assert one.began_at <= one.ended_at
+    if path == CHAT:
+        assert referee.exchanges[-1].reply == b"".join(plain_events(logprobs=True, return_token_ids=True))
+        assert referee.exchanges[-1].streamed
+
+
+async def test_keys_never_leave_and_prompts_are_never_logged(
+    server: RawUpstream, client: aiohttp.ClientSession, referee: Referee, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with running_proxy(ProxyOptions(server.url, referee=referee.server.url)) as (url, _):
+        for _ in range(2):
+            await asked(client, f"{url}", CHAT + "?key=secret-of-the-client", messages=["a private prompt"])
+    assert referee.exchanges
+    assert b"secret-of-the-client" not in referee.raw
+    assert "secret-of-the-client" not in caplog.text
+    assert "private prompt" not in caplog.text
+    assert {value for request in server.requests[1:] for value in request.values("Authorization")} == {KEY}
+
+
+async def test_a_share_of_the_requests_is_watched(server: RawUpstream, client: aiohttp.ClientSession) -> None:
+    async with running_proxy(ProxyOptions(server.url, share=0.5)) as (url, proxy):
+        for _ in range(100):
+            await asked(client, url)
+        counts = proxy.counts
+    assert counts["passed"] + counts["captured"] + counts["learned"] == 100
+    assert 20 < counts["captured"] < 80
+    async with running_proxy(ProxyOptions(server.url, share=0.0)) as (url, proxy):
+        await asked(client, url)
+        assert proxy.counts == {"passed": 1}
+
+
+@pytest.mark.parametrize("refused", [["return_token_ids"], ["return_token_ids", "logprobs"]])
+async def test_a_server_that_refuses_what_is_added_is_asked_for_less(
+    refused: list[str], server: RawUpstream, client: aiohttp.ClientSession, referee: Referee
+) -> None:
+    async def picky(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if any(name.encode() in request.body for name in refused):
+            writer.write(reply(b'{"error": "unexpected field"}', JSON_TYPE, status="422 No"))
+        else:
+            await answer(request, writer)
+
+    server.answer = picky
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm", referee=referee.server.url)) as (url, proxy):
+        for _ in range(5):
+            assert await asked(client, url) == (200, plain_reply(CHAT))
+        assert proxy.counts == {"learned": 1, "refused": len(refused), "captured": 4 - len(refused)}
+    left = {} if "logprobs" in refused else {"logprobs": True}
+    assert {one.reply for one in referee.exchanges} == {plain_reply(CHAT, **left)}
+
+
+async def test_an_error_of_the_client_stays_its_own(server: RawUpstream, client: aiohttp.ClientSession) -> None:
+    state = {"status": "200 OK"}
+
+    async def given(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(plain_reply(CHAT, **json.loads(request.body)), JSON_TYPE, status=state["status"]))
+
+    server.answer = given
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, proxy):
+        await asked(client, url)
+        state["status"] = "400 Bad Request"
+        assert await asked(client, url) == (400, plain_reply(CHAT))
+        state["status"] = "200 OK"
+        assert await asked(client, url) == (200, plain_reply(CHAT))
+        assert proxy.counts == {"learned": 1, "refused": 1, "captured": 1}, "the server still takes all that is added"
+
+
+async def test_no_server_is_a_502_in_openais_form(client: aiohttp.ClientSession) -> None:
+    async with running_proxy(ProxyOptions("http://127.0.0.1:9")) as (url, proxy):
+        status, body = await asked(client, url)
+        assert proxy.counts["unreachable"] == 1
+    error = json.loads(body)["error"]
+    assert status == 502
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "http://127.0.0.1:9 " in error["message"]
+    assert (error["type"], error["code"]) == ("server_error", "server_unreachable")
+
+
+async def test_a_server_that_says_nothing_is_a_502(server: RawUpstream, client: aiohttp.ClientSession) -> None:
+    async def gone(request: RawRequest, writer: asyncio.StreamWriter) -> bool:
+        return False
+
+    server.answer = gone
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        assert (await asked(client, url))[0] == 502
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_a_reply_that_breaks_off_breaks_off_for_the_client_too(
+    share: float, server: RawUpstream, client: aiohttp.ClientSession
+) -> None:
+    dies = {"now": False}
+
+    async def dying(request: RawRequest, writer: asyncio.StreamWriter) -> bool | None:
+        if not dies["now"]:
+            return await answer(request, writer)
+        writer.write(stream_head() + chunk(plain_events()[0]))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        return False
+
+    server.answer = dying
+    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
+        await asked(client, url, stream=True)
+        dies["now"] = True
+        async with client.post(url + CHAT, data=b'{"stream": true}') as stream:
+            assert await stream.content.readany() == plain_events()[0]
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await stream.content.read()
+        assert proxy.counts["broken_off"] == 1
+        assert proxy.counts["captured"] == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_a_client_that_leaves_takes_its_request_along(
+    share: float, server: RawUpstream, client: aiohttp.ClientSession
+) -> None:
+    left = asyncio.Event()
+    hangs = {"now": False}
+
+    async def slow(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if not hangs["now"]:
+            return await answer(request, writer)
+        writer.write(stream_head() + chunk(plain_events()[0]))
+        assert await request.reader.read(1) == b""
+        left.set()
+
+    server.answer = slow
+    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
+        await asked(client, url, stream=True)
+        hangs["now"] = True
+        stream = await client.post(url + CHAT, data=b'{"stream": true}')
+        await stream.content.readany()
+        stream.close()
+        await asyncio.wait_for(left.wait(), 4)
+        assert proxy.counts["left"] == share
+
+
+async def test_upgrades_are_refused_in_openais_form(server: RawUpstream, client: aiohttp.ClientSession) -> None:
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    async with (
+        running_proxy(ProxyOptions(server.url)) as (url, _),
+        client.get(url + "/v1/realtime", headers=headers) as got,
+    ):
+        assert got.status == 501
+        assert (await got.json())["error"]["code"] == "upgrade"
+
+
+async def test_what_is_too_large_passes_uncaptured(
+    server: RawUpstream, client: aiohttp.ClientSession, referee: Referee
+) -> None:
+    options = ProxyOptions(server.url, referee=referee.server.url, max_exchange_bytes=len(plain_reply(CHAT)))
+    async with running_proxy(options) as (url, proxy):
+        for _ in range(2):
+            assert await asked(client, url) == (200, plain_reply(CHAT))
+        assert await asked(client, url, user="x" * 1000) == (200, plain_reply(CHAT))
+        assert proxy.counts["too_large"] == 2
+    assert not referee.exchanges
+
+
+async def test_a_packed_request_passes_as_it_is(server: RawUpstream) -> None:
+    packed = gzip.compress(b"{}")
+
+    async def given(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(b"ok"))
+
+    server.answer = given
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: h\r\nContent-Encoding: gzip\r\nContent-Length: {len(packed)}\r\n\r\n"
+        await raw(url, head.encode() + packed, until=b"ok")
+    assert server.requests[0].body == packed
+
+
+async def test_a_watched_request_is_answered_in_text(server: RawUpstream, client: aiohttp.ClientSession) -> None:
+    async with running_proxy(ProxyOptions(server.url)) as (url, _):
+        for _ in range(2):
+            await asked(client, url)
+    assert [request.values("Accept-Encoding") for request in server.requests[1:]] == [[], []]
+
+
+@pytest.mark.parametrize(("owner", "field"), [("vllm", b"return_token_ids"), ("llamacpp", b"top_logprobs")])
+async def test_the_dialect_is_found_even_behind_keys(owner: str, field: bytes, client: aiohttp.ClientSession) -> None:
+    async def locked(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if request.values("Authorization") != [KEY]:
+            writer.write(reply(b"", status="401 Unauthorized"))
+        elif request.target == "/v1/models":
+            writer.write(reply(json.dumps({"data": [{"owned_by": owner}]}).encode(), JSON_TYPE))
+        else:
+            await answer(request, writer)
+
+    async with RawUpstream(locked).running() as server, running_proxy(ProxyOptions(server.url)) as (url, _):
+        for _ in range(2):
+            assert await asked(client, url) == (200, plain_reply(CHAT))
+        assert field in server.requests[-1].body
+
+
+async def test_a_thousand_streams_at_once_lose_no_byte(server: RawUpstream, client: aiohttp.ClientSession) -> None:
+    number, open_now = 1000, asyncio.Semaphore(0)
+    all_open = asyncio.Event()
+
+    async def together(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if b'"alone"' in request.body:
+            return await answer(request, writer)
+        open_now.release()
+        await all_open.wait()
+        await answer(request, writer)
+
+    server.answer = together
+    async with running_proxy(ProxyOptions(server.url, share=0.5, dialect="vllm", max_queued=2000)) as (url, proxy):
+        while not proxy.counts["learned"]:
+            await asked(client, url, stream=True, model="m", user="alone")
+        before = proxy.counts.copy()
+        streams = [asyncio.create_task(asked(client, url, stream=True, model="m", user=str(n))) for n in range(number)]
+        for _ in range(number):
+            await asyncio.wait_for(open_now.acquire(), 60)
+        all_open.set()
+        got = await asyncio.gather(*streams)
+        counts = proxy.counts - before
+    assert set(got) == {(200, b"".join(plain_events()))}
+    assert counts["captured"] > 300
+    assert counts["passed"] > 300
+    assert counts["captured"] + counts["passed"] == number
+    assert len(WORDS) == 5
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"upstream": "localhost:8000"}, {"share": 1.5}, {"dialect": "klingon"}, {"upstream": "ftp://x"}]
+)
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
+        ProxyOptions(**{"upstream": "http://127.0.0.1:1", **wrong})
