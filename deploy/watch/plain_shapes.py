@@ -1,26 +1,49 @@
 """What replies look like where nothing was added to the request, and how a reply is made to look like that again."""
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from deploy.watch.asking import BROUGHT
-from deploy.watch.json_spans import Edit, Member, cuts, edited, items, members, past_blanks
+from deploy.watch.json_spans import Edit, cuts, edited, items, members, past_blanks
 
 _ABSENT = ""
 _OWN = "own"  # the server reports it unasked: it stays
-_EMPTY_VALUES = ("null", "[]", "{}")
 _MESSAGES = ("delta", "message")
 # What an event may hold that has nothing for its reader.
 _NOTHING_NEW = frozenset({"index", "delta", "finish_reason"}) | BROUGHT
+_UNRELATED = 1_000_000
+_MOST_PLANS = 4096
+_value_end = json.JSONDecoder().raw_decode
 
 Role = tuple[frozenset[str], ...]
-"""Which object it is: the keys that it has beside those that were asked for, and those of its message."""
+"""Which object it is: the keys that it has beside those that may be asked for, and those of its message."""
+
+Keys = tuple[tuple[str, ...], ...]
+"""Of an object and its choices with their messages: the keys, in order."""
 
 
 class _Object(NamedTuple):
     role: Role
-    found: list[Member]
+    fields: Mapping[str, Any]
+
+
+class _Step(NamedTuple):
+    """What becomes of a member: it is cut out (""), keeps its value (None), or gets another."""
+
+    key: str
+    value: str | None
+
+
+class _Plan(NamedTuple):
+    """All members in question in the order of the text, and whether some are the first of their objects."""
+
+    steps: tuple[_Step, ...]
+    unknown: bool
+    firsts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +61,12 @@ class PlainShape:
     _values: dict[tuple[Role, str], str] = field(default_factory=dict)
     _empty_events: bool = False
     _mixed: bool = False
+    _plans: dict[tuple[frozenset[str], Keys], _Plan] = field(default_factory=dict)
 
     @property
     def learned(self) -> bool:
         """Whether a reply with choices was seen."""
-        return any(len(role) > 1 for role, _ in self._values)
+        return any(_of_choice(role) for role, _ in self._values)
 
     @property
     def usable(self) -> bool:
@@ -55,19 +79,59 @@ class PlainShape:
         Raises:
             ValueError: it is no JSON object.
         """
-        found = _objects(text)
-        self._empty_events |= streamed and _says_nothing(text, found)
-        for role, inside in found:
-            values = {member.key: text[member.value : member.end] for member in inside}
+        found = _objects(_decoded(text))
+        self._empty_events |= streamed and _says_nothing(found)
+        self._plans.clear()
+        for role, fields in found:
             for key in BROUGHT:
-                value = values.get(key, _ABSENT)
-                self._note((role, key), value if value in (_ABSENT, *_EMPTY_VALUES) else _OWN)
+                self._note((role, key), _kind(fields[key]) if key in fields else _ABSENT)
 
     def _note(self, place: tuple[Role, str], value: str) -> None:
         before = self._values.setdefault(place, value)
         if before != value:
             self._mixed |= _ABSENT in (before, value)
             self._values[place] = _OWN if _OWN in (before, value) else before
+
+    def plain(self, text: str, keys: frozenset[str], streamed: bool) -> Plain:
+        """A reply, or an event of one, with `keys` as plain replies have them.
+
+        Raises:
+            ValueError: it is no JSON object.
+        """
+        reply = _decoded(text)
+        shape = (keys, _keys(reply))
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._plan(_objects(reply), reply, keys)
+            if len(self._plans) < _MOST_PLANS:
+                self._plans[shape] = plan
+        if streamed and _may_say_nothing(reply) and _says_nothing(_objects(reply)):
+            return Plain(None, unknown=False)
+        edits = None if plan.firsts else _quick_edits(text, keys, plan.steps)
+        if edits is None:
+            edits = _careful_edits(text, keys, plan.steps)
+        return Plain(edited(text, edits), plan.unknown)
+
+    def _plan(self, found: list[_Object], reply: Mapping[str, Any], keys: frozenset[str]) -> _Plan:
+        steps: list[_Step] = []
+        guesses: list[bool] = []
+        top, *choices = found
+
+        def look(one: _Object, key: str) -> None:
+            value, guessed = self._value(one.role, key)
+            steps.append(_Step(key, None if value == _OWN else value))
+            guesses.append(guessed)
+
+        for key in reply:
+            if key in keys:
+                look(top, key)
+            elif key == "choices":
+                for choice in choices:
+                    for name in choice.fields:
+                        if name in keys:
+                            look(choice, name)
+        firsts = any(next(iter(fields), None) in keys for _, fields in found)
+        return _Plan(tuple(steps), any(guesses), firsts)
 
     def _value(self, role: Role, key: str) -> tuple[str, bool]:
         """What a plain reply has there, and whether that is a guess from the object most like it."""
@@ -78,33 +142,50 @@ class PlainShape:
         near = [pair for pair in alike if pair[0] < _UNRELATED]
         return (min(near)[1] if near else _ABSENT), True
 
-    def plain(self, text: str, keys: frozenset[str], streamed: bool) -> Plain:
-        """A reply, or an event of one, with `keys` as plain replies have them.
 
-        Raises:
-            ValueError: it is no JSON object.
-        """
-        found = _objects(text)
-        if streamed and _says_nothing(text, found):
-            return Plain(None, unknown=False)
-        edits: list[Edit] = []
-        unknown = False
-        for role, inside in found:
-            gone = set()
-            for member in inside:
-                if member.key not in keys:
-                    continue
-                value, guessed = self._value(role, member.key)
-                unknown |= guessed
-                if value == _ABSENT:
-                    gone.add(member.key)
-                elif value != _OWN:
-                    edits.append(Edit(member.value, member.end, value))
-            edits += cuts(inside, gone) if gone else []
-        return Plain(edited(text, edits), unknown)
+def _decoded(text: str) -> dict[str, Any]:
+    reply = json.loads(text)
+    if not isinstance(reply, dict):
+        raise ValueError("The reply is no JSON object.")
+    return reply
 
 
-_UNRELATED = 1_000_000
+def _kind(value: Any) -> str:
+    """A value that says nothing as JSON, and one word for all others."""
+    return json.dumps(value) if value is None or value in ([], {}) else _OWN
+
+
+def _choices(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+    choices = reply.get("choices")
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
+def _message(choice: Mapping[str, Any]) -> dict[str, Any]:
+    for name in _MESSAGES:
+        if isinstance(message := choice.get(name), dict):
+            return message
+    return {}
+
+
+def _keys(reply: Mapping[str, Any]) -> Keys:
+    keys = [tuple(reply)]
+    for choice in _choices(reply):
+        keys += [tuple(choice), tuple(_message(choice))]
+    return tuple(keys)
+
+
+def _objects(reply: Mapping[str, Any]) -> list[_Object]:
+    """The reply itself, and its choices."""
+    found = _choices(reply)
+    choices = [_Object((frozenset(one) - BROUGHT, frozenset(_message(one))), one) for one in found]
+    first = choices[0].role[1] if choices else frozenset[str]()
+    # The third set keeps this role apart from a choice's, and tells events with choices from those without.
+    role = (frozenset(reply) - BROUGHT, first, frozenset({"choices"} if choices else ()))
+    return [_Object(role, reply), *choices]
+
+
+def _of_choice(role: Role) -> bool:
+    return len(role) == 2
 
 
 def _unlike(one: Role, other: Role) -> int:
@@ -113,37 +194,61 @@ def _unlike(one: Role, other: Role) -> int:
     return sum(len(mine ^ yours) for mine, yours in zip(one, other, strict=True))
 
 
-def _objects(text: str) -> list[_Object]:
-    """The reply itself, and its choices."""
-    top = members(text, past_blanks(text, 0))
-    choices = [choice for member in top if member.key == "choices" for choice in _choices(text, member.value)]
-    first = choices[0].role if choices else (frozenset(), frozenset())
-    keys = frozenset(member.key for member in top) - BROUGHT
-    # A frozenset of one keeps this role apart from a choice's, and tells events with choices from those without.
-    return [_Object((keys, first[1], frozenset({"choices"} if choices else ()), frozenset()), top), *choices]
+def _may_say_nothing(reply: Mapping[str, Any]) -> bool:
+    return any(choice.get("delta") == {} for choice in _choices(reply))
 
 
-def _choices(text: str, at: int) -> Iterator[_Object]:
-    for start in items(text, at):
-        if text[start] != "{":
-            continue
-        inside = members(text, start)
-        message = frozenset(
-            f"{member.key}.{part.key}"
-            for member in inside
-            if member.key in _MESSAGES and text[member.value] == "{"
-            for part in members(text, member.value)
-        )
-        yield _Object((frozenset(member.key for member in inside) - BROUGHT, message), inside)
-
-
-def _says_nothing(text: str, found: list[_Object]) -> bool:
+def _says_nothing(found: list[_Object]) -> bool:
     """Whether it is an event that some servers send only to carry token ids: its deltas are empty, and nothing ends."""
-    choices = found[1:]
-    for _, inside in choices:
-        values = {member.key: text[member.value : member.end] for member in inside}
-        if not values.keys() <= _NOTHING_NEW or values.get("finish_reason", "null") != "null":
-            return False
-        if "".join(values.get("delta", "x").split()) != "{}":
-            return False
-    return bool(choices)
+    choices = [fields for _, fields in found[1:]]
+    return bool(choices) and all(
+        fields.keys() <= _NOTHING_NEW and fields.get("delta") == {} and fields.get("finish_reason") is None
+        for fields in choices
+    )
+
+
+@cache
+def _pattern(keys: frozenset[str]) -> re.Pattern[str]:
+    """A member that is not its object's first; it cannot match within a string, where quotes are escaped."""
+    return re.compile(rf'\s*,\s*"({"|".join(sorted(keys))})"\s*:\s*')
+
+
+def _quick_edits(text: str, keys: frozenset[str], steps: tuple[_Step, ...]) -> list[Edit] | None:
+    """Find the members by their keys alone; None where such keys are in other places too."""
+    search = _pattern(keys).search
+    edits: list[Edit] = []
+    at = 0
+    for step in steps:
+        found = search(text, at)
+        if found is None or found[1] != step.key:
+            return None
+        _, at = _value_end(text, found.end())
+        if step.value is not None:
+            edits.append(Edit(found.end() if step.value else found.start(), at, step.value))
+    return edits if search(text, at) is None else None
+
+
+def _careful_edits(text: str, keys: frozenset[str], steps: tuple[_Step, ...]) -> list[Edit]:
+    """Find the members by walking through the text."""
+    of_each = iter(steps)
+    edits: list[Edit] = []
+
+    def walk(at: int, *, top: bool) -> None:
+        inside, gone = members(text, at), set()
+        for member in inside:
+            if member.key in keys:
+                step = next(of_each, None)
+                if step is None:
+                    raise ValueError(f"{member.key} is in the reply more than once.")
+                if step.value == _ABSENT:
+                    gone.add(member.key)
+                elif step.value is not None:
+                    edits.append(Edit(member.value, member.end, step.value))
+            elif top and member.key == "choices":
+                for start in items(text, member.value):
+                    if text[start] == "{":
+                        walk(start, top=False)
+        edits.extend(cuts(inside, gone) if gone else ())
+
+    walk(past_blanks(text, 0), top=True)
+    return edits

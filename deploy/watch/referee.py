@@ -56,7 +56,7 @@ class RefereeOptions:
 
 @dataclass(slots=True)
 class Finding:
-    """What a detector found, the first time; num: how often since. tokens: judged in its stratum until then."""
+    """What a detector found, the first time; num: how often since."""
 
     alarm: str
     stratum: str
@@ -64,9 +64,15 @@ class Finding:
     at: float  # unix seconds
     evidence_since: float
     answers: int  # judged until then
-    tokens: int
+    tokens: int  # of the stratum, judged until then
+    tokens_in_all: int
     example: dict[str, Any]
     num: int = 1
+
+    @property
+    def found(self) -> str:
+        """In a few words."""
+        return f"{self.alarm} ({self.stratum})"
 
 
 class Referee:
@@ -156,7 +162,9 @@ class Referee:
             tokens = self._judge.by_stratum[alarm.stratum].num_tokens
             example = self.show(case)
             answers = self._judge.num_answers
-            self.findings[key] = Finding(*key, case.job.began_at, alarm.evidence_since, answers, tokens, example)
+            self.findings[key] = Finding(
+                *key, case.job.began_at, alarm.evidence_since, answers, tokens, self.num_tokens, example
+            )
 
     def show(self, case: Case) -> dict[str, Any]:
         """An answer in the report: its parameters; prompt and tokens only where they are to be kept."""
@@ -176,6 +184,21 @@ class Referee:
         if self._options.keep_prompts:
             shown |= {"prompt_token_ids": job.request.prompt_token_ids, "token_ids": job.token_ids}
         return shown
+
+    @property
+    def num_answers(self) -> int:
+        """Judged so far."""
+        return self._judge.num_answers
+
+    @property
+    def num_tokens(self) -> int:
+        """Judged so far."""
+        return self._judge.by_stratum["all"].num_tokens
+
+    @property
+    def first_finding(self) -> Finding | None:
+        """What was found first; None = nothing."""
+        return next(iter(self.findings.values()), None)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 

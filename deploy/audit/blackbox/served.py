@@ -98,7 +98,7 @@ class FaultyServer:
             source = PooledTokenSource(backend, metrics, remote if prefill is not None else None)
             front_end = FrontEnd(source, Tokenizer.from_folder(self.folder), info)
             app = build_ingress(front_end, operations=Operations(page, None))
-            await stack.enter_async_context(_listening(app, started))
+            await stack.enter_async_context(serving(app, started))
             await asyncio.to_thread(stop.wait)
 
     @contextlib.asynccontextmanager
@@ -121,7 +121,7 @@ class FaultyServer:
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: Any, started: list[str]) -> AsyncIterator[None]:
+async def serving(app: Any, started: list[str]) -> AsyncIterator[None]:
     """Serve the app on a free port, and append its address to `started` once it is up."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))

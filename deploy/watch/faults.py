@@ -1,0 +1,121 @@
+"""Known faults put back into our service, which is then watched from outside until the referee finds them."""
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.audit.blackbox.command import faulty_servers
+from deploy.audit.blackbox.served import FaultyServer, serving
+from deploy.audit.blackbox.tiny import VOCAB_SIZE, write_tiny_pair
+from deploy.watch.app import referee_app
+from deploy.watch.proxy import ProxyOptions, running_proxy
+from deploy.watch.referee import Referee, RefereeOptions
+from deploy.watch.replayers import ReplayerOptions
+from deploy.watch.run import running_referee
+from deploy.watch.tolerance import Tolerance
+from deploy.watch.traffic import Traffic, drive
+
+Report = Callable[[str], None]
+
+SOUND = "sound"
+FAULTS = (
+    "F1 stale drafts near the length limit",
+    "F5 a reused slot's last token after a handoff",
+    "F13 the handoff's last position is not computed",
+    "F14 a block of the prefix cache holds other tokens",
+    "F15 penalties forget what was said before a preemption",
+    "F3 draft probabilities of an earlier step",
+    "F6 the coin is used again for the residual",
+    "F8 the residual is drawn from p",
+    "F12 the first draft is committed unverified",
+    "F16 a corrupt q accepts whatever was drafted",
+    "F9 sampling parameters skipped on drafted positions",
+    "F10 logprob 0 for every token",
+    "F10 logprobs of another row",
+)
+"""Those that change what clients are served, and do not show in the reply itself."""
+
+_MOST_TOKENS = 60_000
+_SECONDS = 300.0
+_NUM_PROMPTS = 96
+_SEED = 20_261
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedFault:
+    """What became of one fault. way: how it was served. tokens, answers: judged until it was found, or until the end.
+    found: what the referee found first, and in which stratum; "" = nothing."""
+
+    fault: str
+    way: str
+    found: str
+    tokens: int
+    answers: int
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a sound server was found at fault, or a fault was missed."""
+        return bool(self.found) == (self.fault == SOUND)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain, for JSON."""
+        return asdict(self)
+
+
+def watch_faults(names: Iterable[str], report: Report = lambda _: None) -> list[WatchedFault]:
+    """Serve a tiny model with each of these faults (`sound` = none), and watch each server through the proxy."""
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        target, draft = write_tiny_pair(Path(scratch))
+        for name in names:
+            for way, server in faulty_servers(name, target, draft, guarded=name == SOUND).items():
+                one = asyncio.run(_watch(name, way, server, target))
+                report(f"{name}, {way}: {one.found or 'nothing found'} in {one.tokens:,} tokens")
+                found.append(one)
+    return found
+
+
+async def _watch(name: str, way: str, server: FaultyServer, folder: Path) -> WatchedFault:
+    options = RefereeOptions(tolerance=Tolerance.for_precision("float32"))
+    with contextlib.ExitStack() as stack:
+        url = await asyncio.to_thread(stack.enter_context, server.running())
+        async with (
+            running_referee(options, ReplayerOptions(folder, threads=1)) as referee,
+            serving_app(referee) as judge,
+            running_proxy(ProxyOptions(url, dialect="truespec", referee=judge)) as (proxied, _),
+        ):
+            until = time.monotonic() + _SECONDS
+
+            def enough() -> bool:
+                seen = referee.num_tokens
+                return bool(referee.first_finding) or seen >= _MOST_TOKENS or time.monotonic() > until
+
+            await drive(proxied, Traffic("audited", _prompts(), max_tokens=(24, 48, 96), at_once=8), enough)
+            first = referee.first_finding
+            if first is None:
+                return WatchedFault(name, way, "", referee.num_tokens, referee.num_answers)
+            return WatchedFault(name, way, first.found, first.tokens_in_all, first.answers)
+
+
+def _prompts() -> Sequence[dict[str, Any]]:
+    """Token ids, every other prompt repetitive, so that there is something to draft."""
+    draw = random.Random(_SEED)
+    prompts = []
+    for number in range(_NUM_PROMPTS):
+        ids = [draw.randrange(3, VOCAB_SIZE) for _ in range(9 + number % 4)]
+        prompts.append({"prompt": ids * 4 if number % 2 else ids * 2})
+    return prompts
+
+
+@contextlib.asynccontextmanager
+async def serving_app(referee: Referee) -> AsyncIterator[str]:
+    """The referee's routes on a free port of this process; its URL."""
+    started: list[str] = []
+    async with serving(referee_app(referee), started):
+        yield started[0]
