@@ -52,6 +52,18 @@ _LOADED = (  # a pool that is being installed loads its model: it has run within
     f"({_BY_POOL} (max_over_time({_RUNNING_SERIES}[1h])) > 0 "
     f"or {_BY_POOL} (present_over_time({_RUNNING_SERIES}[1h] offset 1h)))"
 )
+_WATCHED = "watched_requests_total"
+_PASSED, _UNREACHED, _READ = 'result="passed"', 'result="unreachable"', 'result="read"'
+_WATCHED_SERIES = _1H.series(_WATCHED)  # of a referee, from its start on
+_LEFT_OUT, _SHOWN = 'result=~"dropped|failed"', 'result=~"captured|dropped|failed"'
+_CHOSEN = 'result=~"captured|dropped|failed|refused|too_large|incomplete"'  # to be watched
+_EXPORTS = (_BUILD, _WANTED_SERIES, _WATCHED_SERIES)  # one of these has whatever exports anything
+_ANY = " or ".join(_EXPORTS)
+_ANY_LATELY = " or ".join(f"present_over_time({series}[6h])" for series in _EXPORTS)
+_NONE_LATELY = " and ".join(f"absent_over_time({series}[6h])" for series in _EXPORTS)
+_OF_WATCHED = (
+    "Of a server that `truespec watch` watches (pool `watched`), the referee's page has report, requests and verdicts; "
+)
 _THRESHOLD, _MINIMUM = "$threshold", "$minimum"  # in an expression: what the chart's values may change
 
 
@@ -216,11 +228,14 @@ ALERTS = (
         "limit, prefix-cached, drafted). Only a few tokens far off: see the drift quantiles. All strata alike: the "
         "model, its dtype, or different models in the two pools.",
         "Stop training and scoring on these logprobs; switch speculation off; if that does not help, roll the prefill "
-        "and decode pools back to one version and clear the prefix cache by restarting the replicas.",
+        "and decode pools back to one version and clear the prefix cache by restarting the replicas. "
+        f"{_OF_WATCHED}compare the dtype and weights that it was started with with the referee's, and see whether "
+        "`--tolerance` is a calibration of this model.",
         commands=(
             shell.SPECULATION_OFF,
             shell.promql("model_stratum:truespec_tme:mean_rate1h{}"),
             shell.LATEST_REPLAYS,
+            shell.WATCH_FINDINGS,
             shell.VERSIONS,
             shell.HISTORY,
         ),
@@ -239,10 +254,13 @@ ALERTS = (
         "The logprob sanity page, and the dump that the referee wrote: request ids, positions, served and replayed "
         "values.",
         "Check that the breaker has switched speculation off where it should. Mask answers from that window whose "
-        "verdict is suspect, and look for the fault in the dump.",
+        f"verdict is suspect, and look for the fault in the dump. {_OF_WATCHED}nothing is switched off for you: start "
+        "it without speculation, and if the alarm comes back, without prefix caching and with another attention "
+        "backend; send the request of the report again before and after.",
         commands=(
             shell.REPLICAS,
             shell.LATEST_REPLAYS,
+            shell.WATCH_FINDINGS,
             shell.logged("is suspect|replays show"),
             shell.HISTORY,
         ),
@@ -357,11 +375,13 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of the replays of {{ $labels.model_name }} did not complete.",
         "The logprob check covers less than half of what it should: wrong logprobs may go unnoticed.",
         "Replays by result: skipped means the queue is full, failed means that two attempts did not compute them.",
-        "Lower `replay.sample_rate`, or add prefill replicas.",
+        f"Lower `replay.sample_rate`, or add prefill replicas. {_OF_WATCHED}lower the share of its proxies, or give "
+        "the referee more cores, a GPU or replicas; one that fails says why in its log.",
         commands=(
             shell.promql("model_result:truespec_replays:increase15m{}"),
             shell.promql("truespec_replay_queue_length{}"),
             shell.logged("replay of .* failed"),
+            shell.watch_logged("referee", "replay of .* failed"),
         ),
         threshold=0.5,
         minimum=5,
@@ -378,10 +398,12 @@ ALERTS = (
         "The controller's log: `replay of ... failed` names the replica that replayed, and its error. The same error "
         "each time: reproduce it with one of these requests. All replicas alike: TruespecReplaysFail.",
         "Replace the replica if others' answers are replayed without errors; until the cause is known, treat its "
-        "answers as unverified.",
+        f"answers as unverified. {_OF_WATCHED}a longest length or a vocabulary other than the server's makes replays "
+        "fail.",
         commands=(
             shell.promql("sum by (answered_by, result) (increase(truespec_replays_total{}[1h]))"),
             shell.logged("replay of .* failed"),
+            shell.watch_logged("referee", "replay of .* failed"),
             shell.SERVE_STATUS,
         ),
         threshold=0.5,
@@ -602,13 +624,98 @@ ALERTS = (
         "The oldest answer of {{ $labels.model_name }} has waited {{ $value | humanizeDuration }} for its replay.",
         "The logprob check is late: a fault would be noticed that much later.",
         "Replays waiting and running on the logprob sanity page; how busy the prefill pool is.",
-        "Lower `replay.sample_rate`, or add prefill replicas.",
+        f"Lower `replay.sample_rate`, or add prefill replicas. {_OF_WATCHED}lower the share of its proxies, or give "
+        "the referee more cores, a GPU or replicas.",
         commands=(
             shell.promql("truespec_replay_lag_seconds{}"),
             shell.promql("truespec_replay_queue_length{}"),
             shell.promql("sum by (pool) (truespec_requests_waiting{})"),
         ),
         threshold=600,
+    ),
+    Alert(
+        "TruespecWatchedServerUnreachable",
+        f"{_15M.share(_WATCHED, _UNREACHED)} > {_THRESHOLD} "
+        f"and {_15M.events(_WATCHED, where=_UNREACHED)} >= {_MINIMUM}",
+        "5m",
+        "critical",
+        "{{ $value | humanizePercentage }} of the requests for {{ $labels.model_name }} find no server behind the "
+        "proxy.",
+        "The proxy of `truespec watch` answers 502, because it cannot connect to the server that it watches, or loses "
+        "the connection before an answer begins.",
+        "Whether the watched server runs and is ready; whether the proxy's URL is its service's; network policies "
+        "between the two.",
+        "Bring the server back. If it answers when asked directly, point clients at it past the proxy, and fix the "
+        "proxy's URL.",
+        commands=(
+            shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[15m])) > 0"),
+            shell.watch_logged("proxy", "reach|connect"),
+            shell.PODS,
+        ),
+        threshold=0.05,
+        minimum=5,
+    ),
+    Alert(
+        "TruespecWatchDrops",
+        f"{_15M.events(_WATCHED, where=_LEFT_OUT)} / ({_15M.events(_WATCHED, where=_SHOWN)} > 0) > {_THRESHOLD} "
+        f"and {_15M.events(_WATCHED, where=_LEFT_OUT)} >= {_MINIMUM}",
+        "15m",
+        "warning",
+        "{{ $value | humanizePercentage }} of what is to be watched of {{ $labels.model_name }} never reaches the "
+        "referee.",
+        "The proxy's queue is full, because the referee takes in less than it is sent, or the referee refuses what it "
+        "is sent. The watched server is not slowed, but a fault would be noticed later.",
+        "Requests by result on the logprob sanity page. Dropped: how busy the referee is, and how often it restarts. "
+        "Failed: proxy and referee of two versions, or something else that answers at the referee's URL.",
+        "Lower the share of the proxies, or give the referee more cores, a GPU or replicas; bring both to one version.",
+        commands=(
+            shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[15m])) > 0"),
+            shell.WATCH_COUNTS,
+            shell.watch_logged("proxy", "referee"),
+            shell.PODS,
+        ),
+        threshold=0.2,
+        minimum=20,
+    ),
+    Alert(
+        "TruespecWatchBlind",
+        f"({_30M.events(_WATCHED, where=_CHOSEN)} >= {_MINIMUM} or {_30M.events(_WATCHED, where=_PASSED)} "
+        f">= 500 * {_MINIMUM}) unless {_30M.events('watched_answers_total', where=_READ)} > 0",
+        "10m",
+        "critical",
+        "Requests for {{ $labels.model_name }} pass the proxy, and no answer can be judged.",
+        "Nothing watches the server, although it answers: nothing is chosen, the server does not report token ids and "
+        "logprobs, the answers cannot be read, or none reaches the referee.",
+        "Requests by result on the logprob sanity page. Passed only: the share is 0, or clients use other endpoints "
+        "than completions. Refused: the server does not know the fields that the proxy adds, or may not report "
+        "logprobs. Captured: the referee's report says why it cannot read them.",
+        "Give the proxy a share above 0 and the server's `--dialect`; start the server so that it may report logprobs "
+        "(`--max-logprobs` of vLLM); give the referee the model that is served.",
+        commands=(
+            shell.promql("sum by (result) (increase(truespec_watched_requests_total{}[30m])) > 0"),
+            shell.promql("sum by (result) (increase(truespec_watched_answers_total{}[30m])) > 0"),
+            shell.WATCH_COUNTS,
+            shell.watch_logged("proxy", "refus|dialect"),
+        ),
+        minimum=20,
+    ),
+    Alert(
+        "TruespecWatchSilent",
+        f"{_30M.events(_WATCHED)} == 0 and {model_sum(f'increase({_WATCHED_SERIES}[6h] offset 30m)')} > 0",
+        "5m",
+        "info",
+        "No proxy has told the referee of {{ $labels.model_name }} of a request for half an hour.",
+        "A watched server that had traffic has none, or its traffic goes past the proxies, or they cannot reach the "
+        "referee: then nothing watches it.",
+        "Whether the proxies run and are ready, and what they log about the referee; where clients send their "
+        "requests.",
+        "Send a request through the proxy by hand. If the referee counts it, traffic has simply stopped; if not, fix "
+        "the way from the proxy to the referee (its URL, network policies).",
+        commands=(
+            shell.WATCH_COUNTS,
+            shell.watch_logged("proxy", "referee"),
+            shell.PODS,
+        ),
     ),
     Alert(
         "TruespecKeysStale",
@@ -641,9 +748,7 @@ ALERTS = (
     ),
     Alert(
         "TruespecMetricsMissing",
-        f"(absent_over_time({_BUILD}[6h]) and absent_over_time({_WANTED_SERIES}[6h])) or ("
-        f"count by (job, namespace) (present_over_time({_BUILD}[6h]) or present_over_time({_WANTED_SERIES}[6h])) "
-        f"unless count by (job, namespace) ({_BUILD} or {_WANTED_SERIES}))",
+        f"({_NONE_LATELY}) or (count by (job, namespace) ({_ANY_LATELY}) unless count by (job, namespace) ({_ANY}))",
         "10m",
         "critical",
         f"Prometheus has no metrics from truespec{_IN_NAMESPACE}{_OF_JOB}.",

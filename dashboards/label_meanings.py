@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping
 
-from serve_app.telemetry.metric_names import PREFIX, REFUSALS, REPLAY_ALARMS, STRATA, TRIP_REASONS, Metric
+from serve_app.telemetry.metric_names import (
+    PREFIX,
+    REFUSALS,
+    REPLAY_ALARMS,
+    STRATA,
+    TRIP_REASONS,
+    WATCHED_RESULTS,
+    Metric,
+)
 from speculative.stats import CHECKS, DRAW_CHECKS, INVARIANTS, LOGPROB_RULES
 
 Meaning = Mapping[str, str] | str
@@ -17,10 +25,14 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "decode": "decodes, and answers HTTP where there is no router",
             "monolith": "both in one",
             "router": "answers HTTP in front of replicas that may die",
+            "watched": "a server of any make, watched by `truespec watch`",
         }
     },
     "replica": {"": "Ray Serve's name of the replica. Only gauges carry it, since they do not add up."},
-    "answered_by": {"": "Ray Serve's name of the replica that answered."},
+    "answered_by": {
+        "": "Ray Serve's name of the replica that answered; of a watched server what a header names, `server` without "
+        "one."
+    },
     "since_handoff": {
         "": {
             "none": "computed where the prompt was",
@@ -88,6 +100,11 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
             "follows": "the token is the one that the request's seed demands",
             "near": "it would be, if rounding had moved the replayed logits a little",
             "wrong": "no rounding explains it",
+        },
+        "watched_requests_total": WATCHED_RESULTS,
+        "watched_answers_total": {
+            "read": "with all that a replay needs",
+            "unreadable": "not to be computed again (the referee's report has the reasons)",
         },
         "weight_updates_total": {"ok": "the new weights are served", "failed": "the old weights are still served"},
     },

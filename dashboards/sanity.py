@@ -320,6 +320,25 @@ _SPECULATION = Panel(
     maximum=1,
     width=6,
 )
+_WATCHED = Panel(
+    title="Watched requests",
+    description="Requests through the proxies of `truespec watch` per second, by result. Dropped: the referee lags "
+    "behind. Refused: the server reports neither token ids nor logprobs, and nothing can be checked. Unreachable: the "
+    "watched server is down. Without captured ones nothing is watched.",
+    unit="reqps",
+    queries=(Query(PAGE.rate("watched_requests_total", "result"), "{{result}}"),),
+    stacked=True,
+    minimum=0,
+)
+_WATCHED_ANSWERS = Panel(
+    title="Watched answers that could be read",
+    description="Share of the answers at the referee that hold all that a replay needs. Below 1, the referee's "
+    "report has the reasons: no token ids, prompts with images, a stream that broke off.",
+    unit="percentunit",
+    queries=(Query(PAGE.share("watched_answers_total", 'result="read"'), "read"),),
+    minimum=0,
+    maximum=1,
+)
 
 LOGPROB_SANITY = Page(
     uid="truespec-logprob-sanity",
@@ -349,5 +368,6 @@ LOGPROB_SANITY = Page(
             (_SELFCHECK_Z, _SELFCHECK_TERMS, _ALARMS_BY_CHECK, _VIOLATIONS_BY_KIND, _UNTESTED, _REPEATED_SEEDS),
         ),
         Row("Breaker", (_BREAKER_BY_REPLICA, _TRIPS)),
+        Row("A watched server", (_WATCHED, _WATCHED_ANSWERS)),
     ),
 )

@@ -10,6 +10,7 @@ NAME=$(kubectl -n "$NAMESPACE" get rayservice -l "$PODS" -o jsonpath='{.items[0]
 HOST=http://127.0.0.1:8000                          # kubectl port-forward "service/$NAME-serve-svc" 8000
 PROMETHEUS=http://127.0.0.1:9090                    # your Prometheus, likewise
 ADMIN_TOKEN=                                        # the content of admin.token_file
+WATCH=http://127.0.0.1:8101                         # the referee of `truespec watch`, likewise
 OF="namespace=\"$NAMESPACE\",job=\"$RELEASE\""      # selects the release's series
 promql() {
   curl -sS "$PROMETHEUS/api/v1/query" --data-urlencode "query=$1" | jq -c '.data.result[] | [.metric, .value[1]]'
@@ -23,6 +24,11 @@ logged() {  # the last lines that match in the logs of the controller, which run
   for type in head worker; do
     for pod in $(pods $type); do kubectl -n "$NAMESPACE" exec "$pod" -c "ray-$type" -- bash -c "$last" "$1"; done
   done
+}
+watch_report() { curl -sS "$WATCH/report.json" | jq -c "$1"; }
+watch_logged() {  # the last lines that match of the proxies or the referee
+  local of="$PODS,app.kubernetes.io/component in (watch,watch-$1)"
+  kubectl -n "$NAMESPACE" logs -l "$of" -c "$1" --tail=2000 --prefix | awk -v wanted="$2" '$0 ~ wanted' | tail -n 20
 }
 """.strip()
 
@@ -42,6 +48,8 @@ HISTORY = 'helm -n "$NAMESPACE" history "$RELEASE"  # then: helm -n "$NAMESPACE"
 SERVE_STATUS = "in_head serve status"
 RAY_STATUS = "in_head ray status"
 DEAD_ACTORS = "in_head ray list actors --filter state=DEAD --limit 20"
+WATCH_FINDINGS = "watch_report '.findings[] | {alarm, stratum, replica, tokens, id: .example.id}'"
+WATCH_COUNTS = "watch_report '{requests, answers, unreadable, untested}'"
 VERSIONS = 'promql "count by (pool, version, drafter, fingerprint) (truespec_build_info{$OF})"'
 
 
@@ -53,3 +61,8 @@ def promql(expr: str) -> str:
 def logged(pattern: str) -> str:
     """The replicas' log lines that match an extended regular expression."""
     return f"logged '{pattern}'"
+
+
+def watch_logged(container: str, pattern: str) -> str:
+    """The log lines of `truespec watch`, of its `proxy` or its `referee`, that match an extended regular expression."""
+    return f"watch_logged {container} '{pattern}'"

@@ -24,6 +24,7 @@ _PLACES = (
     ("helm/truespec/Chart.yaml", r"^(?:version|appVersion): "),
     ("helm/truespec/ci/*-values.yaml", r"^  tag: "),
     ("deploy/configs/jobs/*.yaml", r"\btruespec:"),
+    ("deploy/configs/watch/*.yaml", r"\btruespec:"),
     ("deploy/docker/*", r"\btruespec:"),
     ("docs/deployment.md", r"\btruespec:"),
 )

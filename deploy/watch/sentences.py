@@ -139,7 +139,8 @@ def shortcomings(report: Report) -> dict[str, str]:
     if not distributions.get("tested", 0) + distributions.get("greedy", 0):
         reasons = f": {commonest(report['untested'])}" if report["untested"] else ""
         found["untested"] = f"The distribution of no answer was tested{reasons}"
-    dropped, skipped = int(requests.get("dropped", 0)), int(answers["replays"].get("skipped", 0))
+    dropped = int(requests.get("dropped", 0) + requests.get("failed", 0))
+    skipped = int(answers["replays"].get("skipped", 0))
     if dropped + skipped:
         left_out = [count(num, what) for num, what in ((dropped, "exchange"), (skipped, "answer")) if num]
         found["dropped"] = f"Left out, because {_LAGGING}: {' and '.join(left_out)}"

@@ -48,6 +48,7 @@ WATCHED_RESULTS = {  # what becomes of what a watched server answers
     "passed": "not in the share that is watched, or nothing that can be",
     "captured": "handed to the referee",
     "dropped": "left out because the referee lags behind",
+    "failed": "lost, because the referee did not accept them",
     "refused": "the server refused to report token ids or logprobs, and answered without",
     "too_large": "left out because of its size",
     "incomplete": "left out because client or server broke it off, or the server reported an error",

@@ -15,9 +15,11 @@ from serve_app.telemetry.metric_names import (
     COMMON_LABELS,
     INDEPENDENT_RESULTS,
     METRICS,
+    READ_RESULTS,
     REPLAY_ALARMS,
     STRATA,
     TRIP_REASONS,
+    WATCHED_RESULTS,
     Metric,
 )
 from speculative.request import FinishReason
@@ -46,7 +48,13 @@ def test_every_label_has_a_meaning_and_the_page_reports_it(metric: Metric, label
         ("replay_tokens_total", "stratum", set(STRATA)),
         ("verdicts_total", "verdict", {verdict.value for verdict in Verdict}),
         ("requests_total", "outcome", {reason.value for reason in FinishReason} | {"rejected"}),
-        ("requests_total", "pool", {pool for pools in POOLS_OF_TOPOLOGY.values() for pool in pools} | {"router"}),
+        (
+            "requests_total",
+            "pool",
+            {pool for pools in POOLS_OF_TOPOLOGY.values() for pool in pools} | {"router", "watched"},
+        ),
+        ("watched_requests_total", "result", set(WATCHED_RESULTS)),
+        ("watched_answers_total", "result", set(READ_RESULTS)),
     ],
 )
 def test_values_that_are_named_elsewhere_are_all_there(metric: str, label: str, values: set[str]) -> None:

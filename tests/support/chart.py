@@ -53,9 +53,11 @@ def ray_pods(objects: list[Object]) -> dict[str, Object]:
 
 
 def pod_templates(objects: list[Object]) -> dict[str, Object]:
-    """All pods, by component: those of the RayService, the Job that checks the configuration, the smoke test."""
-    others = [job["spec"]["template"] for job in of_kind(objects, "Job")] + of_kind(objects, "Pod")
-    return ray_pods(objects) | {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in others}
+    """All pods, by component: those of the RayService, of Jobs and Deployments, the smoke test."""
+    others = [found["spec"]["template"] for found in objects if found["kind"] in ("Job", "Deployment")]
+    others += of_kind(objects, "Pod")
+    rays = ray_pods(objects) if of_kind(objects, "RayService") else {}
+    return rays | {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod for pod in others}
 
 
 def run_config_check(job: Object, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -107,6 +107,77 @@ def _first_tokens(within_1_s: int, within_5_s: int, within_10_s: int) -> dict[st
     return {f"time_to_first_token_seconds_bucket le={le}": f"0+{count}x60" for le, count in counts.items()}
 
 
+def _watched(pool: str = "watched", **a_minute: float) -> dict[str, str]:
+    """An hour and a half of so many requests and answers a minute, by result."""
+    names = {result: "answers" if result in ("read", "unreadable") else "requests" for result in a_minute}
+    return {
+        f"watched_{names[result]}_total result={result} pool={pool}": f"0+{rate}x90"
+        for result, rate in a_minute.items()
+    }
+
+
+def _watch_cases() -> Iterator[Case]:
+    alert = "TruespecWatchedServerUnreachable"
+    fires = Fires("50% of the requests for tiny find no server behind the proxy.")
+    yield Case(alert, "every other", _watched(passed=4, captured=1, unreachable=5), "60m", fires)
+    yield Case(
+        alert,
+        "the first ones",
+        {"watched_requests_total result=unreachable": "0x30 5x30"}
+        | {"watched_requests_total result=passed": "0x30 5x30"},
+        "40m",
+        fires,
+    )
+    yield Case(alert, "one in fifty", _watched(passed=49, unreachable=1), "60m")
+    yield Case(alert, "four", {"watched_requests_total result=unreachable": "0x30 4x30"}, "40m")
+    alert = "TruespecWatchDrops"
+    fires = Fires("40% of what is to be watched of tiny never reaches the referee.")
+    yield Case(alert, "two in five", _watched(captured=6, dropped=3, failed=1, passed=90), "60m", fires)
+    yield Case(alert, "one in ten", _watched(captured=9, dropped=1, passed=90), "60m")
+    yield Case(alert, "few", _watched(captured=1, dropped=1), "60m")
+    alert = "TruespecWatchBlind"
+    fires = Fires("Requests for tiny pass the proxy, and no answer can be judged.")
+    yield Case(alert, "the server refuses", _watched(refused=2, passed=20, read=0), "70m", fires)
+    yield Case(alert, "none can be read", _watched(captured=2, passed=20, read=0, unreadable=2), "70m", fires)
+    yield Case(alert, "a share of 0", _watched(passed=1000, captured=0, read=0), "70m", fires)
+    yield Case(alert, "few are chosen of many", _watched(passed=20, captured=0, read=0), "70m")
+    yield Case(alert, "some can be read", _watched(refused=20, captured=1, passed=20, read=1), "70m")
+    alert = "TruespecWatchSilent"
+    fires = Fires("No proxy has told the referee of tiny of a request for half an hour.")
+    gone = {"watched_requests_total result=passed": "0+5x120 600x100"}
+    yield Case(alert, "it stopped", gone, "2h45m", fires)
+    yield Case(alert, "it goes on", {"watched_requests_total result=passed": "0+5x220"}, "2h45m")
+    yield Case(alert, "there never was any", {"watched_requests_total result=passed": "0x220"}, "2h45m")
+
+
+def _cases_of_watched() -> Iterator[Case]:
+    """Alerts about replays, on what a referee of `truespec watch` exports."""
+    drifting = {
+        "replay_tokens_total stratum=position_1_7 pool=watched": "0+20x120",
+        "replay_tme_excess_total stratum=position_1_7 pool=watched": "0+2x120",
+    }
+    tme = Fires("TME of tiny is 1.1 in stratum position_1_7.", {"stratum": "position_1_7"})
+    yield Case("TruespecTmeHigh", "a watched server", drifting, "1h30m", tme)
+    yield Case(
+        "TruespecReplayAlarm",
+        "a watched server",
+        {"replay_alarms_total alarm=surprisal stratum=all pool=watched": "0x30 1x60"},
+        "35m",
+        Fires("Replays of tiny raised the alarm surprisal in stratum all.", {"alarm": "surprisal", "stratum": "all"}),
+    )
+    skipped = {
+        "replays_total answered_by=server result=ok pool=watched": "0+1x60",
+        "replays_total answered_by=server result=skipped pool=watched": "0+3x60",
+    }
+    yield Case(
+        "TruespecReplaysFail", "a watched server", skipped, "50m", Fires("75% of the replays of tiny did not complete.")
+    )
+    waiting = {"replay_lag_seconds replica=referee pool=watched": "0+60x15 900x60"}
+    late = Fires("The oldest answer of tiny has waited 15m 0s for its replay.")
+    yield Case("TruespecRefereeBehind", "a watched server", waiting, "30m", late)
+    yield Case("TruespecRefereeSilent", "a watched server, which has no replicas of ours", waiting, "30m")
+
+
 def _event_cases() -> Iterator[Case]:
     """Alerts on a single event: counted from 0, or, as Ray's agent exports it, from the first event on."""
     events = {
@@ -598,8 +669,18 @@ CASES: tuple[Case, ...] = (
         "50m",
         Fires("Prometheus has no metrics from truespec (job blue).", {"job": "blue"}, common=False),
     ),
+    Case(
+        "TruespecMetricsMissing",
+        "those of a referee are gone",
+        {"watched_requests_total result=passed": "0x30"},
+        "50m",
+        Fires("Prometheus has no metrics from truespec (job truespec).", {"job": "truespec"}, common=False),
+    ),
+    Case("TruespecMetricsMissing", "only a server is watched", {"watched_requests_total result=passed": "0x60"}, "50m"),
     Case("TruespecMetricsMissing", "replicas load their model", {"replicas_wanted replica=c": "2x60"}, "50m"),
     Case("TruespecMetricsMissing", "a replica is there", {"build_info replica=r1": "1x30"}, "15m"),
+    *_watch_cases(),
+    *_cases_of_watched(),
 )
 
 

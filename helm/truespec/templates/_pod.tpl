@@ -142,22 +142,7 @@ spec:
         medium: Memory
         sizeLimit: {{ $pod.shmSize }}
     {{- if not $isHead }}
-    - name: models
-      {{- if $values.modelCache.enabled }}
-      persistentVolumeClaim:
-        claimName: {{ include "truespec.cacheClaimName" $root | quote }}
-      {{- else }}
-      emptyDir:
-        sizeLimit: {{ $values.modelCache.size }}
-      {{- end }}
-    {{- with include "truespec.hubSecretName" $root }}
-    - name: hub-token
-      secret:
-        secretName: {{ . | quote }}
-        defaultMode: 0440
-        items:
-          - {key: {{ $values.hub.key | quote }}, path: token}
-    {{- end }}
+    {{- include "truespec.modelVolumes" $root | nindent 4 }}
     {{- if $values.admin.enabled }}
     - name: admin-token
       secret:
@@ -203,6 +188,27 @@ spec:
 - {name: models, mountPath: {{ .Values.modelCache.mountPath | quote }}}
 {{- if include "truespec.hubSecretName" . }}
 - {name: hub-token, mountPath: /etc/truespec/hub, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* What modelMounts mounts, apart from /tmp. */}}
+{{- define "truespec.modelVolumes" -}}
+- name: models
+  {{- if .Values.modelCache.enabled }}
+  persistentVolumeClaim:
+    claimName: {{ include "truespec.cacheClaimName" . | quote }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ .Values.modelCache.size }}
+  {{- end }}
+{{- $hub := .Values.hub }}
+{{- with include "truespec.hubSecretName" . }}
+- name: hub-token
+  secret:
+    secretName: {{ . | quote }}
+    defaultMode: 0440
+    items:
+      - {key: {{ $hub.key | quote }}, path: token}
 {{- end }}
 {{- end -}}
 

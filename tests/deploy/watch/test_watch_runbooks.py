@@ -1,0 +1,76 @@
+"""What the runbooks have one type about a watched server: on a referee's report, and on logs of its pods."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.support.runbook_shell import commands, run
+
+REPORT = {
+    "requests": {"captured": 3},
+    "answers": {"read": 3},
+    "findings": [{"alarm": "surprisal", "stratum": "all", "replica": "r", "tokens": 9, "example": {"id": "cmpl-7"}}],
+    "unreadable": {},
+    "untested": {},
+}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """Of something that has a report."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path == "/report.json"
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(REPORT).encode() if found else b"")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("command", commands("watch_report"))
+def test_the_commands_on_the_report_run(command: str, url: str, tmp_path: Path) -> None:
+    shown = run(command, tmp_path, {"WATCH": url})
+    assert json.loads(shown)
+    if "findings" in command:
+        assert json.loads(shown)["id"] == "cmpl-7"
+
+
+@pytest.mark.parametrize("command", commands("watch_logged"))
+def test_the_commands_on_logs_show_the_lines_that_match(command: str, tmp_path: Path) -> None:
+    container = command.split()[1]
+    kubectl = tmp_path / "kubectl"
+    lines = [
+        "replay of cmpl-1 failed: out of memory",
+        "The referee at http://r cannot be reached (ClientError); trying again.",
+        "The server refuses return_token_ids; asking for less (dialect vllm).",
+    ]
+    kubectl.write_text(
+        f"""#!/bin/bash
+case " $* " in
+  *" get rayservice "*) ;;
+  *" -n demo logs -l app.kubernetes.io/instance=demo,app.kubernetes.io/component in (watch,watch-{container}) "*)
+    printf '%s\\n' quiet "{'" "'.join(lines)}" ;;
+  *) exit 1 ;;
+esac
+"""
+    )
+    kubectl.chmod(0o755)
+    inside = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    shown = run(command, None, {"NAMESPACE": "demo", "RELEASE": "demo"}, inside).splitlines()
+    assert shown and "quiet" not in shown and set(shown) <= set(lines)
