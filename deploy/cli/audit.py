@@ -9,7 +9,7 @@ from deploy.cli.console import Failure, a_file, err, key_option, out, progress_p
 from deploy.options import FiniteRange, api_key, beginning_with, check_writable, server_url, write_json
 from speculative.errors import ConfigError
 
-_DETECTION, _AUDIT = Path("docs/detection.md"), Path("docs/runs/audits.md")
+_DETECTION, _AUDIT, _WATCH = Path("docs/detection.md"), Path("docs/runs/audits.md"), Path("docs/watch.md")
 _LEGACY = "legacy"
 
 
@@ -86,6 +86,9 @@ def audit_server(
 @audit.command("faults")
 @click.option("--outside", is_flag=True, help="Serve each fault over HTTP and look for it with requests alone.")
 @click.option(
+    "--watched", is_flag=True, help="Serve some of them behind the proxy of `truespec watch`, until its referee alarms."
+)
+@click.option(
     "--only", multiple=True, metavar="NAME", help="Only faults whose names begin so. May be given several times."
 )
 @click.option("--json", "json_file", type=a_file, help="Write the findings to this file.")
@@ -93,11 +96,18 @@ def audit_server(
     "--page",
     type=a_file,
     help="Put the table into this page; in a checkout the default is docs/detection.md, and with --outside "
-    "docs/runs/audits.md.",
+    "docs/runs/audits.md, with --watched docs/watch.md.",
 )
-def audit_faults(outside: bool, only: tuple[str, ...], json_file: Path | None, page: Path | None) -> None:
+def audit_faults(
+    outside: bool, watched: bool, only: tuple[str, ...], json_file: Path | None, page: Path | None
+) -> None:
     """Put every known fault into an engine, and report who finds it, and after how long."""
     check_writable(json_file, "--json")
+    if outside and watched:
+        raise click.UsageError("--outside and --watched are two runs; choose one.")
+    if watched:
+        _faults_watched(page or (_in_a_checkout(_WATCH) if not only else None), only, json_file)
+        return
     if outside:
         _faults_from_outside(page or _in_a_checkout(_AUDIT), only, json_file)
         return
@@ -132,6 +142,19 @@ def _faults_from_outside(page: Path | None, only: tuple[str, ...], json_file: Pa
     wrong = [f"{one.fault}, {one.way}" for one in found if one.is_false_alarm]
     if wrong:
         raise Failure(f"Servers without a fault were found at fault: {'; '.join(wrong)}.")
+
+
+def _faults_watched(page: Path | None, only: tuple[str, ...], json_file: Path | None) -> None:
+    from deploy.watch.faults import FAULTS, SOUND, watch_faults, write_table
+
+    names = beginning_with(only, (SOUND, *FAULTS), "watched fault")
+    check_writable(page, "--page")
+    found = watch_faults(names, progress_printer())
+    if page is not None:
+        write_table(found, page)
+    write_json(json_file, [one.as_dict() for one in found])
+    if wrong := [f"{one.fault}, {one.way}: {one.found or 'nothing'} was found" for one in found if one.is_wrong]:
+        raise Failure("\n".join(wrong))
 
 
 @audit.command("clean")
@@ -196,4 +219,4 @@ def audit_legacy(url: str | None, mutants: bool, clean: int, **options: Any) -> 
         ctx.invoke(audit_clean, positions=clean, json_file=json_file, **passed("model", "head", "page"))
     if mutants:
         say("warning: `truespec audit --mutants` is now `truespec audit faults`.", err)
-        ctx.invoke(audit_faults, **passed("outside", "only", "json_file", "page"))
+        ctx.invoke(audit_faults, watched=False, **passed("outside", "only", "json_file", "page"))

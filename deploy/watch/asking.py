@@ -13,7 +13,7 @@ Extras = Mapping[str, Any]
 
 OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "tensorrt_llm": "trtllm", "truespec": "truespec"}
 """Dialects by the `owned_by` of `GET /v1/models`."""
-DIALECTS = tuple(OWNERS.values())
+DIALECTS = (*OWNERS.values(), "transformers", "other")
 FALLBACK = "vllm"
 
 # What a field of the request brings into the reply.
@@ -28,6 +28,8 @@ _LONGEST_VALUE = 200  # characters of such a value
 
 def extras_of(dialect: str, path: str, streamed: bool) -> tuple[Extras, ...]:
     """What to ask a server for, most first, nothing last; the next where the server refuses it."""
+    if dialect in ("transformers", "other"):  # they report nothing more than text, or are not known
+        return ({},)
     logprobs: Extras = {"logprobs": True if path == CHAT else 1}
     if dialect == "llama.cpp" and path == CHAT:
         logprobs = {**logprobs, "top_logprobs": 1}  # its default is 20 for each token

@@ -13,6 +13,8 @@ from typing import Any
 from deploy.audit.blackbox.command import faulty_servers
 from deploy.audit.blackbox.served import FaultyServer, serving
 from deploy.audit.blackbox.tiny import VOCAB_SIZE, write_tiny_pair
+from deploy.bench.provenance import provenance
+from deploy.sections import write_section
 from deploy.watch.app import referee_app
 from deploy.watch.proxy import ProxyOptions, running_proxy
 from deploy.watch.referee import Referee, RefereeOptions
@@ -34,7 +36,6 @@ FAULTS = (
     "F6 the coin is used again for the residual",
     "F8 the residual is drawn from p",
     "F12 the first draft is committed unverified",
-    "F16 a corrupt q accepts whatever was drafted",
     "F9 sampling parameters skipped on drafted positions",
     "F10 logprob 0 for every token",
     "F10 logprobs of another row",
@@ -71,8 +72,8 @@ class WatchedFault:
 def watch_faults(
     names: Iterable[str], report: Report = lambda _: None, most_tokens: int = _MOST_TOKENS
 ) -> list[WatchedFault]:
-    """Serve a tiny model with each of these faults (`sound` = none), and watch each server through the proxy until it is
-    found, or for so many tokens."""
+    """Serve a tiny model with each of these faults (`sound` = none), and watch each server through the proxy until its
+    fault is found, or for so many tokens."""
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = write_tiny_pair(Path(scratch))
@@ -104,6 +105,25 @@ async def _watch(name: str, way: str, server: FaultyServer, folder: Path, most_t
             if first is None:
                 return WatchedFault(name, way, "", referee.num_tokens, referee.num_answers)
             return WatchedFault(name, way, first.found, first.tokens_in_all, first.answers)
+
+
+def write_table(found: Sequence[WatchedFault], page: Path) -> None:
+    """Write what became of the faults into a section of the page."""
+    origin = provenance()
+    lines = [
+        "## Known faults of our own service, watched from outside",
+        "",
+        f"`truespec audit faults --watched`: {origin['date'][:10]}, commit {origin['commit']}, {origin['cpu']}.",
+        "",
+        "Each fault was served by a tiny model in float32 with the engine's own rules off, behind the proxy with a share
+        " f"of 1, until the referee raised an alarm or had judged {_MOST_TOKENS:,} tokens. The traffic mixes sampling "
+        "parameters, streams and lengths. Each was served once, so a delay shows its order of magnitude.", "", "| fault
+        | drafts | found by (stratum) | after tokens | after answers |", "|---|---|---|---:|---:|", *(
+            f"| {one.fault} | {one.way} | {one.found or 'nothing'} | {one.tokens:,} | {one.answers:,} |"
+            for one in found
+        ),
+    ]
+    write_section(page, "watch", "faults", "\n".join(lines), head="# Watch a server that is not ours\n")
 
 
 def _prompts() -> Sequence[dict[str, Any]]:

@@ -22,6 +22,7 @@ from deploy.watch.exchanges import WATCHED_PATHS, Exchange
 from deploy.watch.headers import passed_on, with_length
 from deploy.watch.plain_shapes import PlainShape
 from deploy.watch.sender import Sender
+from speculative.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
 _MIB = 2**20
@@ -64,15 +65,15 @@ class ProxyOptions:
         """Check the values.
 
         Raises:
-            ValueError: one cannot be used.
+            ConfigError: one cannot be used.
         """
         url = URL(self.upstream)
         if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError(f"{self.upstream} is no URL of a server; write it as http://HOST:PORT.")
+            raise ConfigError(f"{self.upstream} is no URL of a server; write it as http://HOST:PORT.")
         if not 0 <= self.share <= 1:
-            raise ValueError(f"The share of watched requests is {self.share}; it goes from 0 to 1.")
+            raise ConfigError(f"The share of watched requests is {self.share}; it goes from 0 to 1.")
         if self.dialect not in ("auto", *DIALECTS):
-            raise ValueError(f"The dialect {self.dialect} is unknown; there are auto, {', '.join(DIALECTS)}.")
+            raise ConfigError(f"The dialect {self.dialect} is unknown; there are auto, {', '.join(DIALECTS)}.")
 
 
 @dataclass(slots=True)
@@ -353,6 +354,7 @@ class Proxy:
                 began_at=watch.began_at,
                 ended_at=time.time(),
                 replica="" if name is None else reply.headers.get(name, ""),
+                dialect=self._dialect or "",
             )
             self._sender.offer(exchange)
 

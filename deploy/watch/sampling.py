@@ -11,8 +11,6 @@ from speculative.request import SamplingParams
 
 Json = dict[str, Any]
 
-DIALECTS = ("vllm", "sglang", "llama.cpp", "trtllm", "truespec", "transformers", "other")
-
 _GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LLAMA_CPP = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """What llama-server samples with where a request does not say (its /props shows it)."""
@@ -54,7 +52,7 @@ class Sampling:
     """How servers of one vendor sample.
 
     Args:
-        dialect: one of `DIALECTS`.
+        dialect: of the server, as `asking` names them.
         generation: the model's generation_config.json; {} = it has none.
         own: what the operator says that the server samples with where a request does not say; it goes first.
     """
