@@ -115,10 +115,13 @@ def write_table(found: Sequence[WatchedFault], page: Path) -> None:
         "",
         f"`truespec audit faults --watched`: {origin['date'][:10]}, commit {origin['commit']}, {origin['cpu']}.",
         "",
-        "Each fault was served by a tiny model in float32 with the engine's own rules off, behind the proxy with a share
-        " f"of 1, until the referee raised an alarm or had judged {_MOST_TOKENS:,} tokens. The traffic mixes sampling "
-        "parameters, streams and lengths. Each was served once, so a delay shows its order of magnitude.", "", "| fault
-        | drafts | found by (stratum) | after tokens | after answers |", "|---|---|---|---:|---:|", *(
+        "Each fault was served by a tiny model in float32 with the engine's own rules off, behind the proxy with a "
+        f"share of 1, until the referee raised an alarm or had judged {_MOST_TOKENS:,} tokens. The traffic mixes "
+        "sampling parameters, streams and lengths. Each was served once, so a delay shows its order of magnitude.",
+        "",
+        "| fault | drafts | found by (stratum) | after tokens | after answers |",
+        "|---|---|---|---:|---:|",
+        *(
             f"| {one.fault} | {one.way} | {one.found or 'nothing'} | {one.tokens:,} | {one.answers:,} |"
             for one in found
         ),

@@ -11,6 +11,7 @@ import pytest
 
 from deploy.watch.exchanges import CHAT, COMPLETIONS
 from deploy.watch.proxy import ProxyOptions, running_proxy
+from speculative.errors import ConfigError
 from tests.deploy.watch.conftest import Referee
 from tests.support.raw_upstream import RawRequest, RawUpstream, chunk, reply, stream_head
 from tests.support.watched_server import JSON_TYPE, WORDS, answer, plain_events, plain_reply
@@ -400,5 +401,5 @@ async def test_a_thousand_streams_at_once_lose_no_byte(server: RawUpstream, clie
     "wrong", [{"upstream": "localhost:8000"}, {"share": 1.5}, {"dialect": "klingon"}, {"upstream": "ftp://x"}]
 )
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
+    with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
         ProxyOptions(**{"upstream": "http://127.0.0.1:1", **wrong})
