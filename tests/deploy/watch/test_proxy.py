@@ -58,7 +58,10 @@ async def test_a_request_reaches_the_server_as_it_was_sent(server: RawUpstream) 
         if not line.startswith((b"Host", b"Connection", b"X-Hop", b"Keep"))
     ]
     first, second, third = server.requests
-    for request, more in ((first, [b"Content-Length: %d" % len(body)]), (second, [b"Transfer-Encoding: chunked", b"Connection: close"])):
+    for request, more in (
+        (first, [b"Content-Length: %d" % len(body)]),
+        (second, [b"Transfer-Encoding: chunked", b"Connection: close"]),
+    ):
         assert request.lines[0] == REQUEST.split(b"\r\n")[0]
         assert request.lines[1:] == [b"Host: " + server.url.removeprefix("http://").encode(), *sent, *more]
     assert first.body == body
