@@ -56,7 +56,7 @@ _WATCHED = "watched_requests_total"
 _PASSED, _UNREACHED, _READ = 'result="passed"', 'result="unreachable"', 'result="read"'
 _WATCHED_SERIES = _1H.series(_WATCHED)  # of a referee, from its start on
 _LEFT_OUT, _SHOWN = 'result=~"dropped|failed"', 'result=~"captured|dropped|failed"'
-_CHOSEN = 'result=~"captured|dropped|failed|refused|too_large|incomplete"'  # to be watched
+_CHOSEN = 'result=~"captured|dropped|failed|refused|too_large|broken_off"'  # to be watched
 _EXPORTS = (_BUILD, _WANTED_SERIES, _WATCHED_SERIES)  # one of these has whatever exports anything
 _ANY = " or ".join(_EXPORTS)
 _ANY_LATELY = " or ".join(f"present_over_time({series}[6h])" for series in _EXPORTS)

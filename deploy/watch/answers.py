@@ -115,7 +115,7 @@ def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
     entries = _entries(wire.get("logprobs") or {})
     if entries:
         choice.logprobs = [*(choice.logprobs or ()), *(entry.logprob for entry in entries)]
-    ids = wire.get("token_ids")
+    ids = wire.get("token_ids", wire.get("response_token_ids"))
     if ids is None and entries and all(entry.token_id is not None for entry in entries):
         ids = [entry.token_id for entry in entries]
         choice.pieces = [*(choice.pieces or ()), *(entry.piece for entry in entries)]

@@ -16,8 +16,9 @@ OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "tensorrt
 DIALECTS = (*OWNERS.values(), "transformers", "other")
 FALLBACK = "vllm"
 
-# What a field of the request brings into the reply.
-_BRINGS = {"logprobs": ("logprobs",), "top_logprobs": (), "return_token_ids": ("token_ids", "prompt_token_ids")}
+# What a field of the request brings into the reply; `response_token_ids` is SGLang's, `token_logprobs` truespec's.
+_IDS = ("token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs")
+_BRINGS = {"logprobs": ("logprobs", "token_logprobs"), "top_logprobs": (), "return_token_ids": _IDS}
 BROUGHT = frozenset(key for keys in _BRINGS.values() for key in keys)
 """Keys of a reply that may come from what was added to its request."""
 # These change what a request's other fields do, or are refused without logprobs: with ours the answer would differ.

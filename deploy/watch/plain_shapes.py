@@ -14,7 +14,9 @@ _ABSENT = ""
 _OWN = "own"  # the server reports it unasked: it stays
 _MESSAGES = ("delta", "message")
 # What an event may hold that has nothing for its reader.
-_NOTHING_NEW = frozenset({"index", "delta", "finish_reason"}) | BROUGHT
+_NOTHING_NEW = frozenset({"index", "delta", "text", "finish_reason"}) | BROUGHT
+_NO_DELTAS: tuple[dict[str, str], ...] = ({}, {"content": ""})
+_CARRY_TOKENS = {"logprobs", "token_ids"}
 _UNRELATED = 1_000_000
 _MOST_PLANS = 4096
 _value_end = json.JSONDecoder().raw_decode
@@ -56,8 +58,12 @@ class Plain:
 
 @dataclass
 class PlainShape:
-    """The shape of the replies to requests of one form, learned from those to which nothing was added."""
+    """The shape of the replies to requests of one form, learned from those to which nothing was added.
 
+    silent: whether the server sends no event without text where neither token ids nor logprobs are asked for.
+    """
+
+    silent: bool = False
     _values: dict[tuple[Role, str], str] = field(default_factory=dict)
     _empty_events: bool = False
     _mixed: bool = False
@@ -80,7 +86,7 @@ class PlainShape:
             ValueError: it is no JSON object.
         """
         found = _objects(_decoded(text))
-        self._empty_events |= streamed and _says_nothing(found)
+        self._empty_events |= streamed and _says_nothing(found, silent=False)
         self._plans.clear()
         for role, fields in found:
             for key in BROUGHT:
@@ -105,7 +111,8 @@ class PlainShape:
             plan = self._plan(_objects(reply), reply, keys)
             if len(self._plans) < _MOST_PLANS:
                 self._plans[shape] = plan
-        if streamed and _may_say_nothing(reply) and _says_nothing(_objects(reply)):
+        silent = self.silent and keys >= _CARRY_TOKENS
+        if streamed and _may_say_nothing(reply) and _says_nothing(_objects(reply), silent):
             return Plain(None, unknown=False)
         edits = None if plan.firsts else _quick_edits(text, keys, plan.steps)
         if edits is None:
@@ -195,16 +202,21 @@ def _unlike(one: Role, other: Role) -> int:
 
 
 def _may_say_nothing(reply: Mapping[str, Any]) -> bool:
-    return any(choice.get("delta") == {} for choice in _choices(reply))
+    return any(choice.get("delta") in _NO_DELTAS or choice.get("text") == "" for choice in _choices(reply))
 
 
-def _says_nothing(found: list[_Object]) -> bool:
-    """Whether it is an event that some servers send only to carry token ids: its deltas are empty, and nothing ends."""
+def _says_nothing(found: list[_Object], silent: bool) -> bool:
+    """Whether it is an event that some servers send only to carry token ids: nothing is added, and nothing ends."""
     choices = [fields for _, fields in found[1:]]
-    return bool(choices) and all(
-        fields.keys() <= _NOTHING_NEW and fields.get("delta") == {} and fields.get("finish_reason") is None
-        for fields in choices
-    )
+    return bool(choices) and all(_is_empty(fields, silent) for fields in choices)
+
+
+def _is_empty(choice: Mapping[str, Any], silent: bool) -> bool:
+    if not choice.keys() <= _NOTHING_NEW or choice.get("finish_reason") is not None:
+        return False
+    if silent:
+        return choice.get("text", "") == "" and choice.get("delta", {}) in _NO_DELTAS
+    return choice.get("delta") == {}
 
 
 @cache

@@ -268,7 +268,7 @@ class Proxy:
     def _form(self, name: str) -> _Form | None:
         if name not in self._forms and len(self._forms) >= _MOST_FORMS:
             return None
-        return self._forms.setdefault(name, _Form(PlainShape()))
+        return self._forms.setdefault(name, _Form(PlainShape(silent=self._dialect == "truespec")))
 
     async def _learned(
         self, request: web.Request, headers: CIMultiDict[str], asked: Asked, form: _Form

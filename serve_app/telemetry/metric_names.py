@@ -44,14 +44,19 @@ REPLAY_ALARMS = {  # what replays show to be wrong, and what each finding means
     "impossible": "an answer that no engine accepts: too long for the model, or invalid token ids",
     "draws": "tokens that are not those which the request's seed demands",
 }
-WATCHED_RESULTS = {  # what becomes of what a watched server answers
-    "passed": "not in the share that is watched, or nothing that can be",
+WATCHED_RESULTS = {  # what becomes of requests to a watched server, and of what is captured
+    "passed": "not in the share that is watched",
+    "unwatchable": "in the share, but nothing can be asked for without changing the answer",
+    "learned": "passed, to see what a reply of its form looks like",
     "captured": "handed to the referee",
-    "dropped": "left out because the referee lags behind",
-    "failed": "lost, because the referee did not accept them",
-    "refused": "the server refused to report token ids or logprobs, and answered without",
+    "dropped": "captured, and left out because the referee lags behind",
+    "failed": "captured, and lost on the way to the referee",
+    "refused": "the server refused to report token ids or logprobs, and was asked again without",
+    "unreadable": "its body could not be read: passed",
     "too_large": "left out because of its size",
-    "incomplete": "left out because client or server broke it off, or the server reported an error",
+    "not_ok": "answered with an error",
+    "left": "its client left before the end",
+    "broken_off": "the server broke the reply off",
     "unreachable": "answered with 502 because the server could not be reached",
 }
 READ_RESULTS = ("read", "unreadable")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deploy.watch.asking import BROUGHT, DIALECTS, extras_of, instrumented, read_request
 from deploy.watch.exchanges import CHAT, COMPLETIONS
 
-IDS = {"token_ids", "prompt_token_ids"}
+IDS = {"token_ids", "prompt_token_ids", "response_token_ids", "token_logprobs"}
 
 
 def added(path: str, fields: dict[str, Any], dialect: str = "vllm", level: int = 0) -> tuple[dict[str, Any], set[str]]:
