@@ -220,7 +220,12 @@ def test_time_is_drawn(wrong: dict[str, Any]) -> None:
     for point in " ".join(points).split():
         x, y = map(float, point.split(","))
         assert 0 <= x <= 320 and 0 <= y <= 150
-    assert html_report(wrong).count('class="mark"') == 1 + 2, "the largest TME, and both sides of the tolerance"
+    heights = [float(y) for y in re.findall(r'class="mark"[^>]* y1="([-0-9.]+)"', html_report(wrong))]
+    assert len(heights) == 1 + 2, "the largest TME, and both sides of the tolerance"
+    assert all(0 <= y <= 150 for y in heights)
+    assert heights[0] < min(float(point.split(",")[1]) for point in points[0].split()), "above what was measured"
+    assert min(heights[1:]) > max(float(point.split(",")[1]) for point in points[1].split()), "it drifts above these"
+    assert "surprisal minus its mean" in reader.text
 
 
 def test_no_alarm_is_said_with_what_was_looked_at(right: dict[str, Any]) -> None:
@@ -274,6 +279,14 @@ def test_nothing_compared_says_why(
     assert conclusion(report, ["alarm", "suspect", "dropped"]) == []
 
 
+def test_answers_without_logprobs_are_judged_by_their_distribution(model: ModelInfo) -> None:
+    report = report_on(model, answers(4, 0.9, choice={"logprobs": None}))
+    assert headline(report).text == "No alarm in 200 tokens of 4 answers"
+    assert notes(report) == ["No logprob was compared: the answers came without"]
+    assert conclusion(report, FAIL_ON) == []
+    assert "–" in printed(report) and "–" in read_page(report).text
+
+
 def test_an_answer_that_is_suspect_by_itself_is_shown(model: ModelInfo) -> None:
     off = exchange([10] * 10, "cmpl-off", choice={"logprobs": {"token_logprobs": [-9.0] * 10}})
     report = report_on(model, [*answers(3, 0.9), off])
@@ -323,6 +336,8 @@ def test_what_a_server_says_is_shown_and_not_obeyed(model: ModelInfo) -> None:
     for said in (reader.text, printed(report)):
         assert "\x1b" not in said
         assert said.count(shown) >= 4, "answer, replica, reason and tolerance"
+        assert f"{shown}: what it does to the distribution" in said
+        assert re.search(rf"By replica.*{re.escape(shown)}", said, re.DOTALL)
 
 
 def test_kept_prompts_are_shown_and_others_are_not(model: ModelInfo) -> None:
