@@ -41,6 +41,10 @@ Body = bytes | aiohttp.StreamReader
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, OSError)
 
 
+HEALTH = "/.truespec/health"
+"""The proxy's own: that it runs, whatever becomes of the server behind it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
     """What a proxy needs to know.
@@ -148,6 +152,8 @@ class Proxy:
         if "upgrade" in request.headers.get("Connection", "").lower() and "Upgrade" in request.headers:
             return _error(501, "The proxy passes HTTP only, no WebSocket; connect to the server itself.", "upgrade")
         path = request.raw_path.partition("?")[0]
+        if path == HEALTH:
+            return web.Response(text="ok\n")
         watched_path = request.method == "POST" and path in WATCHED_PATHS
         if watched_path and self._draw() < self._options.share and self._fits(request):
             return await self._watched(request, path)

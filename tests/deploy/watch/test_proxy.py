@@ -253,6 +253,13 @@ async def test_no_server_is_a_502_in_openais_form(client: aiohttp.ClientSession)
     assert (error["type"], error["code"]) == ("server_error", "server_unreachable")
 
 
+async def test_the_proxys_own_health_does_not_depend_on_the_server(client: aiohttp.ClientSession) -> None:
+    async with running_proxy(ProxyOptions("http://127.0.0.1:9", dialect="vllm")) as (url, proxy):
+        async with client.get(url + "/.truespec/health") as got:
+            assert (got.status, await got.text()) == (200, "ok\n")
+        assert not proxy.counts
+
+
 async def test_a_server_that_says_nothing_is_a_502(server: RawUpstream, client: aiohttp.ClientSession) -> None:
     async def gone(request: RawRequest, writer: asyncio.StreamWriter) -> bool:
         return False
