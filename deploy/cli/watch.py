@@ -36,6 +36,7 @@ def _judging(command: Command) -> Command:
         click.option(
             "--model", required=True, help="The weights that the server has: a catalogue name, a folder or a hub id."
         ),
+        click.option("--served", help="The model's name in metrics and report; the default is that of --model."),
         click.option(
             "--engine",
             type=click.Choice(_ENGINES),
@@ -133,7 +134,7 @@ def _referee_options(options: dict[str, Any], **own: Any) -> tuple[Any, Any]:
     check_options(replayer)
     mode = options["logprobs"] or ("processed" if tolerance.processed else "raw")
     referee = RefereeOptions(
-        served=options["model"],
+        served=options["served"] or Path(options["model"]).name,
         tolerance=tolerance,
         processed=mode == "processed",
         dialect=options["dialect"],
