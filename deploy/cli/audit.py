@@ -145,7 +145,7 @@ def _faults_from_outside(page: Path | None, only: tuple[str, ...], json_file: Pa
 
 
 def _faults_watched(page: Path | None, only: tuple[str, ...], json_file: Path | None) -> None:
-    from deploy.watch.faults import FAULTS, SOUND, watch_faults, write_table
+    from deploy.audit.watched import FAULTS, SOUND, watch_faults, write_table
 
     names = beginning_with(only, (SOUND, *FAULTS), "watched fault")
     check_writable(page, "--page")

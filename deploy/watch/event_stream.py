@@ -1,7 +1,8 @@
 """Server-sent events as they pass by, each as it came."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _DATA = re.compile(rb"data: ?(?=\{)")
@@ -17,15 +18,14 @@ class EventEditor:
         self._change = change
         self._rest = b""
 
-    def push(self, data: bytes) -> bytes:
-        """What to pass on once these bytes have come: whole events."""
+    def push(self, data: bytes) -> Iterator[bytes]:
+        """What to pass on once these bytes have come: the first whole event as soon as it is there, then the others."""
         data = self._rest + data if self._rest else data
-        out, at = [], 0
-        for found in _END.finditer(data):
-            out.append(self._event(data[at : found.end()]))
-            at = found.end()
-        self._rest = data[at:]
-        return b"".join(out)
+        ends = [found.end() for found in _END.finditer(data)]
+        self._rest = data[ends[-1] :] if ends else data
+        events = (self._event(data[start:end]) for start, end in pairwise([0, *ends]))
+        yield next(events, b"")
+        yield b"".join(events)
 
     def last(self) -> bytes:
         """What is left at the end of the stream."""

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import aiohttp
 from aiohttp import web
@@ -26,7 +27,7 @@ from speculative.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
 _MIB = 2**20
-_LONGEST_HEADER = 256 * 1024
+_LONGEST_HEADER, _MOST_HEADERS = 256 * 1024, 1000
 _IDLE_S = 3.0  # of a connection to the server; servers close theirs after 5 s, and a request must not meet that
 _CONNECT_WITHIN_S = 10.0
 _BACKLOG = 4096
@@ -34,7 +35,7 @@ _MOST_FORMS = 1024
 _REFUSALS = (400, 413, 422, 500, 501)
 _ADDED = ("Content-Type", "Date", "Server")
 _NOT_OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # aiohttp adds them where a client sends none
-_WHOLE = 64 * 1024  # bytes; a request body of which all is here already is sent in one go
+_WHOLE = 256 * 1024  # bytes of a request's body that is sent in one go
 Body = bytes | aiohttp.StreamReader
 # Ways in which the other side is lost.
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, OSError)
@@ -102,10 +103,17 @@ class _Recording:
 class Proxy:
     """Answers requests by those of a server."""
 
-    def __init__(self, options: ProxyOptions, session: aiohttp.ClientSession, sender: Sender) -> None:
+    def __init__(
+        self,
+        options: ProxyOptions,
+        session: aiohttp.ClientSession,
+        fresh: aiohttp.ClientSession,
+        sender: Sender,
+    ) -> None:
         self._options = options
         self._base = options.upstream.rstrip("/").removesuffix("/v1")
         self._session = session
+        self._fresh = fresh  # with a connection of its own for each request
         self._sender = sender
         self._dialect = None if options.dialect == "auto" else options.dialect
         self._forms: dict[str, _Form] = {}
@@ -145,8 +153,7 @@ class Proxy:
             return await self._watched(request, path)
         if watched_path:
             self._sender.count("passed")
-        body = await _small_body(request) if request.body_exists else None
-        return await self._passed(request, passed_on(request.raw_headers, without=_EXPECT), body)
+        return await self._passed(request, passed_on(request.raw_headers, without=_EXPECT), await _body(request))
 
     def _fits(self, request: web.Request) -> bool:
         if "Content-Encoding" in request.headers:
@@ -182,13 +189,18 @@ class Proxy:
         headers: CIMultiDict[str],
         body: Body | None,
     ) -> aiohttp.ClientResponse:
-        target = request.raw_path
-        url = URL(
-            self._base + target if target.startswith("/") else self._base + request.rel_url.raw_path_qs, encoded=True
-        )
-        return await self._session.request(
-            request.method, url, headers=headers, data=body, allow_redirects=False, skip_auto_headers=_NOT_OURS
-        )
+        target = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
+        url = URL(self._base + target, encoded=True)
+        if isinstance(body, aiohttp.StreamReader):  # cannot be sent again
+            return await _ask(self._fresh, request.method, url, headers, body)
+        reused: list[bool] = []
+        try:
+            return await _ask(self._session, request.method, url, headers, body, reused)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if not reused:
+                raise
+        # The server had closed the connection, which the request crossed on its way.
+        return await _ask(self._fresh, request.method, url, headers, body)
 
     async def _passed_back(
         self,
@@ -326,8 +338,9 @@ class Proxy:
         try:
             async for chunk in reply.content.iter_any():
                 recording.add(chunk)
-                if data := chunk if editor is None else editor.push(chunk):
-                    await response.write(data)
+                for data in (chunk,) if editor is None else editor.push(chunk):
+                    if data:
+                        await response.write(data)
             if editor is not None and (data := editor.last()):
                 await response.write(data)
         except aiohttp.ClientConnectionResetError:
@@ -380,11 +393,55 @@ _EXPECT = frozenset({"expect", "host"})  # 100-continue was answered here; the s
 _EVENTS = "text/event-stream"
 
 
-async def _small_body(request: web.Request) -> Body:
-    """The body at once where it has come with its headers, else as it comes."""
-    if request.content.is_eof() and 0 < (request.content_length or 0) <= _WHOLE:
-        return await request.content.readany()
+async def _body(request: web.Request) -> Body | None:
+    """A small body at once, which can be sent again if it has to be; others as they come."""
+    if not request.body_exists:
+        return None
+    if 0 < (request.content_length or 0) <= _WHOLE:
+        return await request.content.read()
     return request.content
+
+
+async def _reused(
+    _: aiohttp.ClientSession, context: SimpleNamespace, __: aiohttp.TraceConnectionReuseconnParams
+) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.append(True)
+
+
+async def _ask(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: URL,
+    headers: CIMultiDict[str],
+    body: Body | None,
+    reused: list[bool] | None = None,
+) -> aiohttp.ClientResponse:
+    """Send a request. reused: gets an entry if an open connection was taken."""
+    return await session.request(
+        method,
+        url,
+        headers=headers,
+        data=body,
+        allow_redirects=False,
+        skip_auto_headers=_NOT_OURS,
+        trace_request_ctx=reused,
+    )
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    watch = aiohttp.TraceConfig()
+    watch.on_connection_reuseconn.append(_reused)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        max_line_size=_LONGEST_HEADER,
+        max_field_size=_LONGEST_HEADER,
+        max_headers=_MOST_HEADERS,
+        trace_configs=[watch],
+    )
 
 
 def _edited_whole(data: bytes, watch: _Watch) -> bytes:
@@ -403,7 +460,7 @@ def _learn(shape: PlainShape, data: bytes, streamed: bool) -> None:
         return text
 
     if streamed:
-        EventEditor(look).push(data + b"\n\n")
+        b"".join(EventEditor(look).push(data + b"\n\n"))
     else:
         with contextlib.suppress(ValueError):
             shape.learn(data.decode("utf-8"), streamed)
@@ -447,22 +504,13 @@ def _application(proxy: Proxy) -> web.Application:
 @contextlib.asynccontextmanager
 async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy]]:
     """A proxy that runs until the block ends; gives its URL."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S)
     sender = Sender(options.referee, options.max_queued, options.max_queued_bytes)
     async with (
-        aiohttp.ClientSession(
-            connector=connector,
-            timeout=timeout,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            max_line_size=_LONGEST_HEADER,
-            max_field_size=_LONGEST_HEADER,
-            max_headers=1000,
-        ) as session,
+        _session(aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)) as session,
+        _session(aiohttp.TCPConnector(limit=0, force_close=True)) as fresh,
         sender.running(),
     ):
-        proxy = Proxy(options, session, sender)
+        proxy = Proxy(options, session, fresh, sender)
         if options.dialect == "auto":
             await proxy.find_dialect()
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -474,7 +522,7 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy
             access_log=None,
             max_line_size=_LONGEST_HEADER,
             max_field_size=_LONGEST_HEADER,
-            max_headers=1000,
+            max_headers=_MOST_HEADERS,
         )
         await runner.setup()
         try:

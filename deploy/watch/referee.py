@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
 from speculative.request import SURPRISAL_CLIP_NATS, Request
 
+_logger = logging.getLogger("truespec.watch")
 _KEPT_FINDINGS = 200  # different ones
 _KEPT_SUSPECT = 100
 _KEPT_WORST = 3
@@ -158,11 +160,12 @@ class Referee:
     def _on_alarm(self, alarm: Alarm, replica: str, case: Case) -> None:
         key = alarm.name, alarm.stratum, replica
         if key in self.findings:
-            self.findings[key].num += 1
+            self.findings[key].num += 1  # the same fault goes on; once is enough for the log
         elif len(self.findings) < _KEPT_FINDINGS:
             tokens = self._judge.by_stratum[alarm.stratum].num_tokens
             example = self.show(case)
             answers = self._judge.num_answers
+            _logger.warning("%s is wrong: %s in stratum %s", replica, alarm.name, alarm.stratum)
             self.findings[key] = Finding(
                 *key, case.job.began_at, alarm.evidence_since, answers, tokens, self.num_tokens, example
             )

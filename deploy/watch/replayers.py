@@ -1,16 +1,20 @@
 """What computes watched answers again: our engine, vLLM, `transformers`, or several of one of them on Ray."""
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from ray import serve
-from ray.exceptions import RayTaskError
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from deploy.cluster import connected
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import DrafterConfig, EngineConfig
@@ -21,13 +25,14 @@ from speculative.request import Request
 EngineName = Literal["torch", "transformers", "vllm"]
 ENGINES: tuple[EngineName, ...] = ("torch", "transformers", "vllm")
 
+_logger = logging.getLogger("truespec.referee")
+
 T = TypeVar("T")
 
 _BLOCK = EngineConfig().block_size
 _CPU_CACHE_TOKENS = 16_384
 _AT_ONCE = 4  # replays of one engine
-_APPLICATION = "truespec-watch"
-_SCALES_AFTER_S = 10.0
+_IDLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,63 +169,109 @@ class _Independent:
 
 
 class _OnRay:
-    """Engines on a Ray cluster, between one and so many, as the backlog demands."""
+    """Engines on a Ray cluster, between one and so many, as the backlog demands.
+
+    An engine is added when all have as much as they can do, and ends when it has had nothing to do for a minute.
+    """
 
     def __init__(self, options: ReplayerOptions) -> None:
         self._options = options
         self.at_once = _AT_ONCE * options.max_replicas
-        self._handle: Any = None
+        self._actors: list[_Actor] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self._stack = ExitStack()
 
     async def start(self) -> ModelInfo:
-        return await asyncio.to_thread(self._deploy)
-
-    def _deploy(self) -> ModelInfo:
-        import ray
-
-        ray.init(address=self._options.address, log_to_driver=False, ignore_reinit_error=True)
-        cores = self._options.threads or 1
-        scaling = {
-            "min_replicas": 1,
-            "max_replicas": self._options.max_replicas,
-            "target_ongoing_requests": _AT_ONCE,
-            "upscale_delay_s": _SCALES_AFTER_S,
-            "downscale_delay_s": 6 * _SCALES_AFTER_S,
-        }
-        replica = serve.deployment(
-            _Replica,
-            autoscaling_config=scaling,
-            max_ongoing_requests=2 * _AT_ONCE,
-            ray_actor_options={"num_cpus": cores, "num_gpus": self._options.gpus},
-        )
-        self._handle = serve.run(replica.bind(self._options), name=_APPLICATION, route_prefix=None)
-        info: ModelInfo = self._handle.info.remote().result()
+        """Join or start the cluster, and load the first engine."""
+        if self._options.address is None:
+            self._stack.callback(ray.shutdown)
+            ray.init("local", log_to_driver=False, logging_level="ERROR")
+        else:
+            self._stack.enter_context(connected(self._options.address))
+        first = self._new_actor()
+        info: ModelInfo = await first.handle.info.remote()
+        self._actors.append(first)
         return info
 
     async def replay(self, request: Request) -> Replayed:
+        """Compute a request on the engine that has the least to do."""
+        self._resize()
+        actor = min(self._actors, key=lambda one: one.running)
+        actor.running += 1
         try:
-            return await self._handle.replay.remote(request)  # type: ignore[no-any-return]
+            replayed: Replayed = await actor.handle.replay.remote(request)
+            return replayed
         except RayTaskError as error:
             if isinstance(error.cause, TruespecError):
                 raise error.cause from error
             raise
+        except RayActorError:
+            self._actors = [one for one in self._actors if one is not actor] or [self._new_actor()]
+            raise
+        finally:
+            actor.running -= 1
+            actor.used_at = time.monotonic()
 
     async def stop(self) -> None:
-        await asyncio.to_thread(serve.delete, _APPLICATION)
+        """End the engines, and the cluster if it was started here."""
+        for task in self._starting:
+            task.cancel()
+        for actor in self._actors:
+            ray.kill(actor.handle)
+        self._stack.close()
+
+    def _resize(self) -> None:
+        now = time.monotonic()
+        idle = [one for one in self._actors if not one.running and now - one.used_at > _IDLE_S]
+        for actor in idle[: len(self._actors) - 1]:
+            self._actors.remove(actor)
+            ray.kill(actor.handle)
+        busy = all(one.running >= _AT_ONCE for one in self._actors)
+        if busy and len(self._actors) + len(self._starting) < self._options.max_replicas:
+            task = asyncio.create_task(self._add())
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _add(self) -> None:
+        actor = self._new_actor()
+        try:
+            await actor.handle.info.remote()
+        except RayError as error:
+            _logger.warning("an engine could not be started: %s", error)
+            return
+        self._actors.append(actor)
+
+    def _new_actor(self) -> "_Actor":
+        resources = {"num_cpus": self._options.threads or 1, "num_gpus": self._options.gpus}
+        own = replace(self._options, threads=self._options.threads or 1)
+        return _Actor(ray.remote(_RemoteEngine).options(**resources).remote(own), used_at=time.monotonic())
 
 
-class _Replica:
-    """One engine of the pool."""
+@dataclass(slots=True, eq=False)
+class _Actor:
+    """One engine on Ray. running: requests under way. used_at: when it had the last one, in seconds."""
 
-    async def __init__(self, options: ReplayerOptions) -> None:  # type: ignore[misc]
+    handle: Any
+    running: int = 0
+    used_at: float = 0.0
+
+
+class _RemoteEngine:
+    """What runs in the actor."""
+
+    def __init__(self, options: ReplayerOptions) -> None:
         self._replayer = _Independent(options) if options.engine == "transformers" else _Engine(options)
-        self._info = await self._replayer.start()
+        self._loading: asyncio.Task[ModelInfo] | None = None
 
     async def info(self) -> ModelInfo:
-        """The model that it has loaded."""
-        return self._info
+        """The model, once it is loaded."""
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._replayer.start())
+        return await self._loading
 
     async def replay(self, request: Request) -> Replayed:
         """Compute a request."""
+        await self.info()
         return await self._replayer.replay(request)
 
 

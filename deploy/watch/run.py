@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ _REPORT_EVERY = 1000  # answers
 @contextlib.asynccontextmanager
 async def running_referee(options: RefereeOptions, replayer_options: ReplayerOptions) -> AsyncIterator[Referee]:
     """A referee with its engine, at work until the block ends."""
+    logging.getLogger("truespec.referee").setLevel(logging.ERROR)  # it would repeat what the findings say
     replayer = make_replayer(replayer_options)
     try:
         model = await replayer.start()

@@ -927,6 +927,12 @@ def test_notes_say_how_to_reach_it(tmp_path: Path) -> None:
     everything = shown(EVERYTHING)
     assert "test demo" not in everything, "an incremental upgrade has no service for the test"
     assert "The admin token is in the secret demo-truespec-admin." in everything
+    assert "service/demo-truespec-watch-referee 8101" in everything
+    assert "watch" not in shown(MINIMAL)
+    watching = shown(merged(MINIMAL, {"watch": {"enabled": True, "only": True, "url": "http://vllm:8000"}}))
+    assert watching.startswith("truespec 0.1.0 watches http://vllm:8000 from namespace demo.")
+    assert "http://demo-truespec-watch.demo.svc:8100/v1" in watching
+    assert "RayService" not in watching and "test demo" not in watching
     wildcard = {"ingress": {"enabled": True, "hosts": [{"host": "*.example.com"}]}, "networkPolicy": {"enabled": False}}
     assert "curl http://NAME.example.com/v1/models" in shown(merged(MINIMAL, wildcard))
 

@@ -83,7 +83,7 @@ def learned_stream() -> PlainShape:
 
 def plain_stream(shape: PlainShape, pieces: list[bytes]) -> bytes:
     editor = EventEditor(lambda text: shape.plain(text, BROUGHT, streamed=True).text)
-    return b"".join([*(editor.push(piece) for piece in pieces), editor.last()])
+    return b"".join([*(data for piece in pieces for data in editor.push(piece)), editor.last()])
 
 
 @given(st.sets(st.integers(1, 1500)))

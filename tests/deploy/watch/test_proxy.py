@@ -59,7 +59,10 @@ async def test_a_request_reaches_the_server_as_it_was_sent(server: RawUpstream) 
         if not line.startswith((b"Host", b"Connection", b"X-Hop", b"Keep"))
     ]
     first, second, third = server.requests
-    for request, more in ((first, [b"Content-Length: %d" % len(body)]), (second, [b"Transfer-Encoding: chunked"])):
+    for request, more in (
+        (first, [b"Content-Length: %d" % len(body)]),
+        (second, [b"Transfer-Encoding: chunked", b"Connection: close"]),
+    ):
         assert request.lines[0] == REQUEST.split(b"\r\n")[0]
         assert request.lines[1:] == [b"Host: " + server.url.removeprefix("http://").encode(), *sent, *more]
     assert first.body == body
@@ -257,6 +260,53 @@ async def test_a_server_that_says_nothing_is_a_502(server: RawUpstream, client: 
     server.answer = gone
     async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
         assert (await asked(client, url))[0] == 502
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_connections_that_the_server_closes_cost_no_request(
+    share: float, server: RawUpstream, client: aiohttp.ClientSession
+) -> None:
+    """As llama.cpp does it after a stream: the next request may be on its way already."""
+
+    served: set[asyncio.StreamWriter] = set()
+
+    async def closing(request: RawRequest, writer: asyncio.StreamWriter) -> bool | None:
+        if writer in served:
+            return False
+        served.add(writer)
+        return await answer(request, writer)
+
+    server.answer = closing
+    async with running_proxy(ProxyOptions(server.url, share=share, dialect="vllm")) as (url, proxy):
+        for _ in range(4):
+            assert await asked(client, url) == (200, plain_reply(CHAT))
+        assert proxy.counts["unreachable"] == 0
+    assert len(server.requests) > 4
+
+
+async def test_long_bodies_are_passed_on_as_they_come(server: RawUpstream) -> None:
+    """The server has the first part before the client sends the second."""
+    got_first = asyncio.Event()
+
+    async def reading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"first")
+        got_first.set()
+        await reader.readuntil(b"last")
+        writer.write(reply(b"ok"))
+        await writer.drain()
+        writer.close()
+
+    upstream = await asyncio.start_server(reading, "127.0.0.1", 0, limit=2**21)
+    address = f"http://127.0.0.1:{upstream.sockets[0].getsockname()[1]}"
+    async with running_proxy(ProxyOptions(address, dialect="vllm")) as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        answers, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Length: 1000009\r\n\r\nfirst")
+        await asyncio.wait_for(got_first.wait(), 5)
+        writer.write(b"x" * 1_000_000 + b"last")
+        await asyncio.wait_for(answers.readuntil(b"ok"), 5)
+        writer.close()
+    upstream.close()
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -1,0 +1,102 @@
+"""`truespec watch files`, as a user calls it."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from deploy.audit.blackbox.tiny import write_tiny_pair
+from deploy.cli.main import main
+from serve_app.backends.transformers_referee import TransformersModel
+
+NUM_ROLLOUTS = 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_pair(tmp_path_factory.mktemp("tiny"))[0]
+
+
+@pytest.fixture(scope="module")
+def rollouts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sampled by transformers at temperature 1, with its own logprobs."""
+    model, draw = TransformersModel(folder), random.Random(3)
+    path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(NUM_ROLLOUTS):
+            prompt = [draw.randrange(3, 512) for _ in range(6)]
+            ids: list[int] = []
+            logprobs: list[float] = []
+            for _ in range(12):
+                row = model.logits((*prompt, *ids, 0), len(prompt) + len(ids))[0].log_softmax(-1)
+                token = draw.choices(range(512), row.exp().tolist())[0]
+                ids.append(token)
+                logprobs.append(float(row[token]))
+            file.write(json.dumps({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs}) + "\n")
+    return path
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(main, ["watch", "files", *map(str, words)], catch_exceptions=False)
+
+
+def test_sound_rollouts_pass(folder: Path, rollouts: Path, tmp_path: Path) -> None:
+    found, page = tmp_path / "report.json", tmp_path / "report.html"
+    options = ("--model", folder, "--precision", "float32", "--threads", 1, "--json", found, "--html", page)
+    result = call(rollouts, *options)
+    assert result.exit_code == 0, result.output
+    report = json.loads(found.read_text())
+    assert report["all"]["tokens"] == report["all"]["compared"] == report["all"]["drawn"] == 12 * NUM_ROLLOUTS
+    assert report["all"]["tme"] == pytest.approx(1.0, abs=1e-3)
+    assert report["findings"] == report["suspect"] == []
+    assert "No alarm" in page.read_text()
+
+
+def test_rollouts_of_another_temperature_fail(folder: Path, rollouts: Path, tmp_path: Path) -> None:
+    """Their logprobs are right; the claim that they were drawn at a temperature of 0.3 is not."""
+    claimed = tmp_path / "claimed.jsonl"
+    lines = [json.loads(line) | {"temperature": 0.3} for line in rollouts.read_text().splitlines()]
+    claimed.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = call(claimed, "--model", folder, "--precision", "float32", "--threads", 1)
+    assert result.exit_code == 1
+    assert "the tokens do not follow the distribution" in result.output
+
+
+def test_logprobs_of_other_weights_fail(folder: Path, rollouts: Path, tmp_path: Path) -> None:
+    draw, shifted = random.Random(4), tmp_path / "shifted.jsonl"
+    lines = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    for line in lines:
+        line["logprobs"] = [value + draw.gauss(0, 0.4) for value in line["logprobs"]]
+    shifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = call(shifted, "--model", folder, "--precision", "float32", "--threads", 1)
+    assert result.exit_code == 1
+    assert "drift" in result.output
+
+
+def test_nothing_that_can_be_compared_fails_too(folder: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "texts.jsonl"
+    empty.write_text('{"request": {"prompt": "a"}, "response": {"choices": [{"text": "", "finish_reason": "stop"}]}}\n')
+    result = call(empty, "--model", folder, "--threads", 1)
+    assert result.exit_code == 1
+    assert "no token ids" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--default", "temperature"), "--default"),
+        (("--default", "colour=1"), "--default"),
+        (("--precision", "float32", "--tolerance", "t.json"), "--precision"),
+        (("--tolerance", "none.json"), "--tolerance none.json"),
+        (("--engine", "transformers", "--dtype", "bfloat16"), "--dtype"),
+    ],
+)
+def test_bad_options_name_themselves(
+    folder: Path, rollouts: Path, options: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = call(rollouts, "--model", folder, *options)
+    assert result.exit_code == 1
+    assert named in result.output
