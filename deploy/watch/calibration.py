@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from deploy.audit.blackbox.exchange import Exchange, Server
-from deploy.bench.prompts import KINDS, read_prompts
+from deploy.bench.prompts import KINDS, read_texts
 from deploy.watch.tolerance import Tolerance
 from serve_app.backends.transformers_referee import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
@@ -56,8 +56,18 @@ class _Compared:
 
     @property
     def weights(self) -> Floats:
+        """How often each is drawn; tokens that are not known count as the less likely half of those that are."""
         weights: Floats = np.exp(self.served)
+        less_likely = np.arange(len(weights)) >= len(weights) // 2
+        weights[less_likely] += max(0.0, 1 - weights.sum()) / less_likely.sum()
         return weights
+
+    @property
+    def edges(self) -> Floats:
+        """How far logits moved against that of the likeliest token, of tokens that are drawn now and then."""
+        moved: Floats = np.abs((self.served - self.served[0]) - (self.exact - self.exact[0]))
+        likely: Floats = moved[np.exp(self.served) >= _LIKELY]
+        return likely
 
     @property
     def drifts(self) -> Floats:
@@ -81,7 +91,7 @@ def calibrate(url: str, folder: Path, served: str | None, num_prompts: int, api_
         ConfigError: the server reports no logprobs of its likeliest tokens, or they are not those of these weights.
     """
     tokenizer, model = Tokenizer.from_folder(folder), TransformersModel(folder)
-    prompts = list(_prompts(folder, num_prompts))
+    prompts = list(_prompts(tokenizer, num_prompts, model.max_model_len - 1))
     with Server(url, api_key) as server:
         desk = _Desk(server, served, tokenizer)
         processed = desk.is_processed(prompts[:_MODE_PROMPTS], model)
@@ -89,13 +99,18 @@ def calibrate(url: str, folder: Path, served: str | None, num_prompts: int, api_
     return _tolerance([one for one in compared if one is not None], processed, desk)
 
 
-def _prompts(folder: Path, number: int) -> Iterator[tuple[int, ...]]:
-    """Beginnings of conversations and texts, of 8 to 512 tokens."""
-    texts = [text for kind in read_prompts(folder, KINDS).values() for text in kind]
+def _prompts(tokenizer: Tokenizer, number: int, longest: int) -> Iterator[tuple[int, ...]]:
+    """Beginnings of conversations, or of texts where the model has no chat template, of 8 to 512 tokens."""
+    known = read_texts()
+    texts = [text for kind in KINDS for text in known[kind]]
+    is_chat = bool(tokenizer.chat_template().source)
     draw = random.Random(_SEED)
     for _ in range(number):
-        joined = [token for text in draw.sample(texts, 4) for token in text]
-        yield tuple(joined[: draw.randint(8, min(_LONGEST, len(joined)))])
+        ids: list[int] = []
+        for text in draw.sample(texts, 4):
+            turn = [{"role": "user", "content": text}]
+            ids += tokenizer.encode_chat(turn) if is_chat else tokenizer.encode(text, continuation=bool(ids))
+        yield tuple(ids[: draw.randint(8, min(_LONGEST, longest, len(ids)))])
 
 
 class _Desk:
@@ -227,7 +242,7 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
         )
     weights = np.concatenate([one.weights for one in compared])
     drifts = np.concatenate([one.drifts for one in compared])
-    edges = np.concatenate([_edges(one) for one in compared])
+    edges = np.concatenate([one.edges for one in compared])
     tme = float((weights * np.exp(np.minimum(drifts, 10.0))).sum() / weights.sum())
     largest = _quantile(drifts, weights, _KEPT_SHARE)
     shifts = np.array([one.shifts for one in compared])
@@ -265,13 +280,6 @@ def _gen_kl(compared: Sequence[_Compared]) -> Floats:
     apart = np.clip(np.concatenate([one.exact - one.served for one in compared]), -10.0, 10.0)
     values: Floats = np.expm1(apart) - apart
     return values
-
-
-def _edges(one: _Compared) -> Floats:
-    """How far logits moved against that of the likeliest token, of tokens that are drawn now and then."""
-    moved: Floats = np.abs((one.served - one.served[0]) - (one.exact - one.exact[0]))
-    likely: Floats = moved[one.weights >= _LIKELY]
-    return likely
 
 
 def _quantile(values: Floats, weights: Floats, share: float) -> float:
