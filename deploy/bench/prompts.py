@@ -24,17 +24,11 @@ def read_prompts(folder: Path, kinds: tuple[str, ...], own: Path | None = None) 
     Raises:
         ConfigError: the file cannot be read, or has no such kind.
     """
-    path = own or _FILE
-    try:
-        texts = json.loads(path.read_text(encoding="utf-8"))
-        known = {kind: [str(text) for text in texts[kind]] for kind in texts}
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is not a JSON object with a list of prompts for every kind ({error}).") from error
-    if own is None:
-        known[LONG] = known["summarise"]
+    known = read_texts(own)
     missing = [kind for kind in kinds if not known.get(kind)]
     if missing:
-        raise ConfigError(f"--kinds: {path.name} has no prompts for {', '.join(missing)}; it has {', '.join(known)}.")
+        name = (own or _FILE).name
+        raise ConfigError(f"--kinds: {name} has no prompts for {', '.join(missing)}; it has {', '.join(known)}.")
     tokenizer = Tokenizer.from_folder(folder)
     prompts = {
         kind: [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in known[kind]] for kind in kinds
@@ -42,6 +36,21 @@ def read_prompts(folder: Path, kinds: tuple[str, ...], own: Path | None = None) 
     if own is None and LONG in kinds:
         prompts[LONG] = [_long(prompts[LONG][number:] + prompts[LONG][:number]) for number in range(len(known[LONG]))]
     return prompts
+
+
+def read_texts(own: Path | None = None) -> dict[str, list[str]]:
+    """The questions by kind.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = own or _FILE
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+        known = {kind: [str(text) for text in texts[kind]] for kind in texts}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not a JSON object with a list of prompts for every kind ({error}).") from error
+    return known if own is not None else known | {LONG: known["summarise"]}
 
 
 def _long(texts: list[list[int]]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,13 +61,16 @@ def read_reply(exchange: Exchange) -> Reply:
         Unreadable: it is no completion, or the stream ended early.
     """
     reply = Reply()
-    for part in _parts(exchange):
-        if "error" in part:
-            raise Unreadable("the server reported an error in the stream")
-        reply.id = str(part.get("id") or reply.id)
-        _add_usage(reply, part.get("usage") or {}, part.get("timings") or {})
-        for wire in part.get("choices") or ():
-            _add(reply.choice(int(wire.get("index") or 0)), wire, part, is_chat=exchange.path == CHAT)
+    is_chat = exchange.path == CHAT
+    try:
+        for part in _parts(exchange):
+            if part.get("error"):
+                raise Unreadable("the server reported an error in the stream")
+            _add_part(reply, part, is_chat=is_chat)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise Unreadable("the reply is no completion in OpenAI's format") from error
+    if is_chat:  # which has one prompt; truespec's streams name it once
+        _share_prompt(reply.choices.values())
     if not reply.choices:
         raise Unreadable("the reply has no choices")
     if any(choice.finish_reason is None for choice in reply.choices.values()):
@@ -77,16 +80,13 @@ def read_reply(exchange: Exchange) -> Reply:
 
 def _parts(exchange: Exchange) -> Iterator[Json]:
     """The JSON objects of a reply: one, or one an event."""
-    try:
-        if not exchange.streamed:
-            yield _object(exchange.reply)
-            return
-        for line in exchange.reply.splitlines():
-            data = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data != _DONE:
-                yield _object(data)
-    except (ValueError, RecursionError) as error:
-        raise Unreadable("the reply is not JSON") from error
+    if not exchange.streamed:
+        yield _object(exchange.reply)
+        return
+    for line in exchange.reply.splitlines():
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != _DONE:
+            yield _object(data)
 
 
 def _object(data: bytes) -> Json:
@@ -94,6 +94,25 @@ def _object(data: bytes) -> Json:
     if not isinstance(read, dict):
         raise ValueError("not an object")
     return read
+
+
+def _add_part(reply: Reply, part: Json, *, is_chat: bool) -> None:
+    """Add what one part of a reply says."""
+    reply.id = str(part.get("id") or reply.id)
+    _add_usage(reply, part.get("usage") or {}, part.get("timings") or {})
+    for wire in part.get("choices") or ():
+        _add(reply.choice(int(wire.get("index") or 0)), wire, part, is_chat=is_chat)
+    own = part.get("sglext") or {}  # SGLang's, of a stream in one event of its own
+    for index, ids in enumerate(own.get("output_ids") or ()):
+        reply.choice(index).token_ids = _ids(ids)
+        if own.get("input_ids"):
+            reply.choice(index).prompt_token_ids = tuple(_ids(own["input_ids"]))
+
+
+def _share_prompt(choices: Collection[Choice]) -> None:
+    known = next((choice.prompt_token_ids for choice in choices if choice.prompt_token_ids), None)
+    for choice in choices:
+        choice.prompt_token_ids = choice.prompt_token_ids or known
 
 
 def _add_usage(reply: Reply, usage: Json, timings: Json) -> None:
@@ -111,16 +130,24 @@ def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
     choice.finish_reason = wire.get("finish_reason") or choice.finish_reason
     prompt = wire.get("prompt_token_ids") or part.get("prompt_token_ids")
     if prompt:
-        choice.prompt_token_ids = tuple(prompt)
+        choice.prompt_token_ids = tuple(_ids(prompt))
     entries = _entries(wire.get("logprobs") or {})
     if entries:
         choice.logprobs = [*(choice.logprobs or ()), *(entry.logprob for entry in entries)]
-    ids = wire.get("token_ids", wire.get("response_token_ids"))
+    ids = wire.get("token_ids")
+    ids = wire.get("response_token_ids") if ids is None else ids  # SGLang's, of chats
     if ids is None and entries and all(entry.token_id is not None for entry in entries):
         ids = [entry.token_id for entry in entries]
         choice.pieces = [*(choice.pieces or ()), *(entry.piece for entry in entries)]
     if ids is not None:
-        choice.token_ids = [*(choice.token_ids or ()), *ids]
+        choice.token_ids = [*(choice.token_ids or ()), *_ids(ids)]
+
+
+def _ids(values: Any) -> list[int]:
+    ids = list(values)
+    if any(type(one) is not int for one in ids):
+        raise TypeError("token ids are whole numbers")
+    return ids
 
 
 class _Entry(NamedTuple):

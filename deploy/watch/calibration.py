@@ -8,6 +8,8 @@ prompt:
     edge          |(log s - log s_1) - (log p - log p_1)|, what a logit moved against the likeliest token's
     probability   sum (s - p) p            what rounding adds to the mean of p(y) - sum p^2
     surprisal     sum (s - p)(-log p)      what it adds to the mean of the surprisal minus the entropy
+
+Drift and edge count twice, since prompts, lengths and batches that were not measured round otherwise.
 """
 
 import json
@@ -21,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from deploy.audit.blackbox.exchange import Exchange, Server
-from deploy.bench.prompts import KINDS, read_prompts
+from deploy.bench.prompts import KINDS, read_texts
 from deploy.watch.tolerance import Tolerance
 from serve_app.backends.transformers_referee import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
@@ -32,12 +34,14 @@ _SEED = 20_261
 _LONGEST = 512  # tokens of a prompt
 _TOP = 20
 _LIKELY = 1e-3  # tokens that a sampled answer holds
+_FEWEST = 8  # prompts that have to be answered
 _MODE_PROMPTS = 12
 _HALF = 0.5  # temperature at which logprobs before and after it differ
 _SPREAD = 4.0  # standard errors that the mean shift may be off by
 _ROOM = 2.0  # times what was measured
 _LEAST = Tolerance(max_tme=1.01, edge_nats=1e-3, distribution=0.005)
 _KEPT_SHARE = 0.999
+_OTHER_TME = 1.5  # beyond which logprobs are not these weights', rounded: 8 bits have 1.2 at most
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -52,8 +56,18 @@ class _Compared:
 
     @property
     def weights(self) -> Floats:
+        """How often each is drawn; tokens that are not known count as the less likely half of those that are."""
         weights: Floats = np.exp(self.served)
+        less_likely = np.arange(len(weights)) >= len(weights) // 2
+        weights[less_likely] += max(0.0, 1 - weights.sum()) / less_likely.sum()
         return weights
+
+    @property
+    def edges(self) -> Floats:
+        """How far logits moved against that of the likeliest token, of tokens that are drawn now and then."""
+        moved: Floats = np.abs((self.served - self.served[0]) - (self.exact - self.exact[0]))
+        likely: Floats = moved[np.exp(self.served) >= _LIKELY]
+        return likely
 
     @property
     def drifts(self) -> Floats:
@@ -77,21 +91,26 @@ def calibrate(url: str, folder: Path, served: str | None, num_prompts: int, api_
         ConfigError: the server reports no logprobs of its likeliest tokens, or they are not those of these weights.
     """
     tokenizer, model = Tokenizer.from_folder(folder), TransformersModel(folder)
-    prompts = list(_prompts(folder, num_prompts))
+    prompts = list(_prompts(tokenizer, num_prompts, model.max_model_len - 1))
     with Server(url, api_key) as server:
         desk = _Desk(server, served, tokenizer)
         processed = desk.is_processed(prompts[:_MODE_PROMPTS], model)
         compared = [desk.compare(prompt, model) for prompt in prompts]
-    return _tolerance([one for one in compared if one is not None], processed, desk.model)
+    return _tolerance([one for one in compared if one is not None], processed, desk)
 
 
-def _prompts(folder: Path, number: int) -> Iterator[tuple[int, ...]]:
-    """Beginnings of conversations and texts, of 8 to 512 tokens."""
-    texts = [text for kind in read_prompts(folder, KINDS).values() for text in kind]
+def _prompts(tokenizer: Tokenizer, number: int, longest: int) -> Iterator[tuple[int, ...]]:
+    """Beginnings of conversations, or of texts where the model has no chat template, of 8 to 512 tokens."""
+    known = read_texts()
+    texts = [text for kind in KINDS for text in known[kind]]
+    is_chat = bool(tokenizer.chat_template().source)
     draw = random.Random(_SEED)
     for _ in range(number):
-        joined = [token for text in draw.sample(texts, 4) for token in text]
-        yield tuple(joined[: draw.randint(8, min(_LONGEST, len(joined)))])
+        ids: list[int] = []
+        for text in draw.sample(texts, 4):
+            turn = [{"role": "user", "content": text}]
+            ids += tokenizer.encode_chat(turn) if is_chat else tokenizer.encode(text, continuation=bool(ids))
+        yield tuple(ids[: draw.randint(8, min(_LONGEST, longest, len(ids)))])
 
 
 class _Desk:
@@ -101,7 +120,7 @@ class _Desk:
         self._server = server
         self._tokenizer = tokenizer
         self._ids: dict[str, int] | None = None  # of tokens by their text, where it is one token's alone
-        self._takes_ids = True
+        self.takes_ids = True
         self._extra: dict[str, Any] = {"return_tokens_as_token_ids": True, **_NEUTRAL}
         self.model = served or self._first_model()
         self._settle()
@@ -111,16 +130,18 @@ class _Desk:
         try:
             return str(json.loads(text or "")["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError) as error:
+            if not self._server.alive():
+                raise ConfigError(f"No server answers at {self._server.url}; check the URL, and start it.") from error
             raise ConfigError(
-                f"{self._server.url}/v1/models returned no list of models; check the URL and that a server runs there."
+                f"{self._server.url}/v1/models names no model; say with --served which to ask."
             ) from error
 
     def _settle(self) -> None:
         """Find out which of the fields the server takes."""
         for takes_ids in (True, False):
-            self._takes_ids = takes_ids
+            self.takes_ids = takes_ids
             while True:
-                reply = self._ask((3, 4, 5, 6), 1.0)
+                reply = self._ask((3, 4, 5, 6) if takes_ids else self._text((3, 4, 5, 6)), 1.0)
                 refused = next((name for name in self._extra if name in reply.error), None)
                 if reply.ok or refused is None:
                     break
@@ -135,18 +156,28 @@ class _Desk:
                 "measured; use --precision."
             )
 
-    def _ask(self, prompt: Sequence[int], temperature: float) -> Exchange:
-        text = list(prompt) if self._takes_ids else self._tokenizer.decode(prompt, skip_special=False)
-        body = {"model": self.model, "prompt": text, "max_tokens": 1, "temperature": temperature, "logprobs": _TOP}
+    def _ask(self, prompt: Sequence[int] | str, temperature: float) -> Exchange:
+        asked = prompt if isinstance(prompt, str) else list(prompt)
+        body = {"model": self.model, "prompt": asked, "max_tokens": 1, "temperature": temperature, "logprobs": _TOP}
         return self._server.post(body | self._extra)
 
-    def _row(self, prompt: Sequence[int], temperature: float) -> dict[int, float] | None:
-        """Logprobs of the likeliest tokens by id; None where the server did not give them."""
-        reply = self._ask(prompt, temperature)
-        top = _top(reply.reply) if reply.ok else []
+    def _text(self, prompt: Sequence[int]) -> str:
+        """A text that begins like these ids; its own ids may be others at the end."""
+        own = self._tokenizer.prefix_ids  # the server adds them itself
+        return self._tokenizer.decode(
+            prompt[len(own) :] if tuple(prompt[: len(own)]) == own else prompt, skip_special=False
+        )
+
+    def _row(self, prompt: tuple[int, ...], temperature: float) -> tuple[tuple[int, ...], dict[int, float]]:
+        """The prompt as the server took it; logprobs of the likeliest tokens by id, {} where it gave none."""
+        sent = prompt if self.takes_ids else self._text(prompt)
+        prompt = sent if not isinstance(sent, str) else tuple(self._tokenizer.encode(sent))
+        reply = self._ask(sent, temperature)
+        counted = (reply.reply.get("usage") or {}).get("prompt_tokens", len(prompt))
+        top = _top(reply.reply) if reply.ok and counted == len(prompt) else []
         known = [(self._id(token, given), value) for token, given, value in top]
         found = {token: value for token, value in known if token is not None and math.isfinite(value)}
-        return dict(sorted(found.items(), key=lambda one: -one[1])[:_TOP]) or None
+        return prompt, dict(sorted(found.items(), key=lambda one: -one[1])[:_TOP])
 
     def _id(self, text: str, given: int | None) -> int | None:
         if given is not None:
@@ -164,24 +195,30 @@ class _Desk:
         """Whether the server's logprobs are those after the temperature."""
         off = {1.0: 0.0, _HALF: 0.0}
         for prompt in prompts:
-            row = self._row(prompt, _HALF)
+            taken, row = self._row(prompt, _HALF)
+            logits = _logits(model, taken)
             for temperature in off:
-                exact = _logprobs(model, prompt, temperature)
-                off[temperature] += sum(abs(value - exact[token]) for token, value in (row or {}).items())
+                exact = _logprobs(logits / temperature)
+                off[temperature] += float(sum(abs(value - exact[token]) for token, value in row.items()))
         return off[_HALF] < off[1.0]
 
     def compare(self, prompt: tuple[int, ...], model: TransformersModel) -> _Compared | None:
         """The server's likeliest tokens after a prompt, and what float32 gives them."""
-        row = self._row(prompt, 1.0)
-        if row is None:
+        taken, row = self._row(prompt, 1.0)
+        if not row:
             return None
-        exact = _logprobs(model, prompt, 1.0)
+        exact = _logprobs(_logits(model, taken))
         return _Compared(np.array(list(row.values())), exact[list(row)])
 
 
-def _logprobs(model: TransformersModel, prompt: Sequence[int], temperature: float) -> Floats:
-    rows = model.logits((*prompt, 0), len(prompt))[0].double() / temperature
-    values: Floats = rows.log_softmax(-1).numpy()
+def _logits(model: TransformersModel, prompt: Sequence[int]) -> Floats:
+    row: Floats = model.logits((*prompt, 0), len(prompt))[0].double().numpy()
+    return row
+
+
+def _logprobs(logits: Floats) -> Floats:
+    above: Floats = logits - logits.max()
+    values: Floats = above - np.log(np.exp(above).sum())
     return values
 
 
@@ -196,21 +233,24 @@ def _top(reply: dict[str, Any]) -> list[tuple[str, int | None, float]]:
     return [(str(token), None, float(value)) for token, value in top.items() if value is not None]
 
 
-def _tolerance(compared: Sequence[_Compared], processed: bool, model: str) -> Tolerance:
+def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> Tolerance:
     """The tolerance for what was measured, with room for what was not."""
-    if len(compared) < 2:
-        raise ConfigError("The server answered too few prompts to measure its rounding.")
+    if len(compared) < _FEWEST:
+        raise ConfigError(
+            f"{desk.model} answered {len(compared)} prompts as was asked, too few to measure its rounding: it refuses "
+            "them, or its tokenizer is not that of --model."
+        )
     weights = np.concatenate([one.weights for one in compared])
     drifts = np.concatenate([one.drifts for one in compared])
-    edges = np.concatenate([_edges(one) for one in compared])
+    edges = np.concatenate([one.edges for one in compared])
     tme = float((weights * np.exp(np.minimum(drifts, 10.0))).sum() / weights.sum())
     largest = _quantile(drifts, weights, _KEPT_SHARE)
     shifts = np.array([one.shifts for one in compared])
     means, errors = shifts.mean(0), shifts.std(0, ddof=1) / math.sqrt(len(shifts))
-    if largest > SURPRISAL_CLIP_NATS / 2:
+    if tme > _OTHER_TME or largest > SURPRISAL_CLIP_NATS / 2:
         raise ConfigError(
-            f"The logprobs of {model} are up to {largest:.1f} nats from those of these weights: it serves others, or "
-            "reports something else."
+            f"The logprobs of {desk.model} are not those of --model, rounded: their TME is {tme:.3g}, and one in a "
+            f"thousand is {largest:.2g} nats off. It serves other weights, or reports something else."
         )
     return Tolerance(
         max_tme=max(_LEAST.max_tme, 1 + _ROOM * (tme - 1)),
@@ -220,9 +260,11 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, model: str) -> To
         processed=processed,
         source=f"measured by {len(compared)} prompts",
         measured={
-            "model": model,
+            "model": desk.model,
             "prompts": len(compared),
+            "prompts_as": "token ids" if desk.takes_ids else "text",
             "tme": tme,
+            "gen_kl": float((weights * _gen_kl(compared)).sum() / weights.sum()),
             "drift_nats_median": _quantile(drifts, weights, 0.5),
             "drift_nats_999": largest,
             "edge_nats_999": float(np.quantile(edges, _KEPT_SHARE)),
@@ -233,11 +275,11 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, model: str) -> To
     )
 
 
-def _edges(one: _Compared) -> Floats:
-    """How far logits moved against that of the likeliest token, of tokens that are drawn now and then."""
-    moved: Floats = np.abs((one.served - one.served[0]) - (one.exact - one.exact[0]))
-    likely: Floats = moved[one.weights >= _LIKELY]
-    return likely
+def _gen_kl(compared: Sequence[_Compared]) -> Floats:
+    """k3 of each token, p / s - log(p / s) - 1."""
+    apart = np.clip(np.concatenate([one.exact - one.served for one in compared]), -10.0, 10.0)
+    values: Floats = np.expm1(apart) - apart
+    return values
 
 
 def _quantile(values: Floats, weights: Floats, share: float) -> float:

@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,27 @@ def metric(base_url: str) -> Callable[[str], float]:
 
 
 @pytest.fixture(scope="session")
+def watched(base_url: str) -> Iterator[str]:
+    """The address of a `truespec watch proxy` in front of the served model, all of whose answers a referee judges."""
+    port, referee_port = _free_port(), _free_port()
+    log = ROOT / "build" / "clients-proxy.log"
+    options = ["--share", "1", "--port", str(port), "--model", "smollm2-135m", "--referee-port", str(referee_port)]
+    with log.open("wb") as out:
+        command = [PYTHON, "-m", "deploy.cli.main", "watch", "proxy", base_url, *options]
+        proxy = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        _wait_until_up(proxy, f"http://127.0.0.1:{referee_port}", log, "/health")
+        _wait_until_up(proxy, f"http://127.0.0.1:{port}", log)
+        yield f"http://127.0.0.1:{port}"
+        report = _report_of_all(f"http://127.0.0.1:{referee_port}")
+        assert report["answers"]["judged"] > 0
+        assert not report["findings"], "the referee found fault with a sound service"
+    finally:
+        proxy.send_signal(signal.SIGINT)
+        proxy.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
 def run() -> Callable[..., None]:
     """Runs a command of this environment; its options are given as lines, since they are many."""
 
@@ -136,10 +158,23 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_up(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _report_of_all(referee: str) -> dict[str, Any]:
+    """What a referee says once it has judged all that was sent to it."""
+    deadline, before = time.monotonic() + START_S, -1
+    while True:
+        time.sleep(2)
+        with urllib.request.urlopen(f"{referee}/report.json", timeout=60) as reply:
+            report: dict[str, Any] = json.load(reply)
+        judged = report["answers"]["judged"]
+        if 0 < judged == before or time.monotonic() > deadline:
+            return report
+        before = judged
+
+
+def _wait_until_up(server: subprocess.Popen[bytes], url: str, log: Path, path: str = "/healthz") -> None:
     deadline = time.monotonic() + START_S
     while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/healthz", timeout=5) as reply:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}{path}", timeout=5) as reply:
             if reply.status == 200:
                 return
         assert server.poll() is None, f"the server ended with {server.returncode}:\n{log.read_text()[-4000:]}"

@@ -9,14 +9,17 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("way", ["base_url", "watched"], ids=["direct", "watched"])
 def test_run(
-    base_url: str,
+    request: pytest.FixtureRequest,
+    way: str,
     checkpoint: str,
     run: Callable[..., None],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """`guidellm run` with four streams over chat completions"""
+    """`guidellm run` with four streams over chat completions, directly and through `truespec watch proxy`"""
+    base_url = request.getfixturevalue(way)
     report = tmp_path / "report.json"
     run(
         "guidellm run --disable-progress",

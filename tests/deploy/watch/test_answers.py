@@ -1,0 +1,187 @@
+"""What is read off a reply: of recorded ones of each server, and of made-up ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.watch.answers import Reply, Unreadable, read_reply
+from deploy.watch.exchanges import CHAT, COMPLETIONS, Exchange
+
+REPLIES = Path(__file__).with_name("replies")
+WITH_IDS = ("vllm", "vllm-ngram", "truespec")
+KINDS = ("logprobs", "sampled", "defaults", "eos", "stop-string", "two-choices", "wide-characters")
+
+
+def recorded(server: str, name: str) -> Exchange:
+    kept = json.loads((REPLIES / server / f"{name}.json").read_text(encoding="utf-8"))
+    request = json.dumps(kept["request"]).encode()
+    return Exchange(kept["path"], request, kept["reply"].encode(), kept["streamed"], 0.0, 0.0)
+
+
+def read(server: str, name: str) -> Reply:
+    return read_reply(recorded(server, name))
+
+
+def made_up(*parts: Any, path: str = COMPLETIONS, streamed: bool = True) -> Exchange:
+    texts = [part if isinstance(part, str) else json.dumps(part) for part in parts]
+    body = "".join(f"data: {text}\n\n" for text in texts) if streamed else texts[0]
+    return Exchange(path, b"{}", body.encode(), streamed, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["chat", "completions"])
+@pytest.mark.parametrize("server", WITH_IDS)
+def test_every_token_has_its_logprob_streamed_or_not(server: str, path: str, kind: str) -> None:
+    whole, streamed = read(server, f"{path}-{kind}"), read(server, f"{path}-streamed-{kind}")
+    for reply in (whole, streamed):
+        assert sorted(reply.choices) == list(range(2 if kind == "two-choices" else 1))
+        for choice in reply.choices.values():
+            assert choice.token_ids and choice.logprobs and choice.prompt_token_ids
+            assert len(choice.token_ids) == len(choice.logprobs)
+            assert all(logprob is not None and logprob <= 0 for logprob in choice.logprobs)
+            assert choice.finish_reason == ("stop" if kind in ("eos", "stop-string") else "length")
+    assert sum(len(choice.token_ids or ()) for choice in whole.choices.values()) == whole.num_tokens
+    for index, choice in whole.choices.items():
+        other = streamed.choices[index]
+        assert choice.prompt_token_ids == other.prompt_token_ids
+        if (
+            kind in ("logprobs", "sampled", "stop-string", "two-choices") and server != "vllm-ngram"
+        ):  # greedy, or a seed
+            assert (choice.token_ids, choice.text) == (other.token_ids, other.text)
+
+
+def test_the_prompt_belongs_to_each_choice_where_a_stream_names_it_once() -> None:
+    for server in ("truespec", "vllm"):
+        first, second = read(server, "chat-streamed-two-choices").choices.values()
+        assert first.prompt_token_ids
+        assert first.prompt_token_ids == second.prompt_token_ids
+        assert first.token_ids != second.token_ids
+
+
+def test_usage_is_read_where_it_is() -> None:
+    assert (read("truespec", "chat-streamed-usage").num_tokens, read("truespec", "chat-streamed-usage").num_cached) == (
+        3,
+        32,
+    )
+    assert read("vllm", "chat-streamed-logprobs").num_tokens is None
+    assert read("llama.cpp", "chat-streamed-logprobs").num_tokens == 6, "of its timings"
+    assert read("llama.cpp", "completions-logprobs").num_cached == 4
+
+
+@pytest.mark.parametrize("name", ["chat-logprobs", "chat-streamed-logprobs", "completions-logprobs"])
+def test_llama_cpp_gives_ids_with_logprobs_and_pieces(name: str) -> None:
+    choice = read("llama.cpp", name).choices[0]
+    assert choice.token_ids and choice.logprobs and choice.pieces
+    assert len(choice.token_ids) == len(choice.logprobs) == len(choice.pieces) == 6
+    assert b"".join(piece or b"" for piece in choice.pieces).decode() == choice.text
+    assert choice.prompt_token_ids is None
+
+
+def test_a_stream_of_llama_cpp_ends_without_the_token_that_ended_it() -> None:
+    streamed, whole = read("llama.cpp", "chat-streamed-eos"), read("llama.cpp", "chat-eos")
+    assert streamed.num_tokens == whole.num_tokens == 24
+    assert streamed.choices[0].token_ids == (whole.choices[0].token_ids or [])[:-1]
+
+
+def test_logprobs_that_llama_cpp_makes_up_are_not_believed() -> None:
+    choice = read("llama.cpp-speculation", "spec-completions").choices[0]
+    assert len(choice.token_ids or ()) == 8
+    assert None in (choice.logprobs or ()) and any(logprob is not None for logprob in choice.logprobs or ())
+
+
+def test_probabilities_after_sampling_are_no_logprobs() -> None:
+    assert set(read("llama.cpp", "chat-post-sampling").choices[0].logprobs or ()) == {None}
+
+
+@pytest.mark.parametrize("kind", ["sampled", "eos", "stop-string", "defaults"])
+@pytest.mark.parametrize("path", ["chat", "completions", "chat-streamed", "completions-streamed"])
+@pytest.mark.parametrize("server", ["transformers", "transformers-sampling"])
+def test_transformers_gives_text_and_numbers_only(server: str, path: str, kind: str) -> None:
+    reply = read(server, f"{path}-{kind}")
+    choice = reply.choices[0]
+    assert (choice.token_ids, choice.logprobs) == (None, None)
+    assert choice.text and reply.num_tokens
+    assert choice.finish_reason == ("stop" if kind in ("eos", "stop-string") else "length")
+
+
+# Made-up replies: SGLang's forms, and what is broken.
+
+
+def test_chats_of_sglang_have_their_ids_elsewhere() -> None:
+    whole = {"message": {"content": "ab"}, "finish_reason": "stop", "response_token_ids": [7, 8], "index": 0}
+    choice = read_reply(made_up({"choices": [whole | {"prompt_token_ids": [5]}]}, path=CHAT, streamed=False)).choices[0]
+    assert (choice.token_ids, choice.prompt_token_ids) == ([7, 8], (5,))
+
+
+def test_streamed_chats_of_sglang_have_them_in_an_event_of_their_own() -> None:
+    def event(index: int, text: str, logprob: float, reason: str | None) -> dict[str, Any]:
+        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        wire = {"index": index, "delta": {"content": text}, "logprobs": {"content": [entry]}, "finish_reason": reason}
+        return {"id": "one", "choices": [wire]}
+
+    ids = {"choices": [], "sglext": {"input_ids": [5, 6], "output_ids": [[7, 8], [9]]}}
+    parts = [event(0, "a", -1.0, None), event(1, "c", -3.0, "stop"), event(0, "b", -2.0, "length"), ids, "[DONE]"]
+    reply = read_reply(made_up(*parts, path=CHAT))
+    assert [(one.token_ids, one.logprobs, one.text) for one in reply.choices.values()] == [
+        ([7, 8], [-1.0, -2.0], "ab"),
+        ([9], [-3.0], "c"),
+    ]
+    assert {one.prompt_token_ids for one in reply.choices.values()} == {(5, 6)}
+
+
+def test_ids_may_be_written_in_the_place_of_texts() -> None:
+    logprobs = {"tokens": ["token_id:7", "token_id:12"], "token_logprobs": [-1.0, -2.0]}
+    wire = {"text": "ab", "logprobs": logprobs, "finish_reason": "length"}
+    assert read_reply(made_up({"choices": [wire]}, streamed=False)).choices[0].token_ids == [7, 12]
+
+
+def test_calls_of_tools_and_thoughts_are_noted() -> None:
+    for delta in ({"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}, {"reasoning": "hm"}):
+        parts = [{"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+        assert read_reply(made_up(*parts, path=CHAT)).choices[0].called
+
+
+def test_comments_and_blank_lines_of_a_stream_are_no_part_of_it() -> None:
+    event = json.dumps({"choices": [{"text": "a", "finish_reason": "stop"}]})
+    body = f": ping\r\n\r\nevent: message\r\nid: 1\r\ndata:{event}\r\n\r\ndata: [DONE]\r\n\r\n"
+    assert read_reply(Exchange(COMPLETIONS, b"{}", body.encode(), True, 0.0, 0.0)).choices[0].text == "a"
+
+
+END = {"choices": [{"text": "a", "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([{"choices": [{"text": "a", "finish_reason": None}]}, "[DONE]"], "ended early"),
+        ([END, {"choices": [{"index": 1, "text": "a"}]}], "ended early"),
+        ([END, {"error": {"message": "out of memory"}}], "reported an error"),
+        ([{"choices": []}], "no choices"),
+        (['{"choices": [{"text"'], "no completion"),
+        (["[1, 2]"], "no completion"),
+        (["[" * 100_000], "no completion"),
+        ([{"choices": ["a"]}], "no completion"),
+        ([{"choices": 5}], "no completion"),
+        ([{"choices": [{"index": "first"}]}], "no completion"),
+        ([{"choices": [{"text": 5}]}], "no completion"),
+        ([{"choices": [{"text": "a", "logprobs": {"token_logprobs": ["low"]}}]}], "no completion"),
+        ([{"choices": [{"text": "a", "logprobs": {"content": [5]}}]}], "no completion"),
+        ([{"choices": [{"text": "a", "token_ids": 5}]}], "no completion"),
+        ([{"usage": [1], "choices": []}], "no completion"),
+    ],
+)
+def test_what_is_no_answer_is_refused(parts: list[Any], reason: str) -> None:
+    with pytest.raises(Unreadable, match=reason):
+        read_reply(made_up(*parts))
+
+
+def test_an_error_that_is_null_is_none() -> None:
+    assert read_reply(made_up(END | {"error": None})).choices[0].text == "a"
+
+
+@pytest.mark.parametrize("ids", [["x"], [1.5], [None], [True]])
+def test_token_ids_are_numbers(ids: list[Any]) -> None:
+    with pytest.raises(Unreadable, match="no completion"):
+        read_reply(made_up({"choices": [{"text": "a", "finish_reason": "stop", "token_ids": ids}]}))

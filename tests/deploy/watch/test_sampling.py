@@ -1,0 +1,185 @@
+"""From a request and a server's vendor to the parameters that sample in the same way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.watch.sampling import Sampled, Sampling
+
+
+def sampled(dialect: str, body: dict[str, Any], generation: dict[str, Any] | None = None, **own: float) -> Sampled:
+    return Sampling(dialect, generation or {}, own).sampled_as({"prompt": "x", **body}, is_chat=False)
+
+
+def filters(found: Sampled) -> tuple[float, int, float, float]:
+    params = found.params
+    return params.temperature, params.top_k, params.top_p, params.min_p
+
+
+OFF = (1.0, 0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "trtllm", "truespec", "other"])
+def test_a_request_that_says_nothing_is_sampled_without_filters(dialect: str) -> None:
+    assert filters(sampled(dialect, {})) == OFF
+
+
+def test_generation_config_speaks_where_the_request_does_not(tmp_path: Path) -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 2, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    of = {name: Sampling.of(name, tmp_path, {}) for name in ("vllm", "sglang", "trtllm")}
+    asked = {"prompt": "x", "top_k": 5, "temperature": None}
+    assert filters(of["vllm"].sampled_as(asked, is_chat=False)) == (0.6, 5, 0.95, 0.0)
+    assert filters(of["trtllm"].sampled_as(asked, is_chat=False)) == (1.0, 5, 1.0, 0.0)
+    assert filters(of["sglang"].sampled_as({"messages": []}, is_chat=True))[0] == 0.6
+    assert filters(of["sglang"].sampled_as({"prompt": "x"}, is_chat=False)) == OFF, "SGLang's completions ignore it"
+
+
+def test_what_the_operator_says_comes_before_the_file_and_after_the_request() -> None:
+    found = sampled("vllm", {"top_p": 0.5}, {"temperature": 0.6, "top_p": 0.9}, temperature=0.3, top_p=0.8)
+    assert filters(found) == (0.3, 0, 0.5, 0.0)
+
+
+def test_top_k_is_off_at_0_and_minus_1() -> None:
+    assert [sampled("vllm", {"top_k": k}).params.top_k for k in (-1, 0, 7)] == [0, 0, 7]
+
+
+def test_penalties_bias_and_limits_are_taken_over() -> None:
+    body = {
+        "frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.2, "min_tokens": 30, "max_tokens": 20,
+        "logit_bias": {"7": -3, "9": 2.5}, "stop_token_ids": [4], "allowed_token_ids": [4, 7, 9], "ignore_eos": True,
+    }  # fmt: skip
+    found = sampled("vllm", body)
+    params = found.params
+    assert (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) == (0.5, -1, 1.2)
+    assert params.logit_bias == ((7, -3.0), (9, 2.5))
+    assert (params.stop_token_ids, params.allowed_token_ids, params.ignore_eos) == ((4,), (4, 7, 9), True)
+    assert (params.min_tokens, params.max_tokens) == (30, 30)
+    assert (found.untested, found.stops) == ("", True)
+
+
+def test_seeds_are_kept_where_they_are_seeds() -> None:
+    assert [sampled("vllm", {"seed": seed}).seed for seed in (5, 2**64 + 5, -1, None, "5")] == [5, 5, None, None, None]
+
+
+# llama.cpp filters first, and divides by the temperature then.
+
+
+def test_llama_cpp_has_filters_unless_told_otherwise() -> None:
+    assert "top_p" in sampled("llama.cpp", {}).untested
+    assert "top_p" in sampled("llama.cpp", {"temperature": 1.0}).untested
+    explicit = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    plain = sampled("llama.cpp", {"temperature": 0.7, **explicit})
+    assert (filters(plain), plain.untested) == ((0.7, 0, 1.0, 0.0), "")
+    of_server = sampled("llama.cpp", {}, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    assert (filters(of_server), of_server.untested) == (OFF, ""), "its flags, named by --default"
+
+
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 1.0, 2.0])
+def test_min_p_before_the_temperature_keeps_the_same_tokens(temperature: float) -> None:
+    found = sampled("llama.cpp", {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.1})
+    assert found.untested == ""
+    ratio = 0.1 + 1e-9  # of a token that llama.cpp only just keeps, to the likeliest
+    assert ratio ** (1 / temperature) > found.params.min_p > (0.1 - 1e-9) ** (1 / temperature)
+
+
+def test_top_p_before_the_temperature_is_another_set() -> None:
+    at_1 = {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "min_p": 0.0}
+    assert (filters(sampled("llama.cpp", at_1)), sampled("llama.cpp", at_1).untested) == ((1.0, 40, 0.9, 0.0), "")
+    assert "top_p" in sampled("llama.cpp", at_1 | {"temperature": 0.9}).untested
+    assert "top_p" in sampled("llama.cpp", at_1 | {"min_p": 0.1}).untested
+    assert sampled("llama.cpp", at_1 | {"temperature": 0.0}).untested == "", "the likeliest token passes every filter"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"presence_penalty": 0.1}, "penalties"),
+        ({"frequency_penalty": 0.1}, "penalties"),
+        ({"repetition_penalty": 1.1}, "penalties"),
+        ({"repeat_penalty": 1.1}, "repeat_penalty"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"logit_bias": [[5, False]]}, "logit_bias"),
+        ({"logit_bias": [["word", 1.0]]}, "cannot be repeated"),
+        ({"samplers": ["top_k"]}, "samplers"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+    ],
+)
+def test_what_llama_cpp_does_otherwise_is_not_tested(temperature: float, changed: dict[str, Any], reason: str) -> None:
+    plain = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert sampled("llama.cpp", plain).untested == ""
+    assert reason in sampled("llama.cpp", plain | changed).untested
+
+
+def test_a_bias_of_llama_cpp_may_be_a_list() -> None:
+    found = sampled("llama.cpp", {"temperature": 0, "logit_bias": [[5, 1.5], [6, -2]]})
+    assert (found.params.logit_bias, found.untested) == (((5, 1.5), (6, -2.0)), "")
+
+
+# SGLang applies top_p to the whole distribution.
+
+
+@pytest.mark.parametrize(
+    ("body", "tested"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": 9}, True),
+        ({"min_p": 0.1}, True),
+        ({"top_p": 0.9, "top_k": 9}, False),
+        ({"min_p": 0.1, "top_p": 0.9}, False),
+        ({"min_p": 0.1, "top_k": 9}, False),
+        ({"frequency_penalty": 0.5}, True),
+        ({"repetition_penalty": 1.2}, False),
+    ],
+)
+def test_filters_of_sglang_are_ours_one_at_a_time(body: dict[str, Any], tested: bool) -> None:
+    assert (sampled("sglang", body).untested == "") is tested
+    assert sampled("vllm", body).untested == ""
+
+
+# transformers serve takes few fields, and is greedy unless a configuration says otherwise.
+
+
+def test_transformers_is_greedy_whatever_temperature_is_sent() -> None:
+    found = sampled("transformers", {"temperature": 1.0})
+    assert (found.params.greedy, found.untested) == (True, "")
+
+
+def test_transformers_samples_by_its_file_with_a_top_k_that_nobody_named() -> None:
+    assert filters(sampled("transformers", {}, {"do_sample": True, "eos_token_id": 2})) == (1.0, 50, 1.0, 0.0)
+    assert filters(sampled("transformers", {"temperature": 0.5}, {"do_sample": True, "top_k": 0})) == (0.5, 0, 1.0, 0.0)
+    assert sampled("transformers", {"temperature": 0}, {"do_sample": True}).params.greedy
+
+
+def test_transformers_samples_by_the_request_s_generation_config() -> None:
+    sent = json.dumps({"do_sample": True, "top_k": 0, "temperature": 0.7, "max_new_tokens": 9})
+    found = sampled("transformers", {"generation_config": sent}, {"top_p": 0.8})
+    assert (filters(found), found.untested) == ((0.7, 0, 0.8, 0.0), "")
+    assert filters(sampled("transformers", {"generation_config": sent, "temperature": 1.0, "top_p": 1.0})) == OFF
+    assert "generation_config" in sampled("vllm", {"generation_config": sent}).untested
+    assert "cannot be repeated" in sampled("transformers", {"generation_config": "{"}).untested
+
+
+def test_penalties_of_transformers_are_its_own() -> None:
+    found = sampled("transformers", {"frequency_penalty": 0.3, "presence_penalty": 1.0})
+    params = found.params
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.3, 0.0, 0.0)
+    assert found.untested == ""
+
+
+@pytest.mark.parametrize(
+    ("generation", "tested"),
+    [
+        ({"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0, "pad_token_id": 3}, True),
+        ({"num_beams": 4}, False),
+        ({"typical_p": 0.9}, False),
+        ({"no_repeat_ngram_size": 1}, False),
+        ({"do_sample": True, "top_p": 0.9, "min_p": 0.1}, False),
+        ({"top_p": 0.9, "min_p": 0.1}, True),
+    ],
+)
+def test_other_settings_of_transformers(generation: dict[str, Any], tested: bool) -> None:
+    assert (sampled("transformers", {}, generation).untested == "") is tested
