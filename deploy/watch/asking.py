@@ -25,6 +25,7 @@ BROUGHT = frozenset(key for keys in _BRINGS.values() for key in keys)
 _TOUCHY = ("echo", "use_beam_search", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "n_probs")
 _TOLD_APART = ("model", "n", "stream_options", "tool_choice")  # fields whose value, not only presence, shapes a reply
 _LONGEST_VALUE = 200  # characters of such a value
+_LONGEST_FORM = 10_000  # characters
 
 
 def extras_of(dialect: str, path: str, streamed: bool) -> tuple[Extras, ...]:
@@ -67,7 +68,8 @@ def read_request(path: str, body: bytes) -> Asked | None:
     touchy = [name for name in _TOUCHY if fields.get(name)]
     if touchy and (fields.get("echo") or fields.get("use_beam_search") or not fields.get("logprobs")):
         return None
-    return Asked(body, fields, _form(path, fields), bool(fields.get("stream")))
+    form = _form(path, fields)
+    return Asked(body, fields, form, bool(fields.get("stream"))) if len(form) <= _LONGEST_FORM else None
 
 
 def _form(path: str, fields: Mapping[str, Any]) -> str:
@@ -84,7 +86,10 @@ def instrumented(asked: Asked, extras: Extras) -> tuple[bytes, frozenset[str]]:
     if not missing:
         return asked.body, frozenset()
     text = asked.body.decode("utf-8")
-    found = members(text, past_blanks(text, 0))
+    try:
+        found = members(text, past_blanks(text, 0))
+    except (ValueError, RecursionError):
+        return asked.body, frozenset()
     edits = [
         Edit(member.value, member.end, json.dumps(missing[member.key])) for member in found if member.key in missing
     ]

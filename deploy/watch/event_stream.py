@@ -42,7 +42,7 @@ class EventEditor:
         body = line[start.end() :].rstrip()
         try:
             changed = self._change(body.decode("utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return event
         if changed is None:
             return b""

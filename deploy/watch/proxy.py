@@ -33,6 +33,10 @@ _CONNECT_WITHIN_S = 10.0
 _BACKLOG = 4096
 _MOST_FORMS = 1024
 _REFUSALS = (400, 413, 422, 500, 501)
+_FAILURES = 3  # in a row; a server may fail for other reasons than what was asked of it
+_NOT_YET = (408, 425, 429, 502, 503, 504)  # as llama.cpp answers while it loads its model
+_LOOK_EVERY_S, _LOOK_WITHIN_S = 5.0, 2.0
+_OF_A_COMPLETION = b'"choices"'
 _ADDED = ("Content-Type", "Date", "Server")
 _NOT_OURS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # aiohttp adds them where a client sends none
 _WHOLE = 256 * 1024  # bytes of a request's body that is sent in one go
@@ -83,10 +87,12 @@ class ProxyOptions:
 
 @dataclass(slots=True)
 class _Form:
-    """What is known of requests of one form. level: which of the extras the server takes."""
+    """What is known of requests of one form. level: which of the extras the server takes. failures: of the server, one
+    after the other, when it was asked for them."""
 
     shape: PlainShape
     level: int = 0
+    failures: int = 0
     stale: bool = False
 
 
@@ -120,6 +126,7 @@ class Proxy:
         self._fresh = fresh  # with a connection of its own for each request
         self._sender = sender
         self._dialect = None if options.dialect == "auto" else options.dialect
+        self._looked_at: dict[bool, float] = {}  # with a key, without
         self._forms: dict[str, _Form] = {}
         self._draw = random.Random().random
 
@@ -129,14 +136,16 @@ class Proxy:
         return self._sender.totals
 
     async def find_dialect(self, authorization: str | None = None) -> None:
-        """Ask the server for its models, whose owner tells what it is."""
+        """Ask the server for its models, whose owner tells what it is; one that is not ready is asked again later."""
+        self._looked_at[authorization is not None] = time.monotonic()
+        timeout = aiohttp.ClientTimeout(total=_LOOK_WITHIN_S)
         headers = {"Accept-Encoding": "identity"}
         if authorization is not None:
             headers["Authorization"] = authorization
         try:
-            async with self._session.get(URL(f"{self._base}/v1/models"), headers=headers) as reply:
-                if reply.status in (401, 403) and authorization is None:
-                    return  # the first watched request brings a key
+            async with self._session.get(URL(f"{self._base}/v1/models"), headers=headers, timeout=timeout) as reply:
+                if reply.status in _NOT_YET or (reply.status in (401, 403) and authorization is None):
+                    return  # the next watched request may bring a key
                 models = await reply.json(content_type=None)
                 owner = str(models["data"][0]["owned_by"])
         except (ValueError, LookupError, TypeError):
@@ -149,7 +158,7 @@ class Proxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
-        if "upgrade" in request.headers.get("Connection", "").lower() and "Upgrade" in request.headers:
+        if "websocket" in request.headers.get("Upgrade", "").lower():  # others are offers, which a server may ignore
             return _error(501, "The proxy passes HTTP only, no WebSocket; connect to the server itself.", "upgrade")
         path = request.raw_path.partition("?")[0]
         if path == HEALTH:
@@ -241,12 +250,10 @@ class Proxy:
         body = await request.content.read()
         headers = with_length(passed_on(request.raw_headers, without=_EXPECT), len(body))
         asked = read_request(path, body)
-        form = None if asked is None else self._form(asked.form)
-        if asked is None or form is None:
+        if asked is None or not await self._knows_dialect(request.headers.get("Authorization")):
             self._sender.count("unwatchable")
             return await self._passed(request, headers, body)
-        if self._dialect is None and (key := request.headers.get("Authorization")):
-            await self.find_dialect(key)
+        form = self._form(asked.form)
         headers.popall("Accept-Encoding", None)
         levels = extras_of(self._dialect or FALLBACK, path, asked.streamed)
         changed, keys = instrumented(asked, levels[form.level])
@@ -262,8 +269,8 @@ class Proxy:
         try:
             if changed is not body and (reply.status in _REFUSALS or "Content-Encoding" in reply.headers):
                 reply.close()
-                return await self._refused(request, headers, body, form)
-            watch = _Watch(asked, path, keys, form, began_at)
+                return await self._refused(request, headers, body, form, failed=reply.status == _FAILED)
+            watch = _Watch(asked, path, keys, form, began_at, headers)
             return await self._watched_back(request, reply, watch)
         except asyncio.CancelledError:
             self._sender.count("left")
@@ -271,9 +278,16 @@ class Proxy:
         finally:
             reply.close() if not reply.content.is_eof() else reply.release()
 
-    def _form(self, name: str) -> _Form | None:
+    async def _knows_dialect(self, key: str | None) -> bool:
+        """Whether it is known what the server is; at times it is asked again."""
+        looked_at = self._looked_at.get(key is not None, -_LOOK_EVERY_S)
+        if self._dialect is None and time.monotonic() - looked_at >= _LOOK_EVERY_S:
+            await self.find_dialect(key)
+        return self._dialect is not None
+
+    def _form(self, name: str) -> _Form:
         if name not in self._forms and len(self._forms) >= _MOST_FORMS:
-            return None
+            del self._forms[next(iter(self._forms))]
         return self._forms.setdefault(name, _Form(PlainShape(silent=self._dialect == "truespec")))
 
     async def _learned(
@@ -296,14 +310,22 @@ class Proxy:
         return response
 
     async def _refused(
-        self, request: web.Request, headers: CIMultiDict[str], body: bytes, form: _Form
+        self, request: web.Request, headers: CIMultiDict[str], body: bytes, form: _Form, *, failed: bool = False
     ) -> web.StreamResponse:
-        """Send the client's own request after the server refused what was added."""
+        """Send the client's own request after the server refused what was added. failed: it may have been chance."""
         self._sender.count("refused")
-        before = form.level
-        response = await self._passed(request, headers, body)
-        if response.status == 200 and form.level == before:
+        form.failures += 1
+        before, completes = form.level, []
+
+        def seen(reply: aiohttp.ClientResponse, chunk: bytes) -> None:
+            del reply
+            completes.append(_OF_A_COMPLETION in chunk)
+
+        response = await self._passed(request, headers, body, seen)
+        is_answer = response.status == 200 and any(completes)
+        if is_answer and form.level == before and (form.failures >= _FAILURES or not failed):
             form.level += 1
+            form.failures = 0
             _LOG.warning("The server refuses what is added to some requests; it is asked for less from now on.")
         return response
 
@@ -321,6 +343,8 @@ class Proxy:
                 recording.add(data := await reply.read())
             except _LOST as error:
                 return self._unreachable(error)
+            if _OF_A_COMPLETION not in data:  # some servers refuse with a 200
+                return await self._refused(request, watch.headers, watch.asked.body, watch.form)
             plain = _edited_whole(data, watch)
             response = _Relayed(reply, with_length(headers, len(plain)))
             await response.prepare(request)
@@ -359,6 +383,8 @@ class Proxy:
         return True
 
     def _capture(self, reply: aiohttp.ClientResponse, watch: "_Watch", recording: _Recording) -> None:
+        if reply.status == 200:
+            watch.form.failures = 0
         if reply.status != 200:
             self._sender.count("not_ok")
         elif recording.data is None:
@@ -380,13 +406,14 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """A request that is watched. keys: of the reply, which are not the client's."""
+    """A request that is watched. keys: of the reply, which are not the client's. headers: of the request."""
 
     asked: Asked
     path: str
     keys: frozenset[str]
     form: _Form
     began_at: float
+    headers: CIMultiDict[str]
 
     def plain_event(self, text: str) -> str | None:
         """An event as its client is to get it; None = not at all."""
@@ -397,6 +424,7 @@ class _Watch:
 
 _EXPECT = frozenset({"expect", "host"})  # 100-continue was answered here; the server's own name goes out as Host
 _EVENTS = "text/event-stream"
+_FAILED = 500
 
 
 async def _body(request: web.Request) -> Body | None:
@@ -453,7 +481,7 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
 def _edited_whole(data: bytes, watch: _Watch) -> bytes:
     try:
         plain = watch.form.shape.plain(data.decode("utf-8"), watch.keys, streamed=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return data
     watch.form.stale |= plain.unknown
     return data if plain.text is None else plain.text.encode()
@@ -461,14 +489,14 @@ def _edited_whole(data: bytes, watch: _Watch) -> bytes:
 
 def _learn(shape: PlainShape, data: bytes, streamed: bool) -> None:
     def look(text: str) -> str:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             shape.learn(text, streamed)
         return text
 
     if streamed:
         b"".join(EventEditor(look).push(data + b"\n\n"))
     else:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             shape.learn(data.decode("utf-8"), streamed)
 
 

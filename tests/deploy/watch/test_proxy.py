@@ -460,3 +460,139 @@ async def test_a_thousand_streams_at_once_lose_no_byte(server: RawUpstream, clie
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
         ProxyOptions(**{"upstream": "http://127.0.0.1:1", **wrong})
+
+
+async def test_an_offer_of_another_protocol_is_passed_over(server: RawUpstream) -> None:
+    """As Java's client sends with its first request."""
+    offer = (
+        "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\nContent-Length: 2\r\n\r\n{}"
+    )
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        got = await raw(url, f"POST {CHAT} HTTP/1.1\r\nHost: h\r\n{offer}".encode(), until=b"\r\n\r\n")
+    assert got.startswith(b"HTTP/1.1 200 OK")
+    assert not any(server.requests[0].values(name) for name in ("Upgrade", "Connection", "HTTP2-Settings"))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_what_is_nested_too_deeply_to_be_read_passes(
+    streamed: bool, server: RawUpstream, client: aiohttp.ClientSession
+) -> None:
+    deep = b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+    async def given(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if b"logprobs" not in request.body:
+            await answer(request, writer)
+        elif streamed:
+            writer.write(stream_head() + chunk(b"data: " + deep + b"\n\n") + chunk(b""))
+        else:
+            writer.write(reply(deep, JSON_TYPE))
+
+    server.answer = given
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, _):
+        await asked(client, url, stream=streamed)
+        assert await asked(client, url, stream=streamed) == (200, b"data: " + deep + b"\n\n" if streamed else deep)
+
+
+async def test_a_refusal_with_status_200_is_not_shown_to_the_client(
+    server: RawUpstream, client: aiohttp.ClientSession
+) -> None:
+    async def picky(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if b"return_token_ids" in request.body:
+            writer.write(reply(b'{"error": {"message": "unknown field"}}', JSON_TYPE))
+        else:
+            await answer(request, writer)
+
+    server.answer = picky
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, proxy):
+        for _ in range(3):
+            assert await asked(client, url) == (200, plain_reply(CHAT))
+        assert proxy.counts == {"learned": 1, "refused": 1, "captured": 1}
+
+
+async def test_a_failure_by_chance_is_no_refusal(server: RawUpstream, client: aiohttp.ClientSession) -> None:
+    fails = {"next": False}
+
+    async def shaky(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if fails.pop("next", False):
+            writer.write(reply(b"oh", status="500 Internal Server Error"))
+        else:
+            await answer(request, writer)
+
+    server.answer = shaky
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, proxy):
+        await asked(client, url)
+        for _ in range(4):
+            fails["next"] = True
+            assert await asked(client, url) == (200, plain_reply(CHAT))
+            assert await asked(client, url) == (200, plain_reply(CHAT))
+            assert b"return_token_ids" in server.requests[-1].body
+        assert proxy.counts["captured"] == 4
+
+
+async def test_a_server_that_still_loads_is_asked_later_what_it_is(
+    server: RawUpstream, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp does; taken for vLLM, its defaults would be judged as faults."""
+    monkeypatch.setattr("deploy.watch.proxy._LOOK_EVERY_S", 0.0)
+    state = {"loads": True}
+
+    async def loading(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if state["loads"]:
+            writer.write(reply(b'{"error": {"code": 503}}', JSON_TYPE, status="503 Service Unavailable"))
+        elif request.target == "/v1/models":
+            writer.write(reply(b'{"data": [{"owned_by": "llamacpp"}]}', JSON_TYPE))
+        else:
+            await answer(request, writer)
+
+    server.answer = loading
+    async with running_proxy(ProxyOptions(server.url)) as (url, proxy):
+        assert (await asked(client, url))[0] == 503
+        state["loads"] = False
+        for _ in range(2):
+            assert await asked(client, url) == (200, plain_reply(CHAT))
+        assert b"top_logprobs" in server.requests[-1].body
+        assert proxy.counts == {"unwatchable": 1, "learned": 1, "captured": 1}
+
+
+async def test_the_dialect_is_found_once_the_server_is_up(
+    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No key is needed for that, and a server that says nothing holds nothing up."""
+    monkeypatch.setattr("deploy.watch.proxy._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("deploy.watch.proxy._LOOK_WITHIN_S", 0.2)
+    state = {"hangs": True}
+
+    async def late(request: RawRequest, writer: asyncio.StreamWriter) -> None:
+        if request.target != "/v1/models":
+            await answer(request, writer)
+        elif state["hangs"]:
+            await asyncio.sleep(60)
+        else:
+            writer.write(reply(b'{"data": [{"owned_by": "llamacpp"}]}', JSON_TYPE))
+
+    async with (
+        RawUpstream(late).running() as server,
+        asyncio.timeout(10),
+        running_proxy(ProxyOptions(server.url)) as (url, _),
+    ):
+        async with client.post(url + CHAT, data=b"{}") as got:
+            assert await got.read() == plain_reply(CHAT)
+        state["hangs"] = False
+        for _ in range(2):
+            async with client.post(url + CHAT, data=b"{}") as got:
+                assert await got.read() == plain_reply(CHAT)
+        assert b"top_logprobs" in server.requests[-1].body
+
+
+async def test_forms_without_end_neither_fill_the_memory_nor_end_the_watch(
+    server: RawUpstream, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.watch.proxy._MOST_FORMS", 4)
+    async with running_proxy(ProxyOptions(server.url, dialect="vllm")) as (url, proxy):
+        for number in range(10):
+            await asked(client, url, **{f"field-{number}": "x"})
+        await asked(client, url, **{"x" * 100_000: "x"})
+        for _ in range(2):
+            await asked(client, url, model="m")
+        assert proxy.counts == {"learned": 11, "unwatchable": 1, "captured": 1}
+        assert len(proxy._forms) == 4
