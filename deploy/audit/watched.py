@@ -31,16 +31,17 @@ FAULTS = (
     "F5 a reused slot's last token after a handoff",
     "F13 the handoff's last position is not computed",
     "F14 a block of the prefix cache holds other tokens",
-    "F15 penalties forget what was said before a preemption",
+    "F14 a block's name leaves out what stands before it",
     "F3 draft probabilities of an earlier step",
-    "F6 the coin is used again for the residual",
+    "F4 draft probabilities in another order",
+    "F7 q at another temperature",
+    "F8 argmax match at T > 0",
     "F8 the residual is drawn from p",
     "F12 the first draft is committed unverified",
-    "F9 sampling parameters skipped on drafted positions",
     "F10 logprob 0 for every token",
     "F10 logprobs of another row",
 )
-"""Those that change what clients are served, and do not show in the reply itself."""
+"""Those that change what clients are served by more than a few tokens in ten thousand; docs/watch.md names others."""
 
 _MOST_TOKENS = 60_000
 _SECONDS = 300.0
