@@ -21,6 +21,8 @@ from speculative.request import Request
 UNNAMED = "server"
 """The replica of answers whose headers name none."""
 
+_MOST_REPLICAS = 256
+_LONGEST_NAME = 200
 _MISSING = "the reply does not report all of its token ids"
 _ENDS = ("stop", "length", "tool_calls")
 
@@ -73,6 +75,7 @@ class JobMaker:
     dialect: str = "auto"
     defaults: Mapping[str, float] = field(default_factory=dict)
     _samplings: dict[str, Sampling] = field(default_factory=dict)
+    _replicas: set[str] = field(default_factory=set)
 
     def jobs(self, exchange: Exchange) -> list[WatchedJob]:
         """The jobs of an exchange, in the order of its choices.
@@ -132,7 +135,7 @@ class JobMaker:
         ids = tuple(tokens.ids)
         if len(prompt) + len(ids) > self.model.max_model_len:
             raise Unreadable(f"prompt and answer have more than {self.model.max_model_len} tokens; see --max-model-len")
-        replica = exchange.replica or UNNAMED
+        replica = self._replica(exchange.replica)
         seed = secrets.randbits(64) if sampled.seed is None else (sampled.seed + choice.index) % 2**64
         request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
         return WatchedJob(
@@ -154,6 +157,14 @@ class JobMaker:
             retokenized=tokens.retokenized,
             ended_at=exchange.ended_at,
         )
+
+    def _replica(self, named: str) -> str:
+        """The name under which an answer's replica is known; each has detectors of its own, so there is a limit."""
+        name = named[:_LONGEST_NAME] or UNNAMED
+        if name not in self._replicas and len(self._replicas) >= _MOST_REPLICAS:
+            return "others"
+        self._replicas.add(name)
+        return name
 
     def _tokens(self, choice: Choice, sampled: Sampled) -> "_Tokens":
         """The tokens of an answer, the one that ended it included."""

@@ -33,7 +33,7 @@ _logger = logging.getLogger("truespec.watch")
 _KEPT_FINDINGS = 200  # different ones
 _KEPT_SUSPECT = 100
 _KEPT_WORST = 3
-_KEPT_REPLICAS = 256
+_KEPT_REASONS = 100
 _NOTE_EVERY_S = 1.0
 
 
@@ -44,7 +44,7 @@ class RefereeOptions:
     served: the model's name in metrics. tolerance: how far rounding moves what this server computes. processed: whether
     the server's logprobs are those after temperature and filters. dialect, defaults: its vendor, and what it samples
     with where a request does not say. max_queue: answers that wait. keep_prompts: whether findings show prompts and
-    answers. share: of the requests that are watched, for the page.
+    answers.
     """
 
     served: str = "watched"
@@ -54,7 +54,6 @@ class RefereeOptions:
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_queue: int = 256
     keep_prompts: bool = False
-    share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -103,13 +102,13 @@ class Referee:
             "model": options.served,
             "topology": "watched",
             "drafter": "unknown",
-            "replay_share": options.share,
+            "replay_share": 1.0,
             "max_tme": options.tolerance.max_tme,
             "verifies": False,
         }
         self._status = StatusBook(about, self.sink, time.time)
         self.findings: OrderedDict[tuple[str, str, str], Finding] = OrderedDict()
-        self.unread: Counter[str] = Counter()
+        self.unread = Reasons()
         self._began_at = time.time()
         for result in WATCHED_RESULTS:
             metrics.count("truespec_watched_requests_total", 0, result=result)
@@ -151,7 +150,7 @@ class Referee:
 
     def leave_out(self, reason: str) -> None:
         """Count an answer that cannot be judged."""
-        self.unread[reason] += 1
+        self.unread.count(reason)
         self._metrics.count("truespec_watched_answers_total", result="unreadable")
 
     async def _replay(self, request: Request, avoid: Collection[str]) -> Replayed:
@@ -241,8 +240,8 @@ class Referee:
             "strata": {name: judge.by_stratum[name].figures() for name in WATCHED_STRATA if name in judge.by_stratum},
             "replicas": {name: one.figures() for name, one in sorted(judge.by_replica.items())},
             "windows": judge.windows.figures(),
-            "unreadable": dict(self.unread.most_common()),
-            "untested": dict(judge.untested.most_common()),
+            "unreadable": self.unread.most_common(),
+            "untested": judge.untested.most_common(),
         }
 
 
@@ -263,6 +262,22 @@ _SHOWN = frozenset(
 """Parameters that a report shows: numbers, nothing of a client's text."""
 
 
+class Reasons:
+    """Counts by reason; of many different ones the first are kept, the others counted together."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def count(self, reason: str) -> None:
+        """Count one."""
+        known = reason in self._counts or len(self._counts) < _KEPT_REASONS
+        self._counts[reason if known else "other reasons"] += 1
+
+    def most_common(self) -> dict[str, int]:
+        """The counts, the largest first."""
+        return dict(self._counts.most_common())
+
+
 class _Judge(Judge):
     """The service's judge, for answers of which less is known; keeps trainers' measures."""
 
@@ -273,7 +288,7 @@ class _Judge(Judge):
         self.by_stratum: defaultdict[str, Measures] = defaultdict(Measures)
         self.by_replica: defaultdict[str, Measures] = defaultdict(Measures)
         self.windows = Windows()
-        self.untested: Counter[str] = Counter()
+        self.untested = Reasons()
         self.num_answers = 0
         self._suspect: deque[Case] = deque(maxlen=_KEPT_SUSPECT)
 
@@ -284,14 +299,13 @@ class _Judge(Judge):
             job = dataclasses.replace(job, logprobs=_comparable(job, replayed))
             replayed = dataclasses.replace(replayed, logprobs=_processed(replayed))
         if job.untested:
-            self.untested[job.untested] += 1
+            self.untested.count(job.untested)
             replayed = dataclasses.replace(replayed, replayed=None)
         judgement = super().judge(job, replayed)
         self.num_answers += 1
         for stratum, tokens in by_stratum(judgement.tokens).items():
             self.by_stratum[stratum].add(tokens)
-        replica = job.replica if job.replica in self.by_replica or len(self.by_replica) < _KEPT_REPLICAS else "others"
-        self.by_replica[replica].add(judgement.tokens)
+        self.by_replica[job.replica].add(judgement.tokens)
         self.windows.add(job.began_at, judgement.tokens)
         if judgement.checked.verdict is Verdict.SUSPECT:
             self._suspect.append(Case(job, replayed, judgement.checked))

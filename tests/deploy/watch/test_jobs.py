@@ -1,5 +1,6 @@
 """From exchanges to jobs: the tokens, how they were sampled, and what cannot be judged."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -148,3 +149,10 @@ def test_a_chat_with_an_image_is_unreadable(maker: JobMaker) -> None:
     whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)
     with pytest.raises(Unreadable, match="more than text"):
         maker.jobs(whole)
+
+
+def test_a_header_that_names_each_request_makes_no_end_of_replicas(maker: JobMaker) -> None:
+    whole = exchange({"prompt": [5]}, choice([20]))
+    names = {maker.jobs(dataclasses.replace(whole, replica=f"request-{n}"))[0].replica for n in range(1000)}
+    assert len(names) <= 257
+    assert "others" in names
