@@ -111,3 +111,24 @@ def bench_handoff(mib: int, rounds: int, transports: str, json_file: Path | None
             f"{way['share_of_reference']:.2f} of the reference"
         )
     write_json(json_file, found, indent=1)
+
+
+@click.command("bench-proxy")
+@click.option(
+    "--requests",
+    type=click.IntRange(min=10),
+    default=500,
+    show_default=True,
+    help="Send this many of each kind each way.",
+)
+@click.option("--json", "json_file", type=a_file, help="Write the figures to this file.")
+def bench_proxy(requests: int, json_file: Path | None) -> None:
+    """Measure what the proxy of `truespec watch` adds to a request's time, watched and unwatched."""
+    from deploy.bench.proxy import added_latency
+
+    check_writable(json_file, "--json")
+    found = added_latency(requests)
+    for name, way in found.items():
+        added = f"{way['added']:+.2f} ms by the proxy, {way['added_p90']:+.2f} at the 90th percentile"
+        say(f"{name}: {way['straight']:.2f} ms straight, {added}")
+    write_json(json_file, found, indent=1)

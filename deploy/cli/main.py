@@ -6,7 +6,7 @@ import click
 
 from deploy.cli.audit import audit
 from deploy.cli.batch import batch
-from deploy.cli.bench import bench, bench_handoff
+from deploy.cli.bench import bench, bench_handoff, bench_proxy
 from deploy.cli.config import config
 from deploy.cli.console import MainGroup
 from deploy.cli.dashboards import dashboards
@@ -37,6 +37,7 @@ for _command in (
     batch,
     bench,
     bench_handoff,
+    bench_proxy,
     train_drafter,
     chaos,
     load,
