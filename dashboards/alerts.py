@@ -704,7 +704,7 @@ ALERTS = (
         f"{_30M.events(_WATCHED)} == 0 and {model_sum(f'increase({_WATCHED_SERIES}[6h] offset 30m)')} > 0",
         "5m",
         "info",
-        "No proxy has told the referee of {{ $labels.model_name }} of a request for half an hour.",
+        "No proxy has reported a request to the referee of {{ $labels.model_name }} for half an hour.",
         "A watched server that had traffic has none, or its traffic goes past the proxies, or they cannot reach the "
         "referee: then nothing watches it.",
         "Whether the proxies run and are ready, and what they log about the referee; where clients send their "

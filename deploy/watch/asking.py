@@ -23,7 +23,7 @@ BROUGHT = frozenset(key for keys in _BRINGS.values() for key in keys)
 """Keys of a reply that may come from what was added to its request."""
 # These change what a request's other fields do, or are refused without logprobs: with ours the answer would differ.
 _TOUCHY = ("echo", "use_beam_search", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "n_probs")
-_TOLD_APART = ("model", "n", "stream_options", "tool_choice")  # fields whose value, not only presence, shapes a reply
+_BY_VALUE = ("model", "n", "stream_options", "tool_choice")  # fields whose value, not only presence, shapes a reply
 _LONGEST_VALUE = 200  # characters of such a value
 _LONGEST_FORM = 10_000  # characters
 
@@ -73,11 +73,11 @@ def read_request(path: str, body: bytes) -> Asked | None:
 
 
 def _form(path: str, fields: Mapping[str, Any]) -> str:
-    told = []
+    shapes = []
     for name, value in sorted(fields.items()):
-        exact = name in _TOLD_APART or value is None or isinstance(value, bool)
-        told.append((name, json.dumps(value, sort_keys=True)[:_LONGEST_VALUE] if exact else ""))
-    return repr((path, told))
+        exact = name in _BY_VALUE or value is None or isinstance(value, bool)
+        shapes.append((name, json.dumps(value, sort_keys=True)[:_LONGEST_VALUE] if exact else ""))
+    return repr((path, shapes))
 
 
 def instrumented(asked: Asked, extras: Extras) -> tuple[bytes, frozenset[str]]:

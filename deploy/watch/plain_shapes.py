@@ -186,7 +186,7 @@ def _objects(reply: Mapping[str, Any]) -> list[_Object]:
     found = _choices(reply)
     choices = [_Object((frozenset(one) - BROUGHT, frozenset(_message(one))), one) for one in found]
     first = choices[0].role[1] if choices else frozenset[str]()
-    # The third set keeps this role apart from a choice's, and tells events with choices from those without.
+    # The third set keeps this role apart from a choice's, and events with choices apart from those without.
     role = (frozenset(reply) - BROUGHT, first, frozenset({"choices"} if choices else ()))
     return [_Object(role, reply), *choices]
 

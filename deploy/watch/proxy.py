@@ -136,7 +136,7 @@ class Proxy:
         return self._sender.totals
 
     async def find_dialect(self, authorization: str | None = None) -> None:
-        """Ask the server for its models, whose owner tells what it is; one that is not ready is asked again later."""
+        """Ask the server for its models, whose owner says what it is; one that is not ready is asked again later."""
         self._looked_at[authorization is not None] = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=_LOOK_WITHIN_S)
         headers = {"Accept-Encoding": "identity"}

@@ -143,7 +143,7 @@ def _watch_cases() -> Iterator[Case]:
     yield Case(alert, "few are chosen of many", _watched(passed=20, captured=0, read=0), "70m")
     yield Case(alert, "some can be read", _watched(refused=20, captured=1, passed=20, read=1), "70m")
     alert = "TruespecWatchSilent"
-    fires = Fires("No proxy has told the referee of tiny of a request for half an hour.")
+    fires = Fires("No proxy has reported a request to the referee of tiny for half an hour.")
     gone = {"watched_requests_total result=passed": "0+5x120 600x100"}
     yield Case(alert, "it stopped", gone, "2h45m", fires)
     yield Case(alert, "it goes on", {"watched_requests_total result=passed": "0+5x220"}, "2h45m")
