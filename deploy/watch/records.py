@@ -6,6 +6,7 @@ of a JSONL file, or a row of a Parquet file, which Ray Data reads.
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -135,5 +136,7 @@ def _of_rollout(record: Json, name: str) -> Exchange:
 
 def _made(path: str, request: Json, response: Json, record: Json) -> Exchange:
     at = float(record.get("at") or response.get("created") or 0.0)
+    if not math.isfinite(at):
+        raise ValueError("its time is not finite")
     replica = str(record.get("replica") or "")
     return Exchange(path, json.dumps(request).encode(), json.dumps(response).encode(), False, at, at, replica)

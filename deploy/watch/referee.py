@@ -17,6 +17,7 @@ from deploy.watch.replayers import Replayer
 from deploy.watch.tolerance import Tolerance
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.integrity.detectors import Alarm, by_stratum
+from serve_app.integrity.drift import TokenDrift
 from serve_app.integrity.judgement import Judge, Judgement
 from serve_app.integrity.replay_checker import ReplayChecker
 from serve_app.integrity.replays import ReplayJob, Verdict
@@ -33,7 +34,8 @@ _logger = logging.getLogger("truespec.watch")
 _KEPT_FINDINGS = 200  # different ones
 _KEPT_SUSPECT = 100
 _KEPT_WORST = 3
-_KEPT_REPLICAS = 256
+_KEPT_REASONS = 200
+_OTHER_REASONS = "other reasons"
 _NOTE_EVERY_S = 1.0
 
 
@@ -131,6 +133,8 @@ class Referee:
     def take(self, batch: Batch) -> None:
         """Take in what a proxy sent; what there is no room for is skipped and counted."""
         for result, num in batch.counts.items():
+            if result not in WATCHED_RESULTS:
+                continue  # of another version
             self._metrics.count("truespec_watched_requests_total", num, result=result)
         for exchange in batch.exchanges:
             for job in self._read(exchange):
@@ -146,12 +150,16 @@ class Referee:
         except Unreadable as error:
             self.leave_out(str(error))
             return []
+        except Exception as error:  # a server may say anything, and the referee goes on
+            _logger.warning("an answer could not be read: %s", type(error).__name__)
+            self.leave_out(f"it is not in OpenAI's format ({type(error).__name__})")
+            return []
         self._metrics.count("truespec_watched_answers_total", len(jobs), result="read")
         return jobs
 
     def leave_out(self, reason: str) -> None:
         """Count an answer that cannot be judged."""
-        self.unread[reason] += 1
+        self.unread[_kept(reason, self.unread)] += 1
         self._metrics.count("truespec_watched_answers_total", result="unreadable")
 
     async def _replay(self, request: Request, avoid: Collection[str]) -> Replayed:
@@ -284,14 +292,13 @@ class _Judge(Judge):
             job = dataclasses.replace(job, logprobs=_comparable(job, replayed))
             replayed = dataclasses.replace(replayed, logprobs=_processed(replayed))
         if job.untested:
-            self.untested[job.untested] += 1
+            self.untested[_kept(job.untested, self.untested)] += 1
             replayed = dataclasses.replace(replayed, replayed=None)
         judgement = super().judge(job, replayed)
         self.num_answers += 1
         for stratum, tokens in by_stratum(judgement.tokens).items():
             self.by_stratum[stratum].add(tokens)
-        replica = job.replica if job.replica in self.by_replica or len(self.by_replica) < _KEPT_REPLICAS else "others"
-        self.by_replica[replica].add(judgement.tokens)
+        self.by_replica[job.replica].add(judgement.tokens)
         self.windows.add(job.began_at, judgement.tokens)
         if judgement.checked.verdict is Verdict.SUSPECT:
             self._suspect.append(Case(job, replayed, judgement.checked))
@@ -300,6 +307,11 @@ class _Judge(Judge):
     def suspect(self, show: Callable[[Case], dict[str, Any]]) -> Iterable[dict[str, Any]]:
         """The latest answers that are suspect each by itself."""
         return map(show, self._suspect)
+
+
+def _kept(reason: str, known: Mapping[str, int]) -> str:
+    """The reason as it is counted: of many different ones, the rest together."""
+    return reason if reason in known or len(known) < _KEPT_REASONS else _OTHER_REASONS
 
 
 def _processed(replayed: Replayed) -> tuple[float, ...]:
@@ -331,7 +343,7 @@ def _worst(job: ReplayJob, replayed: Replayed | None) -> list[dict[str, Any]]:
             {
                 "index": index,
                 "token_id": job.token_ids[index],
-                "drift_nats": None if served is None else abs(served - again),
+                "drift_nats": None if served is None else TokenDrift.between(served, again).nats,
                 "surprisal_nats": None if row is None else row.surprisal,
                 "below_likeliest_nats": None if row is None else row.gap,
             }
