@@ -244,11 +244,11 @@ def test_counts_of_requests_answers_and_replays(wrong: dict[str, Any]) -> None:
 
 def test_what_cannot_be_read_or_tested_is_listed_with_its_reason(model: ModelInfo) -> None:
     bare = {"token_ids": None, "logprobs": None}
-    shaped = {"response_format": {"type": "json_schema"}}
+    shaped = {"mirostat": 2}
     report = report_on(model, [exchange([10], choice=bare), *answers(2, 0.9, request=shaped)])
     for said in (read_page(report).text, printed(report)):
         assert "the reply has no token ids" in said
-        assert "response_format: the server's own grammar decides what is allowed" in said
+        assert "mirostat: what it does to the distribution is not known here" in said
         assert "The distribution of no answer was tested" in said
         assert "1 answer could not be read" in said
     assert [reason.split(":")[0] for reason in conclusion(report, FAIL_ON)] == ["untested"]
@@ -335,8 +335,8 @@ def test_what_a_server_says_is_shown_and_not_obeyed(model: ModelInfo) -> None:
     assert "\x1b" not in shown and "\\x1b[31m" in shown
     for said in (reader.text, printed(report)):
         assert "\x1b" not in said
-        assert said.count(shown) >= 4, "answer, replica, reason and tolerance"
-        assert f"{shown}: what it does to the distribution" in said
+        assert said.count(shown) >= 2, "model and tolerance"
+        assert "a field: what it does to the distribution" in said
         assert re.search(rf"By replica.*{re.escape(shown)}", said, re.DOTALL)
 
 
