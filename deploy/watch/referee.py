@@ -37,6 +37,8 @@ _KEPT_WORST = 3
 _KEPT_REASONS = 200
 _OTHER_REASONS = "other reasons"
 _NOTE_EVERY_S = 1.0
+_COLD = 0.1  # of what rounding moves logits by; below this temperature the likeliest token is as good as certain
+_LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logprob too far
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,15 @@ class Referee:
             self.leave_out(f"it is not in OpenAI's format ({type(error).__name__})")
             return []
         self._metrics.count("truespec_watched_answers_total", len(jobs), result="read")
-        return jobs
+        return list(map(self._warm, jobs))
+
+    def _warm(self, job: WatchedJob) -> WatchedJob:
+        """An answer of a temperature so low that rounding decides between tokens is judged as one of temperature 0."""
+        params = job.request.params
+        if not 0 < params.temperature < _COLD * self._options.tolerance.edge_nats:
+            return job
+        request = dataclasses.replace(job.request, params=dataclasses.replace(params, temperature=0.0))
+        return dataclasses.replace(job, request=request, logprobs=() if self._options.processed else job.logprobs)
 
     def leave_out(self, reason: str) -> None:
         """Count an answer that cannot be judged."""
@@ -322,8 +332,8 @@ def _processed(replayed: Replayed) -> tuple[float, ...]:
 
 
 def _comparable(job: WatchedJob, replayed: Replayed) -> tuple[float | None, ...]:
-    """Without the logprobs of tokens so unlikely that their processed logprob is clipped."""
-    if not job.logprobs:
+    """Without the logprobs of tokens so unlikely that their processed logprob is clipped, and of low temperatures."""
+    if not job.logprobs or 0 < job.request.params.temperature < _LEAST_PROCESSED:
         return ()
     clipped = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
     if not clipped:  # the replay has raw logprobs only

@@ -287,6 +287,38 @@ def test_answers_without_logprobs_are_judged_by_their_distribution(model: ModelI
     assert "–" in printed(report) and "–" in read_page(report).text
 
 
+class NearTie(Table):
+    """The likelier of two tokens whose logits lie that many nats apart."""
+
+    def __init__(self, nats: float) -> None:
+        super().__init__()
+        self._nats = nats
+
+    async def replay(self, request: Request) -> Replayed:
+        apart = self._nats / (request.params.temperature or 1.0)
+        gaps = [0.0 if token == 10 else apart for token in request.prompt_token_ids[request.score_from :]]
+        rows = tuple(ReplayedToken(math.exp(-gap), 1.0, min(gap, 10.0), 0.0, gap, 0.0) for gap in gaps)
+        return Replayed((math.log(0.5),) * len(gaps), rows)
+
+
+@pytest.mark.parametrize(("nats", "found"), [(0.02, set()), (3.0, {"greedy"})])
+def test_what_rounding_decides_at_a_low_temperature_is_no_fault(model: ModelInfo, nats: float, found: set[str]) -> None:
+    """In bfloat16 logits move by more than 0.02 nats, which at temperature 0.001 is a factor of e^20."""
+    cold = answers(60, 0.97, request={"temperature": 0.001}, choice={"logprobs": None})
+    report = report_on(model, cold, table=NearTie(nats))
+    assert {one["alarm"] for one in report["findings"]} == found
+    assert report["answers"]["distributions"]["greedy"] == 60
+
+
+@pytest.mark.parametrize(("temperature", "compared"), [(1.0, 50), (0.1, 0)])
+def test_processed_logprobs_of_a_low_temperature_are_not_compared(
+    model: ModelInfo, temperature: float, compared: int
+) -> None:
+    """There rounding counts many times what was measured."""
+    (one,) = answers(1, 0.9, request={"temperature": temperature})
+    assert report_on(model, [one], processed=True)["all"]["compared"] == compared
+
+
 def test_an_answer_that_is_suspect_by_itself_is_shown(model: ModelInfo) -> None:
     off = exchange([10] * 10, "cmpl-off", choice={"logprobs": {"token_logprobs": [-9.0] * 10}})
     report = report_on(model, [*answers(3, 0.9), off])
