@@ -24,7 +24,8 @@ class Choice:
     """One choice of a reply.
 
     token_ids: emitted, None = the server did not report them. logprobs: of each of them, nats; None = not reported.
-    text: of the answer. finish_reason: as reported. prompt_token_ids: None = not reported.
+    text: of the answer. finish_reason: as reported. stopped_by: whether a text that the server was told ended it, as
+    far as it says so. prompt_token_ids: None = not reported.
     """
 
     index: int
@@ -32,6 +33,7 @@ class Choice:
     logprobs: list[float | None] | None = None
     text: str = ""
     finish_reason: str | None = None
+    stopped_by: bool = False
     prompt_token_ids: tuple[int, ...] | None = None
     pieces: list[bytes | None] | None = None  # of the text, one a logprob, where they came with ids
     called: bool = False  # the answer is, or holds, calls of tools: its text is not in `text`
@@ -128,6 +130,7 @@ def _add(choice: Choice, wire: Json, part: Json, *, is_chat: bool) -> None:
     choice.text += (message.get("content") if is_chat else wire.get("text")) or ""
     choice.called |= bool(message.get("tool_calls") or message.get("reasoning_content") or message.get("reasoning"))
     choice.finish_reason = wire.get("finish_reason") or choice.finish_reason
+    choice.stopped_by |= isinstance(wire.get("stop_reason") or wire.get("matched_stop"), str)
     prompt = wire.get("prompt_token_ids") or part.get("prompt_token_ids")
     if prompt:
         choice.prompt_token_ids = tuple(_ids(prompt))

@@ -56,7 +56,7 @@ def _add_pages(app: FastAPI, referee: Referee) -> None:
 
 
 def _add_exchange_routes(app: FastAPI, referee: Referee) -> None:
-    @app.get("/v1/verdicts/{reply_id}")
+    @app.get("/v1/verdicts/{reply_id:path}")
     async def show_verdict(reply_id: str) -> Response:
         known = referee.verdict(reply_id)
         if known is None:
@@ -73,7 +73,7 @@ def _add_exchange_routes(app: FastAPI, referee: Referee) -> None:
             return Response(f"A batch may have {_MOST_BYTES} bytes.\n", 413, media_type="text/plain")
         try:
             batch = Batch.from_wire(await request.body())
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             return Response(f"This is no batch of exchanges: {error}.\n", 400, media_type="text/plain")
         referee.take(batch)
         return Response(status_code=204)

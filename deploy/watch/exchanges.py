@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,13 @@ class Exchange:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> "Exchange":
-        """From JSON."""
+        """From JSON.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none.
+        """
+        if not (math.isfinite(wire["began_at"]) and math.isfinite(wire["ended_at"])):
+            raise ValueError("a time is not finite")
         bodies = {name: base64.b64decode(wire[name]) for name in ("request", "reply")}
         return cls(**wire | bodies)
 

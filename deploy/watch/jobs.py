@@ -1,5 +1,6 @@
 """From an exchange to the jobs of the referee, one a choice."""
 
+import hashlib
 import json
 import secrets
 import sys
@@ -21,10 +22,10 @@ from speculative.request import Request
 UNNAMED = "server"
 """The replica of answers whose headers name none."""
 
-_MOST_REPLICAS = 256
-_LONGEST_NAME = 200
 _MISSING = "the reply does not report all of its token ids"
 _ENDS = ("stop", "length", "tool_calls")
+_MOST_REPLICAS, _LONGEST_REPLICA = 256, 100
+_OTHERS = "others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ class JobMaker:
             return [choice.prompt_token_ids or () for choice in choices]
         try:
             prompts = [self._chat(body)] if path == CHAT else self._plain(body.get("prompt"))
-        except InvalidRequest as error:
-            raise Unreadable(f"its prompt cannot be encoded: {error}") from error
+        except InvalidRequest as error:  # which may quote it
+            raise Unreadable("its prompt cannot be encoded: the chat template refuses it, or there is none") from error
         each, rest = divmod(len(choices), len(prompts))
         if rest:
             raise Unreadable(f"{len(prompts)} prompts have {len(choices)} choices")
@@ -114,6 +115,8 @@ class JobMaker:
 
     def _chat(self, body: Json) -> tuple[int, ...]:
         messages = [_as_text(message) for message in body.get("messages") or ()]
+        if not isinstance(body.get("chat_template_kwargs") or {}, dict):
+            raise Unreadable("its chat_template_kwargs are not an object")
         names = ("add_generation_prompt", "continue_final_message")
         variables = dict(body.get("chat_template_kwargs") or {})
         variables |= {name: body[name] for name in names if body.get(name) is not None}
@@ -125,7 +128,8 @@ class JobMaker:
         if isinstance(prompt, list) and prompt:
             if all(isinstance(token, int) for token in prompt):
                 return [tuple(prompt)]
-            return [ids for one in prompt for ids in self._plain(one)]
+            if not any(isinstance(part, list) for one in prompt if isinstance(one, list) for part in one):
+                return [ids for one in prompt for ids in self._plain(one)]
         raise Unreadable("its prompt is neither a text nor token ids")
 
     def _job(
@@ -133,10 +137,14 @@ class JobMaker:
     ) -> WatchedJob:
         tokens = self._tokens(choice, sampled)
         ids = tuple(tokens.ids)
+        if any(type(one) is not int for one in (*prompt, *ids)):
+            raise Unreadable("its token ids are not whole numbers")
         if len(prompt) + len(ids) > self.model.max_model_len:
             raise Unreadable(f"prompt and answer have more than {self.model.max_model_len} tokens; see --max-model-len")
         replica = self._replica(exchange.replica)
-        seed = secrets.randbits(64) if sampled.seed is None else (sampled.seed + choice.index) % 2**64
+        seed = _unseeded(reply.id, choice.index, exchange.began_at)
+        if sampled.seed is not None:  # of each prompt the first choice has it, the next the next
+            seed = (sampled.seed + choice.index % sampled.num_choices) % 2**64
         request_id = f"{reply.id or secrets.token_hex(8)}-{choice.index}"
         return WatchedJob(
             request=Request(request_id, prompt, sampled.params, seed),
@@ -145,7 +153,7 @@ class JobMaker:
             began_at=exchange.began_at,
             max_model_len=sys.maxsize,  # the watched server's is not known
             token_ids=ids,
-            logprobs=tuple(tokens.logprobs),
+            logprobs=tuple(tokens.logprobs) if sampled.compared else (),
             kinds=(),
             made_by=(replica,) * len(ids),
             rounds_since_handoff=(None,) * len(ids),
@@ -158,13 +166,13 @@ class JobMaker:
             ended_at=exchange.ended_at,
         )
 
-    def _replica(self, named: str) -> str:
-        """The name under which an answer's replica is known; each has detectors of its own, so there is a limit."""
-        name = named[:_LONGEST_NAME] or UNNAMED
-        if name not in self._replicas and len(self._replicas) >= _MOST_REPLICAS:
-            return "others"
-        self._replicas.add(name)
-        return name
+    def _replica(self, name: str) -> str:
+        """The replica as it is shown; those beyond a number that a service may have go by one name."""
+        shown = "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_REPLICA]) or UNNAMED
+        if shown not in self._replicas and len(self._replicas) >= _MOST_REPLICAS:
+            return _OTHERS
+        self._replicas.add(shown)
+        return shown
 
     def _tokens(self, choice: Choice, sampled: Sampled) -> "_Tokens":
         """The tokens of an answer, the one that ended it included."""
@@ -176,7 +184,7 @@ class JobMaker:
             ids = self.tokenizer.encode(choice.text, continuation=True)
             tokens = _Tokens(list(ids), [], retokenized=True)
         eos = self.model.eos_token_ids
-        ends_itself = choice.finish_reason in ("stop", "tool_calls") and not sampled.stops
+        ends_itself = choice.finish_reason in ("stop", "tool_calls") and not (sampled.stops or choice.stopped_by)
         is_open = not tokens.ids or tokens.ids[-1] not in eos
         if ends_itself and len(eos) == 1 and not sampled.params.ignore_eos and is_open:
             tokens.add(eos[0], None)  # some servers leave it out, and its absence would bias the others
@@ -212,6 +220,13 @@ class _Tokens:
         if self.logprobs or not self.ids:
             self.logprobs.append(logprob)
         self.ids.append(token)
+
+
+def _unseeded(reply_id: str, index: int, began_at: float) -> int:
+    """The seed of an answer whose request has none: another for each answer, the same for one that comes twice."""
+    if not reply_id:
+        return secrets.randbits(64)
+    return int.from_bytes(hashlib.sha256(repr((reply_id, index, began_at)).encode()).digest()[:8], "big")
 
 
 def _reported(choice: Choice, ids: Sequence[int]) -> _Tokens:
@@ -254,6 +269,6 @@ def _as_text(message: Any) -> Json:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    if any(part.get("type") != "text" for part in content):
+    if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
         raise Unreadable("a message holds more than text")
-    return message | {"content": "".join(part.get("text") or "" for part in content)}
+    return message | {"content": "".join(str(part.get("text") or "") for part in content)}

@@ -5,7 +5,9 @@ from a plain sample `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `finish_re
 of a JSONL file, or a row of a Parquet file, which Ray Data reads.
 """
 
+import gzip
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +23,7 @@ STANDARD_INPUT = Path("-")
 _ROLLOUT = ("prompt_token_ids", "token_ids")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _OK = 200
+_CUT_OFF = object()
 _FORMS = (
     "a line of a batch's output (with --requests for its input), an object with `request` and `response`, or a rollout "
     "with `prompt_token_ids` and `token_ids`"
@@ -31,7 +34,7 @@ def read_records(paths: Iterable[Path], requests: Path | None = None) -> Iterato
     """The exchanges of these files, in order; for a record without an answer the reason why it has none.
 
     Args:
-        paths: JSONL files, Parquet files or folders of them, or `-` for JSONL on standard input.
+        paths: JSONL files (`.gz` packed by gzip), Parquet files or folders of them, or `-` for JSONL on standard input.
         requests: the input of the batch whose output they hold.
 
     Raises:
@@ -40,6 +43,9 @@ def read_records(paths: Iterable[Path], requests: Path | None = None) -> Iterato
     bodies = {} if requests is None else _requests(requests)
     for path in paths:
         for number, record in _rows(path):
+            if record is _CUT_OFF:
+                yield "the last line of its file is cut off"
+                continue
             try:
                 yield _exchange(record, bodies, f"{path.name}-{number}")
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -55,10 +61,10 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
         yield from enumerate(_parquet(path), start=1)
         return
     try:
-        with path.open("rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield from _lines(path, file)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
@@ -68,6 +74,9 @@ def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
+            if number > 1 and not line.endswith(b"\n"):  # whoever wrote it was stopped, or writes on
+                yield number, _CUT_OFF
+                return
             raise ConfigError(f"{path} line {number}: is not JSON ({error}).") from error
 
 
@@ -78,8 +87,15 @@ def _parquet(path: Path) -> Iterator[Json]:
         raise ConfigError(
             f"{path}: Parquet is read by Ray Data, which is not installed ({error}); pip install 'truespec[data]'."
         ) from error
-    for row in ray.data.read_parquet(str(path)).iter_rows():
-        yield {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+    from ray.exceptions import RayError
+
+    try:
+        for row in ray.data.read_parquet(str(path)).iter_rows():
+            yield {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+    except (OSError, ValueError, RayError) as error:
+        raise ConfigError(
+            f"{path}: holds no Parquet that can be read ({str(error).splitlines()[0]}); name JSONL files one by one."
+        ) from error
 
 
 def _requests(path: Path) -> dict[str, tuple[str, Json]]:
@@ -94,6 +110,8 @@ def _requests(path: Path) -> dict[str, tuple[str, Json]]:
 
 
 def _exchange(record: Json, bodies: Mapping[str, tuple[str, Json]], name: str) -> Exchange | str:
+    if not isinstance(record, dict):
+        raise ValueError("it is no object")
     if "custom_id" in record and "request" not in record:
         return _of_batch(record, bodies)
     if "request" in record:
@@ -135,5 +153,7 @@ def _of_rollout(record: Json, name: str) -> Exchange:
 
 def _made(path: str, request: Json, response: Json, record: Json) -> Exchange:
     at = float(record.get("at") or response.get("created") or 0.0)
+    if not math.isfinite(at):
+        raise ValueError("its time is not finite")
     replica = str(record.get("replica") or "")
     return Exchange(path, json.dumps(request).encode(), json.dumps(response).encode(), False, at, at, replica)

@@ -17,6 +17,7 @@ from deploy.watch.replayers import Replayer
 from deploy.watch.tolerance import Tolerance
 from serve_app.backends.base import ModelInfo, Replayed
 from serve_app.integrity.detectors import Alarm, by_stratum
+from serve_app.integrity.drift import TokenDrift
 from serve_app.integrity.judgement import Judge, Judgement
 from serve_app.integrity.replay_checker import ReplayChecker
 from serve_app.integrity.replays import ReplayJob, Verdict
@@ -35,6 +36,8 @@ _KEPT_SUSPECT = 100
 _KEPT_WORST = 3
 _KEPT_REASONS = 100
 _NOTE_EVERY_S = 1.0
+_COLD = 0.1  # of what rounding moves logits by; below this temperature the likeliest token is as good as certain
+_LEAST_PROCESSED = 0.5  # temperature; below it rounding moves a processed logprob too far
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,8 @@ class Referee:
     def take(self, batch: Batch) -> None:
         """Take in what a proxy sent; what there is no room for is skipped and counted."""
         for result, num in batch.counts.items():
+            if result not in WATCHED_RESULTS:
+                continue  # of another version
             self._metrics.count("truespec_watched_requests_total", num, result=result)
         for exchange in batch.exchanges:
             for job in self._read(exchange):
@@ -145,8 +150,20 @@ class Referee:
         except Unreadable as error:
             self.leave_out(str(error))
             return []
+        except Exception as error:  # a server may say anything, and the referee goes on
+            _logger.warning("an answer could not be read: %s", type(error).__name__)
+            self.leave_out(f"it is not in OpenAI's format ({type(error).__name__})")
+            return []
         self._metrics.count("truespec_watched_answers_total", len(jobs), result="read")
-        return jobs
+        return list(map(self._warm, jobs))
+
+    def _warm(self, job: WatchedJob) -> WatchedJob:
+        """An answer of a temperature so low that rounding decides between tokens is judged as one of temperature 0."""
+        params = job.request.params
+        if not 0 < params.temperature < _COLD * self._options.tolerance.edge_nats:
+            return job
+        request = dataclasses.replace(job.request, params=dataclasses.replace(params, temperature=0.0))
+        return dataclasses.replace(job, request=request, logprobs=() if self._options.processed else job.logprobs)
 
     def leave_out(self, reason: str) -> None:
         """Count an answer that cannot be judged."""
@@ -324,8 +341,8 @@ def _processed(replayed: Replayed) -> tuple[float, ...]:
 
 
 def _comparable(job: WatchedJob, replayed: Replayed) -> tuple[float | None, ...]:
-    """Without the logprobs of tokens so unlikely that their processed logprob is clipped."""
-    if not job.logprobs:
+    """Without the logprobs of tokens so unlikely that their processed logprob is clipped, and of low temperatures."""
+    if not job.logprobs or 0 < job.request.params.temperature < _LEAST_PROCESSED:
         return ()
     clipped = [row.surprisal >= SURPRISAL_CLIP_NATS for row in replayed.replayed or ()]
     if not clipped:  # the replay has raw logprobs only
@@ -345,7 +362,7 @@ def _worst(job: ReplayJob, replayed: Replayed | None) -> list[dict[str, Any]]:
             {
                 "index": index,
                 "token_id": job.token_ids[index],
-                "drift_nats": None if served is None else abs(served - again),
+                "drift_nats": None if served is None else TokenDrift.between(served, again).nats,
                 "surprisal_nats": None if row is None else row.surprisal,
                 "below_likeliest_nats": None if row is None else row.gap,
             }

@@ -18,7 +18,7 @@ from deploy.cluster import connected
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.errors import ConfigError, TruespecError
+from speculative.errors import ConfigError, EngineFault, InvalidRequest, TruespecError
 from speculative.model.config import ModelConfig
 from speculative.request import Request
 
@@ -86,16 +86,41 @@ class _Engine:
     at_once = _AT_ONCE
 
     def __init__(self, options: ReplayerOptions) -> None:
+        self._options = options
         self._backend = _backend(options)
+        self._restarting = asyncio.Lock()
 
     async def start(self) -> ModelInfo:
         return await self._backend.start()
 
     async def replay(self, request: Request) -> Replayed:
-        return await self._backend.replay(request)
+        backend = self._backend
+        try:
+            return await backend.replay(request)
+        except EngineFault:
+            await self._restart(backend)
+            raise
+
+    async def _restart(self, broken: Backend) -> None:
+        """Load the model again where the engine has stopped for good."""
+        async with self._restarting:
+            if self._backend is not broken or _is_well(broken):
+                return
+            _logger.error("the engine stopped, and is loaded again")
+            await broken.stop()
+            self._backend = _backend(self._options)
+            await self._backend.start()
 
     async def stop(self) -> None:
         await self._backend.stop()
+
+
+def _is_well(backend: Backend) -> bool:
+    try:
+        backend.check_health()
+    except EngineFault:
+        return False
+    return True
 
 
 def _backend(options: ReplayerOptions) -> Backend:
@@ -155,6 +180,9 @@ class _Independent:
         return ModelInfo("watched", longest, model.vocab_size, "", str(folder), model.eos_token_ids)
 
     async def replay(self, request: Request) -> Replayed:
+        if not all(0 <= token < self._model.vocab_size for token in request.prompt_token_ids):
+            raise InvalidRequest("prompt", f"Token ids must be between 0 and {self._model.vocab_size - 1}.")
+
         def compute() -> Replayed:
             replayed: Replayed = self._model.replay(request, self._compiler)
             return replayed

@@ -1,6 +1,7 @@
 """How the tokens of a watched request were sampled, from the request and the server's own defaults."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,17 +43,27 @@ _IRRELEVANT = frozenset((
 """Fields that do not change from which distribution a token is drawn, or whose values are looked at below."""
 
 _TEXT_FORM = ("text", None)
+_GRAMMARS = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag", "regex",
+    "ebnf", "json_schema", "grammar", "guided_decoding",
+)  # fmt: skip
+"""Fields with a grammar; vLLM, SGLang and TensorRT-LLM report the logprobs that it leaves."""
+_LOGPROBS_BEFORE_GRAMMAR = ("llama.cpp", "truespec", "transformers")
+_PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,39}")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """How the choices of one request were sampled. stops: whether a text or token that it names may have ended them.
-    untested: why their tokens cannot be compared with a distribution, "" = they can."""
+    untested: why their tokens cannot be compared with a distribution, "" = they can. compared: whether their logprobs
+    are the model's. num_choices: of each prompt."""
 
     params: SamplingParams
     seed: int | None
     stops: bool
     untested: str = ""
+    compared: bool = True
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +98,11 @@ class Sampling:
             untested = untested or _NOT_OURS.get(self.dialect, _all_ours)(values)
             params = SamplingParams(logprobs=0, max_tokens=_most_tokens(body), **_read(self._ours(values)))
         except (InvalidRequest, TypeError, ValueError, OverflowError, AttributeError) as error:
-            untested = untested or f"its parameters cannot be repeated: {error}"
-        return Sampled(params, seed, stops, untested)
+            what = f"{error.field}: its value" if isinstance(error, InvalidRequest) else "a parameter: its value"
+            params, untested = SamplingParams(logprobs=0), untested or f"{what} cannot be repeated"
+        compared = self.dialect in _LOGPROBS_BEFORE_GRAMMAR or not _has_grammar(body)
+        num = body.get("n")
+        return Sampled(params, seed, stops, untested, compared, max(1, num) if isinstance(num, int) else 1)
 
     def _values(self, body: Json, *, is_chat: bool) -> Json:
         """What the server samples with, by its own names."""
@@ -188,11 +202,9 @@ def _read(values: Mapping[str, Any]) -> Json:
 
 def _untested(body: Json, dialect: str) -> str:
     """Why the distribution of the answers cannot be computed again, "" = it can."""
-    form = body.get("response_format")
-    if isinstance(form, Mapping) and form.get("type") not in _TEXT_FORM:
+    if _has_form(body):
         return "response_format: the server's own grammar decides what is allowed"
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
+    if _has_to_call(body):
         return "tool_choice: the server's own grammar decides what is allowed"
     if (body.get("best_of") or 1) != (body.get("n") or 1):
         return "best_of: the answers are a selection"
@@ -200,7 +212,24 @@ def _untested(body: Json, dialect: str) -> str:
         return "echo: the reply holds the prompt, too"
     known = {*_AS_SENT, *_IRRELEVANT, *(("generation_config",) if dialect == "transformers" else ())}
     unknown = [name for name, value in body.items() if name not in known and not _is_off(value)]
-    return f"{unknown[0][:60]}: what it does to the distribution is not known here" if unknown else ""
+    if not unknown:
+        return ""
+    name = unknown[0] if _PLAIN_NAME.fullmatch(unknown[0]) else "a field"  # others are a client's own words
+    return f"{name}: what it does to the distribution is not known here"
+
+
+def _has_form(body: Json) -> bool:
+    form = body.get("response_format")
+    return isinstance(form, Mapping) and form.get("type") not in _TEXT_FORM
+
+
+def _has_to_call(body: Json) -> bool:
+    return body.get("tool_choice") not in (None, "auto", "none")
+
+
+def _has_grammar(body: Json) -> bool:
+    """Whether a grammar decides which tokens there may be."""
+    return _has_form(body) or _has_to_call(body) or any(not _is_off(body.get(name)) for name in _GRAMMARS)
 
 
 def _is_off(value: Any) -> bool:

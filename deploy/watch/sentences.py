@@ -299,7 +299,10 @@ def number(num: float) -> str:
 
 def moment(at: float) -> str:
     """Unix seconds as date and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+    except (OverflowError, ValueError, OSError):  # no time of a clock
+        return f"{at:g} s"
 
 
 def plain(text: object) -> str:

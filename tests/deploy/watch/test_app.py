@@ -114,3 +114,32 @@ async def test_of_what_was_not_watched_nothing_is_known(client: httpx.AsyncClien
     reply = await client.get("/v1/verdicts/other")
     assert reply.status_code == 404
     assert "not watched" in reply.json()["error"]["message"]
+
+
+WRONG = [
+    b'{"id": "w", "choices": [{"index": "x", "token_ids": [20], "finish_reason": "length"}]}',
+    b'{"id": "w", "choices": [1]}',
+    b'{"id": "w", "usage": [1], "choices": [{"token_ids": [20], "finish_reason": "length"}]}',
+    b'{"id": "w", "choices": [{"token_ids": [20.5], "finish_reason": "length"}]}',
+    b'{"id": "w", "choices": [{"token_ids": [20], "logprobs": {"token_logprobs": ["x"]}, "finish_reason": "length"}]}',
+    b'{"id": "w", "choices": [{"token_ids": [20], "logprobs": {"token_logprobs": [NaN]}, "finish_reason": "length"}]}',
+    b'{"choices": [{"token_ids": [20], "finish_reason": "length", "logprobs": {"token_logprobs": [-1e999]}}]}',
+    b'{"id": "w", "choices": [{"token_ids": [-1], "finish_reason": "length"}]}',
+]
+
+
+async def test_whatever_a_server_says_the_referee_goes_on(client: httpx.AsyncClient, folder: Path) -> None:
+    """A batch that is refused with 500 would be sent again for ever."""
+    request = json.dumps({"prompt": PROMPT}).encode()
+    wrong = tuple(Exchange(COMPLETIONS, request, reply, False, 1e9, 1e9, "pod-\udc80") for reply in WRONG)
+    assert (await client.post("/v1/exchanges", content=Batch(wrong, {"new": 1}).to_wire())).status_code == 204
+    assert (await client.post("/v1/exchanges", content=batch("a/b", await logprobs(folder)))).status_code == 204
+    assert (await verdict(client, "a/b"))["verdict"] == "verified"
+    for page in ("/report", "/report.json", "/status", "/metrics"):
+        assert (await client.get(page)).is_success, page
+
+
+@pytest.mark.parametrize("at", ["NaN", "1e999", '"x"'])
+async def test_times_that_are_none_are_refused(client: httpx.AsyncClient, at: str) -> None:
+    sent = batch("x", [-1.0, -1.0, -1.0]).replace(b"1000000000.0", at.encode())
+    assert (await client.post("/v1/exchanges", content=sent)).status_code == 400

@@ -12,6 +12,7 @@ from deploy.watch.exchanges import CHAT, COMPLETIONS, Exchange
 from deploy.watch.jobs import JobMaker, WatchedJob
 from serve_app.backends.base import ModelInfo
 from serve_app.text.tokenizer import Tokenizer
+from speculative.errors import InvalidRequest
 
 EOS = 2
 
@@ -57,12 +58,19 @@ def test_choices_of_several_prompts_belong_to_theirs(maker: JobMaker) -> None:
     whole = exchange({"prompt": [[5, 6], [7]], "n": 2, "seed": 3}, *(choice([20 + n]) for n in range(4)))
     jobs = maker.jobs(whole)
     assert [job.request.prompt_token_ids for job in jobs] == [(5, 6), (5, 6), (7,), (7,)]
-    assert len({job.request.seed for job in jobs}) == 4, "one seed for two choices would hide that each is evidence"
+    assert [job.request.seed for job in jobs] == [3, 4, 3, 4], "servers draw for each prompt with the same numbers"
 
 
 def test_requests_without_a_seed_never_share_one(maker: JobMaker) -> None:
-    seeds = {job_of(maker, {"prompt": [5]}, choice([20])).request.seed for _ in range(50)}
-    assert len(seeds) == 50
+    replies: list[dict[str, Any]] = [*({"id": f"cmpl-{number}"} for number in range(20)), *([{"id": ""}] * 20)]
+    seeds = {job_of(maker, {"prompt": [5]}, choice([20]), **reply).request.seed for reply in replies}
+    assert len(seeds) == 40
+
+
+def test_an_answer_that_comes_twice_is_one_answer(maker: JobMaker) -> None:
+    """The detectors take no further evidence from a seed that they have seen."""
+    once, twice = (job_of(maker, {"prompt": [5]}, choice([20])).request.seed for _ in range(2))
+    assert once == twice
 
 
 def test_the_token_that_ended_an_answer_is_added_where_a_server_leaves_it_out(maker: JobMaker) -> None:
@@ -94,9 +102,6 @@ def test_a_text_has_no_logprobs_of_its_tokens(maker: JobMaker) -> None:
 @pytest.mark.parametrize(
     ("request_body", "reason"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"guided_regex": "a+"}, "guided_regex"),
         ({"mirostat": 2}, "mirostat"),
         ({"best_of": 4}, "best_of"),
         ({"temperature": 1000}, "temperature"),
@@ -106,6 +111,79 @@ def test_what_cannot_be_repeated_is_not_tested(maker: JobMaker, request_body: di
     job = job_of(maker, {"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
     assert reason in job.untested
     assert job.logprobs == (-1.0,), "its logprobs are compared all the same"
+
+
+GRAMMARS = (
+    {"response_format": {"type": "json_object"}},
+    {"tool_choice": "required"},
+    {"guided_regex": "a+"},
+    {"structured_outputs": {"json": {}}},
+)
+
+
+@pytest.mark.parametrize("request_body", GRAMMARS)
+@pytest.mark.parametrize(("dialect", "compared"), [("vllm", False), ("llama.cpp", True)])
+def test_logprobs_that_a_grammar_leaves_are_not_the_models(
+    maker: JobMaker, request_body: dict[str, Any], dialect: str, compared: bool
+) -> None:
+    """vLLM applies the grammar's mask to the logits before it takes what it calls raw logprobs."""
+    whole = exchange({"prompt": [5], **request_body}, choice([20], logprobs=[-1.0]))
+    (job,) = maker.jobs(dataclasses.replace(whole, dialect=dialect))
+    assert next(iter(request_body)) in job.untested
+    assert job.logprobs == ((-1.0,) if compared else ())
+
+
+SECRET = "the clients own words"
+
+
+@pytest.mark.parametrize(
+    "request_body",
+    [
+        {SECRET: 1},
+        {"temperature": SECRET},
+        {"logit_bias": {SECRET: 1}},
+        {"stop_token_ids": [SECRET]},
+        {"max_tokens": SECRET},
+    ],
+)
+def test_a_reason_holds_none_of_a_clients_words(maker: JobMaker, request_body: dict[str, Any]) -> None:
+    untested = job_of(maker, {"prompt": [5], **request_body}, choice([20])).untested
+    assert untested
+    assert SECRET not in untested
+
+
+def test_a_prompt_that_cannot_be_encoded_is_not_quoted(maker: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> list[int]:
+        raise InvalidRequest("messages", f"The template refuses {SECRET}.")
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", refuse)
+    with pytest.raises(Unreadable) as error:
+        job_of(maker, {"messages": [{"role": "user", "content": SECRET}]}, choice([20]), path=CHAT)
+    assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize("ids", [[20.5], [True], ["20"], "ab", [None]])
+def test_ids_that_are_none_are_unreadable(maker: JobMaker, ids: Any) -> None:
+    with pytest.raises(Unreadable):
+        job_of(maker, {"prompt": [5]}, choice(ids))
+    with pytest.raises(Unreadable):
+        job_of(maker, {"prompt": "x"}, choice([20], prompt_token_ids=ids))
+
+
+def test_where_a_text_ended_an_answer_no_token_is_added(maker: JobMaker) -> None:
+    """Even where the request names none: servers have texts of their own."""
+    job = job_of(maker, {"prompt": [5]}, choice([20, 21], logprobs=[-1.0, -2.0], reason="stop", stop_reason="User:"))
+    assert job.token_ids == (20, 21)
+
+
+def test_replicas_have_names_that_can_be_shown_and_an_end(maker: JobMaker) -> None:
+    def replica(name: str) -> str:
+        return maker.jobs(dataclasses.replace(exchange({"prompt": [5]}, choice([20])), replica=name))[0].replica
+
+    assert replica("pod-\udc80\n7") == "pod-??7"
+    names = {replica(f"request-{number}") for number in range(1000)}
+    assert len(names) <= 256
+    assert "others" in names
 
 
 def test_fields_that_change_no_distribution_are_no_reason(maker: JobMaker) -> None:

@@ -1,6 +1,8 @@
 """Answers that were kept: every form is read into the exchange that it came from, and nothing else is."""
 
+import gzip
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,3 +112,52 @@ def test_what_is_no_record_is_refused_with_its_place(tmp_path: Path, line: str, 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.jsonl cannot be read: No such file"):
         list(read_records([tmp_path / "none.jsonl"]))
+
+
+def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+    """As where the run that writes it was stopped, or goes on."""
+    path = write(tmp_path / "torn.jsonl", ROLLOUT, ROLLOUT)
+    path.write_bytes(path.read_bytes()[:-30])
+    first, second = read_records([path])
+    assert isinstance(first, Exchange)
+    assert second == "the last line of its file is cut off"
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        list(read_records([path]))
+
+
+def test_a_packed_file(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(ROLLOUT).encode()))
+    check_rollout(exchange_of(path))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(read_records([path]))
+    path.write_bytes(b"plain")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(read_records([path]))
+
+
+@pytest.mark.parametrize("line", [b"[]", b"null", b"5"])
+def test_a_line_that_is_no_object(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(ConfigError, match="no object"):
+        list(read_records([path]))
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_ended")
+def test_what_is_no_parquet(tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "a.jsonl", ROLLOUT)
+    for path in (tmp_path / "bad.parquet", folder):
+        with pytest.raises(ConfigError, match="no Parquet"):
+            list(read_records([path]))
+
+
+def test_a_time_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not finite"):
+        list(read_records([write(tmp_path / "a.jsonl", {**ROLLOUT, "at": math.nan})]))

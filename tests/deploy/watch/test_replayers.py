@@ -8,9 +8,9 @@ import pytest
 import ray
 
 from deploy.audit.blackbox.tiny import write_tiny_pair
-from deploy.watch.replayers import ReplayerOptions, check_options, make_replayer
+from deploy.watch.replayers import EngineName, ReplayerOptions, check_options, make_replayer
 from serve_app.backends.base import ModelInfo, Replayed
-from speculative.errors import ConfigError
+from speculative.errors import ConfigError, EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams
 
 TOKENS = (5, 6, 7, 8, 20, 21, 22, 23)
@@ -45,6 +45,30 @@ async def test_our_engine_and_transformers_agree(folder: Path) -> None:
     check_same(first, second)
     assert (ours.vocab_size, ours.max_model_len) == (theirs.vocab_size, theirs.max_model_len)
     assert ours.eos_token_ids == theirs.eos_token_ids
+
+
+async def test_an_engine_that_stopped_is_loaded_again(folder: Path) -> None:
+    replayer = make_replayer(ReplayerOptions(folder, threads=1))
+    try:
+        await replayer.start()
+        before = await replayer.replay(REQUEST)
+        with pytest.raises(EngineFault):
+            await replayer.replay(Request("broken", (5, 6, 7.5), score_from=1))  # type: ignore[arg-type]
+        check_same(before, await replayer.replay(REQUEST))
+    finally:
+        await replayer.stop()
+
+
+@pytest.mark.parametrize("token", [-1, 512, 10**30])
+@pytest.mark.parametrize("engine", ["torch", "transformers"])
+async def test_ids_that_are_no_tokens_are_refused(folder: Path, engine: EngineName, token: int) -> None:
+    replayer = make_replayer(ReplayerOptions(folder, engine=engine, threads=1))
+    try:
+        await replayer.start()
+        with pytest.raises(InvalidRequest, match="Token ids"):
+            await replayer.replay(Request("r", (5, 6, token), score_from=1))
+    finally:
+        await replayer.stop()
 
 
 @pytest.fixture

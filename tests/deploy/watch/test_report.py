@@ -244,11 +244,11 @@ def test_counts_of_requests_answers_and_replays(wrong: dict[str, Any]) -> None:
 
 def test_what_cannot_be_read_or_tested_is_listed_with_its_reason(model: ModelInfo) -> None:
     bare = {"token_ids": None, "logprobs": None}
-    shaped = {"response_format": {"type": "json_schema"}}
+    shaped = {"mirostat": 2}
     report = report_on(model, [exchange([10], choice=bare), *answers(2, 0.9, request=shaped)])
     for said in (read_page(report).text, printed(report)):
         assert "the reply has no token ids" in said
-        assert "response_format: the server's own grammar decides what is allowed" in said
+        assert "mirostat: what it does to the distribution is not known here" in said
         assert "The distribution of no answer was tested" in said
         assert "1 answer could not be read" in said
     assert [reason.split(":")[0] for reason in conclusion(report, FAIL_ON)] == ["untested"]
@@ -285,6 +285,38 @@ def test_answers_without_logprobs_are_judged_by_their_distribution(model: ModelI
     assert notes(report) == ["No logprob was compared: the answers came without"]
     assert conclusion(report, FAIL_ON) == []
     assert "–" in printed(report) and "–" in read_page(report).text
+
+
+class NearTie(Table):
+    """The likelier of two tokens whose logits lie that many nats apart."""
+
+    def __init__(self, nats: float) -> None:
+        super().__init__()
+        self._nats = nats
+
+    async def replay(self, request: Request) -> Replayed:
+        apart = self._nats / (request.params.temperature or 1.0)
+        gaps = [0.0 if token == 10 else apart for token in request.prompt_token_ids[request.score_from :]]
+        rows = tuple(ReplayedToken(math.exp(-gap), 1.0, min(gap, 10.0), 0.0, gap, 0.0) for gap in gaps)
+        return Replayed((math.log(0.5),) * len(gaps), rows)
+
+
+@pytest.mark.parametrize(("nats", "found"), [(0.02, set()), (3.0, {"greedy"})])
+def test_what_rounding_decides_at_a_low_temperature_is_no_fault(model: ModelInfo, nats: float, found: set[str]) -> None:
+    """In bfloat16 logits move by more than 0.02 nats, which at temperature 0.001 is a factor of e^20."""
+    cold = answers(60, 0.97, request={"temperature": 0.001}, choice={"logprobs": None})
+    report = report_on(model, cold, table=NearTie(nats))
+    assert {one["alarm"] for one in report["findings"]} == found
+    assert report["answers"]["distributions"]["greedy"] == 60
+
+
+@pytest.mark.parametrize(("temperature", "compared"), [(1.0, 50), (0.1, 0)])
+def test_processed_logprobs_of_a_low_temperature_are_not_compared(
+    model: ModelInfo, temperature: float, compared: int
+) -> None:
+    """There rounding counts many times what was measured."""
+    (one,) = answers(1, 0.9, request={"temperature": temperature})
+    assert report_on(model, [one], processed=True)["all"]["compared"] == compared
 
 
 def test_an_answer_that_is_suspect_by_itself_is_shown(model: ModelInfo) -> None:
@@ -335,8 +367,8 @@ def test_what_a_server_says_is_shown_and_not_obeyed(model: ModelInfo) -> None:
     assert "\x1b" not in shown and "\\x1b[31m" in shown
     for said in (reader.text, printed(report)):
         assert "\x1b" not in said
-        assert said.count(shown) >= 4, "answer, replica, reason and tolerance"
-        assert f"{shown}: what it does to the distribution" in said
+        assert said.count(shown) >= 2, "model and tolerance"
+        assert "a field: what it does to the distribution" in said
         assert re.search(rf"By replica.*{re.escape(shown)}", said, re.DOTALL)
 
 
