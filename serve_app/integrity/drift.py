@@ -116,13 +116,14 @@ def request_drifted(drifts: Sequence[TokenDrift], tolerance: float, jump_nats: f
 
     Args:
         tolerance: of the mean excess.
-        jump_nats: rounding moves nearly all logprobs by less.
+        jump_nats: rounding moves all but one logprob of a thousand by less.
     """
     if any(drift.nats > _UNMISTAKABLE * jump_nats for drift in drifts):
         return True
     if Cusum().add((drift.excess for drift in drifts), tolerance):
         return True
-    return DriftSums(drifts).tme - 1 > _REQUEST_FACTOR * tolerance
+    jump = math.expm1(jump_nats)  # one of its tokens may be the one in a thousand
+    return DriftSums(drifts).sums["excess"] > jump + _REQUEST_FACTOR * tolerance * len(drifts)
 
 
 def _probability(logprob: float) -> float:

@@ -84,7 +84,8 @@ def test_the_noise_floor_widens_the_tolerance_but_only_so_far() -> None:
         ([2.0] + [0.0] * 9, True),
         ([6.0] + [0.0] * 5000, True),
         ([0.12] * 100, True),
-        ([0.4], True),
+        ([0.4], False),  # in an answer of one token the mean is that token
+        ([1.2], True),
         ([], False),
     ],
 )
