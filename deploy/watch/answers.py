@@ -43,10 +43,12 @@ class Choice:
 class Reply:
     """A whole reply.
 
-    num_cached: prompt tokens that a cache had. num_tokens: emitted, of all choices together. None = not reported.
+    num_prompt: tokens of the prompt. num_cached: those of them that a cache had. num_tokens: emitted, of all choices
+    together. None = not reported.
     """
 
     id: str = ""
+    num_prompt: int | None = None
     num_cached: int | None = None
     num_tokens: int | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -120,6 +122,10 @@ def _share_prompt(choices: Collection[Choice]) -> None:
 def _add_usage(reply: Reply, usage: Json, timings: Json) -> None:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     tokens = usage.get("completion_tokens", timings.get("predicted_n"))  # llama.cpp streams only the latter unasked
+    prompt = usage.get("prompt_tokens")
+    if prompt is None and "prompt_n" in timings:
+        prompt = int(timings["prompt_n"]) + int(timings.get("cache_n") or 0)
+    reply.num_prompt = reply.num_prompt if prompt is None else int(prompt)
     reply.num_cached = reply.num_cached if cached is None else int(cached)
     reply.num_tokens = reply.num_tokens if tokens is None else int(tokens)
 

@@ -88,33 +88,41 @@ class JobMaker:
         reply = read_reply(exchange)
         sampled = self._sampling(exchange.dialect).sampled_as(body, is_chat=exchange.path == CHAT)
         choices = [reply.choices[index] for index in sorted(reply.choices)]
-        prompts = self._prompts(exchange.path, body, choices)
+        prompts = self._prompts(exchange, body, reply)
         pairs = zip(choices, prompts, strict=True)
         jobs = [self._job(exchange, reply, choice, prompt, sampled) for choice, prompt in pairs]
         _check_whole(reply, jobs)
         return jobs
 
+    def _dialect(self, found: str) -> str:
+        return (found or "vllm") if self.dialect == "auto" else self.dialect
+
     def _sampling(self, found: str) -> Sampling:
-        dialect = (found or "vllm") if self.dialect == "auto" else self.dialect
+        dialect = self._dialect(found)
         if dialect not in self._samplings:
             self._samplings[dialect] = Sampling.of(dialect, Path(self.model.folder), self.defaults)
         return self._samplings[dialect]
 
-    def _prompts(self, path: str, body: Json, choices: Sequence[Choice]) -> list[tuple[int, ...]]:
+    def _prompts(self, exchange: Exchange, body: Json, reply: Reply) -> list[tuple[int, ...]]:
         """The prompt's token ids of each choice; several prompts have `n` choices each."""
+        choices = [reply.choices[index] for index in sorted(reply.choices)]
         if all(choice.prompt_token_ids for choice in choices):
             return [choice.prompt_token_ids or () for choice in choices]
         try:
-            prompts = [self._chat(body)] if path == CHAT else self._plain(body.get("prompt"))
+            is_chat = exchange.path == CHAT
+            prompts = [self._chat(body, exchange.dialect)] if is_chat else self._plain(body.get("prompt"))
         except InvalidRequest as error:  # which may quote it
             raise Unreadable("its prompt cannot be encoded: the chat template refuses it, or there is none") from error
+        if len(prompts) == 1 and reply.num_prompt not in (None, 0, len(prompts[0])):
+            raise Unreadable("the server's prompt has another number of tokens than the one that is encoded here")
         each, rest = divmod(len(choices), len(prompts))
         if rest:
             raise Unreadable(f"{len(prompts)} prompts have {len(choices)} choices")
         return [prompt for prompt in prompts for _ in range(each)]
 
-    def _chat(self, body: Json) -> tuple[int, ...]:
-        messages = [_as_text(message) for message in body.get("messages") or ()]
+    def _chat(self, body: Json, dialect: str) -> tuple[int, ...]:
+        between = " " if self._dialect(dialect) == "transformers" else "\n"
+        messages = [_as_text(message, between) for message in body.get("messages") or ()]
         if not isinstance(body.get("chat_template_kwargs") or {}, dict):
             raise Unreadable("its chat_template_kwargs are not an object")
         names = ("add_generation_prompt", "continue_final_message")
@@ -262,8 +270,8 @@ def _body(request: bytes) -> Json:
     return body
 
 
-def _as_text(message: Any) -> Json:
-    """A message whose content is a text, as chat templates take it."""
+def _as_text(message: Any, between: str) -> Json:
+    """A message whose content is a text, as chat templates take it. between: what the server joins its parts with."""
     if not isinstance(message, dict):
         raise Unreadable("a message is not an object")
     content = message.get("content")
@@ -271,4 +279,4 @@ def _as_text(message: Any) -> Json:
         return message
     if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
         raise Unreadable("a message holds more than text")
-    return message | {"content": "".join(str(part.get("text") or "") for part in content)}
+    return message | {"content": between.join(str(part.get("text") or "") for part in content)}

@@ -206,7 +206,7 @@ def _untested(body: Json, dialect: str) -> str:
         return "response_format: the server's own grammar decides what is allowed"
     if _has_to_call(body):
         return "tool_choice: the server's own grammar decides what is allowed"
-    if (body.get("best_of") or 1) != (body.get("n") or 1):
+    if body.get("best_of") and body["best_of"] != (body.get("n") or 1):
         return "best_of: the answers are a selection"
     if body.get("echo"):
         return "echo: the reply holds the prompt, too"

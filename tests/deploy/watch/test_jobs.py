@@ -222,6 +222,38 @@ def test_what_cannot_be_computed_again_says_why(
         job_of(maker, request_body, served)
 
 
+def test_several_answers_to_one_prompt_are_tested(maker: JobMaker) -> None:
+    jobs = maker.jobs(exchange({"prompt": [5], "n": 2}, choice([20]), choice([21])))
+    assert [job.untested for job in jobs] == ["", ""]
+    assert job_of(maker, {"prompt": [5], "n": 2, "best_of": 2}, choice([20])).untested == ""
+
+
+@pytest.mark.parametrize("counted", [{"usage": {"prompt_tokens": 9}}, {"timings": {"prompt_n": 4, "cache_n": 5}}])
+def test_a_prompt_that_the_server_encodes_otherwise_is_unreadable(maker: JobMaker, counted: dict[str, Any]) -> None:
+    """Its logprobs would be those after another text."""
+    with pytest.raises(Unreadable, match="another number of tokens"):
+        job_of(maker, {"prompt": [5, 6]}, choice([20]), **counted)
+    reported = choice([20], prompt_token_ids=[1] * 9)
+    assert len(job_of(maker, {"prompt": "x"}, reported, **counted).request.prompt_token_ids) == 9
+
+
+@pytest.mark.parametrize(("dialect", "text"), [("llama.cpp", "a\nb"), ("transformers", "a b")])
+def test_parts_of_a_message_are_joined_as_the_server_does(
+    maker: JobMaker, monkeypatch: pytest.MonkeyPatch, dialect: str, text: str
+) -> None:
+    seen: list[Any] = []
+
+    def encode(_: Tokenizer, messages: Any, **__: Any) -> list[int]:
+        seen.extend(messages)
+        return [5]
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", encode)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)
+    maker.jobs(dataclasses.replace(whole, dialect=dialect))
+    assert seen[0]["content"] == text
+
+
 def test_a_chat_with_an_image_is_unreadable(maker: JobMaker) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
     whole = exchange({"messages": [{"role": "user", "content": parts}]}, choice([20]), path=CHAT)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.watch.asking import BROUGHT
@@ -52,6 +52,7 @@ def replies(draw: Any) -> tuple[str, str]:
     return json.dumps(top[0], **style), json.dumps(top[1], **style)
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(replies())
 def test_a_reply_is_plain_again(pair: tuple[str, str]) -> None:
     plain, instrumented = pair
@@ -86,6 +87,7 @@ def plain_stream(shape: PlainShape, pieces: list[bytes]) -> bytes:
     return b"".join([*(data for piece in pieces for data in editor.push(piece)), editor.last()])
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(1, 1500)))
 def test_a_stream_is_plain_again_wherever_it_is_cut(cuts: set[int]) -> None:
     data = b"".join(plain_events(logprobs=True, return_token_ids=True))
