@@ -101,6 +101,7 @@ class Sampling:
             what = f"{error.field}: its value" if isinstance(error, InvalidRequest) else "a parameter: its value"
             params, untested = SamplingParams(logprobs=0), untested or f"{what} cannot be repeated"
         compared = self.dialect in _LOGPROBS_BEFORE_GRAMMAR or not _has_grammar(body)
+        compared &= self.dialect != "sglang" or _is_bare(params)  # it reports them after penalties and temperature
         num = body.get("n")
         return Sampled(params, seed, stops, untested, compared, max(1, num) if isinstance(num, int) else 1)
 
@@ -182,6 +183,12 @@ _NOT_OURS: Mapping[str, Callable[[Json], str]] = {
     "sglang": _not_ours_of_sglang,
     "transformers": _not_ours_of_transformers,
 }
+
+
+def _is_bare(params: SamplingParams) -> bool:
+    """Whether nothing but filters comes between the model's logits and the distribution."""
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1
+    return params.temperature in (0, 1) and not any(penalties) and not params.logit_bias
 
 
 def _most_tokens(body: Json) -> int:

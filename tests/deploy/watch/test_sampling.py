@@ -183,3 +183,18 @@ def test_penalties_of_transformers_are_its_own() -> None:
 )
 def test_other_settings_of_transformers(generation: dict[str, Any], tested: bool) -> None:
     assert (sampled("transformers", {}, generation).untested == "") is tested
+
+
+@pytest.mark.parametrize(
+    ("body", "compared"),
+    [
+        ({"temperature": 1.0}, True),
+        ({"temperature": 0.0}, True),
+        ({"temperature": 1.0, "top_p": 0.9}, True),
+        ({"temperature": 0.7}, False),
+        ({"temperature": 1.0, "frequency_penalty": 0.5}, False),
+    ],
+)
+def test_sglangs_logprobs_are_the_models_only_where_nothing_changes_them(body: dict[str, Any], compared: bool) -> None:
+    assert sampled("sglang", body).compared == compared
+    assert sampled("vllm", body).compared
