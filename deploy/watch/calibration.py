@@ -130,7 +130,7 @@ class _Desk:
         try:
             return str(json.loads(text or "")["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            if not self._server.alive():
+            if self._server.post({}).status is None:
                 raise ConfigError(f"No server answers at {self._server.url}; check the URL, and start it.") from error
             raise ConfigError(
                 f"{self._server.url}/v1/models names no model; say with --served which to ask."
@@ -153,7 +153,7 @@ class _Desk:
         if not _top(reply.reply):
             raise ConfigError(
                 f"{self._server.url} reports no logprobs of its likeliest tokens, so that its rounding cannot be "
-                "measured; use --precision."
+                "measured; give the referee --precision."
             )
 
     def _ask(self, prompt: Sequence[int] | str, temperature: float) -> Exchange:

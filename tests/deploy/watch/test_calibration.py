@@ -37,13 +37,12 @@ def server(folder: Path, **is_: Any) -> Iterator[str]:
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
-            named = self.path != "/v1/models" or not is_.get("unnamed")
-            self._reply(200 if named else 404, {"data": [{"id": "tiny", "owned_by": "vllm"}]})
+            self._reply(500 if is_.get("unnamed") else 200, {"data": [{"id": "tiny", "owned_by": "vllm"}]})
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
             unknown = {name for name in refuses if name in asked}
-            if "ids" in refuses and isinstance(asked["prompt"], list):
+            if "prompt" not in asked or ("ids" in refuses and isinstance(asked["prompt"], list)):
                 self._reply(400, {"error": {"message": "prompt must be a string"}})
             elif unknown:
                 self._reply(422, {"detail": f"Unexpected fields in the request: {unknown}"})
