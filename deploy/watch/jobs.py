@@ -186,7 +186,7 @@ class JobMaker:
         """The tokens of an answer, the one that ended it included."""
         if choice.token_ids is not None:
             tokens = self._whole(choice, choice.token_ids) if choice.pieces else _reported(choice, choice.token_ids)
-        elif choice.called or not choice.text:
+        elif choice.called or not (choice.text or choice.finish_reason == "stop"):
             raise Unreadable("the reply has no token ids")
         else:
             ids = self.tokenizer.encode(choice.text, continuation=True)

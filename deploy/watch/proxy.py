@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -240,7 +241,7 @@ class Proxy:
     def _unreachable(self, error: BaseException) -> web.Response:
         _LOG.warning("The server at %s gave no answer (%s).", self._base, type(error).__name__)
         self._sender.count("unreachable")
-        reason = str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         message = f"The server at {self._base} gave no answer: {reason}. Start it, or give the proxy its right URL."
         return _error(502, message, "server_unreachable")
 
@@ -554,6 +555,7 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
+            logger=_without_contents(),
             max_line_size=_LONGEST_HEADER,
             max_field_size=_LONGEST_HEADER,
             max_headers=_MOST_HEADERS,
@@ -565,6 +567,21 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy
             yield f"http://{f'[{host}]' if ':' in host else host}:{port}", proxy
         finally:
             await runner.cleanup()
+
+
+def _without_contents() -> logging.Logger:
+    """What aiohttp logs of its connections, without the bytes of a malformed request: they may hold a key or a prompt."""
+    logger = logging.getLogger("truespec.watch.http")
+
+    def strip(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.exc_info = None
+            record.msg, record.args = "A malformed request was refused (%s).", (type(error).__name__,)
+        return True
+
+    logger.filters = [strip]
+    return logger
 
 
 async def run_proxy(options: ProxyOptions) -> None:

@@ -34,6 +34,7 @@ _logger = logging.getLogger("truespec.watch")
 _KEPT_FINDINGS = 200  # different ones
 _KEPT_SUSPECT = 100
 _KEPT_WORST = 3
+_FORBIDDEN_NATS = 1e9  # JSON has no infinity
 _KEPT_REASONS = 100
 _NOTE_EVERY_S = 1.0
 _COLD = 0.1  # of what rounding moves logits by; below this temperature the likeliest token is as good as certain
@@ -364,7 +365,7 @@ def _worst(job: ReplayJob, replayed: Replayed | None) -> list[dict[str, Any]]:
                 "token_id": job.token_ids[index],
                 "drift_nats": None if served is None else TokenDrift.between(served, again).nats,
                 "surprisal_nats": None if row is None else row.surprisal,
-                "below_likeliest_nats": None if row is None else row.gap,
+                "below_likeliest_nats": None if row is None else min(row.gap, _FORBIDDEN_NATS),
             }
         )
     found.sort(key=lambda one: -(one["drift_nats"] or 0.0) - (one["surprisal_nats"] or 0.0) / SURPRISAL_CLIP_NATS)

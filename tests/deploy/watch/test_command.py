@@ -77,7 +77,9 @@ def test_logprobs_of_other_weights_fail(folder: Path, rollouts: Path, tmp_path: 
 
 def test_nothing_that_can_be_compared_fails_too(folder: Path, tmp_path: Path) -> None:
     empty = tmp_path / "texts.jsonl"
-    empty.write_text('{"request": {"prompt": "a"}, "response": {"choices": [{"text": "", "finish_reason": "stop"}]}}\n')
+    empty.write_text(
+        '{"request": {"prompt": "a"}, "response": {"choices": [{"text": "", "finish_reason": "length"}]}}\n'
+    )
     result = call(empty, "--model", folder, "--threads", 1)
     assert result.exit_code == 1
     assert "no token ids" in result.output

@@ -594,3 +594,12 @@ async def test_forms_without_end_neither_fill_the_memory_nor_end_the_watch(
             await asked(client, url, model="m")
         assert proxy.counts == {"learned": 11, "unwatchable": 1, "captured": 1}
         assert len(proxy._forms) == 4
+
+
+async def test_a_malformed_request_leaves_nothing_of_itself_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with running_proxy(ProxyOptions("http://127.0.0.1:9", dialect="vllm")) as (url, _):
+        got = await raw(url, b"POST /v1/completions HTTP/1.1\r\nAuthorization Bearer my-secret-key\r\n\r\n")
+    assert got.startswith(b"HTTP/1.")
+    assert b" 400 " in got.splitlines()[0]
+    assert "my-secret-key" not in caplog.text

@@ -266,3 +266,8 @@ def test_a_header_that_names_each_request_makes_no_end_of_replicas(maker: JobMak
     names = {maker.jobs(dataclasses.replace(whole, replica=f"request-{n}"))[0].replica for n in range(1000)}
     assert len(names) <= 257
     assert "others" in names
+
+
+def test_a_text_that_ended_at_once_is_the_token_that_ended_it(maker: JobMaker) -> None:
+    job = job_of(maker, {"prompt": "ab"}, {"text": "", "finish_reason": "stop"}, usage={"completion_tokens": 1})
+    assert job.token_ids == (EOS,)
