@@ -570,7 +570,7 @@ async def running_proxy(options: ProxyOptions) -> AsyncIterator[tuple[str, Proxy
 
 
 def _without_contents() -> logging.Logger:
-    """What aiohttp logs of its connections, without the bytes of a malformed request: they may hold a key or a prompt."""
+    """What aiohttp logs of connections, without the bytes of malformed requests: they may hold keys or prompts."""
     logger = logging.getLogger("truespec.watch.http")
 
     def strip(record: logging.LogRecord) -> bool:
