@@ -131,12 +131,14 @@ def write_table(found: Sequence[WatchedFault], page: Path) -> None:
 
 
 def _prompts() -> Sequence[dict[str, Any]]:
-    """Token ids, every other prompt repetitive, so that there is something to draft."""
+    """Token ids: some repeat themselves, so that there is something to draft, and some share a passage behind different
+    beginnings, so that blocks of the prefix cache hold the same tokens."""
     draw = random.Random(_SEED)
+    passage = [draw.randrange(3, VOCAB_SIZE) for _ in range(24)]
     prompts = []
     for number in range(_NUM_PROMPTS):
-        ids = [draw.randrange(3, VOCAB_SIZE) for _ in range(9 + number % 4)]
-        prompts.append({"prompt": ids * 4 if number % 2 else ids * 2})
+        ids = [draw.randrange(3, VOCAB_SIZE) for _ in range(8 + number % 4)]
+        prompts.append({"prompt": [ids * 4, ids * 2, ids[:8] + passage][number % 3]})
     return prompts
 
 

@@ -39,7 +39,7 @@ _MODE_PROMPTS = 12
 _HALF = 0.5  # temperature at which logprobs before and after it differ
 _SPREAD = 4.0  # standard errors that the mean shift may be off by
 _ROOM = 2.0  # times what was measured
-_LEAST = Tolerance(max_tme=1.01, edge_nats=1e-3, distribution=0.005)
+_LEAST = Tolerance(max_tme=1.01, edge_nats=1e-3, distribution=0.005, jump_nats=0.1)
 _KEPT_SHARE = 0.999
 _OTHER_TME = 1.5  # beyond which logprobs are not these weights', rounded: 8 bits have 1.2 at most
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -256,7 +256,7 @@ def _tolerance(compared: Sequence[_Compared], processed: bool, desk: _Desk) -> T
         max_tme=max(_LEAST.max_tme, 1 + _ROOM * (tme - 1)),
         edge_nats=max(_LEAST.edge_nats, _ROOM * float(np.quantile(edges, _KEPT_SHARE))),
         distribution=max(_LEAST.distribution, float((np.abs(means) + _SPREAD * errors).max())),
-        jump_nats=max(1.0, _ROOM * largest),
+        jump_nats=max(_LEAST.jump_nats, _ROOM * largest),
         processed=processed,
         source=f"measured by {len(compared)} prompts",
         measured={
