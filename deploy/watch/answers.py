@@ -24,7 +24,7 @@ class Choice:
     """One choice of a reply.
 
     token_ids: emitted, None = the server did not report them. logprobs: of each of them, nats; None = not reported.
-    text: of the answer. finish_reason: as reported. stopped_by: whether a text that the server was told ended it, as
+    text: of the answer. finish_reason: as reported. stopped_by: whether a stop text of the server ended it, as
     far as it says so. prompt_token_ids: None = not reported.
     """
 

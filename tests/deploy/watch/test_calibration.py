@@ -122,7 +122,7 @@ def test_a_tolerance_has_room_for_twice_what_was_measured(folders: tuple[Path, P
 
 
 @pytest.mark.parametrize("processed", [False, True])
-def test_logprobs_after_the_temperature_are_told_from_those_before(
+def test_logprobs_after_the_temperature_are_known_from_those_before(
     folders: tuple[Path, Path], processed: bool, tmp_path: Path
 ) -> None:
     found = calibrated(folders[0], processed=processed, noise=0.05)
