@@ -326,7 +326,7 @@ _WATCHED = Panel(
     "behind. Refused: the server reports neither token ids nor logprobs, and nothing can be checked. Unreachable: the "
     "watched server is down. Without captured ones nothing is watched.",
     unit="reqps",
-    queries=(Query(PAGE.rate("watched_requests_total", "result"), "{{result}}"),),
+    queries=(Query(PAGE.rate("watched_requests_total", "result"), "{{result}}", sparse=True),),
     stacked=True,
     minimum=0,
 )
@@ -335,7 +335,7 @@ _WATCHED_ANSWERS = Panel(
     description="Share of the answers at the referee that hold all that a replay needs. Below 1, the referee's "
     "report has the reasons: no token ids, prompts with images, a stream that broke off.",
     unit="percentunit",
-    queries=(Query(PAGE.share("watched_answers_total", 'result="read"'), "read"),),
+    queries=(Query(PAGE.share("watched_answers_total", 'result="read"'), "read", sparse=True),),
     minimum=0,
     maximum=1,
 )

@@ -18,7 +18,9 @@ _REPORT_EVERY = 1000  # answers
 @contextlib.asynccontextmanager
 async def running_referee(options: RefereeOptions, replayer_options: ReplayerOptions) -> AsyncIterator[Referee]:
     """A referee with its engine, at work until the block ends."""
-    logging.getLogger("truespec.referee").setLevel(logging.ERROR)  # it would repeat what the findings say
+    log = logging.getLogger("truespec.referee")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it would repeat what the findings say
     replayer = make_replayer(replayer_options)
     try:
         model = await replayer.start()
@@ -30,6 +32,7 @@ async def running_referee(options: RefereeOptions, replayer_options: ReplayerOpt
             work.cancel()
             await asyncio.wait([work])
     finally:
+        log.setLevel(level)
         await replayer.stop()
 
 
