@@ -14,12 +14,12 @@ import click
 from deploy.cli.console import Failure, a_file, err, key_option, out, progress_printer, say
 from deploy.models import find_model
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
+from deploy.watch.asking import DIALECTS
+from deploy.watch.report import FAIL_ON, conclusion, print_report
 from speculative.errors import ConfigError
 
-_DIALECTS = ("auto", "vllm", "sglang", "llama.cpp", "trtllm", "truespec", "transformers", "other")
 _ENGINES = ("torch", "transformers", "vllm")
 _PRECISIONS = ("float32", "bfloat16", "fp8")
-_FAILURES = ("alarm", "suspect", "unread", "untested", "dropped")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 Command = Callable[..., Any]
@@ -88,7 +88,7 @@ def _judging(command: Command) -> Command:
         ),
         click.option(
             "--dialect",
-            type=click.Choice(_DIALECTS),
+            type=click.Choice(("auto", *DIALECTS)),
             default="auto",
             show_default=True,
             help="The server's vendor, which decides how requests are sampled that do not say.",
@@ -164,7 +164,7 @@ def _default(text: str) -> tuple[str, float]:
 )
 @click.option(
     "--dialect",
-    type=click.Choice(_DIALECTS),
+    type=click.Choice(("auto", *DIALECTS)),
     default="auto",
     show_default=True,
     help="The server's vendor, which decides how it is asked for token ids and logprobs.",
@@ -251,7 +251,7 @@ def watch_referee(host: str, port: int, max_queue: int, **options: Any) -> None:
 @click.option(
     "--fail-on",
     multiple=True,
-    type=click.Choice(_FAILURES),
+    type=click.Choice(tuple(FAIL_ON)),
     default=("alarm", "suspect", "unread"),
     show_default=True,
     help="Exit with 1 for this. May be given several times.",
@@ -273,7 +273,6 @@ def watch_files(
     """
     from deploy.watch.page import html_report
     from deploy.watch.records import read_records
-    from deploy.watch.report import conclusion, print_report
     from deploy.watch.run import judge_records
 
     for option, path in {"--json": json_file, "--html": html_file}.items():

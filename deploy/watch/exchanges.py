@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +69,4 @@ class Batch:
         counts = {str(name): int(number) for name, number in wire["counts"].items()}
         if any(number < 0 for number in counts.values()):
             raise ValueError("a count is negative")
-        return cls(tuple(_exchanges(wire["exchanges"])), counts)
-
-
-def _exchanges(wires: Iterable[dict[str, Any]]) -> Iterable[Exchange]:
-    return (Exchange.from_wire(wire) for wire in wires)
+        return cls(tuple(map(Exchange.from_wire, wire["exchanges"])), counts)

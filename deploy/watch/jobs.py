@@ -39,7 +39,6 @@ class WatchedJob(ReplayJob):
     untested: str = ""
     ended: str = ""
     retokenized: bool = False
-    ended_at: float = 0.0
 
     def strata(self, num_draft_tokens: int) -> Iterator[tuple[str, ...]]:
         """Of each token: length, position, the prefix cache, how it was sampled, and how the answer ended."""
@@ -88,7 +87,7 @@ class JobMaker:
         reply = read_reply(exchange)
         sampled = self._sampling(exchange.dialect).sampled_as(body, is_chat=exchange.path == CHAT)
         choices = [reply.choices[index] for index in sorted(reply.choices)]
-        prompts = self._prompts(exchange, body, reply)
+        prompts = self._prompts(exchange, body, choices, reply.num_prompt)
         pairs = zip(choices, prompts, strict=True)
         jobs = [self._job(exchange, reply, choice, prompt, sampled) for choice, prompt in pairs]
         _check_whole(reply, jobs)
@@ -103,9 +102,11 @@ class JobMaker:
             self._samplings[dialect] = Sampling.of(dialect, Path(self.model.folder), self.defaults)
         return self._samplings[dialect]
 
-    def _prompts(self, exchange: Exchange, body: Json, reply: Reply) -> list[tuple[int, ...]]:
-        """The prompt's token ids of each choice; several prompts have `n` choices each."""
-        choices = [reply.choices[index] for index in sorted(reply.choices)]
+    def _prompts(
+        self, exchange: Exchange, body: Json, choices: Sequence[Choice], num_tokens: int | None
+    ) -> list[tuple[int, ...]]:
+        """The prompt's token ids of each choice; several prompts have `n` choices each. num_tokens: of the prompt, as
+        the server counts them."""
         if all(choice.prompt_token_ids for choice in choices):
             return [choice.prompt_token_ids or () for choice in choices]
         try:
@@ -113,7 +114,7 @@ class JobMaker:
             prompts = [self._chat(body, exchange.dialect)] if is_chat else self._plain(body.get("prompt"))
         except InvalidRequest as error:  # which may quote it
             raise Unreadable("its prompt cannot be encoded: the chat template refuses it, or there is none") from error
-        if len(prompts) == 1 and reply.num_prompt not in (None, 0, len(prompts[0])):
+        if len(prompts) == 1 and num_tokens not in (None, 0, len(prompts[0])):
             raise Unreadable("the server's prompt has another number of tokens than the one that is encoded here")
         each, rest = divmod(len(choices), len(prompts))
         if rest:
@@ -171,7 +172,6 @@ class JobMaker:
             untested=sampled.untested,
             ended=choice.finish_reason or "",
             retokenized=tokens.retokenized,
-            ended_at=exchange.ended_at,
         )
 
     def _replica(self, name: str) -> str:

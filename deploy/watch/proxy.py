@@ -24,6 +24,7 @@ from deploy.watch.exchanges import WATCHED_PATHS, Exchange
 from deploy.watch.headers import passed_on, with_length
 from deploy.watch.plain_shapes import PlainShape
 from deploy.watch.sender import Sender
+from serve_app.errors import ErrorReply
 from speculative.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -33,7 +34,10 @@ _IDLE_S = 3.0  # of a connection to the server; servers close theirs after 5 s, 
 _CONNECT_WITHIN_S = 10.0
 _BACKLOG = 4096
 _MOST_FORMS = 1024
-_REFUSALS = (400, 413, 422, 500, 501)
+_EXPECT = frozenset({"expect", "host"})  # 100-continue was answered here; the server's own name goes out as Host
+_EVENTS = "text/event-stream"
+_FAILED = 500
+_REFUSALS = (400, 413, 422, _FAILED, 501)
 _FAILURES = 3  # in a row; a server may fail for other reasons than what was asked of it
 _NOT_YET = (408, 425, 429, 502, 503, 504)  # as llama.cpp answers while it loads its model
 _LOOK_EVERY_S, _LOOK_WITHIN_S = 5.0, 2.0
@@ -44,7 +48,6 @@ _WHOLE = 256 * 1024  # bytes of a request's body that is sent in one go
 Body = bytes | aiohttp.StreamReader
 # Ways in which the other side is lost.
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, OSError)
-
 
 HEALTH = "/.truespec/health"
 """The proxy's own: that it runs, whatever becomes of the server behind it."""
@@ -384,25 +387,25 @@ class Proxy:
         return True
 
     def _capture(self, reply: aiohttp.ClientResponse, watch: "_Watch", recording: _Recording) -> None:
-        if reply.status == 200:
-            watch.form.failures = 0
         if reply.status != 200:
             self._sender.count("not_ok")
-        elif recording.data is None:
+            return
+        watch.form.failures = 0
+        if recording.data is None:
             self._sender.count("too_large")
-        else:
-            name = self._options.replica_header
-            exchange = Exchange(
-                path=watch.path,
-                request=watch.asked.body,
-                reply=bytes(recording.data),
-                streamed=reply.content_type == _EVENTS,
-                began_at=watch.began_at,
-                ended_at=time.time(),
-                replica="" if name is None else reply.headers.get(name, ""),
-                dialect=self._dialect or "",
-            )
-            self._sender.offer(exchange)
+            return
+        name = self._options.replica_header
+        exchange = Exchange(
+            path=watch.path,
+            request=watch.asked.body,
+            reply=bytes(recording.data),
+            streamed=reply.content_type == _EVENTS,
+            began_at=watch.began_at,
+            ended_at=time.time(),
+            replica="" if name is None else reply.headers.get(name, ""),
+            dialect=self._dialect or "",
+        )
+        self._sender.offer(exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,11 +424,6 @@ class _Watch:
         plain = self.form.shape.plain(text, self.keys, streamed=True)
         self.form.stale |= plain.unknown
         return plain.text
-
-
-_EXPECT = frozenset({"expect", "host"})  # 100-continue was answered here; the server's own name goes out as Host
-_EVENTS = "text/event-stream"
-_FAILED = 500
 
 
 async def _body(request: web.Request) -> Body | None:
@@ -504,7 +502,7 @@ def _learn(shape: PlainShape, data: bytes, streamed: bool) -> None:
 def _error(status: int, message: str, code: str) -> web.Response:
     """In OpenAI's form."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
+    return web.json_response(ErrorReply(status, kind, code, message).body(), status=status)
 
 
 def _break_off(request: web.Request) -> None:

@@ -28,7 +28,7 @@ from serve_app.page.status import StatusBook
 from serve_app.telemetry.metric_names import READ_RESULTS, WATCHED_RESULTS, WATCHED_STRATA
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
 from serve_app.text.tokenizer import Tokenizer
-from speculative.request import SURPRISAL_CLIP_NATS, Request
+from speculative.request import SURPRISAL_CLIP_NATS, Request, SamplingParams
 
 _logger = logging.getLogger("truespec.watch")
 _KEPT_FINDINGS = 200  # different ones
@@ -190,8 +190,8 @@ class Referee:
     def show(self, case: Case) -> dict[str, Any]:
         """An answer in the report: its parameters; prompt and tokens only where they are to be kept."""
         job, checked = case.job, case.checked
-        params = dataclasses.asdict(job.request.params)
-        plain = dataclasses.asdict(type(job.request.params)())
+        params, plain = job.request.params, SamplingParams()
+        values = {name: getattr(params, name) for name in _SHOWN}
         shown = {
             "id": job.request.request_id,
             "replica": job.replica,
@@ -199,7 +199,7 @@ class Referee:
             "reason": checked.reason,
             "tokens": len(job.token_ids),
             "prompt_tokens": len(job.request.prompt_token_ids),
-            "params": {name: value for name, value in params.items() if value != plain[name] and name in _SHOWN},
+            "params": {name: value for name, value in values.items() if value != getattr(plain, name)},
             "worst": _worst(job, case.replayed),
         }
         if self._options.keep_prompts:
@@ -263,19 +263,17 @@ class Referee:
         }
 
 
-_SHOWN = frozenset(
-    (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "min_tokens",
-        "max_tokens",
-        "ignore_eos",
-    )
+_SHOWN = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
 )
 """Parameters that a report shows: numbers, nothing of a client's text."""
 

@@ -17,13 +17,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from deploy.cluster import connected
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
+from serve_app.deployments.runtime import own_error
 from speculative.config import DrafterConfig, EngineConfig
-from speculative.errors import ConfigError, EngineFault, InvalidRequest, TruespecError
+from speculative.errors import ConfigError, EngineFault, InvalidRequest
 from speculative.model.config import ModelConfig
 from speculative.request import Request
 
 EngineName = Literal["torch", "transformers", "vllm"]
-ENGINES: tuple[EngineName, ...] = ("torch", "transformers", "vllm")
 
 _logger = logging.getLogger("truespec.referee")
 
@@ -230,9 +230,7 @@ class _OnRay:
             replayed: Replayed = await actor.handle.replay.remote(request)
             return replayed
         except RayTaskError as error:
-            if isinstance(error.cause, TruespecError):
-                raise error.cause from error
-            raise
+            raise own_error(error) from error
         except RayActorError:
             self._actors = [one for one in self._actors if one is not actor] or [self._new_actor()]
             raise
@@ -271,7 +269,7 @@ class _OnRay:
 
     def _new_actor(self) -> "_Actor":
         resources = {"num_cpus": self._options.threads or 1, "num_gpus": self._options.gpus}
-        own = replace(self._options, threads=self._options.threads or 1)
+        own = replace(self._options, threads=self._options.threads or 1, max_replicas=0)
         return _Actor(ray.remote(_RemoteEngine).options(**resources).remote(own), used_at=time.monotonic())
 
 
@@ -288,7 +286,7 @@ class _RemoteEngine:
     """What runs in the actor."""
 
     def __init__(self, options: ReplayerOptions) -> None:
-        self._replayer = _Independent(options) if options.engine == "transformers" else _Engine(options)
+        self._replayer = make_replayer(options)
         self._loading: asyncio.Task[ModelInfo] | None = None
 
     async def info(self) -> ModelInfo:

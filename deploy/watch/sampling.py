@@ -29,7 +29,7 @@ _AS_SENT = (*_NUMBERS, "top_k", "min_tokens", "stop_token_ids", "ignore_eos", "a
 # fmt: off
 _IRRELEVANT = frozenset((
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "stop",
-    "seed", "user", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens", "verbose", 
+    "seed", "user", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens", "verbose",
     "return_tokens_as_token_ids", "include_stop_str_in_output", "skip_special_tokens",
     "spaces_between_special_tokens", "detokenize", "priority", "request_id", "metadata", "store", "service_tier",
     "safety_identifier", "prompt_cache_key", "cache_prompt", "cache_salt", "add_generation_prompt",

@@ -17,7 +17,6 @@ _MAX_TME = {"float32": 1.01, "bfloat16": 1.1, "fp8": 1.2}
 _DISTRIBUTION = {"float32": 0.01, "bfloat16": 0.01, "fp8": 0.03}
 _NUMBERS = ("max_tme", "edge_nats", "distribution", "jump_nats")
 _JUMP_NATS = {"float32": 0.1, "bfloat16": 1.0, "fp8": 2.0}
-PRECISIONS = tuple(EDGE_NATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Tolerance:
 
     @classmethod
     def for_precision(cls, precision: str) -> "Tolerance":
-        """That of a server which computes in one of `PRECISIONS`, where nothing was measured."""
+        """That of a server which computes in a precision of `EDGE_NATS`, where nothing was measured."""
         edge = EDGE_NATS[precision] * (1 if precision == "float32" else 2)  # the referee rounds otherwise
         return cls(
             _MAX_TME[precision], edge, _DISTRIBUTION[precision], _JUMP_NATS[precision], source=f"for {precision}"

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
+import ray
 
 from deploy.watch.exchanges import Batch, Exchange
 from tests.support.raw_upstream import RawRequest, RawUpstream, reply
@@ -50,3 +51,10 @@ async def referee() -> AsyncIterator[Referee]:
     referee = Referee()
     async with referee.server.running():
         yield referee
+
+
+@pytest.fixture
+def ray_ended() -> Iterator[None]:
+    """No cluster that a test started outlives it."""
+    yield
+    ray.shutdown()

@@ -3,14 +3,12 @@
 import gzip
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-import ray
 
 from deploy.watch.answers import read_reply
 from deploy.watch.exchanges import CHAT, COMPLETIONS, Exchange
@@ -41,12 +39,6 @@ def check_rollout(exchange: Exchange) -> None:
 
 def test_a_rollout_in_a_line(tmp_path: Path) -> None:
     check_rollout(exchange_of(write(tmp_path / "rollouts.jsonl", ROLLOUT)))
-
-
-@pytest.fixture
-def ray_ended() -> Iterator[None]:
-    yield
-    ray.shutdown()
 
 
 @pytest.mark.ray

@@ -1,11 +1,9 @@
 """Whatever computes answers again, it gives the same figures."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from deploy.audit.blackbox.tiny import write_tiny_pair
 from deploy.watch.replayers import EngineName, ReplayerOptions, check_options, make_replayer
@@ -69,12 +67,6 @@ async def test_ids_that_are_no_tokens_are_refused(folder: Path, engine: EngineNa
             await replayer.replay(Request("r", (5, 6, token), score_from=1))
     finally:
         await replayer.stop()
-
-
-@pytest.fixture
-def ray_ended() -> Iterator[None]:
-    yield
-    ray.shutdown()
 
 
 @pytest.mark.ray
