@@ -62,7 +62,7 @@ class Fault:
         return f"{_PLACE}.{self.field}: {self.message}"
 
 
-def require_servable(faults: Iterator[Fault], file: Path | None = None) -> None:
+def require_servable(faults: Iterator[Fault], file: Path | str | None = None) -> None:
     """Fail if there are faults.
 
     Raises:

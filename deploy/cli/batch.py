@@ -8,16 +8,17 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import Failure, a_config, a_file, concurrency_option, err, key_option, say
+from deploy.cli.console import Failure, a_config, a_file, application_of, concurrency_option, err, key_option, say
 from deploy.cli.serving import served
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
+from deploy.own_model import OwnModel
 
 
 @click.command()
 @click.argument("requests", type=a_file)
 @click.argument("answers", type=a_file)
 @click.option("--url", help="Ask this running server; the URL may end in /v1 or not.")
-@click.option("--model", "source", help="Start an engine for this batch: monolith.yaml with this model, on CPUs.")
+@click.option("--model", "source", help="Start an engine for this batch: this model, on a GPU if there is one.")
 @click.option(
     "--config",
     "file",
@@ -81,6 +82,7 @@ def _batch_server(
     if url is not None or models is None:
         yield url or ""
         return
-    application = batch_application(source, file, models, on_a_cluster=bool(address or os.environ.get("RAY_ADDRESS")))
+    configured = application_of(file, None if source is None else OwnModel(source))
+    application = batch_application(configured, models, on_a_cluster=bool(address or os.environ.get("RAY_ADDRESS")))
     with served(application, address, alone=True) as client:
         yield client.base_url

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from deploy.cli.console import Failure, a_config, a_file, out, say
+from deploy.cli.console import Failure, a_file, application_of, application_options, out, say
 from deploy.options import check_writable
-from serve_app.config.files import load_config
+from deploy.own_model import OwnModel
 
 
 @click.group()
@@ -15,19 +15,19 @@ def config() -> None:
 
 
 @config.command("check")
-@click.argument("file", type=a_config)
+@application_options
 @click.option("--file-only", is_flag=True, help="Check only the file, not whether this machine can serve it.")
 @click.option("--address", help="Check whether this Ray cluster can serve it (auto, or host:port), not this machine.")
-def config_check(file: Path, file_only: bool, address: str | None) -> None:
+def config_check(file: Path | None, own: OwnModel | None, file_only: bool, address: str | None) -> None:
     """Check a configuration, and whether this machine can serve it; each fault is reported with its field and the fix.
 
     The check covers files, models and drafters, optional packages, GPUs, CPUs and memory. Nothing is fetched.
     """
     if file_only and address is not None:
         raise click.UsageError("--file-only checks no cluster; give it or --address.")
-    checked = load_config(file)
+    checked, named = application_of(file, own), file or f"--model {own and own.source}"
     if file_only:
-        say(f"{file}: fine")
+        say(f"{named}: fine")
         return
     from deploy.cluster import connected
     from deploy.machine import Machine
@@ -35,37 +35,37 @@ def config_check(file: Path, file_only: bool, address: str | None) -> None:
 
     config = checked.application.effective_args
     if address is None:
-        require_servable(faults_here(config, Machine.here()), file)
-        say(f"{file}: fine, and this machine can serve it")
+        require_servable(faults_here(config, Machine.here()), named)
+        say(f"{named}: fine, and this machine can serve it")
         return
     with connected(address):
-        require_servable(faults_on_cluster(config), file)
-    say(f"{file}: fine, and the cluster has what it asks for")
+        require_servable(faults_on_cluster(config), named)
+    say(f"{named}: fine, and the cluster has what it asks for")
 
 
 @config.command("show")
-@click.argument("file", type=a_config)
-def config_show(file: Path) -> None:
+@application_options
+def config_show(file: Path | None, own: OwnModel | None) -> None:
     """Print a configuration with every default filled in, as a configuration that can be served.
 
-    FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm; or a recipe for a large
+    FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm, own; or a recipe for a large
     model: recipes/llama-3.3-70b, recipes/qwen3-32b, recipes/gpt-oss-120b, recipes/deepseek-v3.
     """
     from deploy.reference import effective_config
 
-    out.print(effective_config(load_config(file)), end="", markup=False, soft_wrap=True)
+    out.print(effective_config(application_of(file, own)), end="", markup=False, soft_wrap=True)
 
 
 @config.command("values")
-@click.argument("file", type=a_config)
-def config_values(file: Path) -> None:
+@application_options
+def config_values(file: Path | None, own: OwnModel | None) -> None:
     """Print a configuration as values of the Helm chart, which then serves the same: helm install -f -.
 
     Images, memory, volumes and secrets are the chart's own and not in it.
     """
     from deploy.reference import chart_values
 
-    out.print(chart_values(load_config(file)), end="", markup=False, soft_wrap=True)
+    out.print(chart_values(application_of(file, own)), end="", markup=False, soft_wrap=True)
 
 
 @config.command("reference")

@@ -14,26 +14,37 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.cli.console import CONFIGS, a_config, a_file, err, out, progress_printer, say
+from deploy.cli.console import (
+    CONFIGS,
+    a_config,
+    a_file,
+    application_of,
+    application_options,
+    err,
+    out,
+    progress_printer,
+    say,
+)
 from deploy.models import find_model
 from deploy.options import api_key, check_writable, write_json
+from deploy.own_model import OwnModel
 from serve_app.config.files import load_config
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
 
 
 @click.command()
-@click.argument("file", type=a_config)
+@application_options
 @click.option("--address", help="Run on this Ray cluster (auto, or host:port) instead of one started here.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Listen on this port instead of the file's.")
-def serve(file: Path, address: str | None, port: int | None) -> None:
-    """Serve the application of a configuration until interrupted.
+def serve(file: Path | None, own: OwnModel | None, address: str | None, port: int | None) -> None:
+    """Serve the application of a configuration, or a model given by --model, until interrupted.
 
-    FILE may be the name of one that comes with truespec: demo, monolith, resilient or vllm.
+    FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm, or own for a model of yours.
     """
     from deploy.demo import curl_line
 
-    checked = load_config(file)
+    checked = application_of(file, own)
     if port is not None:
         checked = at_port(checked, port)
     with served(checked, address) as client, _interruptible() as stop:

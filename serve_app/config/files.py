@@ -28,11 +28,19 @@ def read_file(path: Path | str, kind: type[SomeModel]) -> SomeModel:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line `file: field: message` a fault.
     """
-    data = _read_yaml(path)
+    return check_data(_read_yaml(path), kind, path)
+
+
+def check_data(data: Any, kind: type[SomeModel], origin: Path | str) -> SomeModel:
+    """Check what a YAML file holds; `origin` is where it comes from, for the messages.
+
+    Raises:
+        ConfigError: a field is wrong; one line `origin: field: message` a fault.
+    """
     try:
-        return kind.model_validate(data, context={"file": path})
+        return kind.model_validate(data, context={"file": origin})
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in _faults(error))) from error
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in _faults(error))) from error
 
 
 def _read_yaml(path: Path | str) -> Any:

@@ -23,6 +23,7 @@ from deploy.jobs.batch import BatchOptions, BatchStopped, retry_wait_s, run_batc
 from deploy.jobs.batch_engine import batch_application
 from deploy.jobs.batch_files import BatchInput, BatchLine, BatchOutput, Tally
 from deploy.jobs.view import View
+from deploy.own_model import OwnModel, own_application
 from speculative.errors import ConfigError
 from tests.support.fake_openai import BREAK, FakeOpenAI, Reply, completion, failure, wait_until
 
@@ -524,10 +525,10 @@ def test_exactly_one_server_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_its_own_serves_the_model_that_is_asked_for() -> None:
-    found = batch_application("/models/tiny", None, {"tiny"}, on_a_cluster=False)
-    assert found.application.args.model.source == "/models/tiny"
-    assert found.application.args.model.served_name == "tiny"
+    served = own_application(OwnModel("/models/tiny"))
+    found = batch_application(served, {"tiny"}, on_a_cluster=False)
+    assert found.application == served.application
     assert found.http_options.port != 8000, "a server that runs here is not in the way"
-    assert batch_application("/models/tiny", None, {"tiny"}, on_a_cluster=True).http_options.port == 8000
+    assert batch_application(served, {"tiny"}, on_a_cluster=True).http_options.port == 8000
     with pytest.raises(ConfigError, match="'gpt-9'; this engine serves 'tiny'"):
-        batch_application("/models/tiny", None, {"tiny", "gpt-9"}, on_a_cluster=False)
+        batch_application(served, {"tiny", "gpt-9"}, on_a_cluster=False)

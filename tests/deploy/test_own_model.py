@@ -1,0 +1,98 @@
+"""A model of one's own by `--model`: nothing of the demo's model comes along."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from deploy.cli.console import CONFIGS
+from deploy.cli.main import main
+from deploy.own_model import BASE, OwnModel, own_application
+from serve_app.config.app_config import AppConfig
+from serve_app.config.files import load_config
+from speculative.errors import ConfigError
+
+
+def args_of(source: str = "org/model", **placed: object) -> AppConfig:
+    return own_application(OwnModel(source, **placed)).application.args  # type: ignore[arg-type]
+
+
+def refused(*line: str) -> str:
+    said = CliRunner().invoke(main, list(line))
+    assert said.exit_code != 0
+    return " ".join(said.output.split())
+
+
+def test_nothing_in_the_file_for_ones_own_model_belongs_to_another() -> None:
+    own = load_config(BASE).application.args
+    assert own.model.model_fields_set == {"source"}
+    sizes = {"max_model_len", "kv_cache_tokens"}
+    assert not own.engine.model_fields_set & sizes, "lengths and cache are the model's and the machine's"
+    assert own.drafter.model is None
+    for demo in ("smollm", "SmolLM"):
+        assert demo not in BASE.read_text()
+
+
+def test_a_model_is_served_under_its_own_name_and_with_its_own_template(tmp_path: Path) -> None:
+    folder = tmp_path / "Mistral-7B"
+    folder.mkdir()
+    args = args_of(str(folder))
+    assert (args.model.source, args.model.served_name) == (str(folder), "Mistral-7B")
+    assert args.model.chat_template is None
+    assert args_of("meta-llama/Llama-3.1-8B@main", name="llama").model.served_name == "llama"
+
+
+def test_a_relative_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "head").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine")
+    args = args_of(".", drafter="eagle3:head")
+    assert args.model.source == str(tmp_path / "mine") and args.model.served_name == "mine"
+    assert args.drafter.model == str(tmp_path / "mine" / "head")
+
+
+def test_where_it_runs() -> None:
+    pool = args_of(gpus=0).pool("monolith")
+    assert (pool.replicas, pool.num_gpus) == (1, 0)
+    pool = args_of(gpus=2).pool("monolith")
+    assert (pool.replicas, pool.num_gpus) == (2, 1), "our engine: a replica on each GPU"
+    args = args_of(gpus=2, engine="vllm")
+    assert (args.pool("monolith").replicas, args.pool("monolith").num_gpus, args.ranks.tensor) == (1, 2, 2)
+
+
+def test_drafters_go_by_their_kind_and_folder() -> None:
+    assert args_of(drafter="suffix").drafter.kind == "suffix"
+    assert args_of(drafter="none").drafter.kind == "none"
+    drafter = args_of(drafter="draft_model:Qwen/Qwen3-0.6B").drafter
+    assert (drafter.kind, drafter.model) == ("draft_model", "Qwen/Qwen3-0.6B")
+    for given, fault in (
+        ("eagle", "--drafter eagle: the kinds are none, ngram"),
+        ("eagle3", "--drafter eagle3: a eagle3 drafter has weights; give eagle3:FOLDER"),
+        ("ngram:/models/head", "--drafter ngram:/models/head: only draft_model, eagle3, mtp take weights"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            args_of(drafter=given)
+
+
+def test_a_command_takes_a_file_or_a_model_and_says_what_goes_with_which() -> None:
+    assert "Give a configuration file, or --model" in refused("serve")
+    assert "Give a configuration file, or --model" in refused("serve", "demo", "--model", "x")
+    assert "--gpus goes with --model; " in refused("config", "check", "demo", "--gpus", "1")
+    assert "--model nowhere/at/all: " in refused("config", "check", "--model", "nowhere/at/all")
+
+
+def test_what_is_shown_can_be_kept_and_served(tmp_path: Path) -> None:
+    shown = (
+        CliRunner().invoke(main, ["config", "show", "--model", "org/m", "--gpus", "2", "--drafter", "suffix"]).output
+    )
+    file = tmp_path / "my.yaml"
+    file.write_text(shown)
+    kept, own = load_config(file).application.args, args_of("org/m", gpus=2, drafter="suffix")
+    assert kept.engine_config("monolith") == own.engine_config("monolith")
+    assert kept.pool("monolith") == own.pool("monolith")
+    values = yaml.safe_load(CliRunner().invoke(main, ["config", "values", "--model", "org/m", "--gpus", "1"]).output)
+    assert values["config"]["model"] == {"source": "org/m"} and values["pools"]["monolith"]["gpus"] == 1
+
+
+def test_the_file_is_served_with_its_one_line_changed() -> None:
+    assert refused("config", "check", "own").startswith(f"Error: {CONFIGS}/own.yaml: applications[0].args.model.source")
