@@ -128,7 +128,7 @@ _MEANINGS: dict[str, dict[str, Meaning]] = {
         "refusals_total": REFUSALS,
         "prefill_failures_total": {
             "died": "the replica was lost, or could not be reached",
-            "timeout": "it took longer than `recovery.prefill_timeout_s`",
+            "timeout": "it took longer than `recovery.prefill_timeout_s` and twice its estimated time",
             "full": "the pool accepts no more work",
             "engine": "its engine failed on the request",
         },

@@ -31,6 +31,7 @@ class Prefilled:
     deltas: tuple[TokenDelta, ...]
     handoff: Handoff | None
     replica: str = ""  # that computed it
+    attempt: int = 0  # above 0: replicas were asked before, and may have computed some of it
 
 
 @dataclass(frozen=True, slots=True)

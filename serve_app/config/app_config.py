@@ -248,7 +248,7 @@ class RecoverySection(Section):
     """What happens when a replica dies, or does not answer."""
 
     prefill_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
-    """Longest wait for one prefill and its handoff; then it is retried."""
+    """Longest wait for one prefill and its handoff, on top of twice its estimated time; then it is retried."""
     prefill_retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Further attempts at a prefill that failed; after them the decode replica computes the prompt itself."""
     resume: bool = False

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass
 
 from serve_app.backends.base import Backend, Prefilled
+from serve_app.streams.backlog import Backlog
 from serve_app.streams.merge import merge
 from serve_app.streams.spans import phases
 from serve_app.telemetry.metrics import Metrics
@@ -40,12 +41,21 @@ class PoolFull(ConnectionError):
     """The prefill pool accepts nothing more for now."""
 
 
+_MARGIN = 2.0  # by which an attempt may take longer than estimated
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillPatience:
     """How long and how often the prefill pool is asked before the local engine does the work."""
 
-    timeout_s: float = 60.0  # of one attempt: queue, prefill, and transfer of the handoff
+    timeout_s: float = 60.0  # of one attempt, on top of twice what its tokens and those ahead are estimated to take
     retries: int = 2  # attempts after the first
+    first_pace: float = 32.0  # prompt tokens a second, until a prompt has been measured: slower than a busy core
+
+    def attempt_s(self, backlog: Backlog) -> float:
+        """The longest that an attempt may take which has just joined the backlog."""
+        wait_s = backlog.wait_s()
+        return self.timeout_s + _MARGIN * (backlog.num_tokens() / self.first_pace if wait_s is None else wait_s)
 
 
 class PooledTokenSource:
@@ -74,6 +84,7 @@ class PooledTokenSource:
         self._remote_prefill = remote_prefill
         self._took_in = took_in
         self._patience = patience or PrefillPatience()
+        self._backlog = Backlog()  # prompts that the prefill pool computes for this replica
         self._tracing = tracing or Tracing()
 
     def stream(self, requests: Sequence[Request]) -> Deltas:
@@ -114,9 +125,11 @@ class PooledTokenSource:
         if asks:
             prefilled = await self._prefill(request, first_token=True)
         handoff, replica = None, ""
+        # Of a prompt that was computed before, what is cached is this request's own work, and no cache hit.
+        uncounted = {"num_cached_tokens": 0} if emitted or (prefilled is not None and prefilled.attempt) else {}
         if prefilled is not None:
             for delta in prefilled.deltas:
-                yield delta
+                yield delta.replace(**uncounted) if uncounted else delta
             if prefilled.handoff is None:
                 return
             request, emitted = _after(request, prefilled.deltas)
@@ -132,7 +145,7 @@ class PooledTokenSource:
                                 self._count_handoff(request.request_id, unaccepted.nbytes, replica)
                                 unaccepted = None
                             see(delta)
-                            yield delta
+                            yield delta.replace(**uncounted) if uncounted else delta
                 return
             except HandoffRefused as error:
                 if handoff is None:
@@ -166,10 +179,15 @@ class PooledTokenSource:
     async def _ask(self, ask: RemotePrefill, request: Request, first_token: bool, attempt: int) -> Prefilled:
         """One attempt, under its own name: the engine asked before may still hold the request."""
         named = request if attempt == 0 else dataclasses.replace(request, request_id=f"{request.request_id}~{attempt}")
-        async with asyncio.timeout(self._patience.timeout_s):
-            prefilled = await ask(named, first_token)
+        ticket, prefilled = self._backlog.join(len(request.prompt_token_ids)), None
+        try:
+            async with asyncio.timeout(self._patience.attempt_s(self._backlog)):
+                prefilled = await ask(named, first_token)
+        finally:
+            ticket.close(served=prefilled is not None)
         whose = {"request_id": request.request_id, "prefilled_by": prefilled.replica}
-        return dataclasses.replace(prefilled, deltas=tuple(delta.replace(**whose) for delta in prefilled.deltas))
+        deltas = tuple(delta.replace(**whose) for delta in prefilled.deltas)
+        return dataclasses.replace(prefilled, deltas=deltas, attempt=attempt)
 
     def _count_refusal(self, request_id: str, error: HandoffRefused) -> None:
         self._metrics.count("truespec_handoffs_total", result="refused")

@@ -13,12 +13,14 @@ from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.integrity.replay_selection import Selection
 from serve_app.integrity.replays import Record, Records, ReplayJob
+from serve_app.streams.backlog import Backlog
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource, PoolFull, PrefillPatience
 from serve_app.telemetry.metric_names import STRATA
 from serve_app.telemetry.metrics import BufferSink, Metrics
 from speculative.errors import EngineFault, InvalidRequest
 from speculative.request import Request, SamplingParams, TokenDelta
+from tests.support.clock import Clock
 from tests.support.engines import settings
 from tests.support.fake_serving import until_idle
 from tests.support.tiny_models import write_tiny_model
@@ -149,13 +151,61 @@ async def test_a_prefill_that_fails_is_asked_for_again_and_then_done_here(
 
 
 async def test_a_prefill_that_never_answers_is_given_up(pools: Pools) -> None:
-    patience = PrefillPatience(timeout_s=0.02, retries=1)
+    patience = PrefillPatience(timeout_s=0.02, retries=1, first_pace=1e6)
     source = PooledTokenSource(pools.decode, pools.metrics, pools._ask, pools.records.handed_off, patience)
     pools.failures = [None] * 2
     deltas = [delta async for delta in source.stream([Request("c0", PROMPT, PLAIN, 1)])]
     assert len(text_of(deltas, "c0")) == 6
     assert pools.given_up == ["c0", "c0~1"]
     assert pools.counted() == {("prefill", "timeout"): 2, ("handoffs", "failed"): 1}
+
+
+def test_patience_follows_the_prompts_and_the_measured_pace() -> None:
+    clock, patience = Clock(), PrefillPatience(timeout_s=60, first_pace=32)
+    backlog = Backlog(clock)
+    first = backlog.join(4096)
+    assert patience.attempt_s(backlog) == 60 + 2 * 4096 / 32, "nothing is measured yet"
+    clock.now += 200
+    first.close(served=True)
+    second = backlog.join(4096)
+    assert patience.attempt_s(backlog) > 200, "a pool this slow is not given up sooner than it needs"
+    backlog.join(4096)
+    assert patience.attempt_s(backlog) > 400, "nor is the one behind it"
+    clock.now += 1
+    second.close(served=True)
+    assert patience.attempt_s(backlog) < 400, "it has become faster"
+
+
+async def test_a_slow_prefill_is_waited_for_and_computed_once(pools: Pools) -> None:
+    async def slowly(request: Request, first_token: bool) -> Prefilled:
+        await asyncio.sleep(0.1)
+        return await pools._ask(request, first_token)
+
+    patience = PrefillPatience(timeout_s=0.02)
+    source = PooledTokenSource(pools.decode, pools.metrics, slowly, pools.records.handed_off, patience)
+    for _ in range(2):
+        deltas = [delta async for delta in source.stream([Request("c0", PROMPT, PLAIN, 1)])]
+        assert len(text_of(deltas, "c0")) == 6
+    assert pools.counted() == {("handoffs", "ok"): 2}
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_what_an_attempt_left_in_the_cache_is_no_cache_hit_of_the_next(pools: Pools, num_choices: int) -> None:
+    prompt = tuple(range(3, 60))
+
+    async def lose_the_first(request: Request, first_token: bool) -> Prefilled:
+        prefilled = await pools._ask(request, first_token)
+        if len(pools.asked) == 1:
+            raise GONE
+        return prefilled
+
+    source = PooledTokenSource(pools.decode, pools.metrics, lose_the_first, pools.records.handed_off)
+    for expects_hits in (False, True):
+        requests = [Request(f"c{index}", prompt, PLAIN, index) for index in range(num_choices)]
+        deltas = [delta async for delta in source.stream(requests)]
+        cached = max(delta.num_cached_tokens for delta in deltas)
+        assert (cached > 0) == expects_hits
+    assert [request.request_id for request, _ in pools.asked] == ["c0", "c0~1", "c0"]
 
 
 async def test_a_request_that_no_engine_would_take_is_not_tried_elsewhere(pools: Pools) -> None:
