@@ -17,6 +17,9 @@ VLLM_STAMP := $(VLLM)/.installed
 CLIENTS := build/clients build/clients-vllm
 CORE := speculative/*.py speculative/{cache,state,sampling,verification,scheduling,step}/*.py
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# pip alone says nothing for minutes: a line every 15 seconds shows that it goes on.
+installing = $(PIP) $(1) & pip=$$!; seconds=0; while sleep 1; kill -0 $$pip 2>/dev/null; do seconds=$$((seconds + 1)); \
+	((seconds % 15)) || echo "  $$seconds s: $$(du -sm $(VENV) | cut -f1) MB of about 3000 installed"; done; wait $$pip
 
 help: ## show this list
 	@echo "truespec: make TARGET"
@@ -98,9 +101,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || { echo "Creating $(VENV)"; rm -rf $(VENV); \
 	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@echo "Installing torch into $(VENV) (the largest download; minutes on a fresh machine)"
-	@$(PIP) torch
+	@$(call installing,torch)
 	@echo "Installing truespec and what it needs into $(VENV)"
-	@$(PIP) -e '.[dev]'
+	@$(call installing,-e '.[dev]')
 	@touch $(STAMP)
 
 $(VLLM_STAMP): pyproject.toml

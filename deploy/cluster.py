@@ -26,6 +26,7 @@ from deploy.ports import require_port, url_of
 from deploy.preflight import faults_here, faults_on_cluster, require_servable
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
+from serve_app.config.base import POOL_OF_DEPLOYMENT
 from serve_app.config.serve_file import HttpOptions, ServeFile
 from serve_app.deployments.runtime import CONTROLLER
 from serve_app.http.slow_clients import PROXY_CALLBACK
@@ -38,6 +39,11 @@ _DELETING_S = 60.0
 _ENDING_S = 30.0  # as long as `serve.shutdown` waits
 _REACH_S = 5.0  # for a connection to a cluster; Ray itself tries for minutes
 _STATUS_TIMEOUT_S = 30.0
+_SLOW_START = re.compile(
+    r"Deployment '(\w+)' .* has (\d+) replicas that have taken more than (\d+)s to (be scheduled|initialize)"
+    r"(?:.*each replica: (.*), total)?",
+    re.DOTALL,
+)
 _HEAD = "node:__internal_head__"  # a resource that only the head has
 
 
@@ -303,11 +309,28 @@ def _wait_until_running(name: str, progress: Progress) -> None:
         if application.status == "DEPLOY_FAILED":
             reason = "; ".join(line.splitlines()[-1] for line in lines) or application.message
             raise ConfigError(f"The application did not start: {reason}")
-        said = lines[0].splitlines() if lines else []
-        if said and said[-1] != reported:  # before the last line, a traceback names other processes each time
-            reported = said[-1]
-            progress(f"waiting: {said[0]}{f' {reported}' if len(said) > 1 else ''}")
+        said = _brief(lines[0]) if lines else ""
+        if said and said.splitlines()[-1] != reported:  # lines before, of a traceback, name other processes each time
+            reported = said.splitlines()[-1]
+            progress(f"waiting: {' '.join(dict.fromkeys((said.splitlines()[0], reported)))}")
         time.sleep(_LOOK_EVERY_S)
+
+
+def _brief(message: str) -> str:
+    """Serve's message on replicas that are slow to start, which reads like a failure, in words that do not; any other
+    as it is."""
+    slow = _SLOW_START.match(message)
+    if slow is None:
+        return message
+    deployment, number, seconds, stage, needed = slow.groups()
+    pool = POOL_OF_DEPLOYMENT.get(deployment, deployment)
+    replicas = f"{number} {pool} replica{'' if number == '1' else 's'}"
+    if stage == "initialize":
+        return f"{replicas} still loading after {seconds} s, as a large model or a busy machine makes it"
+    return (
+        f"{replicas} without a process after {seconds} s: the machine is busy, or no node has free what each asks for "
+        f"({needed})"
+    )
 
 
 def _drain(name: str, limit_s: float) -> None:

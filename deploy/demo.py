@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from deploy.client import Answer, Client, ServiceError
+from deploy.quiet import Others
 from serve_app.telemetry.metric_summary import MetricSummary
 
 QUESTION = "What is the capital of France, and what is it famous for? Answer in two sentences."
@@ -20,6 +21,7 @@ _TEXT = (
 )
 _MAX_TOKENS = 96
 _ROUNDS = 3
+_BUSY_CORES = 0.25  # of others: beyond it, a small model's speed is theirs as much as speculation's
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +34,24 @@ class Task:
 
 
 TASKS = (
+    Task("an edit", f"Correct any spelling mistakes in the text below, and give the whole text again.\n\n{_TEXT}"),
     Task("a question", "Why is the sky blue?"),
     Task("a story, sampled", "Write a short story about a lighthouse keeper and a storm.", temperature=1.0),
     Task("code", "Write a Python class for a stack, with push, pop and peek, and a docstring for each."),
-    Task("an edit", f"Correct any spelling mistakes in the text below, and give the whole text again.\n\n{_TEXT}"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSpeed:
-    """Of one task, with speculation on and off in turns: medians. ratio: on to off; 0 where nothing was measured."""
+    """Of one task, with speculation on and off in turns: medians. ratio: on to off; 0 where nothing was measured.
+    least_ratio, most_ratio: of the rounds."""
 
     task: str
     tokens_per_s_off: float
     tokens_per_s_on: float
     ratio: float
+    least_ratio: float
+    most_ratio: float
 
 
 _REPLAY_WAIT_S = 60.0
@@ -68,6 +73,12 @@ class DemoFigures:
     breaker_trips: int
     handoffs: int
     first_token_s: float
+    others_cores: float | None  # that others than the demo used while it measured; None where it cannot be known
+
+    @property
+    def busy(self) -> bool:
+        """Whether others used so much of the machine that speeds and ratios mean little."""
+        return self.others_cores is not None and self.others_cores > _BUSY_CORES
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -80,10 +91,12 @@ def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[
     answer = client.chat(QUESTION, on_text=on_text, max_tokens=_MAX_TOKENS, temperature=0)
     on_text("\n")
     answers: dict[str, list[tuple[Answer, Answer]]] = {task.name: [] for task in TASKS}
+    others = Others()
     for number in range(1, _ROUNDS + 1):
         progress(f"measuring {len(TASKS)} tasks with speculation off and on, round {number} of {_ROUNDS}")
         for task in TASKS:
             answers[task.name].append(_ask_twice(client, task))
+    others_cores = others.cores()
     progress("waiting for the answers to be computed again and compared")
     metrics = _wait_for_replay(client)
     return DemoFigures(
@@ -99,6 +112,7 @@ def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[
         breaker_trips=int(metrics["breaker_trips"]),
         handoffs=int(metrics["handoffs"]),
         first_token_s=answer.first_token_s,
+        others_cores=others_cores,
     )
 
 
@@ -119,7 +133,12 @@ def _ask_twice(client: Client, task: Task) -> tuple[Answer, Answer]:
 
 def _speed(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> TaskSpeed:
     off, on = (statistics.median(pair[which].tokens_per_s for pair in pairs) for which in (0, 1))
-    return TaskSpeed(name, off, on, ratio=on / off if off else 0.0)
+    ratios = [_ratio(without.tokens_per_s, withit.tokens_per_s) for without, withit in pairs]
+    return TaskSpeed(name, off, on, _ratio(off, on), least_ratio=min(ratios), most_ratio=max(ratios))
+
+
+def _ratio(off: float, on: float) -> float:
+    return on / off if off else 0.0
 
 
 def _wait_for_replay(client: Client) -> MetricSummary:

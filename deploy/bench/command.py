@@ -15,11 +15,11 @@ from deploy.bench.plan import BenchPlan, EngineName, Measure
 from deploy.bench.plots import write_plots
 from deploy.bench.prompts import read_prompts
 from deploy.bench.provenance import provenance
-from deploy.bench.quiet import require_quiet
 from deploy.bench.report import print_report, write_markdown
 from deploy.bench.rounds import BenchResult, Progress, run_bench
 from deploy.models import find_model
 from deploy.options import check_writable, write_json
+from deploy.quiet import require_quiet
 from serve_app.backends.base import SHIPPED_HEADS
 from speculative.errors import ConfigError
 from speculative.model.loading import resolve_model

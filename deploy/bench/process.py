@@ -14,7 +14,8 @@ from typing import Any, Self
 
 import deploy
 from deploy.bench.engines import Launch
-from deploy.bench.workers.channel import Ask, descendants
+from deploy.bench.workers.channel import Ask
+from deploy.processes import process_tree
 from speculative.errors import TruespecError
 
 _LOG_LINES = 12
@@ -105,7 +106,7 @@ class EngineProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         assert self.pid is not None
-        for pid in descendants(self.pid):
+        for pid in process_tree(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

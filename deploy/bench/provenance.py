@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deploy.bench.quiet import MOST_CORES, Others
+from deploy.quiet import MOST_CORES, Others
 
 _REPORTING_FLAGS = (
     "avx2",

@@ -13,8 +13,8 @@ from deploy.bench.engines import LeftOut, resolve
 from deploy.bench.own_tools import ToolSpeed, compare_with_own_tools
 from deploy.bench.plan import BenchPlan, Case
 from deploy.bench.process import EngineFailed, EngineProcess
-from deploy.bench.quiet import Others
 from deploy.bench.workers.channel import Ask
+from deploy.quiet import Others
 from speculative.errors import ConfigError
 
 Progress = Callable[[str], None]

@@ -20,9 +20,9 @@ from ray._private.authentication.authentication_token_setup import (
     ensure_token_if_auth_enabled,
 )
 
-from deploy.chaos.replicas import descendants
 from deploy.cluster import connected, interrupt_on_sigterm, ray_environment, uninterrupted
 from deploy.ports import free_ports
+from deploy.processes import process_tree
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError, TruespecError
 
@@ -113,7 +113,7 @@ class Node:
     @property
     def pids(self) -> list[int]:
         """All its processes."""
-        return [self._process.pid, *descendants(self._process.pid)]
+        return process_tree(self._process.pid)
 
     def kill(self) -> None:
         """End all of it with SIGKILL, if it has not ended yet."""

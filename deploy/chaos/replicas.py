@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,17 +41,6 @@ def memory_bytes(app: str) -> int:
     raylets = {_parent(pid) for pid in replicas}
     rollups = (Path(f"/proc/{pid}/smaps_rollup") for pid in {*replicas, *raylets})
     return sum(_number_in(rollup, "Pss:") for rollup in rollups) * 1024
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that a process has started, and those that these have, on this machine."""
-    children = defaultdict(list)
-    for folder in Path("/proc").glob("[0-9]*"):
-        children[_parent(int(folder.name))].append(int(folder.name))
-    found = [pid]
-    for one in found:  # it grows while it is walked over
-        found += children[one]
-    return found[1:]
 
 
 def _command_line(pid: int) -> bytes:

@@ -70,6 +70,12 @@ def demo(json_file: Path | None, port: int, file: Path) -> None:
         figures = run_demo(client, report, on_text=lambda text: out.print(text, end="", markup=False, soft_wrap=True))
         curl = curl_line(client)
     _print_figures(figures.as_dict())
+    if figures.busy:
+        cores = os.cpu_count() or 1
+        say(
+            f"This machine was busy: others used {figures.others_cores:.1f} of its {cores} cores meanwhile, and the "
+            "speeds and ratios above mean little. Stop what else runs, and measure again."
+        )
     name = file.stem if file.parent == CONFIGS else file
     program = "truespec" if shutil.which("truespec") else os.path.relpath(sys.argv[0])
     said = f"run [bold]{escape(f'{program} serve {name}')}[/bold] and then:\n  {escape(curl)}"
@@ -133,8 +139,9 @@ def _print_figures(figures: dict[str, Any]) -> None:
         ("handoffs from prefill to decode", "handoffs", "{}"),
     )
     for one in figures["tasks"]:
+        spread = f"{one['least_ratio']:.2f} to {one['most_ratio']:.2f}"
         speeds = f"{one['tokens_per_s_off']:.0f} to {one['tokens_per_s_on']:.0f} tokens/s, {one['ratio']:.2f} times"
-        table.add_row(f"{one['task']}, speculation off and on", speeds)
+        table.add_row(f"{one['task']}, speculation off and on", f"{speeds} (rounds: {spread})")
     for label, key, form in rows:
         value = figures[key]
         table.add_row(label, "nothing was counted" if value is None else form.format(value))

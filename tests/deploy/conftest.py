@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.bench import quiet
+from deploy import quiet
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from deploy.bench import engines, process, quiet, rounds
+from deploy import quiet
+from deploy.bench import engines, process, rounds
 from deploy.bench.command import BenchOptions, make_plan
 from deploy.bench.engines import Launch, gpu_names, resolve
 from deploy.bench.plan import BenchPlan, EngineName
 from deploy.bench.rounds import BenchResult, run_bench
-from deploy.bench.workers.channel import Ask, descendants
+from deploy.bench.workers.channel import Ask
 from deploy.cli.main import main
+from deploy.processes import process_tree
 from speculative.errors import ConfigError
 from tests.support.tiny_models import write_tiny_model
 
@@ -87,7 +89,7 @@ def test_an_engine_is_stopped_with_its_children_while_others_are_asked(tmp_path:
     launch = Launch(EngineName.parse("fake/a"), "tests.support.fake_bench_worker", started, 1)
     with process.EngineProcess(launch, tmp_path) as engine:
         assert engine.pid is not None
-        family = descendants(engine.pid)
+        family = process_tree(engine.pid)
         assert len(family) == 2 and set(map(state, family)) == {"T"}
         for _ in range(2):
             assert engine.run(Ask([[1]], 2, 0.0, 0))["num_tokens"] == 2

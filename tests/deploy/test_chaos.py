@@ -18,9 +18,10 @@ from deploy.chaos.command import sizes_to_kill
 from deploy.chaos.load import LoadFigures, quantile, run_load, saturation_per_s
 from deploy.chaos.nodes import POOL_LABEL, NodeShape, one_node_a_replica
 from deploy.chaos.page import write_chaos, write_load
-from deploy.chaos.replicas import Killer, NodeKills, descendants, memory_bytes, replica_pids
+from deploy.chaos.replicas import Killer, NodeKills, memory_bytes, replica_pids
 from deploy.chaos.run import ChaosFigures
 from deploy.chaos.traffic import Reported, ask_all, differences, plan
+from deploy.processes import process_tree
 from serve_app.config.files import load_config, parse_args
 from serve_app.config.serve_file import ServeFile
 from speculative.errors import ConfigError
@@ -129,9 +130,9 @@ def test_all_below_a_process_is_found() -> None:
     with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.read(1) == b"1"
-        found = descendants(process.pid)
-        assert len(found) == 1 and process.pid not in found
-        assert found[0] in descendants(os.getpid())
+        found = process_tree(process.pid)
+        assert found[0] == process.pid and len(found) == 2
+        assert {os.getpid(), *found} <= {*process_tree(os.getpid())}
         process.stdin.close()
 
 

@@ -33,3 +33,40 @@ def test_a_start_goes_on_where_nobody_says_which_kernels_run(
     reported: list[str] = []
     cluster._warn_of_kernels("truespec", reported.append)
     assert len(reported) == len(said) and all(map(str.startswith, reported, said))
+
+
+_SCHEDULED = (
+    "Deployment 'DecodeServer' in application 'truespec' has {} replicas that "
+    "have taken more than 30s to be scheduled. "
+    "This may be due to waiting for the cluster to auto-scale or for a runtime environment to be installed. "
+    "Resources required for each replica: {{'CPU': 1.0}}, total resources available: {{}}. "
+    "Use `ray status` for more details."
+)
+_INITIALIZED = (
+    "Deployment 'MonolithServer' in application 'truespec' has 1 replicas that have taken more than 30s to "
+    "initialize.\nThis may be caused by a slow __init__ or reconfigure method."
+)
+_FAILED = "A replica failed to start\nTraceback\nConfigError: drafter.model: No model 'x'"
+
+
+def test_replicas_that_are_slow_to_start_are_no_failure_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages are Ray 2.60's (serve/_private/deployment_state.py)."""
+    messages = iter([*[_SCHEDULED.format(2)] * 2, _SCHEDULED.format(1), _INITIALIZED, _FAILED, ""])
+
+    def status() -> Any:
+        message = next(messages)
+        deployments = {"x": SimpleNamespace(message=message)}
+        running = "DEPLOYING" if message else "RUNNING"
+        return SimpleNamespace(applications={"truespec": SimpleNamespace(status=running, deployments=deployments)})
+
+    monkeypatch.setattr(cluster, "serve", SimpleNamespace(status=status))
+    monkeypatch.setattr(cluster, "_LOOK_EVERY_S", 0)
+    reported: list[str] = []
+    cluster._wait_until_running("truespec", reported.append)
+    unplaced = "replica{} without a process after 30 s: the machine is busy, or no node has free what each asks for"
+    assert reported == [
+        f"waiting: 2 decode {unplaced.format('s')} ({{'CPU': 1.0}})",
+        f"waiting: 1 decode {unplaced.format('')} ({{'CPU': 1.0}})",
+        "waiting: 1 monolith replica still loading after 30 s, as a large model or a busy machine makes it",
+        "waiting: A replica failed to start ConfigError: drafter.model: No model 'x'",
+    ]

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from deploy.chaos.replicas import descendants
+from deploy.processes import process_tree
 from serve_app.backends.base import Handoff, PauseMode
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import settings as vllm_settings
@@ -252,7 +252,7 @@ async def test_a_prefill_side_that_is_gone_is_found_out(
         other.invalidate_cache()
         handoff = await handed_off(doomed, request)
         engines = [process.pid for process in doomed._llm.engine_core.resources.engine_manager.processes]
-        gone = [pid for engine in engines for pid in (*descendants(engine), engine)]
+        gone = [pid for engine in engines for pid in reversed(process_tree(engine))]
         for pid in gone:
             os.kill(pid, signal.SIGKILL)
         while any(map(alive, gone)):

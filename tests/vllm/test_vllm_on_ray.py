@@ -15,8 +15,8 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
-from deploy.chaos.replicas import descendants
 from deploy.models import model_here
+from deploy.processes import process_tree
 from serve_app.config.files import load_config
 from speculative.model.loading import resolve_model
 from tests.support.processes import alive
@@ -217,7 +217,7 @@ def test_a_killed_engine_is_replaced_and_leaves_nothing_behind(service: Service)
     found = subprocess.run(["pgrep", "-f", f"^{title}"], capture_output=True, text=True, check=False).stdout
     replicas = [int(pid) for pid in found.split()]
     assert len(replicas) == 1
-    engines = descendants(replicas[0])
+    engines = process_tree(replicas[0])[1:]
     assert engines
     os.kill(replicas[0], signal.SIGKILL)
     wait_for(lambda: not any(map(alive, engines)), "the end of the killed replica's engine")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from deploy.chaos.replicas import descendants
+from deploy.processes import process_tree
 from serve_app.backends.base import Prefilled
 from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
@@ -181,9 +181,9 @@ async def test_two_ranks_compute_what_one_does_with_an_adapter_and_hand_it_over(
 
 
 async def test_a_killed_rank_ends_the_engine_and_nothing_hangs(folder: Path) -> None:
-    before = set(descendants(os.getpid()))
+    before = set(process_tree(os.getpid()))
     async with engine(folder) as made:
-        (rank,) = (pid for pid in set(descendants(os.getpid())) - before if _title(pid) == "VLLM::Worker_TP1")
+        (rank,) = (pid for pid in set(process_tree(os.getpid())) - before if _title(pid) == "VLLM::Worker_TP1")
         running = made.generate(Request("running", PROMPT, dataclasses.replace(LONG, max_tokens=300)))
         await anext(running)
         os.kill(rank, signal.SIGKILL)

@@ -9,8 +9,9 @@ import ray
 from ray import serve as ray_serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-from deploy.bench.workers.channel import Ask, descendants, serve
+from deploy.bench.workers.channel import Ask, serve
 from deploy.bench.workers.http_load import Server
+from deploy.processes import process_tree
 
 _HOST = "127.0.0.1"
 _START_S = 600.0
@@ -44,7 +45,7 @@ class RayLlm:
 
     def processes(self) -> list[int]:
         """This one and all it started: Ray, the proxy, the router, vLLM."""
-        return descendants(os.getpid())
+        return process_tree(os.getpid())
 
     def _wait(self) -> None:
         """Until it answers."""

@@ -6,9 +6,10 @@ import os
 import sys
 from typing import Any
 
-from deploy.bench.workers.channel import Ask, descendants, serve
+from deploy.bench.workers.channel import Ask, serve
 from deploy.bench.workers.http_load import Server
 from deploy.cluster import running_app
+from deploy.processes import process_tree
 from serve_app.config.base import POOLS_OF_TOPOLOGY
 from serve_app.config.serve_file import ServeFile
 
@@ -44,7 +45,7 @@ class Served:
 
     def processes(self) -> list[int]:
         """This one and all it started: Ray, the proxy, the replicas."""
-        return descendants(os.getpid())
+        return process_tree(os.getpid())
 
 
 def _report(message: str) -> None:

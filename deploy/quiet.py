@@ -1,4 +1,4 @@
-"""Whether the machine was quiet: processor time that others than the bench's own processes took, in cores.
+"""Whether the machine was quiet: processor time that others than this process and what it started took, in cores.
 
 Read from Linux's /proc; what a hypervisor gave to other machines (steal) counts too.
 """
@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from deploy.bench.workers.channel import descendants
+from deploy.processes import process_tree
 from speculative.errors import ConfigError
 
 MOST_CORES = 0.1
@@ -66,7 +66,7 @@ def others_s() -> float | None:
     busy = busy_s()
     if busy is None:
         return None
-    return busy - sum(map(_ticks, descendants(os.getpid()))) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(map(_ticks, process_tree(os.getpid()))) / os.sysconf("SC_CLK_TCK")
 
 
 def busy_s() -> float | None:
