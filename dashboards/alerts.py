@@ -324,7 +324,7 @@ ALERTS = (
         "critical",
         "Self-check {{ $labels.check }} of {{ $labels.model_name }} raised an alarm.",
         "A term whose mean is 0 in a correct sampler has another mean: the output does not follow the model's "
-        "distribution. The false-alarm rate is below 1e-6 per check over an engine's lifetime.",
+        "distribution. The false-alarm rate is 1e-6 per check over a replica's life.",
         "Which check fired (docs/metrics.md lists what each covers), and whether expected acceptance moved with it.",
         "The breaker switches speculation off and reports it; leave it off, keep the dump, and look for what changed.",
         commands=(

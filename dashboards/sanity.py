@@ -28,7 +28,7 @@ TME = Panel(
 ALARMS = Panel(
     title="Alarms",
     description="Alarms of the engine's self-checks and of the replays in the visible time range. The false-alarm rate "
-    "is below 1e-6 per check over an engine's lifetime: treat any alarm as a fault.",
+    "is 1e-6 per check over a replica's life: treat any alarm as a fault.",
     unit="none",
     queries=(
         Query(VISIBLE.events("selfcheck_alarms_total"), "self-checks", instant=True, sparse=True),

@@ -15,14 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 import torch
-
-from deploy.bench.rounds import Progress
 
 _MODEL = "smollm2-135m"
 _STOP_S = 30.0  # that a stage has to end after its budget
@@ -92,7 +90,9 @@ def stages(folder: Path) -> tuple[Stage, ...]:
     )
 
 
-def run_day(chosen: Sequence[Stage], folder: Path, device: str, say: Progress, *, again: bool = False) -> list[Outcome]:
+def run_day(
+    chosen: Sequence[Stage], folder: Path, device: str, say: Callable[[str], None], *, again: bool = False
+) -> list[Outcome]:
     """Run what has not passed yet.
 
     Args:

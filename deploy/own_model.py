@@ -15,6 +15,9 @@ from speculative.errors import ConfigError
 
 BASE = Path(__file__).parent / "configs" / "own.yaml"
 
+_ON_A_GPU = {"max_num_seqs": 64, "max_batched_tokens": 2048}
+_CPUS_BESIDE_A_GPU = 4
+
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
@@ -55,7 +58,9 @@ def own_application(own: OwnModel) -> ServeFile:
             args["vllm"] = {"engine_args": {"tensor_parallel_size": gpus}}
     elif gpus:
         pool |= {"replicas": gpus, "num_gpus": 1}
-    pool["num_cpus"] = min(pool["num_cpus"], os.cpu_count() or 1) if gpus else os.cpu_count() or 1
+    if gpus:
+        args["engine"] |= _ON_A_GPU
+    pool["num_cpus"] = _CPUS_BESIDE_A_GPU if gpus else os.cpu_count() or 1
     return check_data(data, ServeFile, f"--model {own.source}")
 
 

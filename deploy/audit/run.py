@@ -1,6 +1,6 @@
 """Runs the audits: sound engines raise no alarm; every known fault is found."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import islice
@@ -19,6 +19,7 @@ from deploy.audit.traffic import (
     sampling,
 )
 from deploy.audit.watch import MAX_Z, Answer, Recompute, Replayer, Watch, by_engine, by_transformers
+from deploy.progress import View
 from speculative.config import VerifierName
 from speculative.engine import EngineCore
 from speculative.request import DEFAULT_VERSION, Request, SamplingParams
@@ -37,7 +38,6 @@ _UPDATE_EVERY = 24  # requests
 _SOUND_POSITIONS = 5_000  # that tell the acceptance of a sound engine
 _SOUND_REQUESTS = 32
 
-Report = Callable[[str], None]
 Until = Callable[[Watch, int], bool]
 """Whether to stop, given who found something so far, and the positions or requests served."""
 
@@ -90,13 +90,19 @@ def _sound(traffic: str, **settings: Any) -> Mutant:
 
 
 def audit_mutants(
-    names: Iterable[str] = MUTANTS, report: Report = lambda _: None, patience: float = 2.0
+    names: Sequence[str] = tuple(MUTANTS), view: View | None = None, patience: float = 2.0
 ) -> list[Finding]:
     """Audit every mutant."""
-    findings = []
-    for name in names:
+    view, findings = view or View(), list[Finding]()
+
+    def note() -> str:
+        missed = [one.fault for one in findings if one.delay is None]
+        return f"{len(findings) - len(missed)} found, missed so far: {', '.join(missed) or 'none'}"
+
+    for number, name in enumerate(names, start=1):
+        view.stage(f"fault {number} of {len(names)}, {name}", note)
         findings.append(audit_mutant(name, patience))
-        report(f"{name}: {next(iter(findings[-1].detectors), 'NOT FOUND')} after {findings[-1].delay}")
+        view.say(f"{name}: {next(iter(findings[-1].detectors), 'NOT FOUND')} after {findings[-1].delay}")
     return findings
 
 
@@ -144,7 +150,7 @@ Serve = Callable[[CleanSetting, int], tuple[EngineCore, Iterator[Request]]]
 """An engine for a setting, and endless requests that follow from a seed."""
 
 
-def audit_clean(num_positions: int, report: Report = lambda _: None, serve: Serve | None = None) -> list[CleanRun]:
+def audit_clean(num_positions: int, view: View | None = None, serve: Serve | None = None) -> list[CleanRun]:
     """Serve `num_positions` with sound engines, all verifiers, kinds of drafts and filters taken together.
 
     serve: makes the engines; without it they are tables of VOCAB_SIZE tokens, and the traffic in which the faults are
@@ -156,20 +162,25 @@ def audit_clean(num_positions: int, report: Report = lambda _: None, serve: Serv
     def until(watch: Watch, _: int) -> bool:
         return watch.total.num_emitted >= share
 
-    runs = []
+    view, runs = view or View(), list[CleanRun]()
+
+    def so_far() -> str:
+        return f"{len(runs)} of {len(CLEAN_SETTINGS) + len(kinds)} settings done, {len(alarms_of(runs))} alarms so far"
 
     def note(setting: str, watch: Watch) -> None:
         total = watch.total
         replays = {detector: 1 for detector in watch.found if detector.startswith("replay")}
         runs.append(CleanRun(setting, total.num_emitted, total.alarms | replays, total.violations, total.checks))
-        report(f"{setting}: {total.num_emitted} positions, worst z {runs[-1].worst_z:.2f}, alarms {runs[-1].alarms}")
+        view.say(f"{setting}: {total.num_emitted} positions, worst z {runs[-1].worst_z:.2f}, alarms {runs[-1].alarms}")
 
     for index, setting in enumerate(CLEAN_SETTINGS):
         engine, requests = (serve or serve_table)(setting, 1000 + index)
         clients = _Clients(engine, requests, Watch())
+        view.stage(str(setting), so_far)
         clients.serve(until)
         note(str(setting), clients.watch)
     for kind in kinds:
+        view.stage(f"faults' traffic: {kind}", so_far)
         note(f"faults' traffic: {kind}", _watch(_sound(kind, self_check_sample_rate=1.0), until, None))
     return runs
 

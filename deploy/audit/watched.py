@@ -5,7 +5,7 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from deploy.audit.blackbox.command import faulty_servers
 from deploy.audit.blackbox.served import FaultyServer, serving
 from deploy.audit.blackbox.tiny import VOCAB_SIZE, write_tiny_pair
 from deploy.bench.provenance import provenance
+from deploy.progress import View
 from deploy.sections import write_section
 from deploy.watch.app import referee_app
 from deploy.watch.proxy import ProxyOptions, running_proxy
@@ -22,8 +23,6 @@ from deploy.watch.replayers import ReplayerOptions
 from deploy.watch.run import running_referee
 from deploy.watch.tolerance import Tolerance
 from deploy.watch.traffic import Traffic, drive
-
-Report = Callable[[str], None]
 
 SOUND = "sound"
 FAULTS = (
@@ -70,18 +69,17 @@ class WatchedFault:
         return asdict(self)
 
 
-def watch_faults(
-    names: Iterable[str], report: Report = lambda _: None, most_tokens: int = _MOST_TOKENS
-) -> list[WatchedFault]:
+def watch_faults(names: Sequence[str], view: View | None = None, most_tokens: int = _MOST_TOKENS) -> list[WatchedFault]:
     """Serve a tiny model with each of these faults (`sound` = none), and watch each server through the proxy until its
     fault is found, or for so many tokens."""
-    found = []
+    view, found = view or View(), list[WatchedFault]()
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = write_tiny_pair(Path(scratch))
-        for name in names:
+        for number, name in enumerate(names, start=1):
+            view.stage(f"fault {number} of {len(names)}, {name}", lambda: f"{len(found)} servers watched so far")
             for way, server in faulty_servers(name, target, draft, guarded=name == SOUND).items():
                 one = asyncio.run(_watch(name, way, server, target, most_tokens))
-                report(f"{name}, {way}: {one.found or 'nothing found'} in {one.tokens:,} tokens")
+                view.say(f"{name}, {way}: {one.found or 'nothing found'} in {one.tokens:,} tokens")
                 found.append(one)
     return found
 

@@ -16,9 +16,10 @@ from deploy.bench.plots import write_plots
 from deploy.bench.prompts import read_prompts
 from deploy.bench.provenance import provenance
 from deploy.bench.report import print_report, write_markdown
-from deploy.bench.rounds import BenchResult, Progress, run_bench
+from deploy.bench.rounds import BenchResult, run_bench
 from deploy.models import find_model
 from deploy.options import check_writable, write_json
+from deploy.progress import View
 from deploy.quiet import require_quiet
 from serve_app.backends.base import SHIPPED_HEADS
 from speculative.errors import ConfigError
@@ -60,7 +61,7 @@ class BenchOptions:
     noisy: bool
 
 
-def run_command(options: BenchOptions, progress: Progress, console: Console) -> BenchResult:
+def run_command(options: BenchOptions, view: View, console: Console) -> BenchResult:
     """Measure, print, and write what was asked for.
 
     Raises:
@@ -71,29 +72,30 @@ def run_command(options: BenchOptions, progress: Progress, console: Console) -> 
     check_writable(options.json_file, "--json")
     check_writable(options.markdown, "--markdown")
     check_writable(options.plots and options.plots / ".plots", "--plots")
-    plan = make_plan(options, progress)
+    plan = make_plan(options, view)
     machine = provenance()
     if for_page:
         require_quiet(machine["others_before"], "before anything was started")
-    found = run_bench(plan, machine, progress)
+    with view:
+        found = run_bench(plan, machine, view)
     print_report(found, console)
     write_json(options.json_file, found.as_dict(), indent=1)
     if options.json_file is not None:
-        progress(f"every sample is in {options.json_file}")
+        view.say(f"every sample is in {options.json_file}")
     if for_page:
         require_quiet(found.provenance["others_meanwhile"], "while this was measured")
     stem = re.sub(r"[^A-Za-z0-9]+", "-", options.section)
     plots = [] if options.plots is None else write_plots(found, options.plots, stem)
     if options.plots is not None:
         missing = "no plots: install matplotlib (`pip install 'truespec[bench]'`)"
-        progress(f"plots: {', '.join(path.name for path in plots)} in {options.plots}" if plots else missing)
+        view.say(f"plots: {', '.join(path.name for path in plots)} in {options.plots}" if plots else missing)
     if options.markdown is not None:
         write_markdown(found, options.markdown, options.section, plots)
-        progress(f"section {options.section!r} is in {options.markdown}")
+        view.say(f"section {options.section!r} is in {options.markdown}")
     return found
 
 
-def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
+def make_plan(options: BenchOptions, view: View) -> BenchPlan:
     """Check the options, and fetch and encode what they name.
 
     Raises:
@@ -111,10 +113,10 @@ def make_plan(options: BenchOptions, progress: Progress) -> BenchPlan:
     if len(threads) > 1:
         names, against = _with_threads(names, threads), _with_threads(against, threads)
     engines = tuple(EngineName.parse(name) for name in names)
-    folder = find_model(options.model, progress)
+    folder = find_model(options.model, view)
     gguf = options.gguf
     if gguf is None and any(engine.family == LLAMA for engine in engines):
-        gguf = find_gguf(options.model, folder, progress)
+        gguf = find_gguf(options.model, folder, view)
     streams = _STREAMS[options.gpu] if options.streams is None else options.streams
     pythons = {LLAMA: options.llama_python, VLLM: options.vllm_python}
     return BenchPlan(

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import signal
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from deploy.bench.own_tools import ToolSpeed, compare_with_own_tools
 from deploy.bench.plan import BenchPlan, Case
 from deploy.bench.process import EngineFailed, EngineProcess
 from deploy.bench.workers.channel import Ask
+from deploy.progress import View
 from deploy.quiet import Others
 from speculative.errors import ConfigError
-
-Progress = Callable[[str], None]
 
 _WARM_UP_TOKENS = 64  # an engine with dynamic draft lengths has tried every length by then
 
@@ -67,7 +65,7 @@ class BenchResult:
         }
 
 
-def run_bench(plan: BenchPlan, provenance: dict[str, Any], progress: Progress) -> BenchResult:
+def run_bench(plan: BenchPlan, provenance: dict[str, Any], view: View) -> BenchResult:
     """Measure everything the plan asks for. An engine that fails is left out from there on, with the reason.
 
     An interrupt ends the measuring, not the command: what was found until then is returned.
@@ -78,34 +76,35 @@ def run_bench(plan: BenchPlan, provenance: dict[str, Any], progress: Progress) -
     found = BenchResult(plan, provenance)
     launches, missing = resolve(plan)
     for one in missing:
-        _leave_out(found, one, progress)
+        _leave_out(found, one, view)
     with contextlib.ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are ended, not left behind
         stack.callback(signal.signal, signal.SIGTERM, before)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="truespec-bench-")))
         engines: dict[str, EngineProcess] = {}
         for launch in launches:
-            progress(f"starting {', '.join(launch.serves)}")
+            view.say(f"starting {', '.join(launch.serves)}")
+            view.stage(f"starting {', '.join(launch.serves)}")
             try:
                 process = stack.enter_context(EngineProcess(launch, folder))
                 engines |= dict.fromkeys(launch.serves, process)
                 found.versions |= dict.fromkeys(launch.serves, process.versions)
             except EngineFailed as error:
                 for name in launch.serves:
-                    _leave_out(found, LeftOut(name, f"it did not start: {error}"), progress)
+                    _leave_out(found, LeftOut(name, f"it did not start: {error}"), view)
         if not engines:
             raise ConfigError("No engine could be started; the lines above say why.")
-        run, others = _Run(found, engines, progress), Others()
+        run, others = _Run(found, engines, view), Others()
         try:
             for case in plan.cases():
                 run.case(case)
             if plan.own_tools:
-                progress("comparing other engines with their own benchmark tools")
+                view.stage("comparing other engines with their own benchmark tools")
                 found.own_tools, missing = compare_with_own_tools(plan, launches, engines, folder)
                 for one in missing:
-                    _leave_out(found, one, progress)
+                    _leave_out(found, one, view)
         except KeyboardInterrupt:
-            progress("interrupted; what was measured until now is reported")
+            view.say("interrupted; what was measured until now is reported")
         found.provenance["others_meanwhile"] = others.cores()
     return found
 
@@ -113,16 +112,21 @@ def run_bench(plan: BenchPlan, provenance: dict[str, Any], progress: Progress) -
 class _Run:
     """The engines still alive, and their results."""
 
-    def __init__(self, found: BenchResult, engines: dict[str, EngineProcess], progress: Progress) -> None:
+    def __init__(self, found: BenchResult, engines: dict[str, EngineProcess], view: View) -> None:
         self._found = found
         self._engines = engines
-        self._progress = progress
+        self._view = view
+        self._num_cases = len(list(found.plan.cases()))
+        self._num_begun = 0
 
     def case(self, case: Case) -> None:
         """All rounds of a case, the first one as warm-up."""
         plan, able = self._found.plan, self._able(case)
-        self._progress(f"{case}: {len(able)} engines, {plan.rounds} rounds")
+        self._num_begun += 1
+        self._view.stage(f"case {self._num_begun} of {self._num_cases}, {case}")
+        self._view.say(f"{case}: {len(able)} engines, {plan.rounds} rounds")
         for number in range(-1, plan.rounds):
+            self._view.count(max(number, 0), plan.rounds, "rounds")
             for name in able:
                 reported = self._ask(name, case, _ask(plan, case, number))
                 if reported is not None and number >= 0:
@@ -139,7 +143,7 @@ class _Run:
             if process.max_streams is None or case.streams <= process.max_streams:
                 able.append(name)
             else:
-                self._progress(f"{case}: without {name}, which answers at most {process.max_streams} at once")
+                self._view.say(f"{case}: without {name}, which answers at most {process.max_streams} at once")
         return able
 
     def _ask(self, name: str, case: Case, ask: Ask) -> dict[str, Any] | None:
@@ -150,7 +154,7 @@ class _Run:
         try:
             return process.run(dataclasses.replace(ask, engine=name))
         except EngineFailed as error:
-            _leave_out(self._found, LeftOut(name, f"it failed at {case}: {error}"), self._progress)
+            _leave_out(self._found, LeftOut(name, f"it failed at {case}: {error}"), self._view)
             del self._engines[name]
             if process not in self._engines.values():
                 process.close()
@@ -168,9 +172,9 @@ def _ask(plan: BenchPlan, case: Case, number: int, *, profile: bool = False) -> 
     )
 
 
-def _leave_out(found: BenchResult, one: LeftOut, progress: Progress) -> None:
+def _leave_out(found: BenchResult, one: LeftOut, view: View) -> None:
     found.left_out.append(one)
-    progress(f"left out: {one.name}: {one.reason}")
+    view.say(f"left out: {one.name}: {one.reason}")
 
 
 def _sample_dict(sample: Sample) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import Failure, a_file, err, key_option, out, progress_printer, say
+from deploy.cli.console import Failure, a_file, err, key_option, out, say
 from deploy.options import FiniteRange, api_key, beginning_with, check_writable, server_url, write_json
+from deploy.progress import View
 from speculative.errors import ConfigError
 
 _DETECTION, _AUDIT, _WATCH = Path("docs/detection.md"), Path("docs/runs/audits.md"), Path("docs/watch.md")
@@ -72,7 +73,8 @@ def audit_server(
             if address is not None:
                 server_url(address, named)
         key = api_key(options.pop("api_key_file"))
-        found = audit_url(AuditOptions(url, api_key=key, **options), progress_printer())
+        with View(err) as view:
+            found = audit_url(AuditOptions(url, api_key=key, **options), view, json_file)
     except (AuditFailed, ConfigError) as error:
         say(f"Error: {error}", err)
         raise click.exceptions.Exit(2) from error
@@ -118,7 +120,8 @@ def audit_faults(
     names = beginning_with(only, list(MUTANTS), "fault")
     page = page or (_in_a_checkout(_DETECTION) if not only else None)  # the page has all of them
     check_writable(page, "--page")
-    findings = audit_mutants(names, report=progress_printer())
+    with View(err) as view:
+        findings = audit_mutants(names, view)
     out.print(detection_table(findings))
     if page is not None:
         write_detection(findings, page)
@@ -137,7 +140,8 @@ def _faults_from_outside(page: Path | None, only: tuple[str, ...], json_file: Pa
 
     names = servable(only)
     check_writable(page, "--page")
-    found = audit_faults(names, page, progress_printer())
+    with View(err) as view:
+        found = audit_faults(names, page, view)
     write_json(json_file, [one.as_dict() for one in found])
     wrong = [f"{one.fault}, {one.way}" for one in found if one.is_false_alarm]
     if wrong:
@@ -149,7 +153,8 @@ def _faults_watched(page: Path | None, only: tuple[str, ...], json_file: Path | 
 
     names = beginning_with(only, (SOUND, *FAULTS), "watched fault")
     check_writable(page, "--page")
-    found = watch_faults(names, progress_printer())
+    with View(err) as view:
+        found = watch_faults(names, view)
     if page is not None:
         write_table(found, page)
     write_json(json_file, [one.as_dict() for one in found])
@@ -172,7 +177,8 @@ def audit_clean(positions: int, model: str | None, head: str | None, json_file: 
 
     check_writable(json_file, "--json")
     check_writable(page, "--page")
-    runs = run(positions, progress_printer(), None if model is None else AuditedModel.find(model, head).serve)
+    with View(err) as view:
+        runs = run(positions, view, None if model is None else AuditedModel.find(model, head).serve)
     out.print(clean_table(runs))
     if page is not None:
         write_clean(runs, page, model or f"a table of {VOCAB_SIZE} tokens")

@@ -49,7 +49,7 @@ def batch(requests: Path, answers: Path, json_file: Path | None, **options: Any)
     """
     from deploy.jobs.batch import BatchOptions, complaint, run_batch, summary
     from deploy.jobs.batch_files import BatchInput, BatchOutput
-    from deploy.jobs.view import View
+    from deploy.progress import View
 
     check_writable(json_file, "--json")
     server = {name: options.pop(name) for name in ("url", "source", "file", "address")}

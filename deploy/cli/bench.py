@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import Failure, a_file, out, progress_printer, say
+from deploy.cli.console import Failure, a_file, err, out, say
 from deploy.options import check_writable, write_json
+from deploy.progress import View
 
 
 @click.command()
@@ -76,7 +77,7 @@ def bench(**options: Any) -> None:
     """Measure engines side by side: same model, prompts and sampling, in turns."""
     from deploy.bench.command import BenchOptions, run_command
 
-    found = run_command(BenchOptions(**options), progress_printer(), out)
+    found = run_command(BenchOptions(**options), View(err), out)
     if not found.samples:
         raise Failure("Nothing was measured; the lines above say why.")
     slower = [f"{one.engine} ({one.case}): {one.share:.2f}" for one in found.own_tools if not one.fair]

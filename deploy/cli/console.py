@@ -33,7 +33,7 @@ def console(stream: TextIO, *, stderr: bool = False) -> Console:
 err = console(sys.stderr, stderr=True)
 out = console(sys.stdout)
 
-_INTERRUPTED = 128 + signal.SIGINT  # what shells expect of a command that ^C ended
+INTERRUPTED = 128 + signal.SIGINT  # what shells expect of a command that ^C ended
 
 
 class _ConfigPath(click.Path):
@@ -135,7 +135,7 @@ class MainGroup(click.Group):
             raise Failure(str(error)) from error
         except KeyboardInterrupt:
             say("Interrupted.", err)
-            raise click.exceptions.Exit(_INTERRUPTED) from None
+            raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 def progress_printer() -> Callable[[str], None]:

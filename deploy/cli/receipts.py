@@ -1,13 +1,15 @@
 """`truespec verify`: whether receipts follow from the weights and seeds that they name."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from deploy.cli.console import err, progress_printer, say
+from deploy.cli.console import err, say
 from deploy.models import find_model
+from deploy.progress import View
 from speculative.errors import ConfigError, TruespecError
 
 _WRONG, _UNCHECKED = 1, 2
@@ -33,17 +35,19 @@ def verify(ctx: click.Context, receipt: Path, model: str, engine: Any, public_ke
     RECEIPT is a file with a receipt, or with a reply that has `receipts`; - reads standard input. The exit status is 0
     where every answer follows from its seed and the weights, 1 where one does not, 2 where that cannot be checked.
     """
+    wrong = False
     try:
-        verdicts = _verdicts(receipt, model, engine, public_key)
+        for verdict in _verdicts(receipt, model, engine, public_key):
+            say(json.dumps(verdict.to_wire()) if as_json else verdict.in_words())
+            wrong |= bool(verdict.reason)
     except TruespecError as error:
         say(f"This cannot be checked: {error}", err)
         ctx.exit(_UNCHECKED)
-    for verdict in verdicts:
-        say(json.dumps(verdict.to_wire()) if as_json else verdict.in_words())
-    ctx.exit(_WRONG if any(verdict.reason for verdict in verdicts) else 0)
+    ctx.exit(_WRONG if wrong else 0)
 
 
-def _verdicts(receipt: Path, model: str, engine: Any, public_key: Path | None) -> list[Any]:
+def _verdicts(receipt: Path, model: str, engine: Any, public_key: Path | None) -> Iterator[Any]:
+    """On each receipt as soon as it is checked."""
     from deploy.verify import verify as check
     from serve_app.integrity.receipts import read_receipts
     from serve_app.integrity.signatures import PublicKey
@@ -55,5 +59,8 @@ def _verdicts(receipt: Path, model: str, engine: Any, public_key: Path | None) -
         raise ConfigError(f"{receipt} cannot be read: {error}.") from error
     receipts = read_receipts(text)
     key = None if public_key is None else PublicKey.from_file(public_key)
-    folder = find_model(model, progress_printer())
-    return [check(one, folder, engine, key) for one in receipts]
+    with View(err) as view:
+        folder = find_model(model, view)
+        for number, one in enumerate(receipts, start=1):
+            view.stage(f"computing receipt {number} of {len(receipts)} again, {len(one.token_ids)} tokens")
+            yield check(one, folder, engine, key)

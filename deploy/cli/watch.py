@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from deploy.cli.console import Failure, a_file, err, key_option, out, progress_printer, say
+from deploy.cli.console import INTERRUPTED, Failure, a_file, err, key_option, out, progress_printer, say
 from deploy.models import find_model
 from deploy.options import FiniteRange, api_key, check_writable, server_url, write_json
+from deploy.progress import View
 from deploy.watch.asking import DIALECTS
 from deploy.watch.report import FAIL_ON, conclusion, print_report
 from speculative.errors import ConfigError
@@ -278,11 +279,15 @@ def watch_files(
     for option, path in {"--json": json_file, "--html": html_file}.items():
         check_writable(path, option)
     referee, replayer = _referee_options(options)
-    report = judge_records(read_records(records, requests), referee, replayer, progress_printer())
+    with View(err) as view:
+        report = judge_records(read_records(records, requests), referee, replayer, view)
     print_report(report, out)
     write_json(json_file, report)
     if html_file is not None:
         html_file.write_text(html_report(report), encoding="utf-8")
+    if report["interrupted"]:
+        say("Interrupted: the report is about what was judged until then.", err)
+        raise click.exceptions.Exit(INTERRUPTED)
     if reasons := conclusion(report, fail_on):
         raise Failure("\n".join(reasons))
 
@@ -309,7 +314,9 @@ def watch_calibrate(
 
     server_url(url, "URL")
     check_writable(file, "--out")
-    tolerance = calibrate(url, find_model(model, progress_printer()), served, num_prompts, api_key(api_key_file))
+    with View(err) as view:
+        folder = find_model(model, view)
+        tolerance = calibrate(url, folder, served, num_prompts, api_key(api_key_file), view)
     write_json(file, tolerance.to_wire())
     for line in tolerance.in_words():
         say(line)

@@ -19,7 +19,7 @@ import httpx
 
 from deploy.client import ServiceError
 from deploy.jobs.batch_files import ID_PREFIX, BatchInput, BatchLine, BatchOutput
-from deploy.jobs.view import View
+from deploy.progress import View
 
 _LONGEST_WAIT_S = 300.0  # between two attempts, whatever a server asks for
 _LONGEST_BACKOFF_S = 60.0

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from deploy.jobs.view import View
 from deploy.models import find_model
+from deploy.progress import View
 from serve_app.backends.base import SHIPPED_HEADS
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import DrafterConfig, EngineConfig

@@ -24,6 +24,7 @@ import numpy as np
 
 from deploy.audit.blackbox.exchange import Exchange, Server
 from deploy.bench.prompts import KINDS, read_texts
+from deploy.progress import View
 from deploy.watch.tolerance import Tolerance
 from serve_app.backends.transformers_referee import TransformersModel
 from serve_app.text.tokenizer import Tokenizer
@@ -84,18 +85,26 @@ class _Compared:
         return float(((s - p) * p).sum()), float(((s - p) * surprisals).sum() + rest * far) / SURPRISAL_CLIP_NATS
 
 
-def calibrate(url: str, folder: Path, served: str | None, num_prompts: int, api_key: str | None = None) -> Tolerance:
+def calibrate(
+    url: str, folder: Path, served: str | None, num_prompts: int, api_key: str | None = None, view: View | None = None
+) -> Tolerance:
     """Ask a server, and return the tolerance that its arithmetic needs.
 
     Raises:
         ConfigError: the server reports no logprobs of its likeliest tokens, or they are not those of these weights.
     """
+    view = view or View()
+    view.stage("loading the model")
     tokenizer, model = Tokenizer.from_folder(folder), TransformersModel(folder)
     prompts = list(_prompts(tokenizer, num_prompts, model.max_model_len - 1))
     with Server(url, api_key) as server:
         desk = _Desk(server, served, tokenizer)
         processed = desk.is_processed(prompts[:_MODE_PROMPTS], model)
-        compared = [desk.compare(prompt, model) for prompt in prompts]
+        view.stage("comparing next tokens")
+        compared = []
+        for number, prompt in enumerate(prompts, start=1):
+            compared.append(desk.compare(prompt, model))
+            view.count(number, len(prompts), "prompts")
     return _tolerance([one for one in compared if one is not None], processed, desk)
 
 

@@ -1,18 +1,19 @@
 """Runs a referee: over records that were kept, or as a server to which a proxy sends what it captures."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from deploy.progress import View
 from deploy.watch.exchanges import Exchange
 from deploy.watch.referee import Referee, RefereeOptions
 from deploy.watch.replayers import ReplayerOptions, make_replayer
 
-Report = Callable[[str], None]
-
-_REPORT_EVERY = 1000  # answers
+_READ_AHEAD = 64  # records
 
 
 @contextlib.asynccontextmanager
@@ -37,18 +38,39 @@ async def running_referee(options: RefereeOptions, replayer_options: ReplayerOpt
 
 
 def judge_records(
-    records: Iterator[Exchange | str], options: RefereeOptions, replayer: ReplayerOptions, say: Report
+    records: Iterator[Exchange | str], options: RefereeOptions, replayer: ReplayerOptions, view: View
 ) -> dict[str, Any]:
-    """Judge every record, and return the report."""
-    return asyncio.run(_judge_records(records, options, replayer, say))
+    """Judge every record, and return the report; after Ctrl-C it is about those judged by then, and `interrupted`."""
+    return asyncio.run(_judge_records(records, options, replayer, view))
 
 
 async def _judge_records(
-    records: Iterator[Exchange | str], options: RefereeOptions, replayer_options: ReplayerOptions, say: Report
+    records: Iterator[Exchange | str], options: RefereeOptions, replayer_options: ReplayerOptions, view: View
 ) -> dict[str, Any]:
+    view.stage("loading the model")
     async with running_referee(options, replayer_options) as referee:
+        interrupted = False
+        try:
+            await _judge_all(records, options, referee, view)
+        except asyncio.CancelledError:
+            interrupted = True
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return referee.report() | {"interrupted": interrupted}
+
+
+async def _judge_all(records: Iterator[Exchange | str], options: RefereeOptions, referee: Referee, view: View) -> None:
+    num_read = 0
+
+    def note() -> str:
+        found = referee.first_finding
+        return f"{num_read:,} records read, {referee.num_answers:,} answers judged; found so far: " + (
+            found.found if found else "nothing"
+        )
+
+    view.stage("judging", note)
+    async with asyncio.TaskGroup() as tasks:
         room = asyncio.Semaphore(options.max_queue // 2)  # choices of one record wait together
-        tasks: set[asyncio.Task[None]] = set()
 
         async def judge(exchange: Exchange) -> None:
             try:
@@ -56,16 +78,33 @@ async def _judge_records(
             finally:
                 room.release()
 
-        for number, record in enumerate(records, start=1):
+        async for record in _read_ahead(records):
+            num_read += 1
             if isinstance(record, str):
                 referee.leave_out(record)
                 continue
             await room.acquire()
-            task = asyncio.create_task(judge(record))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            if number % _REPORT_EVERY == 0:
-                say(f"{number:,} records read")
-        if tasks:
-            await asyncio.gather(*tasks)
-        return referee.report()
+            tasks.create_task(judge(record))
+
+
+async def _read_ahead(records: Iterator[Exchange | str]) -> AsyncIterator[Exchange | str]:
+    """The records, read in a thread: standard input may keep its reader waiting, and meanwhile answers are judged."""
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Exchange | str | BaseException | None](_READ_AHEAD)
+
+    def put(read: Exchange | str | BaseException | None) -> None:
+        asyncio.run_coroutine_threadsafe(queue.put(read), loop).result()
+
+    def read_all() -> None:
+        with contextlib.suppress(RuntimeError, concurrent.futures.CancelledError):  # the loop has ended
+            try:
+                for record in records:
+                    put(record)
+                put(None)
+            except Exception as error:
+                put(error)
+
+    threading.Thread(target=read_all, name="records", daemon=True).start()
+    while (read := await queue.get()) is not None:
+        if isinstance(read, BaseException):
+            raise read
+        yield read

@@ -143,6 +143,14 @@ def test_what_cannot_be_asked_is_reported(server: Server) -> None:
     assert verdicts["greedy twins"].verdict is Verdict.UNSUPPORTED, "without a tokenizer it has no tokens to send"
 
 
+def test_what_was_found_is_kept_after_every_probe(server: Server) -> None:
+    kept: list[Audit] = []
+    only = ["nonsense", "structured output"]
+    audit = run_audit(Lab(server, find_dialect(server), QUICK), only=only, keep=kept.append)
+    assert [len(one.outcomes) for one in kept] == [1, 2]
+    assert kept[-1].outcomes == audit.outcomes and kept[0].num_requests < audit.num_requests
+
+
 def test_a_dying_server_is_a_finding_and_the_audit_ends(fake: FakeAudited, server: Server) -> None:
     lab = Lab(server, find_dialect(server), QUICK)
     fake.answer = lambda body: DIES if body.get("top_p") == 2.0 else uniform_reply(body)

@@ -21,6 +21,7 @@ from deploy.bench.rounds import BenchResult, run_bench
 from deploy.bench.workers.channel import Ask
 from deploy.cli.main import main
 from deploy.processes import process_tree
+from deploy.progress import View
 from speculative.errors import ConfigError
 from tests.support.tiny_models import write_tiny_model
 
@@ -43,6 +44,17 @@ def plan(*names: str, **changes: Any) -> BenchPlan:
     return BenchPlan(**settings | changes)
 
 
+class Said(View):
+    """Keeps what is said, as it is said."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def say(self, message: str) -> None:
+        self._lines.append(message)
+
+
 def run_fakes(
     monkeypatch: pytest.MonkeyPatch, folder: Path, settings: dict[str, dict[str, Any]], **changes: Any
 ) -> tuple[BenchResult, list[str], list[str]]:
@@ -57,7 +69,7 @@ def run_fakes(
     monkeypatch.setattr(process, "_SETTLE_S", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     reported: list[str] = []
-    found = run_bench(plan(*settings, **changes), {}, reported.append)
+    found = run_bench(plan(*settings, **changes), {}, Said(reported))
     return found, log.read_text().splitlines(), reported
 
 
@@ -107,7 +119,7 @@ def state(pid: int) -> str:
 
 
 def test_engines_are_measured_with_each_number_of_threads(bench_model: Path) -> None:
-    made = make_plan(bench_options(bench_model, engines="ours/off,ours/ngram:threads=4", threads="1,2"), print)
+    made = make_plan(bench_options(bench_model, engines="ours/off,ours/ngram:threads=4", threads="1,2"), View())
     launches, left_out = resolve(made)
     assert not left_out
     assert {launch.name.text: launch.threads for launch in launches} == {
@@ -116,7 +128,7 @@ def test_engines_are_measured_with_each_number_of_threads(bench_model: Path) -> 
         "ours/ngram:threads=4": 4,
     }
     best_of = bench_options(bench_model, engines="ours/off,ours/ngram", threads="1,2", against="ours/ngram")
-    assert make_plan(best_of, print).against == ("ours/ngram:threads=1", "ours/ngram:threads=2")
+    assert make_plan(best_of, View()).against == ("ours/ngram:threads=1", "ours/ngram:threads=2")
 
 
 def test_vllm_runs_with_the_libraries_that_its_documentation_preloads(
@@ -300,7 +312,7 @@ def test_a_gpu_plan_without_a_gpu_says_so_and_measures_nothing(monkeypatch: pyte
 def test_a_gpu_plan_compares_drafters_with_and_without_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     folder = write_tiny_model(tmp_path / "model", tokenizer=True)
-    made = make_plan(bench_options(folder, gpu=True, temperatures="0,1"), print)
+    made = make_plan(bench_options(folder, gpu=True, temperatures="0,1"), View())
     assert made.streams == (1, 4, 16, 64)
     launches, left_out = resolve(made)
     assert not left_out

@@ -54,8 +54,10 @@ def test_a_relative_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: p
 def test_where_it_runs() -> None:
     pool = args_of(gpus=0).pool("monolith")
     assert (pool.replicas, pool.num_gpus) == (1, 0)
-    pool = args_of(gpus=2).pool("monolith")
+    args = args_of(gpus=2)
+    pool = args.pool("monolith")
     assert (pool.replicas, pool.num_gpus) == (2, 1), "our engine: a replica on each GPU"
+    assert args.engine.max_num_seqs > args_of(gpus=0).engine.max_num_seqs, "a GPU has room for more"
     args = args_of(gpus=2, engine="vllm")
     assert (args.pool("monolith").replicas, args.pool("monolith").num_gpus, args.ranks.tensor) == (1, 2, 2)
 

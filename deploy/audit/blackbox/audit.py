@@ -20,9 +20,8 @@ from deploy.audit.blackbox.probes import (
     Verdict,
     delta_per_test,
 )
+from deploy.progress import View
 from speculative.request import SamplingParams
-
-Report = Callable[[str], None]
 
 _MODULES = (replay, twins, lengths, contract, parameters, counters)  # importing them registers their probes
 _LAST = ("logprob contract", "nonsense", "own alarms", "top_k", "neighbours of scored ids")
@@ -64,21 +63,35 @@ class Audit:
         }
 
 
-def run_audit(lab: Lab, report: Report = lambda _: None, only: Sequence[str] = ()) -> Audit:
+def run_audit(
+    lab: Lab, view: View | None = None, only: Sequence[str] = (), keep: Callable[[Audit], None] = lambda _: None
+) -> Audit:
     """Run every probe that the server and the budget allow; Ctrl-C ends the audit and keeps the results so far.
 
     Args:
         lab: the server, and what it is compared with.
-        report: called with every probe as it ends.
+        view: shows which probe runs, and what was found so far; None = nothing does.
         only: names of probes; empty = all.
+        keep: called with the results so far after every probe.
     """
-    began = time.monotonic()
+    view, began = view or View(), time.monotonic()
     outcomes: list[Outcome] = []
     gone = ""
-    for probe in _in_order(only):
+
+    def so_far() -> Audit:
+        return Audit(lab.server.url, _facts(lab), tuple(outcomes), lab.server.num_requests, time.monotonic() - began)
+
+    def note() -> str:
+        failed = [one.probe for one in outcomes if one.findings]
+        computed = f", {lab.num_computed} answers computed again" if lab.num_computed else ""
+        return f"{lab.server.num_requests} requests sent{computed}; found so far: {', '.join(failed) or 'nothing'}"
+
+    probes = _in_order(only)
+    for number, probe in enumerate(probes, start=1):
         if gone:
             outcomes.append(Outcome(probe.name, probe.asks, Verdict.INCONCLUSIVE, gone))
             continue
+        view.stage(f"probe {number} of {len(probes)}, {probe.name}", note)
         try:
             outcomes.append(_run(lab, probe))
         except KeyboardInterrupt:
@@ -88,8 +101,9 @@ def run_audit(lab: Lab, report: Report = lambda _: None, only: Sequence[str] = (
         if not _serves(lab, outcomes[-1]):
             _note_death(lab, outcomes[-1], f"it stopped answering during '{probe.name}'")
             gone = f"the server is down: {outcomes[-1].reported}"
-        report(f"{probe.name}: {outcomes[-1].verdict} ({outcomes[-1].reported})")
-    return Audit(lab.server.url, _facts(lab), tuple(outcomes), lab.server.num_requests, time.monotonic() - began)
+        view.say(f"{probe.name}: {outcomes[-1].verdict} ({outcomes[-1].reported})")
+        keep(so_far())
+    return so_far()
 
 
 def _in_order(only: Sequence[str]) -> list[Probe]:

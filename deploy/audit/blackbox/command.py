@@ -1,7 +1,7 @@
 """`truespec audit server`, and the audit of the audit: servers with known faults, audited from outside."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,10 +23,9 @@ from deploy.audit.mutants import MUTANTS, Mutant
 from deploy.audit.traffic import DECODERS, TABLES
 from deploy.models import find_model
 from deploy.options import beginning_with, nearest, write_json
+from deploy.progress import View
 from speculative.config import DrafterConfig
 from speculative.errors import ConfigError
-
-Report = Callable[[str], None]
 
 BUDGETS: Mapping[str, Budget] = {"quick": QUICK, "full": FULL}
 PAGE_HEAD = "# Audits that were run\n"
@@ -56,8 +55,8 @@ class AuditOptions:
     only: tuple[str, ...] = ()
 
 
-def audit_url(options: AuditOptions, report: Report) -> Audit:
-    """Audit a running server.
+def audit_url(options: AuditOptions, view: View, json_file: Path | None = None) -> Audit:
+    """Audit a running server. The results so far stand in `json_file` after every probe.
 
     Raises:
         AuditFailed: no server answers there, or the weights to compare with cannot be loaded.
@@ -69,20 +68,27 @@ def audit_url(options: AuditOptions, report: Report) -> Audit:
     with ExitStack() as stack:
         server = stack.enter_context(Server(options.url, options.api_key, options.timeout_s))
         dialect = find_dialect(server, options.served)
-        report(f"{server.url} serves {dialect.model}")
+        view.say(f"{server.url} serves {dialect.model}")
         beside = None
         if options.beside is not None:
             other = stack.enter_context(Server(options.beside, options.api_key, options.timeout_s))
             beside = (other, find_dialect(other))
-        reference = None if options.model is None else Reference(find_model(options.model))
+        reference = None
+        if options.model is not None:
+            view.stage(f"loading {options.model}")
+            reference = Reference(find_model(options.model, view.say))
         lab = Lab(server, dialect, BUDGETS[options.budget], reference, beside, options.destructive)
-        return run_audit(lab, report, options.only)
+
+        def keep(so_far: Audit) -> None:
+            write_json(json_file, so_far.as_dict() | {"complete": False}, indent=1)
+
+        return run_audit(lab, view, options.only, keep)
 
 
 def show(audit: Audit, out: Console, json_file: Path | None, html_file: Path | None) -> None:
     """Print an audit and write its files."""
     print_audit(audit, out)
-    write_json(json_file, audit.as_dict(), indent=1)
+    write_json(json_file, audit.as_dict() | {"complete": True}, indent=1)
     if html_file is not None:
         html_file.parent.mkdir(parents=True, exist_ok=True)
         html_file.write_text(html_page(audit), encoding="utf-8")
@@ -117,19 +123,20 @@ class FaultFound:
         return asdict(self)
 
 
-def audit_faults(names: Iterable[str], page: Path | None, report: Report = lambda _: None) -> list[FaultFound]:
+def audit_faults(names: Sequence[str], page: Path | None, view: View | None = None) -> list[FaultFound]:
     """Serve a tiny model with each of these faults (`sound` = none) and audit each server; rows are written to the
     page one by one."""
-    found = []
+    view, found = view or View(), []
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = write_tiny_pair(Path(scratch))
         reference = Reference(target)
-        for name in names:
+        for number, name in enumerate(names, start=1):
+            view.stage(f"fault {number} of {len(names)}, {name}")
             for way, server in faulty_servers(name, target, draft, guarded=name == "sound").items():
                 audit = audit_faulty(server, reference, budget_for(name))
                 if page is not None:
                     write_faults([(name, way, audit)], page, PAGE_HEAD)
-                report(f"{name}, {way}: {', '.join(audit.faults) or 'nothing found'}")
+                view.say(f"{name}, {way}: {', '.join(audit.faults) or 'nothing found'}")
                 failed = tuple(one.probe for one in audit.outcomes if one.findings)
                 found.append(FaultFound(name, way, tuple(audit.faults), failed))
     return found

@@ -118,6 +118,7 @@ class Lab:
     publishing_s: float = 1.1
     mixed_up: bool = False  # a parameter was found not to be applied
     scores_wrongly: bool = False  # logprobs of requested ids were found missing or wrong
+    num_computed: int = 0  # answers that the reference has computed again
     refused: dict[str, str] = field(default_factory=dict)  # settings that the server rejects
     failed: list[Exchange] = field(default_factory=list)  # requests of the traffic that failed
     gathered: list[Served] = field(default_factory=list)  # all answers with logprobs, from any probe
@@ -198,6 +199,7 @@ class Lab:
         assert self.reference is not None
         if served.distribution is None:
             served.distribution = self.reference.distribution(served.ask.prompt, served.ids, served.ask.params)  # type: ignore[arg-type]
+            self.num_computed += 1
         return served.distribution
 
     def _served(self, setting: str, ask: Ask, exchange: Exchange) -> Served:

@@ -2,6 +2,9 @@
 
 import json
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,30 @@ def test_logprobs_of_other_weights_fail(folder: Path, rollouts: Path, tmp_path: 
     result = call(shifted, "--model", folder, "--precision", "float32", "--threads", 1)
     assert result.exit_code == 1
     assert "drift" in result.output
+
+
+def test_what_was_judged_until_an_interrupt_is_reported(folder: Path, rollouts: Path, tmp_path: Path) -> None:
+    found = tmp_path / "report.json"
+    options = ("--model", str(folder), "--precision", "float32", "--threads", "1", "--json", str(found))
+    command = [sys.executable, "-m", "deploy.cli.main", "watch", "files", "-", *options]
+    lines = rollouts.read_bytes().splitlines(keepends=True)
+    wrong = json.loads(lines[0])
+    wrong["logprobs"] = [value + 9 for value in wrong["logprobs"]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stderr is not None and process.stdout is not None
+        # The last line is cut off: the command waits for the rest of it with all others judged.
+        process.stdin.write(b"".join([*lines[:9], json.dumps(wrong).encode(), b"\n", b"{"]))
+        process.stdin.flush()
+        for line in process.stderr:
+            if b"10 records read, 10 answers judged" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        process.stdin.close()
+        said, heard = process.stdout.read().decode(), process.stderr.read().decode()
+    assert process.returncode == 130, heard
+    assert "found so far" in line.decode() and "about what was judged until then" in heard and "suspect" in said
+    report = json.loads(found.read_text())
+    assert report["interrupted"] and report["all"]["tokens"] == 120 and len(report["suspect"]) == 1
 
 
 def test_nothing_that_can_be_compared_fails_too(folder: Path, tmp_path: Path) -> None:
