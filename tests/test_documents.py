@@ -176,7 +176,7 @@ def test_the_checks_find_what_is_wrong(tmp_path: Path) -> None:
     assert found == [["audit", "clean", "5"], ["serve", "F"]]
     assert list(in_shell("pip install truespec\nhelm install truespec helm/truespec\n")) == []
     assert fault(["serve", "FILE"]) is None
-    assert fault(["serve"]) is not None and fault(["serve"], whole=False) is None
+    assert fault(["batch"]) is not None and fault(["batch"], whole=False) is None
     assert fault(["serve", "FILE", "--adress", "auto"]) is not None
     assert fault(["config"]) is not None and fault(["config", "chekc", "FILE"]) is not None
     assert fault(["serve", "FILE", "FILE"]) is not None
