@@ -44,6 +44,17 @@ class Quantized:
             groups = groups + self.least.float()[..., None]
         return groups.flatten(1)
 
+    def is_rounded_to(self, weight: Tensor) -> bool:
+        """Whether [O, I] are these weights, each rounded to bfloat16 or less."""
+        for start in range(0, len(weight), _ROWS):
+            rows = slice(start, start + _ROWS)
+            least = None if self.least is None else self.least[rows]
+            exact = Quantized(self.numbers[rows], self.scales[rows], least).to_float()
+            smallest = 1e-6 * exact.abs().max().item()  # of a sum that all but cancels
+            if not torch.allclose(weight[rows].float(), exact, rtol=2**-8, atol=smallest):
+                return False
+        return True
+
     @classmethod
     def stack(cls, parts: Sequence["Quantized"]) -> "Quantized":
         """Several matrices of the same inputs as one, row block after row block."""
