@@ -69,8 +69,8 @@ def check_lm_head(folder: Path) -> None:
     (path, head), (_, embedding) = (found[name] for name in _TIED)
     if head.shape != embedding.shape or not bool((head == embedding).all()):
         raise ConfigError(
-            f"{path}: {_TIED[0]} and {_TIED[1]} differ, and `tie_word_embeddings` in config.json says that they are one, "
-            f"so vLLM would pass over the first; set it to false, or remove {_TIED[0]} from the file."
+            f"{path}: {_TIED[0]} and {_TIED[1]} differ, and config.json says that they are one, so vLLM would pass "
+            f"over the first; set `tie_word_embeddings` to false, or remove {_TIED[0]} from the file."
         )
 
 
