@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 import torch
@@ -27,7 +27,7 @@ from serve_app.integrity.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig
 from speculative.errors import ConfigError, TruespecError
-from speculative.model.config import ModelConfig, holds_fp8
+from speculative.model.config import ModelConfig, holds_fp8, read_json
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import checkpoint_files, choose_weights
@@ -41,6 +41,7 @@ _GIB = 2**30
 # Bytes of a weight in each form; the CPU's four- and eight-bit ones share a scale among 32.
 _WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "w16a16": 2.0, "fp8": 1.0, "int8": 34 / 32, "w8a8": 34 / 32}
 _WEIGHT_BYTES |= {"int4": 20 / 32, "w4a8": 20 / 32}
+_KINDS: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_SHARED = 4  # times the cores: beyond it a replica hardly progresses; below, it is slow, with a warning
 _OWN_LABELS = "ray.io/"  # Ray sets these on nodes itself
@@ -93,13 +94,29 @@ def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
         yield from _memory_faults(config, model, machine, sources)
 
 
+def idle_gpus(config: AppConfig, num_gpus: float, place: str) -> Iterator[str]:
+    """Hints at GPUs that no replica asks for: what Ray does not give, replicas do not see.
+
+    Args:
+        config: may say `device: cpu`, which is meant.
+        num_gpus: that there are.
+        place: which has them.
+    """
+    if num_gpus and config.engine.device == "auto":
+        for name in config.pools_on("cpu"):
+            yield (
+                f"{_PLACE}.pools.{name}.num_gpus is 0, so its replicas compute on the CPU, and {place} has "
+                f"{num_gpus:g} GPUs: set it to 1, or engine.device to cpu if that is meant."
+            )
+
+
 def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
     """What the Ray cluster that this process is connected to lacks at present, at the pools' least numbers of replicas.
 
     An autoscaling cluster may add it. Paths are those of its nodes and are not checked.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    there = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+    there = {name: resources_there(name) for name in ("CPU", "GPU")}
     for kind, field in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         asked = {
             name: getattr(config.pool(name), field) * config.pool(name).least_replicas for name in config.pool_names
@@ -122,6 +139,11 @@ def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
                 f"{pool.label_selector}, which one replica asks for; lower these, or add such a node, unless the "
                 "cluster adds one by itself.",
             )
+
+
+def resources_there(name: str) -> float:
+    """How much of a resource, such as GPU, the cluster has that this process is connected to."""
+    return float(ray.cluster_resources().get(name, 0))
 
 
 def _holds(node: Mapping[str, Any], pool: PoolSection) -> bool:
@@ -253,9 +275,12 @@ def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, P
     faults, longest = _look("engine.max_model_len", partial(longest_sequence, model, engine))
     yield from faults
     if engine.quantization not in ("auto", engine.dtype) or holds_fp8(folder):
-        device = torch.device("cuda" if config.uses_gpu else "cpu")
-        choose = partial(choose_weights, engine.quantization, folder, dtype=engine.dtype, device=device)
-        yield from _look("engine.quantization", choose)[0]
+        for kind in _KINDS:
+            if config.pools_on(kind):
+                choose = partial(
+                    choose_weights, engine.quantization, folder, dtype=engine.dtype, device=torch.device(kind)
+                )
+                yield from _look("engine.quantization", choose)[0]
     if longest is not None and "drafter.model" in sources:
         yield from _drafter_faults(config.drafter.kind, sources["drafter.model"], model, longest)
 
@@ -292,28 +317,34 @@ def _memory_faults(
     config: AppConfig, model: ModelConfig, machine: Machine, sources: Mapping[str, Path]
 ) -> Iterator[Fault]:
     """Weights and KV caches that no memory holds. Activations and libraries, which come on top, are not counted."""
-    if config.uses_gpu:
-        if machine.gpu_bytes:
-            # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
-            yield from _room_faults(config, model, sources, 1, (max(machine.gpu_bytes), "one GPU"))
-    else:
-        replicas = sum(config.pool(name).least_replicas for name in config.pool_names)
-        yield from _room_faults(config, model, sources, replicas, (machine.memory_bytes, "this machine"))
+    if config.pools_on("cuda") and machine.gpu_bytes:
+        # A fraction of a GPU only matters to Ray's scheduling, and does not limit memory.
+        room = _Room("cuda", max(machine.gpu_bytes), "one GPU", 1)
+        yield from _room_faults(config, model, sources, room)
+    if replicas := sum(config.pool(name).least_replicas for name in config.pools_on("cpu")):
+        room = _Room("cpu", machine.memory_bytes, "this machine", replicas)
+        yield from _room_faults(config, model, sources, room)
 
 
-def _room_faults(
-    config: AppConfig, model: ModelConfig, sources: Mapping[str, Path], replicas: int, room: tuple[float, str]
-) -> Iterator[Fault]:
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Memory that replicas share: of which kind of device, how much, called what, and how many share it."""
+
+    kind: Literal["cpu", "cuda"]
+    num_bytes: int
+    place: str
+    replicas: int
+
+
+def _room_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, Path], room: _Room) -> Iterator[Fault]:
     engine = config.engine_config(config.pool_names[0])
-    room_bytes, place = room
+    room_bytes, place, replicas, on_gpu = room.num_bytes, room.place, room.replicas, room.kind == "cuda"
     num_weights = sum(_num_weights(folder) for folder in sources.values())
-    form = _smallest_form(engine, sources["model.source"], uses_gpu=config.uses_gpu)
+    form = _smallest_form(engine, sources["model.source"], uses_gpu=on_gpu)
     read = form if form == "fp8" else engine.dtype  # a checkpoint is read before a CPU packs it
     plain, kept = _WEIGHT_BYTES[read] * num_weights, _WEIGHT_BYTES[form] * num_weights
     token_bytes = model.kv_shape.num_values * _DTYPE_BYTES[engine.dtype]
-    num_tokens = (
-        engine if config.uses_gpu else engine.on_cpu()
-    ).kv_cache_tokens or 0  # a GPU's is as large as it can be
+    num_tokens = (engine if on_gpu else engine.on_cpu()).kv_cache_tokens or 0  # a GPU's is as large as it can be
     cache = token_bytes * num_tokens
     here = f"{place} has {room_bytes / _GIB:.1f} GiB"
     if replicas * plain > room_bytes:
@@ -342,14 +373,18 @@ def _smallest_form(engine: EngineConfig, folder: Path, *, uses_gpu: bool) -> str
 
 
 def _num_weights(folder: Path) -> int:
-    """Numbers in a checkpoint, from its files' headers; of files that cannot be read the loading says more."""
+    """Numbers of a model, from its files' headers; of files that cannot be read the loading says more."""
     try:
-        return sum(itertools.chain.from_iterable(_sizes(path) for path in checkpoint_files(folder)))
+        sizes = dict(itertools.chain.from_iterable(_sizes(path) for path in checkpoint_files(folder)))
+        tied = read_json(folder / "config.json").get("tie_word_embeddings") is True
     except (TruespecError, SafetensorError, OSError):
         return 0
+    if tied and "model.embed_tokens.weight" in sizes:
+        sizes.pop("lm_head.weight", None)  # a copy that some files have
+    return sum(sizes.values())
 
 
-def _sizes(path: Path) -> Iterator[int]:
+def _sizes(path: Path) -> Iterator[tuple[str, int]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-            yield torch.Size(file.get_slice(name).get_shape()).numel()
+            yield name, torch.Size(file.get_slice(name).get_shape()).numel()

@@ -12,6 +12,7 @@ from serve_app.config.app_config import AppConfig, RouterSection
 from serve_app.config.base import PoolName
 from serve_app.config.files import parse_args
 from serve_app.deployments.controller import Controller
+from serve_app.deployments.gpus import ONLY_GIVEN_GPUS
 from serve_app.deployments.pools import DecodeServer, MonolithServer, PrefillServer
 from serve_app.deployments.stream_router import DecodeWorker, StreamRouter
 
@@ -22,7 +23,11 @@ _CONTROLLER_OPTIONS: dict[str, Any] = {
     "num_replicas": 1,
     "max_ongoing_requests": 10_000,
     # On the head, which outlives the nodes of replicas, with what was found out about them.
-    "ray_actor_options": {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
+    "ray_actor_options": {
+        "num_cpus": 0,
+        "resources": {"node:__internal_head__": 0.001},
+        "runtime_env": {"env_vars": ONLY_GIVEN_GPUS},
+    },
 }
 
 
@@ -78,13 +83,15 @@ def _place(config: AppConfig, name: PoolName) -> dict[str, Any]:
     """What Ray reserves for a replica: a share of one node, or where Ray places vLLM's ranks, a GPU for each of them on
     as few nodes as have them, the first beside the replica itself."""
     pool = config.pool(name)
-    actor = {"num_cpus": pool.num_cpus, "runtime_env": {"env_vars": _thread_environment(pool.num_threads)}}
+    actor, environment = {"num_cpus": pool.num_cpus}, _thread_environment(pool.num_threads)
     if not config.ranks.by_ray:
-        return {"ray_actor_options": actor | {"num_gpus": pool.num_gpus, "label_selector": pool.label_selector}}
+        own = {"num_gpus": pool.num_gpus, "label_selector": pool.label_selector}
+        return {"ray_actor_options": actor | own | {"runtime_env": {"env_vars": environment | ONLY_GIVEN_GPUS}}}
     first = {"CPU": pool.num_cpus} if pool.num_cpus else {}
     bundles = [first | {"GPU": 1.0}, *({"GPU": 1.0} for _ in range(config.ranks.number - 1))]
     return {
-        "ray_actor_options": actor,
+        # The GPUs are the placement group's, not the replica's own; its vLLM looks at them nevertheless.
+        "ray_actor_options": actor | {"runtime_env": {"env_vars": environment}},
         "placement_group_bundles": bundles,
         "placement_group_strategy": "PACK",
         "placement_group_bundle_label_selector": [pool.label_selector] * len(bundles) if pool.label_selector else None,
@@ -123,7 +130,7 @@ def _router_options(config: AppConfig, router: RouterSection) -> dict[str, Any]:
         "ray_actor_options": {
             "num_cpus": router.num_cpus,
             "label_selector": router.label_selector,
-            "runtime_env": {"env_vars": _thread_environment(1)},
+            "runtime_env": {"env_vars": _thread_environment(1) | ONLY_GIVEN_GPUS},
         },
     }
 

@@ -114,7 +114,9 @@ class EngineSettings(Options):
         "round activations. On a GPU, fp8 rounds both.",
     )
     device: str = option(
-        "auto", "`auto` takes the GPU that Ray gave the replica, else the CPU.", pattern=r"^(auto|cpu|cuda(:\d+)?)$"
+        "auto",
+        "`auto` takes the GPU that Ray gave the replica (its pool's `num_gpus`), else the CPU.",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
     )
     cuda_graphs: bool | None = option(  # true without a GPU pads batches as graphs do, for tests
         None,

@@ -407,7 +407,8 @@ class EngineCore:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device a setting means; `auto` takes a GPU when there is one.
+    """The device a setting means; `auto` takes a GPU when this process sees one. Whoever shares GPUs out, as a server
+    does among its replicas, names the device.
 
     Raises:
         ConfigError: there is no such device here.
@@ -419,7 +420,14 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}: there is no CUDA device here; use auto or cpu.")
+        raise ConfigError(
+            f"device {name!r}: torch {torch.__version__} can use no CUDA device here; use cpu (for a replica, num_gpus "
+            "of its pool set to 0), or install a CUDA build of torch and the driver."
+        )
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r}: this process sees {torch.cuda.device_count()} CUDA devices, counted from 0; use cuda."
+        )
     return device
 
 

@@ -31,16 +31,21 @@ def config_check(file: Path | None, own: OwnModel | None, file_only: bool, addre
         return
     from deploy.cluster import connected
     from deploy.machine import Machine
-    from deploy.preflight import faults_here, faults_on_cluster, require_servable
+    from deploy.preflight import faults_here, faults_on_cluster, idle_gpus, require_servable, resources_there
 
     config = checked.application.effective_args
     if address is None:
-        require_servable(faults_here(config, Machine.here()), named)
-        say(f"{named}: fine, and this machine can serve it")
-        return
-    with connected(address):
-        require_servable(faults_on_cluster(config), named)
-    say(f"{named}: fine, and the cluster has what it asks for")
+        machine = Machine.here()
+        require_servable(faults_here(config, machine), named)
+        found, hints = "this machine can serve it", [*idle_gpus(config, len(machine.gpu_bytes), "this machine")]
+    else:
+        with connected(address):
+            require_servable(faults_on_cluster(config), named)
+            hints = [*idle_gpus(config, resources_there("GPU"), "the cluster")]
+        found = "the cluster has what it asks for"
+    say(f"{named}: fine, and {found}")
+    for hint in hints:
+        say(f"hint: {hint}")
 
 
 @config.command("show")

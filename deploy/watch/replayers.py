@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from deploy.cluster import connected
 from serve_app.backends.base import Backend, ModelInfo, Replayed
 from serve_app.backends.torch_backend import TorchBackend
+from serve_app.deployments.gpus import ONLY_GIVEN_GPUS, given_device
 from serve_app.deployments.runtime import own_error
 from speculative.config import DrafterConfig, EngineConfig
 from speculative.errors import ConfigError, EngineFault, InvalidRequest
@@ -41,7 +42,8 @@ class ReplayerOptions:
 
     folder: the model's. engine: which one. dtype: of weights and activations. threads: CPU threads, 0 = the machine's.
     max_model_len: tokens of prompt and answer, None = the model's own limit, and on a CPU at most 16,384. max_replicas:
-    engines on Ray that there may be; 0 = one in this process, without Ray. gpus: of each engine on Ray.
+    engines on Ray that there may be; 0 = one in this process, without Ray. gpus: of each engine on Ray. device: of our
+    engine; on Ray, `auto` is a GPU where it was given one.
     """
 
     folder: Path
@@ -51,6 +53,7 @@ class ReplayerOptions:
     max_model_len: int | None = None
     max_replicas: int = 0
     gpus: float = 0.0
+    device: str = "auto"
     address: str | None = None
 
 
@@ -125,11 +128,12 @@ def _is_well(backend: Backend) -> bool:
 
 def _backend(options: ReplayerOptions) -> Backend:
     model = ModelConfig.from_folder(options.folder)
-    gpu, own = _on_gpu(), model.max_position_embeddings
+    gpu, own = _on_gpu(options.device), model.max_position_embeddings
     longest = min(options.max_model_len or (own if gpu else _CPU_CACHE_TOKENS), own)
     config = EngineConfig(
         dtype=options.dtype,
         quantization=options.dtype,
+        device=options.device,
         max_model_len=longest,
         kv_cache_tokens=None if gpu else max(_CPU_CACHE_TOKENS, _BLOCK * -(-longest // _BLOCK)),
         max_num_seqs=_AT_ONCE,
@@ -145,10 +149,10 @@ def _backend(options: ReplayerOptions) -> Backend:
     return VllmBackend(str(options.folder), "watched", VllmSettings(config, given=frozenset({"max_model_len"})))
 
 
-def _on_gpu() -> bool:
-    import torch  # not before it is needed
+def _on_gpu(device: str) -> bool:
+    from speculative.engine import resolve_device  # imports torch, not before it is needed
 
-    return torch.cuda.is_available()
+    return resolve_device(device).type == "cuda"
 
 
 class _Independent:
@@ -268,9 +272,13 @@ class _OnRay:
         self._actors.append(actor)
 
     def _new_actor(self) -> "_Actor":
-        resources = {"num_cpus": self._options.threads or 1, "num_gpus": self._options.gpus}
+        actor = ray.remote(_RemoteEngine).options(
+            num_cpus=self._options.threads or 1,
+            num_gpus=self._options.gpus,
+            runtime_env={"env_vars": ONLY_GIVEN_GPUS},
+        )
         own = replace(self._options, threads=self._options.threads or 1, max_replicas=0)
-        return _Actor(ray.remote(_RemoteEngine).options(**resources).remote(own), used_at=time.monotonic())
+        return _Actor(actor.remote(own), used_at=time.monotonic())
 
 
 @dataclass(slots=True, eq=False)
@@ -286,7 +294,8 @@ class _RemoteEngine:
     """What runs in the actor."""
 
     def __init__(self, options: ReplayerOptions) -> None:
-        self._replayer = make_replayer(options)
+        device = given_device() if options.device == "auto" else options.device
+        self._replayer = make_replayer(replace(options, device=device))
         self._loading: asyncio.Task[ModelInfo] | None = None
 
     async def info(self) -> ModelInfo:

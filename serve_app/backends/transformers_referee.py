@@ -43,6 +43,9 @@ class TransformersModel:
             loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"cannot load a model from {folder}: {error}") from error
+        config = loaded.config
+        if hasattr(config, "sliding_window") and "sliding_window" not in type(config).__dataclass_fields__:
+            config.sliding_window = None  # not of its class, whose layers ignore it; its cache would follow it
         self._model = loaded.eval()
         self.vocab_size = int(loaded.config.vocab_size)
         self.max_model_len = int(loaded.config.max_position_embeddings)

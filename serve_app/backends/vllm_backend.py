@@ -35,6 +35,7 @@ from serve_app.backends.base import (
 from serve_app.backends.vllm_parts.adapters import Adapters, read_adapters
 from serve_app.backends.vllm_parts.checkpoint import (
     came_quantized,
+    check_lm_head,
     check_same_model,
     eos_token_ids,
     folder_fingerprint,
@@ -146,6 +147,7 @@ class VllmBackend:
             os.environ.setdefault(name, value)
         with naming("model.source"):
             self._folder = await asyncio.to_thread(resolve_model, self._source)
+            await asyncio.to_thread(check_lm_head, self._folder)
         self._device_bytes = 0 if ranks_of(self._settings.engine_args).by_ray else await asyncio.to_thread(_gpu_bytes)
         if self._replayer is not None:
             await asyncio.to_thread(self._make_room_for_replays)
@@ -341,6 +343,7 @@ class VllmBackend:
         with naming("path"):
             folder = await asyncio.to_thread(resolve_model, source)
             check_same_model(folder, self._folder)
+            await asyncio.to_thread(check_lm_head, folder)
         head = await self._drafter_with(folder, drafter)
         await asyncio.to_thread(self._adapters.check_unchanged)
         if self._replayer is not None:
@@ -722,7 +725,8 @@ class VllmBackend:
         self._client_error, self._server_error = (VLLMClientError, ValueError), VLLMServerError
         config, cpu = self._settings.engine, current_platform.is_cpu()
         self._faults = faults_of(installed_version(), cpu=cpu)
-        check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key))
+        hidden = os.environ.get(current_platform.device_control_env_var) == ""
+        check_build(self._settings, cpu=cpu, ray=bool(current_platform.ray_device_key), hidden=hidden)
         arguments = engine_arguments(
             self._settings,
             str(plain_view(self._folder, self._scratch.folder)),

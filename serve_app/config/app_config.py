@@ -500,6 +500,12 @@ class AppConfig(Section):
                 yield FieldError(field, "is above 0, but engine.device is cpu; set it to 0 or device to auto.")
             if device.startswith("cuda") and num_gpus == 0:
                 yield FieldError(field, f"is 0, but engine.device is {device}; Ray would hide the GPU, so set it to 1.")
+            elif device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= num_gpus:
+                yield FieldError(
+                    "engine.device",
+                    f"is {device}, and a replica sees the {num_gpus:g} GPUs that Ray gave it, counted from 0 "
+                    f"({field}): set it to auto.",
+                )
             elif self.engine.kind == "vllm" and num_gpus > 0:
                 yield from self._device_errors(field, num_gpus)
 
@@ -547,7 +553,7 @@ class AppConfig(Section):
 
     def _engine_errors(self) -> Iterator[FieldError]:
         max_len, room = self.engine.max_model_len, self.engine.kv_cache_tokens
-        if room is None and self.engine.kind != "vllm" and not self.uses_gpu:
+        if room is None and self.engine.kind != "vllm" and self.pools_on("cpu"):
             room = CPU_CACHE_TOKENS
         if max_len is not None and room is not None and max_len > room:
             yield FieldError(
@@ -592,10 +598,9 @@ class AppConfig(Section):
         """The pools of this topology."""
         return POOLS_OF_TOPOLOGY[self.topology]
 
-    @property
-    def uses_gpu(self) -> bool:
-        """Whether replicas compute on GPUs."""
-        return any(self.pool(name).num_gpus > 0 for name in self.pool_names)
+    def pools_on(self, kind: Literal["cpu", "cuda"]) -> tuple[PoolName, ...]:
+        """The pools whose replicas compute on the CPU, or on GPUs: those that Ray gives some."""
+        return tuple(name for name in self.pool_names if (self.pool(name).num_gpus > 0) == (kind == "cuda"))
 
     @property
     def ranks(self) -> Ranks:

@@ -25,6 +25,7 @@ from serve_app.backends.torch_backend import TorchBackend
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import PoolName
+from serve_app.deployments.gpus import given_device
 from serve_app.deployments.rank_nodes import RankNodes
 from serve_app.deployments.runtime import REPORT_EVERY_S, ReplicaRuntime, Reporter, naming_node
 from serve_app.integrity.breaker import Breaker, BreakerSettings, Mode
@@ -41,6 +42,7 @@ from serve_app.telemetry.tracing import Carried, adopt
 from serve_app.weights.desired_state import DesiredState, WeightsRef
 from serve_app.weights.transfer import fetched
 from serve_app.weights.updater import WeightsKeeper
+from speculative.config import EngineConfig
 from speculative.errors import EngineFault
 from speculative.request import Request
 
@@ -56,12 +58,18 @@ MakeSource = Callable[["EngineHost"], PooledTokenSource]
 
 
 def make_backend(config: AppConfig, pool: PoolName) -> Backend:
-    """The engine of a pool's replica, not yet loaded."""
+    """The engine of a pool's replica, in which this is called, not yet loaded."""
     source, name = config.model.source, config.model.served_name
     if config.engine.kind == "torch":
-        return TorchBackend(source, name, config.engine_config(pool))
-    replayer = TorchBackend(source, name, config.replay_config(pool)) if config.may_replay_vllm(pool) else None
+        return TorchBackend(source, name, _with_device(config.engine_config(pool)))
+    replayer = None
+    if config.may_replay_vllm(pool):
+        replayer = TorchBackend(source, name, _with_device(config.replay_config(pool)))
     return VllmBackend(source, name, config.vllm_settings(pool), replayer, only_known=config.vllm.replays is None)
+
+
+def _with_device(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, device=given_device()) if config.device == "auto" else config
 
 
 class EngineHost:

@@ -82,7 +82,7 @@ async def fetched(ref: WeightsRef, info: ModelInfo, pull: Pull) -> AsyncIterator
     served, into a folder that goes again.
 
     Raises:
-        UpdateRefused: a shard was damaged on its way.
+        UpdateRefused: a shard was damaged on its way, or brings a tensor that another has brought.
     """
     if ref.path is not None:
         yield ref.path, ref.drafter_path
@@ -106,6 +106,10 @@ async def _lay_out(shards: Sequence[Shard], like: Path, folder: Path, pull: Pull
         name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         content = memoryview(await pull(shard.content))
         names = await asyncio.to_thread(_write_shard, content, shard.digest, folder / name)
+        if twice := sorted(weight_map.keys() & names):
+            raise UpdateRefused(
+                f"shard {name} brings {twice[0]}, and {weight_map[twice[0]]} has it too; send each tensor once."
+            )
         weight_map |= dict.fromkeys(names, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     return folder

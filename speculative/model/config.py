@@ -1,6 +1,7 @@
 """What a checkpoint's config.json says, in the terms of this engine. What the engine does not know is refused."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,25 +82,38 @@ class ModelConfig:
 class _Family:
     """What transformers hard-codes or assumes for an architecture when config.json is silent."""
 
+    model_type: str
+    num_kv_heads: int | None = None  # None = as many as heads
+    null_kv_heads: bool = True  # whether null is as many as heads, too
     qkv_bias: bool | None = False  # None = config.json's attention_bias decides
     o_bias: bool | None = False
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None  # None = hidden_size / num_heads
-    sliding_window: int | None = None
-    asks_use_sliding_window: bool = False  # the window counts only with use_sliding_window
+    sliding_window: int | None = None  # None = the class knows no window, whatever config.json says
+    chooses_layers: bool = False  # it counts with use_sliding_window, in layer_types or behind max_window_layers
 
 
 _FAMILIES = MappingProxyType(
     {
-        "LlamaForCausalLM": _Family(qkv_bias=None, o_bias=None, reads_mlp_bias=True),
-        "MistralForCausalLM": _Family(sliding_window=4096),
-        "Qwen2ForCausalLM": _Family(qkv_bias=True, asks_use_sliding_window=True),
+        "LlamaForCausalLM": _Family("llama", qkv_bias=None, o_bias=None, reads_mlp_bias=True),
+        "MistralForCausalLM": _Family("mistral", num_kv_heads=8, null_kv_heads=False, sliding_window=4096),
+        "Qwen2ForCausalLM": _Family("qwen2", num_kv_heads=32, qkv_bias=True, sliding_window=4096, chooses_layers=True),
         "Qwen3ForCausalLM": _Family(
-            qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, asks_use_sliding_window=True
+            "qwen3",
+            num_kv_heads=32,
+            qkv_bias=None,
+            o_bias=None,
+            qk_norm=True,
+            head_dim=128,
+            sliding_window=4096,
+            chooses_layers=True,
         ),
     }
 )
+
+_ORIGINAL = "original_max_position_embeddings"
+_FULL_ATTENTION = ("full_attention", "attention")  # the second as of old
 
 # Fields that change what is computed, and the values that leave it as it is here. A missing field is neutral.
 _NEUTRAL_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -119,6 +133,7 @@ _NEUTRAL_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("residual_multiplier", (None, 1)),
     ("logits_scaling", (None, 1)),
     ("no_rope_layers", (None, [])),
+    ("per_layer_config", (None, {})),
     ("vision_config", (None,)),
     ("audio_config", (None,)),
     ("text_config", (None,)),
@@ -130,9 +145,9 @@ def _from_json(config: Json, generation: Json) -> ModelConfig:
     family = _FAMILIES[architecture]
     _refuse_unknown(config)
     _refuse_sliding_window(config, family)
-    rope = _rope_parameters(config)
+    positions, rope = _size(config, "max_position_embeddings"), _rope_parameters(config)
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = flag(config, "attention_bias")
     model = ModelConfig(
         architecture=architecture,
         vocab_size=_size(config, "vocab_size"),
@@ -140,16 +155,16 @@ def _from_json(config: Json, generation: Json) -> ModelConfig:
         intermediate_size=_size(config, "intermediate_size"),
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_size(config, "num_key_value_heads", num_heads if architecture == "LlamaForCausalLM" else None),
-        head_dim=_size(config, "head_dim", family.head_dim or hidden_size // num_heads),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        max_position_embeddings=_size(config, "max_position_embeddings"),
-        rope_scaling=_rope_scaling(rope),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        num_kv_heads=_num_kv_heads(config, family, num_heads),
+        head_dim=_head_dim(config, family, hidden_size // num_heads),
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rope_theta=_number(rope, "rope_theta", 10000.0),
+        max_position_embeddings=positions,
+        rope_scaling=_rope_scaling(rope, positions),
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias", False)),
+        mlp_bias=family.reads_mlp_bias and flag(config, "mlp_bias"),
         qk_norm=family.qk_norm,
         bos_token_id=next(iter(_token_ids("bos_token_id", generation, config)), None),
         eos_token_ids=_token_ids("eos_token_id", generation, config),
@@ -159,11 +174,17 @@ def _from_json(config: Json, generation: Json) -> ModelConfig:
 
 
 def _architecture(config: Json) -> str:
-    architectures = config.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in _FAMILIES:
-        found = ", ".join(architectures) or f"none (model_type {config.get('model_type')!r})"
+    architectures, model_type = config.get("architectures") or [], config.get("model_type")
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in _FAMILIES:
+        found = _brief(architectures) if architectures else f"none (model_type {model_type!r})"
         known = ", ".join(sorted(_FAMILIES))
         raise UnsupportedModel(f"config.json: `architectures` is {found}; this engine runs {known}. Or {_FIX}.")
+    own = _FAMILIES[architectures[0]].model_type
+    if model_type not in (None, own):
+        raise UnsupportedModel(
+            f"config.json: `architectures` is {architectures[0]}, whose `model_type` is {own!r}, and `model_type` is "
+            f"{model_type!r}; correct the one that is wrong, or {_FIX}."
+        )
     return str(architectures[0])
 
 
@@ -185,8 +206,10 @@ def holds_fp8(folder: Path) -> bool:
     return path.is_file() and read_json(path).get("quantization_config") is not None
 
 
-def _is_fp8_dynamic(quantization: Json) -> bool:
+def _is_fp8_dynamic(quantization: object) -> bool:
     """FP8 weights with a scale for each output, activations scaled by row as they come, all but the LM head."""
+    if not isinstance(quantization, Mapping):
+        return False
     groups = list((quantization.get("config_groups") or {}).values())
     if len(groups) != 1:
         return False
@@ -203,13 +226,24 @@ def _is_fp8_dynamic(quantization: Json) -> bool:
 
 def _refuse_sliding_window(config: Json, family: _Family) -> None:
     """A window as long as the model's context never hides anything and is let pass."""
-    layer_types = set(config.get("layer_types") or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise UnsupportedModel(f"config.json: `layer_types` has {_brief(sorted(layer_types))}, unknown here; {_FIX}.")
-    window = config.get("sliding_window", family.sliding_window)
-    if not config.get("use_sliding_window", not family.asks_use_sliding_window):
+    layer_types, num_layers = config.get("layer_types"), _size(config, "num_hidden_layers")
+    if not isinstance(layer_types or [], list) or any(kind not in _FULL_ATTENTION for kind in layer_types or ()):
+        raise UnsupportedModel(f"config.json: `layer_types` has {_brief(layer_types)}, unknown here; {_FIX}.")
+    if family.sliding_window is None:
         return
-    if window is not None and window < _size(config, "max_position_embeddings"):
+    if family.chooses_layers:
+        if layer_types is not None and len(layer_types) != num_layers:
+            raise ConfigError(
+                f"config.json: `layer_types` names {len(layer_types)} layers, and `num_hidden_layers` is {num_layers}; "
+                "take the file from its source."
+            )
+        behind = _size(config, "max_window_layers", 28, least=0)
+        if not flag(config, "use_sliding_window") or layer_types is not None or behind >= num_layers:
+            return
+    if config.get("sliding_window", family.sliding_window) is None:
+        return
+    window = _size(config, "sliding_window", family.sliding_window)
+    if window < _size(config, "max_position_embeddings"):
         raise UnsupportedModel(
             f"config.json: `sliding_window` is {window} and in use, unknown here; {_FIX}, "
             "or set it to null and keep `max_model_len` within the window."
@@ -217,34 +251,37 @@ def _refuse_sliding_window(config: Json, family: _Family) -> None:
 
 
 def _rope_parameters(config: Json) -> Json:
-    """The rotary settings, from `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4)."""
-    rope: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The rotary settings, read as transformers 5 reads them.
+
+    `rope_scaling`, if it says anything, stands in for the whole of `rope_parameters`. A `rope_theta` beside either
+    counts where it has none of its own; an `original_max_position_embeddings` beside it comes before its own.
+    """
+    rope: object = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        raise ConfigError(f"config.json: `{field}` is {_brief(rope)}, no object; take the file from its source.")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedModel(f"config.json: `rope_parameters` differ between layers, unknown here; {_FIX}.")
-    if rope.get("partial_rotary_factor", 1) != 1:
+    if rope.get("partial_rotary_factor") not in (None, 1):
         raise UnsupportedModel(
             f"config.json: `partial_rotary_factor` is {rope['partial_rotary_factor']}, unknown here; {_FIX}."
         )
-    return rope
+    theta, original = ({name: config[name]} if name in config else {} for name in ("rope_theta", _ORIGINAL))
+    return {**theta, **rope, **original}
 
 
-def _rope_scaling(rope: Json) -> Llama3RopeScaling | None:
+def _rope_scaling(rope: Json, positions: int) -> Llama3RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise UnsupportedModel(f"config.json: `rope_type` is {kind!r}, this engine knows default and llama3; {_FIX}.")
-    try:
-        return Llama3RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as missing:
-        raise ConfigError(
-            f"config.json: the llama3 rope settings lack {missing}; take the file from its source."
-        ) from None
+    return Llama3RopeScaling(
+        factor=_number(rope, "factor"),
+        low_freq_factor=_number(rope, "low_freq_factor"),
+        high_freq_factor=_number(rope, "high_freq_factor"),
+        original_max_position_embeddings=_size({_ORIGINAL: positions, **rope}, _ORIGINAL),
+    )
 
 
 def _check_shape(model: ModelConfig) -> None:
@@ -257,12 +294,48 @@ def _check_shape(model: ModelConfig) -> None:
         raise UnsupportedModel(f"config.json: `head_dim` is {model.head_dim}, rotary pairs need an even one; {_FIX}.")
 
 
-def _size(config: Json, name: str, default: int | None = None) -> int:
+def _num_kv_heads(config: Json, family: _Family, num_heads: int) -> int:
+    is_null = config.get("num_key_value_heads", 0) is None
+    as_heads = family.null_kv_heads if is_null else family.num_kv_heads is None
+    return _size(config, "num_key_value_heads", num_heads if as_heads else None if is_null else family.num_kv_heads)
+
+
+def _head_dim(config: Json, family: _Family, otherwise: int) -> int:
+    is_null = config.get("head_dim", 0) is None  # where a family has a size of its own, null could mean either
+    return _size(config, "head_dim", None if is_null and family.head_dim else family.head_dim or otherwise)
+
+
+def flag(config: Json, name: str, default: bool = False) -> bool:
+    """A field of a config.json that is true or false.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"config.json: `{name}` must be true or false, got {value!r}; correct it, or take the file from its source."
+        )
+    return value
+
+
+def _number(config: Json, name: str, default: float | None = None) -> float:
+    value = config.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(
+            f"config.json: `{name}` must be a number above 0, got {value!r}; correct it, or take the file from its "
+            "source."
+        )
+    return float(value)
+
+
+def _size(config: Json, name: str, default: int | None = None, *, least: int = 1) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(
-            f"config.json: `{name}` must be a positive integer, got {value!r}; take the file from its source."
+            f"config.json: `{name}` must be an integer of at least {least}, got {value!r}; correct it, or take the "
+            "file from its source."
         )
     return value
 

@@ -5,7 +5,7 @@ position r + 2. Where the target has not been yet, the head's own hidden state s
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.attention import StepAttention
-from speculative.model.config import ModelConfig, read_json
+from speculative.model.config import ModelConfig, flag, read_json
 from speculative.model.cpu.fused import FusedHead, HeadParts
 from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack, pack_weights
@@ -26,7 +26,8 @@ from speculative.model.layers import MLP, Attend, Attention, FusibleLayer, Linea
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _EMBEDDING = "embed_tokens.weight"
-_DERIVED = ("mask_hidden", "rotary_emb.inv_freq")  # follow from the configuration, or serve other ways of drafting
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_UNUSED = "mask_hidden"  # serves other ways of drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,14 @@ class Eagle3Config:
                 f"({', '.join(_ARCHITECTURES)}); give another head."
             )
         _refuse_unknown(folder, config, layer)
-        shape = ModelConfig.from_json({**layer, "architectures": ["LlamaForCausalLM"]})
-        eagle = config.get("eagle_config") or {}
-        aux = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+        shape = ModelConfig.from_json({**layer, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+        aux = _aux_layers(folder, config)
         return cls(
             shape=shape,
             draft_vocab_size=int(config.get("draft_vocab_size") or shape.vocab_size),
             target_hidden_size=int(config.get("target_hidden_size") or shape.hidden_size),
             aux_layers=None if aux is None else tuple(int(layer) for layer in aux),
-            norm_before_residual=bool(config.get("norm_before_residual", from_speculators)),
+            norm_before_residual=flag(config, "norm_before_residual", from_speculators),
         )
 
     def for_target(self, target: ModelConfig) -> "Eagle3Config":
@@ -255,7 +255,7 @@ def load_eagle3(
     """
     device = torch.device(device or target.device)
     config = Eagle3Config.from_folder(folder).for_target(target.config)
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(folder, config.shape)
     draft_ids = _draft_ids(folder, config, tensors).to(device)
     embedding = None if _EMBEDDING in tensors else target.embedding
     if embedding is not None and embedding.shape[1] != config.shape.hidden_size:
@@ -284,8 +284,7 @@ def save_eagle3(head: Eagle3Head, folder: Path) -> None:
 
 
 def _refuse_unknown(folder: Path, config: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
-    eagle = config.get("eagle_config") or {}
-    aux = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    eagle, aux = config.get("eagle_config") or {}, _aux_layers(folder, config)
     fine = {
         f"num_hidden_layers is {layer.get('num_hidden_layers')}": layer.get("num_hidden_layers", 1) == 1,
         f"{aux} are not three layers": aux is None or len(aux) == 3,
@@ -299,13 +298,25 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any], layer: Mapping[str,
             raise UnsupportedModel(f"{folder}: {what}, unknown here; use another head, or `engine: vllm`.")
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    renamed = {name.removeprefix("model."): tensor for name, tensor in read_tensors(folder).items()}
-    return {
-        f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: tensor
-        for name, tensor in renamed.items()
-        if not name.endswith(_DERIVED)
-    }
+def _aux_layers(folder: Path, config: Mapping[str, Any]) -> Sequence[int] | None:
+    """`eagle_aux_hidden_state_layer_ids`, which has two places."""
+    beside, inside = (place.get(_AUX_LAYERS) or None for place in (config, config.get("eagle_config") or {}))
+    if beside is not None and inside is not None and beside != inside:
+        raise ConfigError(
+            f"{folder / 'config.json'}: `{_AUX_LAYERS}` is {beside}, and in `eagle_config` {inside}; remove one."
+        )
+    return inside if beside is None else beside
+
+
+def _read_tensors(folder: Path, shape: ModelConfig) -> dict[str, Tensor]:
+    tensors = read_tensors(folder, shape, _slot_name)
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
+
+
+def _slot_name(name: str) -> str:
+    """vLLM's, SpecForge's and speculators' spellings as one."""
+    name = name.removeprefix("model.")
+    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
 
 
 def _draft_ids(folder: Path, config: Eagle3Config, tensors: dict[str, Tensor]) -> Tensor:

@@ -5,7 +5,9 @@ them, for CPUs. The tokenizer and the chat template come along.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,38 @@ _MODEL_TENSORS = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_READ = (
+    "llama.vocab_size",
+    "llama.context_length",
+    "llama.embedding_length",
+    "llama.feed_forward_length",
+    "llama.block_count",
+    "llama.attention.head_count",
+    "llama.attention.head_count_kv",
+    "llama.attention.key_length",
+    "llama.attention.value_length",
+    "llama.attention.layer_norm_rms_epsilon",
+    "llama.rope.dimension_count",
+    "llama.rope.freq_base",
+    "llama.rope.scaling.original_context_length",  # matters to a scaling alone
+    "llama.rope.scaling.finetuned",
+)
+# What a plain Llama says with the other keys. llama.cpp takes a factor without a type for a linear scaling.
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "general.architecture": ("llama",),
+        "llama.rope.scaling.type": ("none",),
+        "llama.rope.scaling.factor": (1.0,),
+        "llama.rope.scaling.attn_factor": (1.0,),
+        "llama.rope.scale_linear": (1.0,),
+        "llama.expert_count": (0,),
+        "llama.expert_used_count": (0,),
+        "llama.attention.sliding_window": (0,),
+        "llama.attention.causal": (True,),
+        "llama.tensor_data_layout": ("Meta AI original pth",),
+        "llama.use_parallel_residual": (False,),
+    }
+)
 # GGUF names the splitting rule and leaves it to the reader to know it.
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _SINGLE_DIGITS = {"type": "Digits", "individual_digits": True}
@@ -91,6 +125,10 @@ class GGUFHeader:
         field = self._reader.fields.get(key)
         return default if field is None else field.contents()
 
+    def names(self) -> tuple[str, ...]:
+        """All keys."""
+        return tuple(self._reader.fields)
+
     def require(self, key: str) -> Any:
         """The value of a key that must be there.
 
@@ -108,8 +146,9 @@ def llama_config(header: GGUFHeader, *, tied: bool) -> dict[str, Any]:
     _refuse_unknown(header)
     hidden_size, num_heads = header.require("llama.embedding_length"), header.require("llama.attention.head_count")
     head_dim = header.get("llama.attention.key_length", hidden_size // num_heads)
-    if header.get("llama.rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModel(f"llama.rope.dimension_count differs from the head dimension {head_dim}; {_FIX}.")
+    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
+        if header.get(key, head_dim) != head_dim:
+            raise UnsupportedModel(f"{key} differs from the head dimension {head_dim}; {_FIX}.")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -189,15 +228,10 @@ def _tokenizer_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _refuse_unknown(header: GGUFHeader) -> None:
-    for key, known in (
-        ("general.architecture", ("llama",)),
-        ("llama.rope.scaling.type", (None, "none")),
-        ("llama.rope.scale_linear", (None, 1.0)),
-        ("llama.expert_count", (None, 0)),
-        ("llama.attention.sliding_window", (None, 0)),
-    ):
+    for key in ("general.architecture", *header.names()):
         value = header.get(key)
-        if value not in known:
+        of_model = key.startswith("llama.") and key not in _READ
+        if value not in _NEUTRAL_VALUES.get(key, () if of_model else (value,)):
             raise UnsupportedModel(f"The GGUF file says {key} = {value!r}, which is not converted; {_FIX}.")
 
 

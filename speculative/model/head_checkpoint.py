@@ -2,35 +2,48 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from speculative.errors import ConfigError
 from speculative.model.config import ModelConfig
+from speculative.model.derived import is_derived
 from speculative.model.layers import PackedLinear
 from speculative.model.loading import checkpoint_files
+from speculative.model.loading import read_tensors as read_file_tensors
 
 _RATES = "held_out_acceptance"  # in config.json; other programs ignore it
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by name.
+def read_tensors(folder: Path, shape: ModelConfig, slot_of: Callable[[str], str] = str) -> dict[str, Tensor]:
+    """All tensors of a head's folder by the names of its slots, without those that follow from config.json.
+
+    Args:
+        folder: the head's.
+        shape: of its layer.
+        slot_of: the slot of a tensor's name, where a head goes by several spellings.
 
     Raises:
-        ConfigError: a file is missing or damaged.
+        ConfigError: a file is missing or damaged, or two tensors for one slot differ.
         UnsupportedModel: there are only pickled weights.
     """
     tensors: dict[str, Tensor] = {}
-    for path in checkpoint_files(folder):
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
+    sources: dict[str, str] = {}
+    for path, name, tensor in read_file_tensors(checkpoint_files(folder)):
+        if is_derived(path, name, tensor, shape):
+            continue
+        slot, source = slot_of(name), f"{name} of {path.name}"
+        if slot in tensors and not torch.equal(tensors[slot], tensor):
+            raise ConfigError(
+                f"{folder}: {source} and {sources[slot]} differ, and the head has one of them; download the checkpoint "
+                "again, or remove the wrong one."
+            )
+        tensors[slot], sources[slot] = tensor, source
     return tensors
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +20,9 @@ from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack_for_onednn, pack_for_onednn, prefers_onednn
 from speculative.model.decoder import Decoder
+from speculative.model.derived import is_derived
 from speculative.model.fp8 import E4M3, check_fp8_sizes, has_nan, quantize_rows, why_no_fp8
-from speculative.model.quantized import QUANTIZED_FILE, load_quantized
+from speculative.model.quantized import QUANTIZED_FILE, Quantized, load_quantized
 
 _logger = logging.getLogger("truespec.model")
 
@@ -29,8 +30,7 @@ _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model"]  # nothing that runs code
-# Tables that old versions of transformers saved; they follow from the configuration.
-_DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".self_attn.masked_bias")
+_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def resolve_model(name_or_path: str | Path, *others: Path) -> Path:
@@ -92,7 +92,9 @@ def load_decoder(
     if weights == "fp8":
         return decoder.eval()
     if weights is not None:
-        decoder.pack(weights, load_quantized(folder) if weights in ("int4", "w4a8") else {})
+        quantized = load_quantized(folder) if weights in ("int4", "w4a8") else {}
+        _check_quantized(folder, decoder.checkpoint_slots(), quantized)
+        decoder.pack(weights, quantized)
     elif can_pack_for_onednn(dtype, decoder.device):
         pack_for_onednn(decoder)
     return decoder.eval()
@@ -103,18 +105,37 @@ def _read_into(decoder: Decoder, folder: Path, files: Iterable[Path]) -> None:
     weights alive.
     """
     slots = decoder.checkpoint_slots()
-    loaded: set[str] = set()
-    for name, tensor in _read_tensors(files):
-        if name.endswith(_DERIVED) or (name == "lm_head.weight" and decoder.config.tie_word_embeddings):
+    filled: dict[str, tuple[str, Path]] = {}  # slot -> the tensor that went there, and its file
+    for path, name, tensor in read_tensors(files):
+        if is_derived(path, name, tensor, decoder.config):
             continue
-        if name not in slots:
-            raise ConfigError(
-                f"{folder}: unexpected tensor {name}; config.json and the weights do not belong together."
-            )
-        for part, numbers in _parts(name, tensor, slots[name]).items():
-            _fill(slots[part], part, numbers)
-            loaded.add(part)
-    _require_all(folder, decoder, loaded)
+        slot = _EMBEDDING if name == _LM_HEAD and decoder.config.tie_word_embeddings else name
+        if slot not in slots:
+            raise ConfigError(f"{path}: unexpected tensor {name}; config.json and the weights do not belong together.")
+        for part, numbers in _parts(slot, tensor, slots[slot]).items():
+            if part in filled:
+                _require_equal(filled[part], (name, path), slots[part], numbers)
+            else:
+                _fill(path, name, slots[part], numbers)
+                filled[part] = name, path
+    _require_all(folder, decoder, set(filled))
+
+
+def _require_equal(first: tuple[str, Path], second: tuple[str, Path], slot: Tensor, numbers: Tensor) -> None:
+    """Two tensors of a checkpoint have one place in the model: they have to be the same."""
+    if numbers.shape == _expected_shape(second[0], slot) and bool((numbers.to(slot) == slot).all()):
+        return
+    (one, its_file), (other, other_file) = first, second
+    if one != other:
+        raise ConfigError(
+            f"{other_file}: {other} and {one} of {its_file.name} differ, and `tie_word_embeddings` in config.json says "
+            "that they are one; set it to false, as transformers reads such a checkpoint, or remove "
+            f"{_LM_HEAD} from the file if the embedding is the LM head."
+        )
+    raise ConfigError(
+        f"{other_file}: {other} differs from the {one} of {its_file.name}, and the model has one of them; download the "
+        "checkpoint again, or remove the wrong one."
+    )
 
 
 def choose_weights(
@@ -183,12 +204,17 @@ def _sharded_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
+    """Each tensor of some safetensors files, with its file and name.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-                    yield name, file.get_tensor(name)
+                    yield path, name, file.get_tensor(name)
         except SafetensorError as error:
             raise ConfigError(f"{path} is damaged ({error}); download it again.") from error
 
@@ -201,18 +227,22 @@ def _parts(name: str, tensor: Tensor, slot: Tensor) -> dict[str, Tensor]:
     return {name: rows.numbers, f"{name}_scale": rows.scales}
 
 
-def _fill(slot: Tensor, name: str, tensor: Tensor) -> None:
-    expected = slot.shape[-1:] if name.endswith("norm.weight") else slot.shape  # one norm row serves all heads
+def _expected_shape(name: str, slot: Tensor) -> torch.Size:
+    return slot.shape[-1:] if name.endswith("norm.weight") else slot.shape  # one norm row serves all heads
+
+
+def _fill(path: Path, name: str, slot: Tensor, tensor: Tensor) -> None:
+    expected = _expected_shape(name, slot)
     if tensor.shape != expected:
         raise ConfigError(
-            f"Tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(expected)}; "
+            f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(expected)}; "
             "config.json and the weights do not belong together."
         )
     is_plain = tensor.is_floating_point() and tensor.element_size() > 1
     if not is_plain and tensor.dtype != slot.dtype:
         raise UnsupportedModel(
-            f"Tensor {name} is {tensor.dtype}: of quantized weights, only FP8 ones are read, on a GPU; take the "
-            "checkpoint that this one was made of, or `engine: vllm`."
+            f"{path}: tensor {name} is {tensor.dtype}: of quantized weights, only FP8 ones are read, on a GPU; take "
+            "the checkpoint that this one was made of, or `engine: vllm`."
         )
     slot.copy_(tensor)
 
@@ -224,6 +254,16 @@ def _require_all(folder: Path, decoder: Decoder, loaded: set[str]) -> None:
     for name, parameter in decoder.named_parameters():
         if has_nan(parameter):
             raise ConfigError(f"Parameter {name} holds NaN after loading {folder}; download the checkpoint again.")
+
+
+def _check_quantized(folder: Path, slots: Mapping[str, Tensor], quantized: Mapping[str, Quantized]) -> None:
+    """The plain weights beside quantized ones are those, dequantized and rounded to bfloat16."""
+    for name, weight in quantized.items():
+        if name not in slots or weight.numbers.shape != slots[name].shape or not weight.is_rounded_to(slots[name]):
+            raise ConfigError(
+                f"{folder / QUANTIZED_FILE}: {name} is not the weight of that name in the other files; fetch or "
+                f"convert the model again, or if the others are right, remove {QUANTIZED_FILE}."
+            )
 
 
 def _from_hub(hub_id: str) -> Path:

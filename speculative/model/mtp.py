@@ -55,7 +55,7 @@ class MtpConfig:
                 f"{folder}: num_nextn_predict_layers is {num_modules}, and one module makes all drafts here; keep the "
                 "first module's tensors and set it to 1, or use `engine: vllm`."
             )
-        return cls(ModelConfig.from_json({**config, "architectures": ["LlamaForCausalLM"]}))
+        return cls(ModelConfig.from_json({**config, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
 
     def for_target(self, target: ModelConfig) -> "MtpConfig":
         """The same module, with as many positions as the target has.
@@ -147,7 +147,7 @@ def load_mtp(folder: Path, target: Decoder, *, dtype: torch.dtype, device: torch
     """
     config = MtpConfig.from_folder(folder).for_target(target.config)
     head = MtpHead(config, target.embedding.to(device or target.device), dtype=dtype)
-    fill_slots(folder, head.checkpoint_slots(), read_tensors(folder))
+    fill_slots(folder, head.checkpoint_slots(), read_tensors(folder, config.shape))
     if can_pack(dtype, head.embedding.device):
         pack_weights(head, target.packed)
     return head.eval()

@@ -17,6 +17,7 @@ from speculative.errors import ConfigError
 
 QUANTIZED_FILE = "quantized.safetensors"
 GROUP = 32  # inputs that share a scale
+_COMPARED = 1 << 20  # numbers at a time
 _ROWS = 4096  # quantized at a time: the float32 copies of a whole LM head would be most of what loading takes
 
 
@@ -43,6 +44,20 @@ class Quantized:
         if self.least is not None:
             groups = groups + self.least.float()[..., None]
         return groups.flatten(1)
+
+    def is_rounded_to(self, weight: Tensor) -> bool:
+        """Whether [O, I] are these weights, each rounded to bfloat16 or less."""
+        step = max(1, _COMPARED // weight.shape[1])
+        for start in range(0, len(weight), step):
+            rows = slice(start, start + step)
+            least = None if self.least is None else self.least[rows]
+            exact = Quantized(self.numbers[rows], self.scales[rows], least).to_float()
+            error = (weight[rows] - exact).abs_()
+            sizes = exact.abs_()
+            smallest = 1e-6 * sizes.max()  # of a sum that all but cancels
+            if not bool((error.sub_(sizes, alpha=2**-8) <= smallest).all()):
+                return False
+        return True
 
     @classmethod
     def stack(cls, parts: Sequence["Quantized"]) -> "Quantized":

@@ -11,12 +11,13 @@ import pytest
 import ray
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from deploy import preflight
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
 from deploy.machine import Machine
-from deploy.preflight import faults_here, faults_on_cluster
+from deploy.preflight import faults_here, faults_on_cluster, idle_gpus
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import parse_args
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
@@ -146,6 +147,41 @@ def test_a_cache_that_no_memory_holds_is_refused_with_what_would_fit(models: Map
     assert "and one GPU has 8.0 GiB" in only(faults(on_a_gpu, Machine(2, 99 * GIB, (8 * GIB,))))
 
 
+def test_each_pool_is_measured_by_what_it_computes_on(models: Mapping[str, str]) -> None:
+    """A pool on GPUs does not lend the other one their memory."""
+    wanted = {"kv_cache_tokens": 2**24, "dtype": "float32", "quantization": "float32"}
+    pools = {"prefill": {"num_gpus": 1}, "decode": {}}
+    mixed = config(models, engine=wanted, pools=pools, topology="disaggregated")
+    assert "this machine has 8.0 GiB" in only(faults(mixed, Machine(2, 8 * GIB, (20 * GIB,))))
+    assert "one GPU has 8.0 GiB" in only(faults(mixed, Machine(2, 20 * GIB, (8 * GIB,))))
+    assert faults(mixed, Machine(2, 20 * GIB, (20 * GIB,))) == []
+    fp8 = config(models, engine={"quantization": "fp8"}, pools=pools, topology="disaggregated")
+    assert "FP8 products need a GPU" in only(faults(fp8, Machine(2, GIB, (GIB,))))
+
+
+def test_a_copy_of_the_embedding_is_no_further_weight(models: Mapping[str, str], tmp_path: Path) -> None:
+    tied = write_tiny_model(tmp_path / "tied", "smollm", tokenizer=True)
+    weights = load_file(tied / "model.safetensors")
+    num_weights = sum(tensor.numel() for tensor in weights.values())
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, tied / "model.safetensors")
+    checked = config(models, model={"source": str(tied), "name": "x"}, engine={"dtype": "float32"})
+    assert "model.source: the weights take" in only(faults(checked, Machine(2, 4 * num_weights - 1)))
+    assert "engine.kv_cache_tokens" in only(faults(checked, Machine(2, 4 * num_weights)))
+
+
+def test_gpus_that_no_pool_asks_for_are_hinted_at(models: Mapping[str, str]) -> None:
+    def hints(num_gpus: float, device: str = "auto", **pools: Any) -> list[str]:
+        checked = config(models, engine={"device": device}, topology="disaggregated", pools=pools)
+        return list(idle_gpus(checked, num_gpus, "this machine"))
+
+    assert hints(0) == hints(2, "cpu") == hints(2, prefill={"num_gpus": 1}, decode={"num_gpus": 0.5}) == []
+    assert len(hints(2)) == 2
+    hint = only(hints(2, prefill={"num_gpus": 1}))
+    assert (
+        "args.pools.decode.num_gpus is 0" in hint and "this machine has 2 GPUs: set it to 1, or engine.device" in hint
+    )
+
+
 def test_weights_that_no_memory_holds_are_refused(models: Mapping[str, str]) -> None:
     found = only(faults(config(models, engine={"dtype": "float32"}), Machine(2, 2**16)))
     assert "args.model.source: the weights take 0.0 GiB in float32 on each of 1 replicas" in found
@@ -218,7 +254,7 @@ def test_what_a_cluster_lacks_is_refused(
 
 
 def test_config_check_looks_at_this_machine_unless_it_is_reported_not_to(
-    models: Mapping[str, str], tmp_path: Path
+    models: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = yaml.safe_load((CONFIGS / "monolith.yaml").read_text())
     args = data["applications"][0]["args"]
@@ -234,6 +270,10 @@ def test_config_check_looks_at_this_machine_unless_it_is_reported_not_to(
         return run.exit_code, run.output
 
     assert check() == (0, f"{file}: fine, and this machine can serve it\n")
+    with monkeypatch.context() as machine:
+        machine.setattr(Machine, "here", lambda: Machine(2, 8 * GIB, (GIB,)))
+        code, output = check()
+        assert code == 0 and "hint: applications[0].args.pools.monolith.num_gpus is 0" in output
     args["model"]["source"] = str(tmp_path / "missing")
     code, output = check()
     assert code == 1 and f"Error: {file}: applications[0].args.model.source: There is no folder" in output

@@ -81,7 +81,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def ray_port() -> Iterator[int]:
     (port,) = free_ports(1)
-    ray.init(num_cpus=8, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    # GPUs by name: nothing here asks for one, and so nothing may look for any.
+    ray.init(num_cpus=8, num_gpus=2, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port
     serve.shutdown()

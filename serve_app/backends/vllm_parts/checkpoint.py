@@ -9,6 +9,7 @@ from typing import Any
 
 from speculative.errors import ConfigError
 
+_TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _OURS_ALONE = "quantized.safetensors"  # weights packed for our own engine, beside the plain ones
 _OTHER_NUMBERS = ("quantization", "kv_cache_dtype", "hf_overrides", "model_impl")  # arguments that change the numbers
 _LEAVES_MODEL_ALONE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "held_out_acceptance"}
@@ -47,6 +48,30 @@ def why_not_ours(folder: Path, engine_args: Mapping[str, Any]) -> str | None:
     except ConfigError as error:
         return str(error)
     return "its weights are FP8" if holds_fp8(folder) else None
+
+
+def check_lm_head(folder: Path) -> None:
+    """Check that an LM head under `tie_word_embeddings`, which vLLM passes over, is the embedding.
+
+    Raises:
+        ConfigError: it is another one, which transformers would use.
+    """
+    if _read_json(folder / "config.json").get("tie_word_embeddings") is not True:
+        return
+    from safetensors import safe_open  # imports torch, which reading a configuration need not
+
+    found: dict[str, Any] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: (path, file.get_tensor(name)) for name in _TIED if name in file.keys()}  # noqa: SIM118
+    if len(found) < len(_TIED):
+        return
+    (path, head), (_, embedding) = (found[name] for name in _TIED)
+    if head.shape != embedding.shape or not bool((head == embedding).all()):
+        raise ConfigError(
+            f"{path}: {_TIED[0]} and {_TIED[1]} differ, and config.json says that they are one, so vLLM would pass "
+            f"over the first; set `tie_word_embeddings` to false, or remove {_TIED[0]} from the file."
+        )
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -357,8 +357,8 @@ def check_known(arguments: Collection[str], known: Collection[str]) -> None:
             raise ConfigError(f"vllm.engine_args.{name} is not an argument of the installed vLLM; {hint}")
 
 
-def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True) -> None:
-    """Check that the installed build can do what is set; `ray`: Ray knows its devices.
+def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True, hidden: bool = False) -> None:
+    """Check that the installed build can do what is set; `ray`: Ray knows its devices. `hidden`: none is visible here.
 
     Raises:
         ConfigError: it cannot; the message names the field, and what it can.
@@ -369,6 +369,11 @@ def check_build(settings: VllmSettings, *, cpu: bool, ray: bool = True) -> None:
         raise ConfigError(
             "vllm.engine_args.distributed_executor_backend is ray, but Ray knows no device of this build of vLLM (on a "
             "CPU it knows none) to place its ranks by: remove it here."
+        )
+    if not cpu and hidden and not ranks.by_ray:
+        raise ConfigError(
+            "engine.kind is vllm, whose build here computes on GPUs, and Ray gave this replica none: set num_gpus of "
+            f"its pool to {ranks.number}, or install vLLM's CPU build."
         )
     if cpu and ranks.pipeline > 1:
         raise ConfigError(

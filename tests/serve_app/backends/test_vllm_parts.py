@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from serve_app.backends.vllm_backend import VllmBackend
 from serve_app.backends.vllm_parts import checkpoint, settings
@@ -101,6 +102,23 @@ def test_our_engine_replays_where_it_has_room_and_knows_the_model(
     assert not parsed.may_replay_vllm("decode")
 
 
+def test_an_lm_head_that_vllm_would_pass_over_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "smollm")
+    weights = load_file(folder / "model.safetensors")
+    checkpoint.check_lm_head(folder)
+    for change, fits in ((0, True), (1, False)):
+        head = weights["model.embed_tokens.weight"].clone()
+        head[-1] += change
+        save_file({"lm_head.weight": head}, folder / "head.safetensors")
+        if fits:
+            checkpoint.check_lm_head(folder)
+    with pytest.raises(ConfigError, match=r"head\.safetensors: lm_head\.weight .*vLLM would pass over"):
+        checkpoint.check_lm_head(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint.check_lm_head(folder)
+
+
 @pytest.mark.parametrize(
     ("vllm", "num_gpus", "replays"), [({}, 1, True), ({}, 0.5, False), ({"replays": "torch"}, 0.5, True)]
 )
@@ -119,6 +137,10 @@ def test_the_cpu_build_runs_ranks_of_one_stage_and_one_node() -> None:
         with pytest.raises(ConfigError, match=message):
             settings.check_build(VllmSettings(config, engine_args=engine_args), cpu=True, ray=False)
         settings.check_build(VllmSettings(config, engine_args=engine_args), cpu=False)
+        hidden = VllmSettings(config, engine_args={"tensor_parallel_size": 2})
+        settings.check_build(hidden, cpu=True, hidden=True)
+        with pytest.raises(ConfigError, match="Ray gave this replica none: set num_gpus of its pool to 2"):
+            settings.check_build(hidden, cpu=False, hidden=True)
 
 
 @pytest.mark.parametrize(("kind", "follows"), [("mtp", True), ("draft_model", False)])

@@ -241,12 +241,31 @@ def test_a_bad_value_is_reported_with_file_and_field(
     [
         ({"device": "cpu"}, {"prefill": {"num_gpus": 1}}, "pools.prefill.num_gpus"),
         ({"device": "cuda"}, {"prefill": {"num_gpus": 1}}, "pools.decode.num_gpus"),
+        ({"device": "cuda:0"}, {"prefill": {"num_gpus": 1}}, "pools.decode.num_gpus"),
+        ({"device": "cuda:1"}, {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 2}}, "engine.device"),
     ],
 )
 def test_device_and_gpus_must_agree(engine: dict[str, Any], pools: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^args\.{re.escape(field)}: ") as caught:
         parse_args({"model": {"source": "m"}, "engine": engine, "pools": pools})
     assert "set it to" in str(caught.value)
+
+
+def test_a_device_among_those_that_a_replica_has() -> None:
+    for device, num_gpus in (("cuda", 0.5), ("cuda:0", 0.5), ("cuda:1", 2)):
+        args = {"model": {"source": "m"}, "engine": {"device": device}, "topology": "monolith"}
+        assert parse_args(args | {"pools": {"monolith": {"num_gpus": num_gpus}}}).engine.device == device
+
+
+def test_the_cache_of_a_pool_without_gpus_is_a_cpus() -> None:
+    pools = {"prefill": {"num_gpus": 1}}
+    for decode, fits in (({"num_gpus": 1}, True), ({}, False)):
+        args = {"model": {"source": "m"}, "engine": {"max_model_len": 20_000}, "pools": pools | {"decode": decode}}
+        if fits:
+            parse_args(args)
+            continue
+        with pytest.raises(ConfigError, match=r"engine\.kv_cache_tokens: must hold .* got 16384"):
+            parse_args(args)
 
 
 def test_a_monolith_with_a_prefill_pool_is_refused() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from serve_app.backends import transformers_referee
 from serve_app.backends.base import Replayed, ServedWeights
-from serve_app.backends.transformers_referee import TransformersReferee
+from serve_app.backends.transformers_referee import TransformersModel, TransformersReferee
 from serve_app.integrity.detectors import Rounding
 from serve_app.integrity.independent_checks import IndependentChecks
 from serve_app.integrity.replays import ReplayJob, Verdict
@@ -60,6 +60,17 @@ def requests(count: int) -> Iterator[Request]:
 
 
 Replay = Callable[[Request], Awaitable[Replayed]]
+
+
+def test_a_window_that_a_model_knows_nothing_of_hides_nothing_from_the_referee(tmp_path: Path) -> None:
+    """Neither at once nor behind a prefix whose keys and values are kept: transformers' cache goes by the field."""
+    plain, windowed = (
+        TransformersModel(write_tiny_model(tmp_path / str(window), sliding_window=window)) for window in (None, 4)
+    )
+    tokens = list(range(3, 35))
+    windowed.logits(tokens[:24], 20)
+    for start in (24, 1):
+        assert (windowed.logits(tokens, start) - plain.logits(tokens, start)).abs().max() < 1e-4
 
 
 def by_transformers(served: ServedWeights) -> Replay:

@@ -487,6 +487,16 @@ async def test_what_is_damaged_or_missing_on_the_wire_is_refused(tmp_path: Path)
     with pytest.raises(UpdateRefused, match="damaged on its way"):
         async with fetched(ref, ModelInfo("m", 1, 1, "f", str(tmp_path), ()), damaged):
             pass
+
+    async def whole(content: bytes) -> bytes:
+        return content
+
+    twice = WeightsRef(1, "v1", shards=ref.shards * 2)
+    with pytest.raises(
+        UpdateRefused, match=r"00002-of-00002.* brings layer\.0, and .*00001-of-00002.* send each tensor"
+    ):
+        async with fetched(twice, ModelInfo("m", 1, 1, "f", str(tmp_path), ()), whole):
+            pass
     transfers.begin()
     with pytest.raises(UpdateRefused, match="another one has begun"):
         transfers.put(number, 0, part, digest_of(part))

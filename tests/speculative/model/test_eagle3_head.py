@@ -201,6 +201,9 @@ def test_a_config_survives_its_file(folder: Path, target: Decoder) -> None:
         ({"d2t": torch.zeros(7, dtype=torch.long)}, "different ids"),
         ({"d2t": torch.full((32,), 40)}, "different ids below 64"),
         ({"t2d": torch.ones(64, dtype=torch.bool)}, "t2d and d2t name different tokens"),
+        ({"model.norm.weight": torch.zeros(64)}, r"norm\.weight of model\.safetensors .* differ"),
+        ({"layers.0.hidden_norm.weight": torch.zeros(64)}, r"hidden_norm\.weight of model\.safetensors .* differ"),
+        ({"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8)}, "inv_freq is not what the rotary settings"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(
@@ -218,8 +221,11 @@ def test_weights_that_do_not_fit_are_named(
         ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModel, "no EAGLE-3 head"),
         ({"num_hidden_layers": 2}, UnsupportedModel, "num_hidden_layers is 2"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, UnsupportedModel, "use_aux_hidden_state"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, UnsupportedModel, "three layers"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, ConfigError, "name layers of the target"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2], "eagle_config": {}}, UnsupportedModel, "three layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9], "eagle_config": {}}, ConfigError, "name layers of the target"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, ConfigError, r"\[0, 1, 2\], and in `eagle_config`"),
+        ({"norm_before_residual": "false"}, ConfigError, "`norm_before_residual` must be true or false"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, UnsupportedModel, "`rope_type` is 'yarn'"),
         ({"vocab_size": 128}, ConfigError, "another target: its vocabulary is 128, not 64"),
         ({"target_hidden_size": 32}, ConfigError, "another target"),
     ],

@@ -68,7 +68,11 @@ def test_a_tokenizer_that_puts_bos_first(tmp_path: Path) -> None:
         ("general.architecture", "gemma3"),
         ("llama.expert_count", 8),
         ("llama.rope.scaling.type", "yarn"),
+        ("llama.rope.scaling.factor", 4.0),  # without a type: linear, to llama.cpp
         ("llama.rope.dimension_count", 8),
+        ("llama.attention.value_length", 8),
+        ("llama.attention.scale", 0.5),
+        ("llama.logit_scale", 0.25),
         ("tokenizer.ggml.model", "llama"),
         ("tokenizer.ggml.pre", "chatglm-bpe"),
     ],
@@ -76,6 +80,11 @@ def test_a_tokenizer_that_puts_bos_first(tmp_path: Path) -> None:
 def test_what_is_not_a_plain_llama_is_refused(field: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="convert the original checkpoint"):
         converted(tmp_path, **{field.replace(".", "__"): value})
+
+
+def test_keys_that_change_nothing_are_let_pass(tmp_path: Path) -> None:
+    neutral = {"llama__rope__scaling__type": "none", "llama__expert_count": 0, "llama__attention__value_length": 16}
+    converted(tmp_path, **neutral, llama__tensor_data_layout="Meta AI original pth", general__file_type=1)
 
 
 def test_a_header_that_lacks_something_says_what(tmp_path: Path) -> None:

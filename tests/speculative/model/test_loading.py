@@ -66,19 +66,42 @@ def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_tensors_that_follow_from_others_are_ignored(tmp_path: Path) -> None:
-    def add(weights: dict[str, Tensor]) -> None:
-        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+def test_an_lm_head_under_a_tied_config_is_the_embedding_or_refused(tmp_path: Path) -> None:
+    """Other tests have what transformers does with it; here in each form that weights are kept in."""
+    folder = write_tiny_model(tmp_path, "smollm")
+    embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
+    edit_weights(folder, lambda weights: weights.update({"lm_head.weight": embedding.clone()}))
+    for kind in (None, "float32") if loading.cpu_kernels() else (None,):
+        decoder = load_decoder(folder, dtype=torch.float32, device="cpu", weights=kind)  # type: ignore[arg-type]
+        assert torch.equal(decoder.embedding, embedding)
+    one_off = embedding.clone()
+    one_off[-1, -1] += 0.5
+    edit_weights(folder, lambda weights: weights.update({"lm_head.weight": one_off}))
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ConfigError, match=r"model\.safetensors: .*embed_tokens.*lm_head.*set it to false"):
+            load_decoder(folder, dtype=dtype, device="cpu")
 
-    decoder = load(edit_weights(write_tiny_model(tmp_path, "smollm"), add))
-    assert decoder.lm_head.weight is decoder.embedding
+
+def test_a_tensor_in_two_shards_is_the_same_in_both_or_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    name = "model.layers.0.mlp.up_proj.weight"
+    index = dict.fromkeys(weights, "a.safetensors") | {name: "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file(weights, folder / "a.safetensors")
+    save_file({name: weights[name]}, folder / "b.safetensors")
+    assert torch.equal(load(folder).checkpoint_slots()[name], weights[name])
+    for other in (weights[name] + 1, weights[name][:3]):
+        save_file({name: other}, folder / "b.safetensors")
+        with pytest.raises(ConfigError, match=rf"b\.safetensors: {name} differs from .* of a\.safetensors"):
+            load(folder)
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
 def test_a_wrong_shape_is_named(name: str, tmp_path: Path) -> None:
     folder = edit_weights(write_tiny_model(tmp_path), lambda weights: weights.update({name: torch.zeros(3, 64)}))
-    with pytest.raises(ConfigError, match=rf"Tensor {name} has shape \[3, 64\]"):
+    with pytest.raises(ConfigError, match=rf"tensor {name} has shape \[3, 64\]"):
         load(folder)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from speculative.errors import ConfigError
 from speculative.kernels.bindings import cpu_kernels
@@ -62,27 +63,48 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         load_quantized(tmp_path)
 
 
-def shifted(weight: Quantized) -> Quantized:
-    """Other numbers than rounding the checkpoint would give."""
-    return Quantized(15 - weight.numbers, weight.scales, weight.least)
+def write_beside(folder: Path, own: dict[str, Quantized], values: dict[str, Quantized]) -> None:
+    """Numbers, and beside them plain weights as a conversion writes them: `values`, rounded to bfloat16."""
+    plain = {name: weight.to_float().bfloat16().float() for name, weight in values.items()}
+    save_file(load_file(folder / "model.safetensors") | plain, folder / "model.safetensors")
+    save_quantized(folder, own)
 
 
 @needs_kernels
 def test_a_models_own_numbers_come_before_rounding(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     down, query = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+    slots = load_decoder(folder, dtype=torch.float32, device=CPU).checkpoint_slots()
+    own = {name: quantize(slots[name], 4) for name in (down, query)}
+    write_beside(folder, {}, own)
     rounded = load_decoder(folder, dtype=torch.float32, device=CPU, weights="int4")
-    plain = load_decoder(folder, dtype=torch.float32, device=CPU)
-    slots = plain.checkpoint_slots()
-    own = {name: shifted(quantize(slots[name], 4)) for name in (down, query)}
-    save_quantized(folder, own)
+    write_beside(folder, own, own)
     decoder = load_decoder(folder, dtype=torch.float32, device=CPU, weights="int4")
-    rows = torch.eye(96)
-    products = decoder.layers[0].mlp.down_proj(rows).T
-    torch.testing.assert_close(products, own[down].to_float(), rtol=0, atol=1e-3)
+    exact = own[down].to_float()
+    given, again = (model.layers[0].mlp.down_proj(torch.eye(96)).T for model in (decoder, rounded))
+    assert (given - exact).abs().max() < 1e-5 < 1e-4 < (again - exact).abs().max()
     both = [model.layers[0].attention.qkv_proj for model in (decoder, rounded)]
     assert all(isinstance(linear, NativeLinear) for linear in both)
     assert torch.equal(both[0].panels, both[1].panels), "a part of a fused weight is not enough: all of it is rounded"
+
+
+@needs_kernels
+def test_numbers_of_other_weights_than_the_folders_are_refused(tmp_path: Path) -> None:
+    """As of a model that was trained further in the folder of a conversion: its numbers are the old ones."""
+    folder = write_tiny_model(tmp_path)
+    down = "model.layers.1.mlp.down_proj.weight"
+    weight = quantize(load_file(folder / "model.safetensors")[down], 4)
+    one_step = Quantized(
+        weight.numbers ^ (torch.arange(weight.numbers.numel()) == 7).view_as(weight.numbers),
+        weight.scales,
+        weight.least,
+    )
+    write_beside(folder, {down: weight}, {down: weight})
+    load_decoder(folder, dtype=torch.float32, device=CPU, weights="int4")
+    for own in ({down: one_step}, {"model.layers.9.mlp.down_proj.weight": weight}, {"model.norm.weight": weight}):
+        write_beside(folder, own, {down: weight})
+        with pytest.raises(ConfigError, match=rf"{QUANTIZED_FILE}: {next(iter(own))} is not the weight.*remove"):
+            load_decoder(folder, dtype=torch.float32, device=CPU, weights="int4")
 
 
 def test_a_fingerprint_reports_the_weights(tmp_path: Path) -> None:

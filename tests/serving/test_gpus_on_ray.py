@@ -1,0 +1,49 @@
+"""Replicas and other actors see the GPUs that Ray gave them, on a Ray whose node has two by name."""
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from deploy.watch.replayers import ReplayerOptions, _OnRay
+from serve_app import app
+from serve_app.config.files import parse_args
+from tests.support.gpu_probe import GpuProbe, replays_on, visible_gpus
+from tests.support.services import ENGINE, app_args, deployed
+
+
+@pytest.mark.usefixtures("ray_port")
+def test_an_engine_takes_a_gpu_that_its_replica_was_given_and_no_other(tiny_folder: Path) -> None:
+    for num_gpus, seen in ((0, [""]), (1, ["0", "1"]), (0.5, ["0", "1"]), (2, ["0,1", "1,0"])):
+        args = app_args(tiny_folder, "monolith", pools={"monolith": {"num_gpus": num_gpus}})
+        args["engine"] = ENGINE | {"device": "auto"}
+        options = app._options(parse_args(args), "monolith")["ray_actor_options"]
+        probe = ray.remote(GpuProbe).options(**options).remote()
+        own, its_childs = ray.get(probe.visible.remote())
+        assert own == its_childs and own in seen
+        pretended, here = ray.get(probe.device.remote(args))
+        assert pretended == ("cuda" if num_gpus else "cpu")
+        assert "num_gpus of its pool set to 0" in here if num_gpus else here == "cpu"
+        assert ray.get(probe.of_child.remote(0)) == ["", ""]
+        if num_gpus < 2:
+            assert ray.get(probe.of_child.remote(0.5))[0] in ("0", "1"), "one that asks for a GPU sees it"
+        ray.kill(probe)
+
+
+def test_a_service_without_gpus_sees_none_of_its_nodes(ray_port: int, tiny_folder: Path) -> None:
+    with deployed(ray_port, "seeing", app_args(tiny_folder, "disaggregated", recovery={"resume": True})):
+        named = ray.util.list_named_actors(all_namespaces=True)
+        ours = [one for one in named if one["name"].startswith("SERVE_REPLICA::seeing#")]
+        assert len(ours) == 4, "prefill, decode, router, controller"
+        actors = [ray.get_actor(one["name"], one["namespace"]) for one in ours]
+        assert ray.get([actor.__ray_call__.remote(visible_gpus) for actor in actors]) == [""] * 4
+
+
+@pytest.mark.usefixtures("ray_port")
+def test_an_engine_of_the_watch_takes_a_gpu_if_it_was_given_one(tiny_folder: Path) -> None:
+    for gpus, expected in ((0.0, [("cpu", "")]), (0.5, [("cuda", "0"), ("cuda", "1")])):
+        # transformers' makes no engine until it is started
+        options = ReplayerOptions(tiny_folder, engine="transformers", max_replicas=1, gpus=gpus)
+        actor = _OnRay(options)._new_actor().handle
+        assert ray.get(actor.__ray_call__.remote(replays_on)) in expected
+        ray.kill(actor)

@@ -1,0 +1,58 @@
+"""An actor that looks around for GPUs, from a module that Ray's workers can import."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import ray
+
+from serve_app.backends.torch_backend import TorchBackend
+from serve_app.config.files import parse_args
+from serve_app.deployments.engine_host import make_backend
+from speculative.engine import resolve_device
+from speculative.errors import ConfigError
+
+_VISIBLE = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
+
+
+class GpuProbe:
+    """In the place of a replica."""
+
+    def visible(self) -> list[str | None]:
+        """To this process, and to one that it starts, as vLLM does."""
+        command = [sys.executable, "-c", _VISIBLE]
+        child = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return [visible_gpus(self), child.removesuffix("\n")]
+
+    def device(self, args: dict[str, Any]) -> tuple[str, str]:
+        """Of the engine that a replica would load here: on a machine whose torch says that it can use a GPU, and here.
+
+        The first is pretended, as there is none.
+        """
+        backend = make_backend(parse_args(args), "monolith")
+        assert isinstance(backend, TorchBackend)
+        name = backend._config.device
+        with mock.patch("torch.cuda.is_available", return_value=True):
+            pretended = str(resolve_device(name))
+        try:
+            return pretended, str(resolve_device(name))
+        except ConfigError as error:
+            return pretended, str(error)
+
+    def of_child(self, num_gpus: float) -> list[str | None]:
+        """What an actor that is started from here sees."""
+        actor = ray.remote(GpuProbe).options(num_cpus=0, num_gpus=num_gpus).remote()
+        return ray.get(actor.visible.remote())  # type: ignore[no-any-return]
+
+
+def visible_gpus(actor: object) -> str | None:
+    """To the process of an actor."""
+    del actor
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def replays_on(engine: Any) -> tuple[str, str | None]:
+    """The device of an engine of the watch, and the GPUs that its process sees."""
+    return engine._replayer._options.device, visible_gpus(engine)
