@@ -51,7 +51,8 @@ class PromptEncoder:
             _size((messages, talk.tools, talk.variables)),
             lambda: encode(messages, tools=talk.tools, variables={**talk.variables, **ending}),
         )
-        return (*self._tokenizer.prefix_ids, *ids) if wire.add_special_tokens else tuple(ids)
+        before, behind = self._tokenizer.prefix_ids, self._tokenizer.suffix_ids
+        return (*before, *ids, *behind) if wire.add_special_tokens else tuple(ids)
 
     async def echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:
         """The prompts as they are echoed, where that is asked for."""

@@ -62,7 +62,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     header = GGUFHeader(reader, gguf_path.name)
     config = llama_config(header, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
     _write_json(folder / "config.json", config)
-    token_ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    token_ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": _end_tokens(header)}
     _write_json(folder / "generation_config.json", token_ids)
     _write_json(folder / "tokenizer.json", byte_level_bpe(header))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(header))
@@ -131,6 +131,13 @@ def llama_config(header: GGUFHeader, *, tied: bool) -> dict[str, Any]:
         "eos_token_id": header.get("tokenizer.ggml.eos_token_id"),
         "torch_dtype": "bfloat16",
     }
+
+
+def _end_tokens(header: GGUFHeader) -> int | list[int] | None:
+    """The ends of a text, of a turn and of a message that calls a tool, where the file names them."""
+    stated = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = list(dict.fromkeys(int(token_id) for token_id in stated if token_id is not None))
+    return ids if len(ids) > 1 else next(iter(ids), None)
 
 
 def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:

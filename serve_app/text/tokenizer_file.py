@@ -1,0 +1,137 @@
+"""A checkpoint's tokenizer as its files have it: tokenizer.json, and the tokens that the files beside it add.
+
+`transformers` builds the normalizer and the pre-tokenizer of some classes anew and drops those of tokenizer.json, which
+gives other ids. Here the file counts.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
+
+from speculative.end_tokens import read_if_there, stated_tokens, token_text
+from speculative.errors import ConfigError
+
+_CONFIG = "tokenizer_config.json"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_PROBES = (
+    *("Hello world", " leading space", "  two", "a\n\nb\t c\r\n", "\n", "3.14 and 1234567", "don't"),
+    *("naïve café, 你好 🙂", "▁ é", "def f(x):\n    return x"),
+)
+
+
+def read_tokenizer(folder: Path) -> tuple[RawTokenizer, tuple[str, ...]]:
+    """The tokenizer of a folder, and where its files contradict each other. Nothing is cut off or padded.
+
+    Raises:
+        ConfigError: a file is damaged, or the files cannot both be right.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no tokenizer.json. Name a folder with a fast tokenizer.")
+    try:
+        core = RawTokenizer.from_file(str(path))
+    except Exception as error:  # the library has no type of its own for it
+        raise ConfigError(f"{path} cannot be read ({error}); take the file from its source.") from error
+    core.no_truncation()
+    core.no_padding()
+    remarks = [*_add_stated(core, folder)]
+    _add_named(core, folder)
+    return core, (*remarks, *_other_flags(core, folder))
+
+
+def differences(core: RawTokenizer, rebuilt: RawTokenizer, name: str, folder: Path) -> Iterator[str]:
+    """What the tokenizer that `transformers` builds, of a class, encodes otherwise than the files say."""
+    texts = [token.content for token in core.get_added_tokens_decoder().values() if token.special][:3]
+    probes = [*_PROBES, *(form.format(text) for text in texts for form in ("{}[INST] hi", "{} hi", "a {}\n"))]
+    found = []
+    for probe in probes:
+        ours, theirs = (one.encode(probe) for one in (core, rebuilt))
+        if ours.ids != theirs.ids:
+            found.append(f"{probe!r} is {ours.tokens} by the file, and {theirs.tokens} by {name}")
+    if found:
+        yield (
+            f"{folder / 'tokenizer.json'} says other tokens than transformers' class {name}, which {_CONFIG} or "
+            f"config.json asks for, for {len(found)} of {len(probes)} texts tried: {found[0]}. Prompts are encoded as "
+            "the file says; a model that was trained with other tokens needs the file that it was trained with."
+        )
+
+
+def lossy(core: RawTokenizer, folder: Path) -> Iterator[str]:
+    """What does not come back from its tokens."""
+    for probe in _PROBES:
+        text = core.decode(core.encode(probe, add_special_tokens=False).ids, skip_special_tokens=False)
+        if text != probe:
+            yield f"{folder / 'tokenizer.json'} does not give every text back: {probe!r} becomes {text!r}."
+            return
+
+
+def _add_stated(core: RawTokenizer, folder: Path) -> Iterator[str]:
+    """Add the tokens that other files have beyond tokenizer.json."""
+    in_file = {token.content for token in core.get_added_tokens_decoder().values()}
+    for token_id, (token, name) in sorted(stated_tokens(folder).items(), key=lambda one: one[0]):
+        text, known = token["content"], core.token_to_id(token["content"])
+        there = core.id_to_token(token_id)
+        if known != token_id and (known is not None or there is not None):
+            says = f"{text!r} the id {known}" if known is not None else f"this id to {there!r}"
+            yield f"{folder / name} gives {text!r} the id {token_id}, and tokenizer.json gives {says}, which counts."
+        elif text not in in_file:
+            flags = {flag: bool(token[flag]) for flag in _FLAGS if flag in token}
+            core.add_tokens([AddedToken(text, **flags)])
+            if core.token_to_id(text) != token_id:
+                raise ConfigError(
+                    f"{folder / name}: `added_tokens_decoder` gives {text!r} the id {token_id}, and the next that is "
+                    f"free behind tokenizer.json is {core.token_to_id(text)}; take both files from one source."
+                )
+
+
+def _add_named(core: RawTokenizer, folder: Path) -> None:
+    """Have the tokens that tokenizer_config.json names cut out of a text whole, as those that are added are."""
+    place, config = str(folder / _CONFIG), read_if_there(folder / _CONFIG)
+    named: list[tuple[str, Any]] = [(name, config.get(name)) for name in _NAMED]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name) or ()
+        named += [(name, token) for token in (more.values() if isinstance(more, dict) else more)]
+    in_file = {token.content for token in core.get_added_tokens_decoder().values()}
+    for name, value in named:
+        text = token_text(value, name, place)
+        if text is not None and text not in in_file and core.token_to_id(text) is not None:
+            flags = value if isinstance(value, dict) else {}
+            stated = {flag: bool(flags[flag]) for flag in _FLAGS[:-1] if flag in flags}
+            core.add_special_tokens([AddedToken(text, special=True, **stated)])
+
+
+def _other_flags(core: RawTokenizer, folder: Path) -> Iterator[str]:
+    """Flags of tokenizer_config.json that contradict tokenizer.json: the latter counts, as in transformers 5."""
+    config = read_if_there(folder / _CONFIG)
+    for flag in ("add_bos_token", "add_eos_token", "add_prefix_space"):
+        if config.get(flag) is not None and not isinstance(config[flag], bool):
+            raise ConfigError(f"{folder / _CONFIG}: `{flag}` is {config[flag]!r}, and must be true or false.")
+    before, behind = added_ids(core)
+    bare = core.encode("x", add_special_tokens=False).tokens
+    spaced = bool(bare) and bare[0][:1] in ("▁", "Ġ")
+    for flag, here, part in (
+        ("add_bos_token", bool(before), "the `post_processor` of tokenizer.json begins a text with"),
+        ("add_eos_token", bool(behind), "the `post_processor` of tokenizer.json ends a text with"),
+        ("add_prefix_space", spaced, "tokenizer.json puts before a text"),
+    ):
+        asked = config.get(flag)
+        if asked is not None and asked != here:
+            added = {"add_bos_token": before, "add_eos_token": behind}.get(flag, ())
+            what = [core.id_to_token(token) for token in added] if here and added else "a space" if here else "none"
+            yield f"{folder / _CONFIG}: `{flag}` is {str(asked).lower()}, and {part} {what}; tokenizer.json counts."
+    if behind and config.get("add_eos_token") is not False:
+        texts = [core.id_to_token(token) for token in behind]
+        yield f"{folder / 'tokenizer.json'}: its `post_processor` ends every plain prompt with {texts}."
+
+
+def added_ids(core: RawTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the post-processor puts before and behind a text."""
+    whole = core.encode("x")
+    text = [place for place, added in enumerate(whole.special_tokens_mask) if not added]
+    if not text:
+        return (), ()
+    return tuple(whole.ids[: text[0]]), tuple(whole.ids[text[-1] + 1 :])
