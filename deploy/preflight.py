@@ -84,13 +84,25 @@ def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
         yield from faults
         if folder is not None:
             sources[field] = folder
-    if "model.source" not in sources or config.engine.kind != "torch":
+    if "model.source" not in sources:
+        return
+    if config.engine.kind != "torch":
+        yield from _tokenizer_faults(config, sources["model.source"])
         return
     faults, model = _model(sources["model.source"])
     yield from faults
     if model is not None:
         yield from _model_faults(config, model, sources)
         yield from _memory_faults(config, model, machine, sources)
+
+
+def remarks_here(config: AppConfig) -> list[str]:
+    """What whoever serves a configuration without faults should know of its model's tokenizer and chat template.
+    Empty where the model is not on this machine yet."""
+    folder = model_here(config.model.source)
+    if folder is None:
+        return []
+    return list(Tokenizer.from_folder(folder, config.model.chat_template).remarks())
 
 
 def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
@@ -242,14 +254,19 @@ def _is_a(kind: str, folder: Path) -> bool:
     return not _look("", partial(_DRAFTERS[kind][1], folder))[0]
 
 
+def _tokenizer_faults(config: AppConfig, folder: Path) -> Iterator[Fault]:
+    """A tokenizer that cannot be served, or a chat template that is not for it."""
+    template = config.model.chat_template
+    faults = _look("model.source", partial(Tokenizer.from_folder, folder))[0]
+    yield from faults
+    if template is not None and not faults:
+        yield from _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
+
+
 def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, Path]) -> Iterator[Fault]:
     """What does not fit the model: its tokenizer, lengths, weights, drafter."""
     folder, engine = sources["model.source"], config.engine_config(config.pool_names[0])
-    template = config.model.chat_template
-    tokenizer_faults = _look("model.source", partial(Tokenizer.from_folder, folder))[0]
-    yield from tokenizer_faults
-    if template is not None and not tokenizer_faults:
-        yield from _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
+    yield from _tokenizer_faults(config, folder)
     faults, longest = _look("engine.max_model_len", partial(longest_sequence, model, engine))
     yield from faults
     if engine.quantization not in ("auto", engine.dtype) or holds_fp8(folder):

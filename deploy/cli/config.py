@@ -31,11 +31,13 @@ def config_check(file: Path, file_only: bool, address: str | None) -> None:
         return
     from deploy.cluster import connected
     from deploy.machine import Machine
-    from deploy.preflight import faults_here, faults_on_cluster, require_servable
+    from deploy.preflight import faults_here, faults_on_cluster, remarks_here, require_servable
 
     config = checked.application.effective_args
     if address is None:
         require_servable(faults_here(config, Machine.here()), file)
+        for remark in remarks_here(config):
+            say(remark)
         say(f"{file}: fine, and this machine can serve it")
         return
     with connected(address):

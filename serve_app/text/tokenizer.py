@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from serve_app.text.byte_scheme import ByteScheme, byte_level_bytes
 from serve_app.text.template_marks import PLAIN, Render, behind_answer, marks, rendered
-from serve_app.text.tokenizer_file import added_ids, differences, lossy, read_tokenizer
+from serve_app.text.tokenizer_file import added_ids, differences, lossy, read_tokenizer, untyped_tokens
 from speculative.end_tokens import end_tokens, read_if_there
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
 
@@ -491,14 +491,15 @@ def _wrap(folder: Path) -> tuple[Any, tuple[str, ...]]:
     Raises:
         ConfigError: transformers cannot load any.
     """
+    options = {"local_files_only": True, **untyped_tokens(folder)}
     failed: tuple[str, ...] = ()
     try:
-        wrapped = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        wrapped = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
         wrapped.backend_tokenizer  # noqa: B018  # a slow one has none
     except Exception as error:  # of whatever class the folder asks for
         failed = (f"transformers cannot load the tokenizer of {folder}: {error}. Its tokenizer.json is used alone.",)
         try:
-            wrapped = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+            wrapped = PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
         except Exception as again:
             raise ConfigError(f"transformers cannot load the tokenizer of {folder}: {again}") from again
     older = read_if_there(folder / "chat_template.json").get("chat_template")
