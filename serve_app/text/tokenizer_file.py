@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
-from speculative.end_tokens import read_if_there, stated_tokens, token_text
+from speculative.end_tokens import read_if_there, read_json, stated_tokens, token_text
 from speculative.errors import ConfigError
 
 _CONFIG = "tokenizer_config.json"
@@ -36,6 +36,12 @@ def read_tokenizer(folder: Path) -> tuple[RawTokenizer, tuple[str, ...]]:
         core = RawTokenizer.from_file(str(path))
     except Exception as error:  # the library has no type of its own for it
         raise ConfigError(f"{path} cannot be read ({error}); take the file from its source.") from error
+    for token in read_json(path).get("added_tokens") or ():
+        if (given := core.token_to_id(token["content"])) != token["id"]:  # by the library, which leaves no gaps
+            raise ConfigError(
+                f"{path}: `added_tokens` gives {token['content']!r} the id {token['id']}, and the vocabulary before it "
+                f"makes it {given}; take the file from its source."
+            )
     core.no_truncation()
     core.no_padding()
     named = list(_named(folder))

@@ -188,6 +188,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ConfigError, match=r"tokenizer\.json"):
             Tokenizer.from_folder(tmp_path)
+    gap = json.loads(json.dumps(LAYOUTS["gpt2"]))
+    gap["added_tokens"][-1]["id"] += 3
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: `added_tokens` gives '<\|résumé\|>' the id"):
+        Tokenizer.from_folder(write_layout(tmp_path, gap))
+    mute = json.loads(json.dumps(LAYOUTS["unigram"]))
+    mute["model"]["unk_id"] = None
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot encode"):
+        Tokenizer.from_folder(write_layout(tmp_path, mute))
 
 
 def test_a_router_gets_all_that_a_tokenizer_is_read_from(tmp_path: Path) -> None:
