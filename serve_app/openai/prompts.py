@@ -89,6 +89,13 @@ class PromptEncoder:
             ids = ids[-most if most > 0 else -max(room, 1) :]
         if not ids:
             raise InvalidRequest(name, f"{name} must hold at least one token.")
+        if max(ids) >= self._vocab_size:  # a tokenizer may have more tokens than the model
+            wrong = next(token for token in ids if token >= self._vocab_size)
+            raise InvalidRequest(
+                name,
+                f"{name} holds {self._tokenizer.token_text(wrong)!r}, token {wrong} of the tokenizer; the model has ids "
+                f"from 0 to {self._vocab_size - 1} only.",
+            )
         if len(ids) + 1 > self._longest:
             raise ContextLengthExceeded(
                 name,

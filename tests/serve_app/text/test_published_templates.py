@@ -72,7 +72,7 @@ PUBLISHED = {
         "{{- '<|im_start|>' + message.role + '\\n' + content }}\n{%- if message.tool_calls %}\n"
         "{%- for tool_call in message.tool_calls %}\n{%- if tool_call.function %}\n"
         "{%- set tool_call = tool_call.function %}\n{%- endif %}\n"
-        "{{- '<tool_call>\\n{\"name\": \"' + tool_call.name + '\", \"arguments\": ' }}\n"
+        '{{- \'<tool_call>\\n{"name": "\' + tool_call.name + \'", "arguments": \' }}\n'
         "{%- if tool_call.arguments is string %}\n{{- tool_call.arguments }}\n{%- else %}\n"
         "{{- tool_call.arguments | tojson }}\n{%- endif %}\n{{- '}\\n</tool_call>' }}\n{%- endfor %}\n{%- endif %}\n"
         "{{- '<|im_end|>\\n' }}\n{%- elif message.role == \"tool\" %}\n"
