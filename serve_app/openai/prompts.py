@@ -93,8 +93,8 @@ class PromptEncoder:
             wrong = next(token for token in ids if token >= self._vocab_size)
             raise InvalidRequest(
                 name,
-                f"{name} holds {self._tokenizer.token_text(wrong)!r}, token {wrong} of the tokenizer; the model has ids "
-                f"from 0 to {self._vocab_size - 1} only.",
+                f"{name} holds {self._tokenizer.token_text(wrong)!r}, token {wrong} of the tokenizer; the model's ids "
+                f"run from 0 to {self._vocab_size - 1}.",
             )
         if len(ids) + 1 > self._longest:
             raise ContextLengthExceeded(

@@ -1,5 +1,6 @@
 """How the strings of a tokenizer's tokens stand for bytes: the `decoder` of its tokenizer.json."""
 
+import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,17 @@ from typing import Any
 from speculative.errors import UnsupportedModel
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BY_BYTE = "truespec.replaced_by_byte"
+
+
+def _replaced_by_byte(error: UnicodeError) -> tuple[str, int]:
+    """As ByteFallback has it: U+FFFD for each byte. It loses the characters before them in a run of bytes, too, which
+    have been shown by then and stay here."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_BY_BYTE, _replaced_by_byte)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +28,8 @@ class ByteScheme:
 
     to_bytes: of one token. first_to_bytes: of a text's first token. stripped, num_stripped: the character dropped at
     the start of a decoded text, and how many of it at most. byte_level: whether a token is spelled in GPT-2's stand-ins
-    for bytes, so that an added token, which is plain text, must not be read like the others.
+    for bytes, so that an added token, which is plain text, must not be read like the others. errors: what becomes of
+    bytes that form no character, as `codecs` names it.
     """
 
     to_bytes: Callable[[str], bytes]
@@ -24,6 +37,7 @@ class ByteScheme:
     stripped: str = " "
     num_stripped: int = 0
     byte_level: bool = False
+    errors: str = "replace"
 
     @classmethod
     def read(cls, decoder: Mapping[str, Any] | None) -> "ByteScheme":
@@ -51,6 +65,7 @@ class ByteScheme:
             lambda token: _bytes_of(token, first_changes, falls_back),
             strip.get("content", " "),
             strip.get("start", 0),
+            errors=_BY_BYTE if falls_back else "replace",
         )
 
 

@@ -200,7 +200,10 @@ class Tokenizer:
     def _read_own_template(self, with_tools: bool) -> "ChatTemplate":
         if self._wrapped.chat_template is None:
             return ChatTemplate("", frozenset())
-        source = self._wrapped.get_chat_template(tools=[{}] if with_tools else None)
+        try:
+            source = self._wrapped.get_chat_template(tools=[{}] if with_tools else None)
+        except ValueError:  # several, and none for this; reported when it is used
+            return ChatTemplate("", frozenset())
         try:
             return ChatTemplate.read(source)
         except TemplateError:  # reported when it is used
@@ -280,11 +283,9 @@ class Tokenizer:
         """A new incremental decoder; its parts add up to what `decode` returns with the same arguments. `shown` are
         special tokens that are not skipped in any case."""
         skipped = self.special_ids.difference(self._added.get(text, -1) for text in shown) if skip_special else ()
-        if continuation:
-            return Detokenizer(self.token_bytes, frozenset(skipped))
-        return Detokenizer(
-            self.token_bytes, frozenset(skipped), self._first_bytes, self._scheme.stripped * self._scheme.num_stripped
-        )
+        scheme = self._scheme
+        begins = () if continuation else (self._first_bytes, scheme.stripped * scheme.num_stripped)
+        return Detokenizer(self.token_bytes, frozenset(skipped), *begins, errors=scheme.errors)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; empty for an id that the tokenizer does not know (a padded vocabulary)."""
@@ -330,6 +331,7 @@ class Detokenizer:
         skipped: ids without text.
         first_bytes: of the first token, where it differs.
         stripped: characters, all the same, that are dropped at the start as far as the text has them.
+        errors: what becomes of bytes that form no character, as `codecs` names it.
     """
 
     def __init__(
@@ -338,12 +340,14 @@ class Detokenizer:
         skipped: frozenset[int],
         first_bytes: Callable[[int], bytes] | None = None,
         stripped: str = "",
+        *,
+        errors: str = "replace",
     ) -> None:
         self._token_bytes = token_bytes
         self._skipped = skipped
         self._first_bytes = first_bytes  # until the first token has come
         self._stripped = stripped  # still to be dropped
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
     def push(self, ids: Sequence[int]) -> list[str]:
         """The text that each of the ids adds."""

@@ -50,7 +50,7 @@ def read_tokenizer(folder: Path) -> tuple[RawTokenizer, tuple[str, ...]]:
     for probe in _PROBES:
         if isinstance(tokens := _tokens(core, probe), str):
             raise ConfigError(f"{path} cannot encode {probe!r} ({tokens}); take the file from its source.")
-    return core, (*remarks, *_other_flags(core, folder))
+    return core, (*remarks, *_other_flags(core, folder), *_beyond(core, folder))
 
 
 def differences(core: RawTokenizer, rebuilt: RawTokenizer, name: str, folder: Path) -> Iterator[str]:
@@ -157,6 +157,19 @@ def _other_flags(core: RawTokenizer, folder: Path) -> Iterator[str]:
     if behind and config.get("add_eos_token") is not False:
         texts = [core.id_to_token(token) for token in behind]
         yield f"{folder / 'tokenizer.json'}: its `post_processor` ends every plain prompt with {texts}."
+
+
+def _beyond(core: RawTokenizer, folder: Path) -> Iterator[str]:
+    """Tokens that the model has no embedding for."""
+    config = read_if_there(folder / "config.json")
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    most = max(core.get_vocab(with_added_tokens=True).values()) + 1
+    if isinstance(size, int) and most > size:
+        texts = [core.id_to_token(token) for token in range(size, min(most, size + 3))]
+        yield (
+            f"{folder / 'tokenizer.json'} has {most} tokens, and config.json's `vocab_size` is {size}: prompts with "
+            f"{', '.join(map(repr, texts))}{' or others beyond it' if most > size + 3 else ''} are refused."
+        )
 
 
 def added_ids(core: RawTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,5 +1,6 @@
-"""Chat templates as models publish them, in short: rendered as `transformers` renders them, and known by their marks."""
+"""Chat templates as models publish them, shortened: rendered as by `transformers`, and known by their marks."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ class Published:
 
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PUBLISHED = {
@@ -40,7 +42,8 @@ PUBLISHED = {
         '{%- set system_message = "" %}\n{%- endif %}\n'
         '{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}\n{%- if tools is not none %}\n'
         '{{- "Environment: ipython\\n" }}\n{%- endif %}\n{{- "Today Date: " + date_string + "\\n\\n" }}\n'
-        '{%- if tools is not none %}\n{%- for t in tools %}\n{{- t | tojson(indent=4) }}\n{{- "\\n\\n" }}\n{%- endfor %}\n'
+        "{%- if tools is not none %}\n{%- for t in tools %}\n{{- t | tojson(indent=4) }}\n"
+        '{{- "\\n\\n" }}\n{%- endfor %}\n'
         '{%- endif %}\n{{- system_message }}\n{{- "<|eot_id|>" }}\n{%- for message in messages %}\n'
         "{%- if 'tool_calls' in message %}\n{%- if not message.tool_calls|length == 1 %}\n"
         '{{- raise_exception("This model only supports single tool-calls at once!") }}\n{%- endif %}\n'
@@ -57,7 +60,8 @@ PUBLISHED = {
         bos="<|begin_of_text|>",
     ),
     "qwen 3": Published(
-        "{%- if tools %}\n{{- '<|im_start|>system\\n' }}\n{%- for tool in tools %}\n{{- \"\\n\" }}\n{{- tool | tojson }}\n"
+        "{%- if tools %}\n{{- '<|im_start|>system\\n' }}\n{%- for tool in tools %}\n{{- \"\\n\" }}\n"
+        "{{- tool | tojson }}\n"
         "{%- endfor %}\n{{- '<|im_end|>\\n' }}\n{%- elif messages[0].role == 'system' %}\n"
         "{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}\n{%- endif %}\n"
         "{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}\n"
@@ -67,7 +71,8 @@ PUBLISHED = {
         "{%- set ns.multi_step_tool = false %}\n{%- set ns.last_query_index = index %}\n{%- endif %}\n{%- endfor %}\n"
         '{%- for message in messages %}\n{%- if (message.role == "user") or (message.role == "system" and not '
         "loop.first) %}\n{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
-        "{%- elif message.role == \"assistant\" %}\n{%- set content = message.content %}\n{%- if '</think>' in content %}\n"
+        '{%- elif message.role == "assistant" %}\n{%- set content = message.content %}\n'
+        "{%- if '</think>' in content %}\n"
         "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}\n{%- endif %}\n"
         "{{- '<|im_start|>' + message.role + '\\n' + content }}\n{%- if message.tool_calls %}\n"
         "{%- for tool_call in message.tool_calls %}\n{%- if tool_call.function %}\n"
@@ -115,13 +120,15 @@ PUBLISHED = {
         "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% endif %}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
         "{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] "
-        "| trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}",
+        "| trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{'<start_of_turn>model\n'}}{% endif %}",
         ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
         "<end_of_turn>",
         bos="<bos>",
     ),
     "phi 3": Published(
-        "{% for message in messages %}{{'<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% for message in messages %}"
+        "{{'<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
         ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|endoftext|>"),
         "<|end|>",
@@ -131,7 +138,8 @@ PUBLISHED = {
         "{% set ns = namespace(is_first=false, system_prompt='') %}{%- for message in messages %}"
         "{%- if message['role'] == 'system' %}{% set ns.system_prompt = message['content'] %}{%- endif %}{%- endfor %}"
         "{{bos_token}}{{ns.system_prompt}}{%- for message in messages %}{%- if message['role'] == 'user' %}"
-        "{{'<｜User｜>' + message['content']}}{%- endif %}{%- if message['role'] == 'assistant' and message['content'] is "
+        "{{'<｜User｜>' + message['content']}}{%- endif %}"
+        "{%- if message['role'] == 'assistant' and message['content'] is "
         "not none %}{% set content = message['content'] %}{% if '</think>' in content %}"
         "{% set content = content.split('</think>')[-1] %}{% endif %}"
         "{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>'}}{%- endif %}{%- endfor -%}"
@@ -200,6 +208,7 @@ ENDINGS: tuple[dict[str, Any], ...] = (
     {"add_generation_prompt": False, "continue_final_message": True},
     {"enable_thinking": False},
 )
+PLACES = ("tokenizer_config.json", "named", "chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def folder_of(path: Path, published: Published, *, eos: str | None = None, **config: Any) -> Path:
@@ -229,40 +238,41 @@ def reference(published: Published, chat: Any, tools: Any, ending: dict[str, Any
         return None
 
 
-def test_prompts_are_those_that_transformers_makes_wherever_the_template_lies(tmp_path: Path) -> None:
-    def place(name: str, published: Published, kind: int) -> Path:
-        folder, source = tmp_path / f"{name} {kind}", published.source
-        if kind == 0:
-            return folder_of(folder, published, chat_template=source)
-        if kind == 1:
-            named = [{"name": "default", "template": source}, {"name": "tool_use", "template": source}]
-            return folder_of(folder, published, chat_template=named)
-        folder_of(folder, published, **({"chat_template": "another"} if kind == 2 else {}))
-        if kind == 4:
-            (folder / "chat_template.json").write_text(json.dumps({"chat_template": source}))
-            return folder
-        (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
-        if kind == 3:
-            (folder / "additional_chat_templates").mkdir()
-            (folder / "additional_chat_templates" / "tool_use.jinja").write_text(source, encoding="utf-8")
+def placed(folder: Path, published: Published, kind: str) -> Path:
+    """A model whose template lies where its kind says."""
+    source = published.source
+    if kind == "tokenizer_config.json":
+        return folder_of(folder, published, chat_template=source)
+    if kind == "named":
+        named = [{"name": "default", "template": source}, {"name": "tool_use", "template": source}]
+        return folder_of(folder, published, chat_template=named)
+    folder_of(folder, published, **({"chat_template": "another"} if kind == "chat_template.jinja" else {}))
+    if kind == "chat_template.json":
+        (folder / kind).write_text(json.dumps({"chat_template": source}))
         return folder
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    if kind == "additional_chat_templates":
+        (folder / kind).mkdir()
+        (folder / kind / "tool_use.jinja").write_text(source, encoding="utf-8")
+    return folder
 
+
+def test_prompts_are_those_that_transformers_makes_wherever_the_template_lies(tmp_path: Path) -> None:
     refused = 0
     for name, published in PUBLISHED.items():
-        for kind in range(5):
-            tokenizer = Tokenizer.from_folder(place(name, published, kind))
-            for chat, tools in CHATS:
-                for ending in ENDINGS:
-                    wanted = reference(published, chat, tools, ending)
-                    if wanted is None:
-                        refused += 1
-                        with pytest.raises(InvalidRequest, match="chat template refuses these messages"):
-                            tokenizer.render_chat(chat, tools=tools, variables=ending)
-                    else:
-                        assert tokenizer.render_chat(chat, tools=tools, variables=ending) == wanted, (name, kind)
-                        ids = tokenizer.encode_chat(chat, tools=tools, variables=ending)
-                        assert tokenizer.decode(ids, skip_special=False) == wanted
-    assert 0 < refused < 5 * len(PUBLISHED) * len(CHATS) * len(ENDINGS) / 4
+        for kind in PLACES:
+            tokenizer = Tokenizer.from_folder(placed(tmp_path / name / kind, published, kind))
+            for (chat, tools), ending in itertools.product(CHATS, ENDINGS):
+                wanted = reference(published, chat, tools, ending)
+                if wanted is None:
+                    refused += 1
+                    with pytest.raises(InvalidRequest, match="chat template refuses these messages"):
+                        tokenizer.render_chat(chat, tools=tools, variables=ending)
+                else:
+                    assert tokenizer.render_chat(chat, tools=tools, variables=ending) == wanted, (name, kind)
+                    ids = tokenizer.encode_chat(chat, tools=tools, variables=ending)
+                    assert tokenizer.decode(ids, skip_special=False) == wanted
+    assert 0 < refused < len(PLACES) * len(PUBLISHED) * len(CHATS) * len(ENDINGS) / 4
 
 
 def test_another_models_template_is_refused_by_its_marks(tmp_path: Path) -> None:
@@ -319,3 +329,12 @@ def test_an_end_of_turn_that_no_file_names_is_reported(tmp_path: Path) -> None:
         token = Tokenizer.from_folder(folder).added_id(published.end)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [token]}))
         assert not [one for one in Tokenizer.from_folder(folder).remarks() if "ends an answer with" in one]
+
+
+def test_named_templates_without_a_default_are_refused_with_the_messages(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": CHATML}, {"name": "rag", "template": CHATML}]
+    tokenizer = Tokenizer.from_folder(folder_of(tmp_path, PUBLISHED["chatml"], chat_template=named))
+    assert tokenizer.render_chat([USER], tools=[TOOL]) and tokenizer.chat_template(with_tools=True).source == CHATML
+    assert tokenizer.chat_template().source == ""
+    with pytest.raises(InvalidRequest, match="multiple chat templates with no default"):
+        tokenizer.render_chat([USER])

@@ -66,6 +66,19 @@ def test_text_is_what_the_library_decodes_wherever_the_tokens_are_cut(tmp_path: 
                     assert ours.decode(ids, skip_special=skip) == whole, (name, text)
 
 
+def test_half_characters_are_those_of_the_library_wherever_an_answer_is_cut(tmp_path: Path) -> None:
+    for name, content in LAYOUTS.items():
+        folder = write_layout(tmp_path / name, content)
+        ours, theirs = Tokenizer.from_folder(folder), library(folder)
+        letter = theirs.token_to_id("a")
+        for text in ("a 🙂 b 你 c", "🙂", "x 🙂"):
+            ids = theirs.encode(text, add_special_tokens=False).ids
+            for end in range(len(ids) + 1):
+                assert ours.decode(ids[:end]) == theirs.decode(ids[:end]), (name, text, end)
+                gone_on = [*ids[:end], letter]
+                assert ours.decode(gone_on) == theirs.decode(gone_on), (name, text, end)
+
+
 def test_an_added_token_of_a_byte_level_model_is_plain_text(tmp_path: Path) -> None:
     for name in ("gpt2", "llama 3", "qwen 2"):
         folder = write_layout(tmp_path / name, LAYOUTS[name])
