@@ -501,7 +501,8 @@ def _wrap(folder: Path) -> tuple[Any, tuple[str, ...]]:
         wrapped = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
         wrapped.backend_tokenizer  # noqa: B018  # a slow one has none
     except Exception as error:  # of whatever class the folder asks for
-        failed = (f"transformers cannot load the tokenizer of {folder}: {error}. Its tokenizer.json is used alone.",)
+        why = " ".join(str(error).split())
+        failed = (f"Its tokenizer.json is used alone: transformers cannot load the tokenizer of {folder}: {why}",)
         try:
             wrapped = PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
         except Exception as again:

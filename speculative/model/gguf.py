@@ -155,7 +155,7 @@ def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
         ],
         "normalizer": None,
         "pre_tokenizer": _PRE_TOKENIZERS[split],
-        "post_processor": _bos_first(header, tokens) if header.get("tokenizer.ggml.add_bos_token", False) else None,
+        "post_processor": _post_processor(header, tokens),
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
@@ -171,10 +171,18 @@ def _added_token(token_id: int, token: str, *, special: bool) -> dict[str, Any]:
     return {"id": token_id, "content": token, "special": special, **flags}
 
 
-def _bos_first(header: GGUFHeader, tokens: list[str]) -> dict[str, Any]:
-    bos = header.require("tokenizer.ggml.bos_token_id")
-    template = [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    special = {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}}
+def _post_processor(header: GGUFHeader, tokens: list[str]) -> dict[str, Any] | None:
+    """What puts a token before a text, or behind it, where the file says so."""
+    template: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    special: dict[str, Any] = {}
+    for name, place in (("bos", 0), ("eos", 1)):
+        if header.get(f"tokenizer.ggml.add_{name}_token", False):
+            token_id = header.require(f"tokenizer.ggml.{name}_token_id")
+            text = tokens[token_id]
+            template.insert(place * len(template), {"SpecialToken": {"id": text, "type_id": 0}})
+            special[text] = {"id": text, "ids": [token_id], "tokens": [text]}
+    if not special:
+        return None
     return {"type": "TemplateProcessing", "single": template, "pair": template, "special_tokens": special}
 
 

@@ -196,6 +196,17 @@ def test_decoders_of_published_files_are_read_and_others_refused(tmp_path: Path)
             assert rest.endswith(tokenizer.decode(ids)), "a continuation keeps the space before it"
 
 
+def test_code_of_a_checkpoint_is_not_run_and_its_file_is_used_alone(tmp_path: Path) -> None:
+    config = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "eos_token": "</s>", "chat_template": "hi"}
+    folder = write_layout(tmp_path, LAYOUTS["llama 2"], config)
+    (folder / "own.py").write_text("raise SystemExit")
+    tokenizer = Tokenizer.from_folder(folder)
+    (remark,) = tokenizer.remarks()
+    assert "transformers cannot load the tokenizer" in remark and "\n" not in remark
+    assert tokenizer.render_chat([{"role": "user", "content": ""}]) == "hi" and tokenizer.eos_token_ids == (2,)
+    assert tokenizer.encode("<s>[INST]") == library(folder).encode("<s>[INST]").ids
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     for content in ("{", "{}", "[]"):
         (tmp_path / "tokenizer.json").write_text(content)
