@@ -154,19 +154,27 @@ def _id_of(text: str, folder: Path, file: str) -> int | None:
     added = (token_id for token_id, (token, _) in stated_tokens(folder).items() if token["content"] == text)
     if not (folder / "tokenizer.json").is_file():
         return next(added, None)
-    content = read_json(folder / "tokenizer.json")
-    for token in content.get("added_tokens") or ():
-        if token.get("content") == text:
-            return int(token["id"])
-    vocab = (content.get("model") or {}).get("vocab") or {}
-    if isinstance(vocab, dict):
-        known = vocab.get(text)
-    else:  # pairs of a Unigram model
-        known = next((place for place, (piece, _) in enumerate(vocab) if piece == text), None)
-    known = next(added, None) if known is None else int(known)
+    try:
+        known = _in_tokenizer(text, read_json(folder / "tokenizer.json"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / 'tokenizer.json'} is damaged ({error!r}); take the file from its source."
+        ) from error
+    known = next(added, None) if known is None else known
     if known is None:
         raise ConfigError(
             f"{folder / file}: `eos_token` is {text!r}, which is no token of tokenizer.json; correct it, or take both "
             "files from one source."
         )
     return known
+
+
+def _in_tokenizer(text: str, content: Json) -> int | None:
+    """A token's id by the content of a tokenizer.json."""
+    for token in content.get("added_tokens") or ():
+        if token["content"] == text:
+            return int(token["id"])
+    vocab = (content.get("model") or {}).get("vocab") or {}
+    if isinstance(vocab, dict):
+        return None if text not in vocab else int(vocab[text])
+    return next((place for place, (piece, _) in enumerate(vocab) if piece == text), None)  # of a Unigram model

@@ -96,6 +96,14 @@ def test_what_is_no_token_is_refused_with_its_file_and_field(tmp_path: Path) -> 
     for files in (named, {"generation_config": {"eos_token_id": [1, 4]}}):
         with pytest.raises(ConfigError, match=r"is token 4, and the model's tokens go from 0 to 3 .*`vocab_size`"):
             end_tokens(write(tmp_path, config={"vocab_size": 4}, **files))
+    for damaged in (
+        {"added_tokens": [1]},
+        {"added_tokens": [{"content": "z"}]},
+        {"model": {"vocab": [1]}},
+        {"model": 1},
+    ):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json is damaged"):
+            end_tokens(write(tmp_path, tokenizer_config={"eos_token": "z"}, tokenizer=damaged))
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         end_tokens(tmp_path)
