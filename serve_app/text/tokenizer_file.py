@@ -55,6 +55,8 @@ def read_tokenizer(folder: Path) -> tuple[RawTokenizer, tuple[str, ...]]:
 
 def differences(core: RawTokenizer, rebuilt: RawTokenizer, name: str, folder: Path) -> Iterator[str]:
     """What the tokenizer that `transformers` builds, of a class, encodes otherwise than the files say."""
+    rebuilt.no_truncation()
+    rebuilt.no_padding()
     texts = [token.content for token in core.get_added_tokens_decoder().values() if token.special][:3]
     probes = [*_PROBES, *(form.format(text) for text in texts for form in ("{}[INST] hi", "{} hi", "a {}\n"))]
     found = []
