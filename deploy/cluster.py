@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.machine import Machine
 from deploy.ports import require_port, url_of
-from deploy.preflight import faults_here, faults_on_cluster, idle_gpus, require_servable, resources_there
+from deploy.preflight import faults_here, faults_on_cluster, hints_here, hints_on_cluster, require_servable
 from serve_app.app import build_app
 from serve_app.config.app_config import AppConfig
 from serve_app.config.base import POOL_OF_DEPLOYMENT
@@ -89,7 +89,7 @@ def running_app(
             require_port(file.http_options)
         machine = Machine.here()
         require_servable(faults_here(config, machine))
-        for hint in idle_gpus(config, len(machine.gpu_bytes), "this machine"):
+        for hint in hints_here(config, machine):
             progress(f"hint: {hint}")
     try:
         _connect(config, progress, address)
@@ -129,7 +129,7 @@ def _connect(config: AppConfig, progress: Progress, address: str | None) -> None
         _join(address)
         for fault in faults_on_cluster(config):
             progress(f"warning: {fault}")
-        for hint in idle_gpus(config, resources_there("GPU"), "the cluster"):
+        for hint in hints_on_cluster(config):
             progress(f"hint: {hint}")
         return
     cores = os.cpu_count() or 1

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import ray
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -26,8 +25,10 @@ from serve_app.config.base import PoolName
 from serve_app.integrity.signatures import SigningKey
 from serve_app.text.tokenizer import Tokenizer
 from speculative.config import EngineConfig
+from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, TruespecError
-from speculative.model.config import ModelConfig, holds_fp8, read_json
+from speculative.model.catalogue import CATALOGUE
+from speculative.model.config import ModelConfig, holds_fp8
 from speculative.model.eagle3 import Eagle3Config
 from speculative.model.head_checkpoint import read_held_out_rates
 from speculative.model.loading import checkpoint_files, choose_weights
@@ -85,7 +86,10 @@ def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
         yield from faults
         if folder is not None:
             sources[field] = folder
-    if "model.source" not in sources or config.engine.kind != "torch":
+    if "model.source" not in sources:
+        return
+    if config.engine.kind != "torch":
+        yield from _tokenizer_faults(config, sources["model.source"])
         return
     faults, model = _model(sources["model.source"])
     yield from faults
@@ -94,14 +98,19 @@ def faults_here(config: AppConfig, machine: Machine) -> Iterator[Fault]:
         yield from _memory_faults(config, model, machine, sources)
 
 
-def idle_gpus(config: AppConfig, num_gpus: float, place: str) -> Iterator[str]:
-    """Hints at GPUs that no replica asks for: what Ray does not give, replicas do not see.
+def hints_here(config: AppConfig, machine: Machine) -> Iterator[str]:
+    """What whoever serves a configuration without faults on this machine should know."""
+    yield from _idle_gpus(config, len(machine.gpu_bytes), "this machine")
+    yield from _model_hints(config)
 
-    Args:
-        config: may say `device: cpu`, which is meant.
-        num_gpus: that there are.
-        place: which has them.
-    """
+
+def hints_on_cluster(config: AppConfig) -> Iterator[str]:
+    """The same for the Ray cluster that this process is connected to. The model may be on its nodes only."""
+    yield from _idle_gpus(config, _resources_there("GPU"), "the cluster")
+
+
+def _idle_gpus(config: AppConfig, num_gpus: float, place: str) -> Iterator[str]:
+    """GPUs that no replica asks for: what Ray does not give, replicas do not see. `device: cpu` is meant so."""
     if num_gpus and config.engine.device == "auto":
         for name in config.pools_on("cpu"):
             yield (
@@ -110,13 +119,29 @@ def idle_gpus(config: AppConfig, num_gpus: float, place: str) -> Iterator[str]:
             )
 
 
+def _model_hints(config: AppConfig) -> Iterator[str]:
+    """A name that is another model's; and what is odd about tokenizer and chat template of a model that is here."""
+    source, name = config.model.source, config.model.served_name
+    for known, model in CATALOGUE.items():
+        if name == model.served_name and source != known and name != Path(source).name:
+            yield (
+                f"{_PLACE}.model.name is {name}, a model of the catalogue, and model.source is {source}: clients take "
+                "the answers for that model's. Remove it, or give the model a name of its own."
+            )
+    folder = model_here(source)
+    if folder is not None:
+        yield from Tokenizer.from_folder(folder, config.model.chat_template).remarks()
+
+
 def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
     """What the Ray cluster that this process is connected to lacks at present, at the pools' least numbers of replicas.
 
     An autoscaling cluster may add it. Paths are those of its nodes and are not checked.
     """
+    import ray  # a second of processor time, which only this needs
+
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    there = {name: resources_there(name) for name in ("CPU", "GPU")}
+    there = {name: _resources_there(name) for name in ("CPU", "GPU")}
     for kind, field in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         asked = {
             name: getattr(config.pool(name), field) * config.pool(name).least_replicas for name in config.pool_names
@@ -141,8 +166,10 @@ def faults_on_cluster(config: AppConfig) -> Iterator[Fault]:
             )
 
 
-def resources_there(name: str) -> float:
+def _resources_there(name: str) -> float:
     """How much of a resource, such as GPU, the cluster has that this process is connected to."""
+    import ray
+
     return float(ray.cluster_resources().get(name, 0))
 
 
@@ -264,14 +291,19 @@ def _is_a(kind: str, folder: Path) -> bool:
     return not _look("", partial(_DRAFTERS[kind][1], folder))[0]
 
 
+def _tokenizer_faults(config: AppConfig, folder: Path) -> Iterator[Fault]:
+    """A tokenizer that cannot be served, or a chat template that is not for it."""
+    template = config.model.chat_template
+    faults = _look("model.source", partial(Tokenizer.from_folder, folder))[0]
+    yield from faults
+    if template is not None and not faults:
+        yield from _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
+
+
 def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, Path]) -> Iterator[Fault]:
     """What does not fit the model: its tokenizer, lengths, weights, drafter."""
     folder, engine = sources["model.source"], config.engine_config(config.pool_names[0])
-    template = config.model.chat_template
-    tokenizer_faults = _look("model.source", partial(Tokenizer.from_folder, folder))[0]
-    yield from tokenizer_faults
-    if template is not None and not tokenizer_faults:
-        yield from _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
+    yield from _tokenizer_faults(config, folder)
     faults, longest = _look("engine.max_model_len", partial(longest_sequence, model, engine))
     yield from faults
     if engine.quantization not in ("auto", engine.dtype) or holds_fp8(folder):

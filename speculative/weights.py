@@ -79,7 +79,9 @@ def check_same_model(folder: Path, served: ModelConfig) -> None:
     wanted = ModelConfig.from_folder(folder)
     for name in ModelConfig.__dataclass_fields__:
         theirs, ours = getattr(wanted, name), getattr(served, name)
-        if theirs != ours:
+        # A folder of weights alone names fewer end tokens; those that are served stay.
+        fits = set(theirs) <= set(ours) if name == "eos_token_ids" else theirs == ours
+        if not fits:
             raise ConfigError(
                 f"{folder} is of another model: its {name} is {theirs}, and {ours} is served. Only the weights can "
                 "change while the service runs; deploy another model as an application of its own."

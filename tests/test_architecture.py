@@ -14,6 +14,7 @@ PACKAGES = ("speculative", "serve_app", "dashboards", "deploy")
 ROOMS = {
     "speculative": (
         "errors",
+        "end_tokens",
         "options",
         "request",
         "stats",
@@ -63,6 +64,7 @@ LEAVES = {
     for name in (
         "request",
         "config",
+        "end_tokens",
         "options",
         "stats",
         "errors",
@@ -112,7 +114,7 @@ OWNERS = {
     "rich": {"deploy"},
     "safetensors": {"speculative", "serve_app.backends.vllm_parts.replay_room", "deploy"},
     "starlette": {"serve_app.http"},
-    "tokenizers": {"serve_app.text.tokenizer", "speculative.model.gguf", "deploy.audit.blackbox.tiny"},
+    "tokenizers": {"serve_app.text", "speculative.model.gguf", "deploy.audit.blackbox.tiny"},
     "torch": {
         "speculative",
         "serve_app.backends.torch_backend",

@@ -7,6 +7,7 @@ import click
 from deploy.cli.console import Failure, a_file, application_of, application_options, out, say
 from deploy.options import check_writable
 from deploy.own_model import OwnModel
+from serve_app.config.app_config import AppConfig
 
 
 @click.group()
@@ -26,26 +27,32 @@ def config_check(file: Path | None, own: OwnModel | None, file_only: bool, addre
     if file_only and address is not None:
         raise click.UsageError("--file-only checks no cluster; give it or --address.")
     checked, named = application_of(file, own), file or f"--model {own and own.source}"
+    say(f"{named}: fine")
     if file_only:
-        say(f"{named}: fine")
         return
-    from deploy.cluster import connected
-    from deploy.machine import Machine
-    from deploy.preflight import faults_here, faults_on_cluster, idle_gpus, require_servable, resources_there
-
     config = checked.application.effective_args
-    if address is None:
-        machine = Machine.here()
-        require_servable(faults_here(config, machine), named)
-        found, hints = "this machine can serve it", [*idle_gpus(config, len(machine.gpu_bytes), "this machine")]
-    else:
-        with connected(address):
-            require_servable(faults_on_cluster(config), named)
-            hints = [*idle_gpus(config, resources_there("GPU"), "the cluster")]
-        found = "the cluster has what it asks for"
-    say(f"{named}: fine, and {found}")
+    found, hints = _look_here(config, named) if address is None else _look_there(config, named, address)
+    say(found)
     for hint in hints:
         say(f"hint: {hint}")
+
+
+def _look_here(config: AppConfig, named: Path | str) -> tuple[str, list[str]]:
+    from deploy.machine import Machine
+    from deploy.preflight import faults_here, hints_here, require_servable
+
+    machine = Machine.here()
+    require_servable(faults_here(config, machine), named)
+    return "This machine can serve it.", list(hints_here(config, machine))
+
+
+def _look_there(config: AppConfig, named: Path | str, address: str) -> tuple[str, list[str]]:
+    from deploy.cluster import connected
+    from deploy.preflight import faults_on_cluster, hints_on_cluster, require_servable
+
+    with connected(address):
+        require_servable(faults_on_cluster(config), named)
+        return "The cluster has what it asks for.", list(hints_on_cluster(config))
 
 
 @config.command("show")

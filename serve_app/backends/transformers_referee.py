@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from serve_app.backends.base import Replayed, ServedWeights
 from serve_app.text.grammar import StructureCompiler
+from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.fingerprint import has_plain_values, model_fingerprint
 from speculative.model.loading import checkpoint_files, resolve_model
@@ -49,8 +50,7 @@ class TransformersModel:
         self._model = loaded.eval()
         self.vocab_size = int(loaded.config.vocab_size)
         self.max_model_len = int(loaded.config.max_position_embeddings)
-        eos = loaded.generation_config.eos_token_id
-        self.eos_token_ids: tuple[int, ...] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        self.eos_token_ids = tuple(end_tokens(folder))
         self._prefix: tuple[tuple[int, ...], Any] = ((), None)
 
     @torch.inference_mode()

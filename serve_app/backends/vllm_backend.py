@@ -122,6 +122,7 @@ class VllmBackend:
         self._tasks: set[asyncio.Task[None]] = set()
         self._orders: asyncio.Task[None] | None = None  # the last engine-wide order
         self._fault: Exception | None = None
+        self._ends: tuple[int, ...] = ()  # the checkpoint's end tokens
         self._version = DEFAULT_VERSION
         self._loaded: tuple[Path, Path | None, str] | None = None  # the model's folder, the drafter's, its fingerprint
         self._drafter_fingerprint = ""
@@ -148,6 +149,7 @@ class VllmBackend:
         with naming("model.source"):
             self._folder = await asyncio.to_thread(resolve_model, self._source)
             await asyncio.to_thread(check_lm_head, self._folder)
+            self._ends = eos_token_ids(self._folder)
         self._device_bytes = 0 if ranks_of(self._settings.engine_args).by_ray else await asyncio.to_thread(_gpu_bytes)
         if self._replayer is not None:
             await asyncio.to_thread(self._make_room_for_replays)
@@ -464,7 +466,7 @@ class VllmBackend:
         if room <= 0 and request.score_from is None:
             yield TokenDelta(request.request_id, finish_reason=FinishReason.LENGTH, weight_version=self._version)
             return
-        params = self._params.to_vllm(request, emitted=emitted, room=room, transfer=transfer)
+        params = self._params.to_vllm(request, emitted=emitted, room=room, transfer=transfer, ends=self._ends)
         reader = DeltaReader(request, len(emitted), handed_off=bool(transfer), keeps_draws=self._keeps_draws)
         try:
             async with contextlib.aclosing(self._outputs(request, prompt, params)) as outputs:
@@ -671,7 +673,7 @@ class VllmBackend:
             vocab_size=model.get_vocab_size(),
             fingerprint=self._adapters.with_model(self._fingerprint),
             folder=str(self._folder),
-            eos_token_ids=eos_token_ids(self._folder),
+            eos_token_ids=self._ends,
             device_bytes=self._device_bytes,
             drafter_folder="" if self._drafter_folder is None else str(self._drafter_folder),
             held_out_acceptance=self._held_out,

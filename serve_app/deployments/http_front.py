@@ -92,6 +92,9 @@ class HttpFront:
             ),
         )
         tokenizer = Tokenizer.from_folder(info.folder, self._config.model.chat_template)
+        _logger.info("%s", tokenizer.ends())
+        for remark in tokenizer.remarks():
+            _logger.warning("%s", remark)
         self._front_end = FrontEnd(
             source,
             tokenizer,

@@ -124,7 +124,9 @@ class StreamRouter:
         info, files = await workers.model.remote()
         self._folder = tempfile.TemporaryDirectory(prefix="truespec-tokenizer-")
         for name, content in files.items():
-            (Path(self._folder.name) / name).write_bytes(content)
+            path = Path(self._folder.name) / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
         info = self._info = dataclasses.replace(info, folder=self._folder.name)
         records = Records(runtime.name, info.max_model_len)
         recovery = config.recovery

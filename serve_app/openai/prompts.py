@@ -51,7 +51,8 @@ class PromptEncoder:
             _size((messages, talk.tools, talk.variables)),
             lambda: encode(messages, tools=talk.tools, variables={**talk.variables, **ending}),
         )
-        return (*self._tokenizer.prefix_ids, *ids) if wire.add_special_tokens else tuple(ids)
+        before, behind = self._tokenizer.prefix_ids, self._tokenizer.suffix_ids
+        return (*before, *ids, *behind) if wire.add_special_tokens else tuple(ids)
 
     async def echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:
         """The prompts as they are echoed, where that is asked for."""
@@ -88,6 +89,13 @@ class PromptEncoder:
             ids = ids[-most if most > 0 else -max(room, 1) :]
         if not ids:
             raise InvalidRequest(name, f"{name} must hold at least one token.")
+        if max(ids) >= self._vocab_size:  # a tokenizer may have more tokens than the model
+            wrong = next(token for token in ids if token >= self._vocab_size)
+            raise InvalidRequest(
+                name,
+                f"{name} holds {self._tokenizer.token_text(wrong)!r}, token {wrong} of the tokenizer; the model's ids "
+                f"run from 0 to {self._vocab_size - 1}.",
+            )
         if len(ids) + 1 > self._longest:
             raise ContextLengthExceeded(
                 name,

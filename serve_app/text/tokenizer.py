@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from serve_app.text.byte_scheme import ByteScheme, byte_level_bytes
+from serve_app.text.template_marks import PLAIN, Render, behind_answer, marks, rendered
+from serve_app.text.tokenizer_file import added_ids, differences, lossy, read_tokenizer, untyped_tokens
+from speculative.end_tokens import end_tokens, read_if_there
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
 
 SHIPPED_TEMPLATES = Path(__file__).parents[1] / "chat_templates"
@@ -23,34 +28,64 @@ _PROBE = "Hello, wörld!  \n\tdef f(x): return x\r\n你好 🙂 é ▁ don't"
 
 
 class Tokenizer:
-    """A model's tokenizer.
+    """A model's tokenizer: ids are those that its files say, whatever `transformers` makes of them.
 
     Decoding goes through one table, token id to bytes, so that a text decoded at once and the same text decoded token
     by token are equal by construction. Encoding never changes the tokenizer: any thread may call it.
     """
 
-    def __init__(self, wrapped: Any, generation_eos: Sequence[int] = ()) -> None:
-        """Wrap a fast tokenizer of `transformers`; `generation_eos` are its generation config's end tokens."""
+    def __init__(
+        self,
+        wrapped: Any,
+        core: RawTokenizer | None = None,
+        ends: Mapping[int, Sequence[str]] | None = None,
+        remarks: Sequence[str] = (),
+    ) -> None:
+        """Wrap a fast tokenizer of `transformers`, for its chat template and the names of its tokens.
+
+        Args:
+            wrapped: the tokenizer.
+            core: what makes ids; None = its own.
+            ends: the ids that end an answer, and the files that say so; None = its own end token.
+            remarks: what whoever serves it should know.
+        """
         self._wrapped = wrapped
-        self._core = wrapped.backend_tokenizer
+        self._core = core or wrapped.backend_tokenizer
         self._core.no_truncation()
         self._core.no_padding()
-        self._scheme = _ByteScheme.read(json.loads(self._core.to_str())["decoder"])
+        decoder = self._core.decoder
+        self._scheme = ByteScheme.read(None if decoder is None else json.loads(decoder.__getstate__()))
         self._bytes: dict[int, bytes] = {}
         self._templates: dict[bool, ChatTemplate] = {}
         added = self._core.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token.content: token_id for token_id, token in added.items()}
-        own_eos = () if wrapped.eos_token_id is None else (int(wrapped.eos_token_id),)
-        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*generation_eos, *own_eos)))
+        self._plain = self._read_plain()
+        if ends is None:
+            ends = {} if wrapped.eos_token_id is None else {int(wrapped.eos_token_id): ()}
+        self._ends = dict(ends)
+        self.eos_token_ids: tuple[int, ...] = tuple(self._ends)
         self.vocab_size: int = max(self._core.get_vocab(with_added_tokens=True).values()) + 1
-        self.prefix_ids: tuple[int, ...] = self._read_prefix()
-        """The tokens that the model wants at the start of a text."""
+        self.prefix_ids, self.suffix_ids = added_ids(self._core)
+        """The tokens that the model wants at the start of a text, and at its end, where hardly any has some."""
+        self._remarks = tuple(remarks)
         self._check_decoding()
 
-    def _read_prefix(self) -> tuple[int, ...]:
-        bare, whole = self.encode("x", continuation=True), self.encode("x")
-        return tuple(whole[: len(whole) - len(bare)]) if whole[-len(bare) :] == bare else ()
+    def _read_plain(self) -> frozenset[int]:
+        """Added tokens whose text must not be read as GPT-2's stand-ins for bytes, though it could be.
+
+        One that merges or a single byte may make as well, which no text tells apart, is read as bytes.
+        """
+        if not self._scheme.byte_level:
+            return frozenset()
+        unlike = {text: token for text, token in self._added.items() if byte_level_bytes(text) != text.encode()}
+        pieces = self._core.get_vocab(with_added_tokens=False) if unlike else {}
+        shared = {text for text, token in unlike.items() if pieces.get(text) == token}
+        if shared:
+            merges = json.loads(self._core.to_str())["model"].get("merges") or ()
+            made = {(one.replace(" ", "") if isinstance(one, str) else "".join(one)) for one in merges}
+            shared = {text for text in shared if len(text) == 1 or text in made}
+        return frozenset(token for text, token in unlike.items() if text not in shared)
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str | None = None) -> "Tokenizer":
@@ -58,16 +93,98 @@ class Tokenizer:
         file, or a name of `shipped_templates`.
 
         Raises:
-            ConfigError: the folder holds no fast tokenizer, or the file no template.
+            ConfigError: the folder holds no fast tokenizer, its files are damaged or contradict each other, the file
+                holds no template, or one whose marks are no tokens here.
             UnsupportedModel: the tokenizer decodes in a way this class does not know.
         """
         folder = Path(path)
-        if not (folder / "tokenizer.json").is_file():
-            raise ConfigError(f"{folder} holds no tokenizer.json. Name a folder with a fast tokenizer.")
-        wrapped = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        core, remarks = read_tokenizer(folder)
+        ends = end_tokens(folder)
+        wrapped, failed = _wrap(folder)
+        own = wrapped.chat_template
         if chat_template is not None:
             wrapped.chat_template = _read_template(chat_template)
-        return cls(wrapped, _generation_eos(folder))
+        name = type(wrapped).__name__
+        rebuilt = () if failed else differences(core, wrapped.backend_tokenizer, name, folder)
+        tokenizer = cls(wrapped, core, ends, (*remarks, *failed, *rebuilt, *lossy(core, folder)))
+        if chat_template is not None:
+            tokenizer._compare_templates(chat_template, own)
+        return tokenizer
+
+    def _compare_templates(self, named: str, own: str | dict[str, str] | None) -> None:
+        """Refuse a template of another model, and remark on one of ours that shows other prompts than its own."""
+        sources = list(own.values()) if isinstance(own, dict) else [] if own is None else [own]
+        theirs = [list(rendered(self._renders(source))) for source in sources]
+        ours = list(rendered(self._renders(None)))
+        known = marks([text for texts in theirs for text in texts])
+        unknown = [mark for mark in marks(ours) if mark not in known and not self._is_one_token(mark)]
+        if unknown:
+            fix = (
+                "remove the setting to use the template of the model's folder"
+                if sources
+                else "the model's folder has no template of its own: give one that was made for this model"
+            )
+            raise ConfigError(
+                f"model.chat_template: {named} writes {', '.join(unknown)}, and the model's tokenizer has no such "
+                f"token: it would read plain text instead; {fix}."
+            )
+        plain = range(len(PLAIN))
+        both = [(ours[at], texts[at]) for texts in theirs for at in plain if None not in (ours[at], texts[at])]
+        if named in shipped_templates() and sources and (not both or any(one != other for one, other in both)):
+            self._remarks += (
+                f"model.chat_template: {named} replaces the template of the model's own folder, and prompts are other "
+                "ones without tools, too. Remove the setting to use the model's own.",
+            )
+
+    def _renders(self, source: str | None) -> Render:
+        """What renders a template: None = the one that is served."""
+        return lambda messages, tools: self._wrapped.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+
+    def _is_one_token(self, text: str) -> bool:
+        token_id = self._core.token_to_id(text)
+        return token_id is not None and token_id in self._core.encode(f"x{text}x", add_special_tokens=False).ids
+
+    def ends(self) -> str:
+        """Which tokens end an answer, and the files that say so, for people to read."""
+        if not self._ends:
+            return "No file of the model names an end token: an answer ends by its length or a stop string only."
+        named = (
+            f"{token} {self._core.id_to_token(token)!r}" + (f" ({', '.join(files)})" if files else "")
+            for token, files in self._ends.items()
+        )
+        return f"An answer ends with any of the tokens {'; '.join(named)}."
+
+    def remarks(self) -> tuple[str, ...]:
+        """What whoever serves this tokenizer should know: what its files contradict each other in, and what its chat
+        template writes that other files do not know."""
+        return (*self._remarks, *self._template_remarks())
+
+    def _template_remarks(self) -> Iterator[str]:
+        if self._wrapped.chat_template is None:
+            return
+        render = self._renders(None)
+        unknown = [mark for mark in marks(list(rendered(render))) if not self._is_one_token(mark)]
+        if unknown:
+            yield (
+                f"The chat template writes {', '.join(unknown)}, which the tokenizer reads as plain text. If the model "
+                "was not trained so, its tokenizer.json lacks these tokens."
+            )
+        rest = behind_answer(render)
+        found = max((text for text in self._added if text and rest.startswith(text)), key=len, default=None)
+        if found is None or found == self._wrapped.bos_token or self._added[found] in self._ends:
+            return
+        if self._added[found] in self.special_ids or marks([found]):
+            yield (
+                f"The chat template ends an answer with {found} (token {self._added[found]}), which no file names as "
+                "an end token: an answer may go on behind it. If the model ends with it, add it to `eos_token_id` in "
+                "generation_config.json."
+            )
 
     def encode(self, text: str, *, continuation: bool = False) -> list[int]:
         """Token ids of a plain text, with the tokens that the model wants at its start unless it follows other text."""
@@ -83,7 +200,10 @@ class Tokenizer:
     def _read_own_template(self, with_tools: bool) -> "ChatTemplate":
         if self._wrapped.chat_template is None:
             return ChatTemplate("", frozenset())
-        source = self._wrapped.get_chat_template(tools=[{}] if with_tools else None)
+        try:
+            source = self._wrapped.get_chat_template(tools=[{}] if with_tools else None)
+        except ValueError:  # several, and none for this; reported when it is used
+            return ChatTemplate("", frozenset())
         try:
             return ChatTemplate.read(source)
         except TemplateError:  # reported when it is used
@@ -145,7 +265,7 @@ class Tokenizer:
                 tokenize=False,
                 **{"add_generation_prompt": True, **(variables or {})},
             )
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+        except Exception as error:  # a template may raise anything
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
         return text
 
@@ -162,17 +282,26 @@ class Tokenizer:
     ) -> "Detokenizer":
         """A new incremental decoder; its parts add up to what `decode` returns with the same arguments. `shown` are
         special tokens that are not skipped in any case."""
-        strip = 0 if continuation else self._scheme.num_stripped
         skipped = self.special_ids.difference(self._added.get(text, -1) for text in shown) if skip_special else ()
-        return Detokenizer(self.token_bytes, frozenset(skipped), strip)
+        scheme = self._scheme
+        begins = () if continuation else (self._first_bytes, scheme.stripped * scheme.num_stripped)
+        return Detokenizer(self.token_bytes, frozenset(skipped), *begins, errors=scheme.errors)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; empty for an id that the tokenizer does not know (a padded vocabulary)."""
         known = self._bytes.get(token_id)
         if known is None:
-            token = self._core.id_to_token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else self._scheme.to_bytes(token)
+            known = self._bytes[token_id] = self._read_bytes(token_id, self._scheme.to_bytes)
         return known
+
+    def _first_bytes(self, token_id: int) -> bytes:
+        return self._read_bytes(token_id, self._scheme.first_to_bytes)
+
+    def _read_bytes(self, token_id: int, to_bytes: Callable[[str], bytes]) -> bytes:
+        token = self._core.id_to_token(token_id)
+        if token is None:
+            return b""
+        return token.encode() if token_id in self._plain else to_bytes(token)
 
     def token_text(self, token_id: int) -> str:
         """One token for people to read; one that is not whole characters reads `bytes:\\xf0\\x9f`, as OpenAI has it."""
@@ -183,11 +312,12 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _check_decoding(self) -> None:
-        ids = self._core.encode(_PROBE, add_special_tokens=False).ids
+        encoded = self._core.encode(_PROBE, add_special_tokens=False).ids
+        ids = [token for token in encoded if token not in self._plain]
         ours, theirs = self.decode(ids), self._core.decode(ids, skip_special_tokens=True)
         if ours != theirs:
             raise UnsupportedModel(
-                f"This tokenizer decodes {theirs!r} where the byte table gives {ours!r}. Use another."
+                f"tokenizer.json: its `decoder` gives {theirs!r} where the byte table gives {ours!r}. Use another."
             )
 
 
@@ -195,30 +325,48 @@ class Detokenizer:
     """Turns a growing run of token ids into text.
 
     A character whose bytes are spread over tokens counts to the token that completes it. Constant work per byte.
+
+    Args:
+        token_bytes: of a token.
+        skipped: ids without text.
+        first_bytes: of the first token, where it differs.
+        stripped: characters, all the same, that are dropped at the start as far as the text has them.
+        errors: what becomes of bytes that form no character, as `codecs` names it.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int], num_stripped: int) -> None:
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        skipped: frozenset[int],
+        first_bytes: Callable[[int], bytes] | None = None,
+        stripped: str = "",
+        *,
+        errors: str = "replace",
+    ) -> None:
         self._token_bytes = token_bytes
         self._skipped = skipped
-        self._num_stripped = num_stripped  # leading spaces still to be dropped
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first_bytes = first_bytes  # until the first token has come
+        self._stripped = stripped  # still to be dropped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
 
     def push(self, ids: Sequence[int]) -> list[str]:
         """The text that each of the ids adds."""
-        return [self._text(b"" if token_id in self._skipped else self._token_bytes(token_id)) for token_id in ids]
+        return ["" if token_id in self._skipped else self._text(token_id) for token_id in ids]
 
     def finish(self) -> str:
         """The rest: U+FFFD for a character that was never completed, else nothing."""
         return self._utf8.decode(b"", final=True)
 
-    def _text(self, raw: bytes) -> str:
+    def _text(self, token_id: int) -> str:
+        raw = self._token_bytes(token_id)
+        if self._first_bytes is not None and raw:
+            raw, self._first_bytes = self._first_bytes(token_id), None
         text = self._utf8.decode(raw)
-        while self._num_stripped and text:
-            if not text.startswith(" "):
-                self._num_stripped = 0
+        while self._stripped and text:
+            if not text.startswith(self._stripped[0]):
+                self._stripped = ""
                 break
-            text = text[1:]
-            self._num_stripped -= 1
+            text, self._stripped = text[1:], self._stripped[1:]
         return text
 
 
@@ -277,54 +425,6 @@ class StopMatcher:
         return completed
 
 
-@dataclass(frozen=True, slots=True)
-class _ByteScheme:
-    """How a tokenizer's token strings stand for bytes."""
-
-    to_bytes: Callable[[str], bytes]
-    num_stripped: int  # leading spaces dropped from a decoded text
-
-    @classmethod
-    def read(cls, decoder: dict[str, Any] | None) -> "_ByteScheme":
-        """Read the scheme from the `decoder` section of a tokenizer.json."""
-        steps = [] if decoder is None else decoder.get("decoders", [decoder])
-        kinds = [step["type"] for step in steps]
-        if kinds == ["ByteLevel"]:
-            return cls(_byte_level_bytes, 0)
-        if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
-            return cls(_sentencepiece_bytes, steps[3]["start"] if kinds[3:] else 0)
-        raise UnsupportedModel(
-            f"The tokenizer's decoder is {kinds or None}; known are ByteLevel and Replace, ByteFallback, Fuse, Strip "
-            "(sentencepiece). Convert the tokenizer, or serve another model."
-        )
-
-
-def _byte_level_table() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019, `bytes_to_unicode`)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_level_table()
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    try:
-        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
-    except KeyError:  # an added token, kept as plain text
-        return token.encode()
-
-
-def _sentencepiece_bytes(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    return token.replace("▁", " ").encode()
-
-
 def _prefix_table(string: str) -> tuple[int, ...]:
     """For each position, the length of the longest proper prefix of `string` that ends there."""
     table = [0] * len(string)
@@ -337,9 +437,11 @@ def _prefix_table(string: str) -> tuple[int, ...]:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a model folder that its tokenizer and its ends of text are read from, by name."""
+    """The files of a model folder that its tokenizer and its ends of text are read from, by their paths in it."""
     wanted = ("tokenizer", "special_", "added_tokens", "chat_template", "vocab", "merges", "config.", "generation_")
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name.startswith(wanted)}
+    found = [path for path in folder.iterdir() if path.name.startswith(wanted) and path.is_file()]
+    found += (folder / "additional_chat_templates").glob("*.jinja")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}
 
 
 class _Generation(Extension):
@@ -386,9 +488,26 @@ def shipped_templates() -> list[str]:
     return sorted(path.stem for path in SHIPPED_TEMPLATES.glob("*.jinja"))
 
 
-def _generation_eos(folder: Path) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return ()
-    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+def _wrap(folder: Path) -> tuple[Any, tuple[str, ...]]:
+    """The tokenizer as `transformers` has it, with the folder's chat template; and why it is none of the class that the
+    folder asks for, if so.
+
+    Raises:
+        ConfigError: transformers cannot load any.
+    """
+    options = {"local_files_only": True, **untyped_tokens(folder)}
+    failed: tuple[str, ...] = ()
+    try:
+        wrapped = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
+        wrapped.backend_tokenizer  # noqa: B018  # a slow one has none
+    except Exception as error:  # of whatever class the folder asks for
+        why = " ".join(str(error).split())
+        failed = (f"Its tokenizer.json is used alone: transformers cannot load the tokenizer of {folder}: {why}",)
+        try:
+            wrapped = PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
+        except Exception as again:
+            raise ConfigError(f"transformers cannot load the tokenizer of {folder}: {again}") from again
+    older = read_if_there(folder / "chat_template.json").get("chat_template")
+    if wrapped.chat_template is None and older is not None:
+        wrapped.chat_template = older
+    return wrapped, failed

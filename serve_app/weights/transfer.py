@@ -13,9 +13,7 @@ from typing import Any
 from serve_app.backends.base import ModelInfo
 from serve_app.errors import UpdateRefused
 from serve_app.weights.desired_state import Shard, WeightsRef
-
-_CONFIGURATION = ("config.json", "generation_config.json")
-
+from speculative.end_tokens import END_TOKEN_FILES
 
 Pull = Callable[[Any], Awaitable[Any]]
 """Gets a shard's content, a buffer of bytes, from where it lies."""
@@ -98,7 +96,7 @@ async def fetched(ref: WeightsRef, info: ModelInfo, pull: Pull) -> AsyncIterator
 async def _lay_out(shards: Sequence[Shard], like: Path, folder: Path, pull: Pull) -> Path:
     """A checkpoint folder of shards, with the configuration of another."""
     folder.mkdir()
-    for name in _CONFIGURATION:
+    for name in END_TOKEN_FILES:
         if (like / name).is_file():
             shutil.copy(like / name, folder / name)
     weight_map: dict[str, str] = {}

@@ -1,19 +1,17 @@
 """What a checkpoint's config.json says, in the terms of this engine. What the engine does not know is refused."""
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from speculative.cache.kv_cache import KVShape
+from speculative.end_tokens import Json, end_tokens, read_if_there, read_json, stated_ids
 from speculative.errors import ConfigError, UnsupportedModel
 
 _FIX = "serve this model with `engine: vllm`"
-
-Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +59,22 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Read config.json, and generation_config.json where there is one (its token ids win, as in transformers).
+        """Read config.json, and the end tokens that it and the other files name (`end_tokens`).
 
         Raises:
             ConfigError: config.json is missing, damaged or contradicts itself.
             UnsupportedModel: the model needs something this engine does not do.
         """
         config = read_json(folder / "config.json")
-        generation_path = folder / "generation_config.json"
-        generation = read_json(generation_path) if generation_path.is_file() else {}
-        return _from_json(config, generation)
+        model, generation = _from_json(config), read_if_there(folder / "generation_config.json")
+        begins = stated_ids(generation, "bos_token_id", str(folder / "generation_config.json"))
+        begin = next(iter(begins), model.bos_token_id)
+        return replace(model, bos_token_id=begin, eos_token_ids=tuple(end_tokens(folder)))
 
     @classmethod
     def from_json(cls, config: Json) -> "ModelConfig":
         """Read the content of a config.json; raises what `from_folder` raises."""
-        return _from_json(config, {})
+        return _from_json(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ _NEUTRAL_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 
-def _from_json(config: Json, generation: Json) -> ModelConfig:
+def _from_json(config: Json) -> ModelConfig:
     architecture = _architecture(config)
     family = _FAMILIES[architecture]
     _refuse_unknown(config)
@@ -166,8 +165,8 @@ def _from_json(config: Json, generation: Json) -> ModelConfig:
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=family.reads_mlp_bias and flag(config, "mlp_bias"),
         qk_norm=family.qk_norm,
-        bos_token_id=next(iter(_token_ids("bos_token_id", generation, config)), None),
-        eos_token_ids=_token_ids("eos_token_id", generation, config),
+        bos_token_id=next(iter(stated_ids(config, "bos_token_id", "config.json")), None),
+        eos_token_ids=stated_ids(config, "eos_token_id", "config.json"),
     )
     _check_shape(model)
     return model
@@ -340,29 +339,6 @@ def _size(config: Json, name: str, default: int | None = None, *, least: int = 1
     return value
 
 
-def _token_ids(name: str, *sources: Json) -> tuple[int, ...]:
-    """The first source that says anything decides; one id or a list of them."""
-    value: int | list[int] = next((source[name] for source in sources if source.get(name) is not None), [])
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
 def _brief(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def read_json(path: Path) -> Json:
-    """The object that a JSON file of a checkpoint holds.
-
-    Raises:
-        ConfigError: it is missing, damaged or no object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; give the folder of a Hugging Face checkpoint.") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); take the file from its source.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no JSON object; take the file from its source.")
-    return content

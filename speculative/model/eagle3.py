@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
 from speculative.model.attention import StepAttention
-from speculative.model.config import ModelConfig, flag, read_json
+from speculative.model.config import ModelConfig, flag
 from speculative.model.cpu.fused import FusedHead, HeadParts
 from speculative.model.cpu.native import Kind
 from speculative.model.cpu.packed import can_pack, pack_weights

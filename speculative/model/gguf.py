@@ -96,7 +96,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     header = GGUFHeader(reader, gguf_path.name)
     config = llama_config(header, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
     _write_json(folder / "config.json", config)
-    token_ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    token_ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": _end_tokens(header)}
     _write_json(folder / "generation_config.json", token_ids)
     _write_json(folder / "tokenizer.json", byte_level_bpe(header))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(header))
@@ -172,6 +172,13 @@ def llama_config(header: GGUFHeader, *, tied: bool) -> dict[str, Any]:
     }
 
 
+def _end_tokens(header: GGUFHeader) -> int | list[int] | None:
+    """The ends of a text, of a turn and of a message that calls a tool, where the file names them."""
+    stated = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = list(dict.fromkeys(int(token_id) for token_id in stated if token_id is not None))
+    return ids if len(ids) > 1 else next(iter(ids), None)
+
+
 def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
     """What tokenizer.json (of the `tokenizers` library) says of a byte-level BPE tokenizer in the file."""
     kind, split = header.require("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
@@ -187,7 +194,7 @@ def byte_level_bpe(header: GGUFHeader) -> dict[str, Any]:
         ],
         "normalizer": None,
         "pre_tokenizer": _PRE_TOKENIZERS[split],
-        "post_processor": _bos_first(header, tokens) if header.get("tokenizer.ggml.add_bos_token", False) else None,
+        "post_processor": _post_processor(header, tokens),
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
@@ -203,10 +210,18 @@ def _added_token(token_id: int, token: str, *, special: bool) -> dict[str, Any]:
     return {"id": token_id, "content": token, "special": special, **flags}
 
 
-def _bos_first(header: GGUFHeader, tokens: list[str]) -> dict[str, Any]:
-    bos = header.require("tokenizer.ggml.bos_token_id")
-    template = [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    special = {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}}
+def _post_processor(header: GGUFHeader, tokens: list[str]) -> dict[str, Any] | None:
+    """What puts a token before a text, or behind it, where the file says so."""
+    template: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    special: dict[str, Any] = {}
+    for name, place in (("bos", 0), ("eos", 1)):
+        if header.get(f"tokenizer.ggml.add_{name}_token", False):
+            token_id = header.require(f"tokenizer.ggml.{name}_token_id")
+            text = tokens[token_id]
+            template.insert(place * len(template), {"SpecialToken": {"id": text, "type_id": 0}})
+            special[text] = {"id": text, "ids": [token_id], "tokens": [text]}
+    if not special:
+        return None
     return {"type": "TemplateProcessing", "single": template, "pair": template, "special_tokens": special}
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from speculative.end_tokens import read_json
 from speculative.errors import ConfigError, UnsupportedModel
-from speculative.model.config import ModelConfig, read_json
+from speculative.model.config import ModelConfig
 from speculative.model.cpu.packed import can_pack, pack_weights
 from speculative.model.decoder import Decoder, layer_slots
 from speculative.model.head_checkpoint import fill_slots, layer_json, read_tensors, rounded, write_head

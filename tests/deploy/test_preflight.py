@@ -22,6 +22,7 @@ from serve_app.config.app_config import AppConfig
 from serve_app.config.files import parse_args
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
 from tests.support.tiny_models import write_tiny_model
+from tests.support.tokenizer_layouts import layouts, write_layout
 
 GIB = 2**30
 MACHINE = Machine(num_cpus=2, memory_bytes=8 * GIB)
@@ -66,6 +67,20 @@ def test_what_can_be_served_has_no_fault(models: Mapping[str, str], tmp_path: Pa
     assert faults(config(models, drafter={"kind": "draft_model", "model": models["model"]})) == []
     pools = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}  # they share two cores
     assert faults(config(models, topology="disaggregated", pools=pools)) == []
+
+
+def test_a_template_of_another_model_is_refused_on_either_engine(
+    models: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(models["model"], tmp_path / "model"))
+    write_layout(folder, layouts()["llama 2"], {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ 1 }}"})
+    monkeypatch.setattr(preflight, "_is_installed", lambda package: True)
+    for kind in ("torch", "vllm"):
+        given = {"engine": {"kind": kind}, "drafter": {"kind": "ngram"}}
+        own = {"source": str(folder), "name": "m"}
+        assert faults(config(models, model=own, **given)) == []
+        found = only(faults(config(models, model=own | {"chat_template": "smollm2-tools"}, **given)))
+        assert re.search(r"model\.chat_template: smollm2-tools writes <\|im_start\|>.* remove the setting to", found)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +289,9 @@ def test_config_check_looks_at_this_machine_unless_it_is_reported_not_to(
         machine.setattr(Machine, "here", lambda: Machine(2, 8 * GIB, (GIB,)))
         code, output = check()
         assert code == 0 and "hint: applications[0].args.pools.monolith.num_gpus is 0" in output
+    args["model"]["chat_template"] = "smollm2-tools"  # ChatML, with a system prompt of another model
+    code, output = check()
+    assert code == 0 and output.startswith(f"{file}: fine, and this machine can serve it\nhint: model.chat_template: smollm2-tools replaces the template of the model's")
     args["model"]["source"] = str(tmp_path / "missing")
     code, output = check()
     assert code == 1 and f"Error: {file}: applications[0].args.model.source: There is no folder" in output

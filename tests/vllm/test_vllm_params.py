@@ -12,12 +12,13 @@ from tests.support.vllm_installed import NEEDS_VLLM
 
 pytestmark = NEEDS_VLLM
 PROMPT = (5, 9, 17)
+ENDS = (2, 9)
 
 
 def reported(params: SamplingParams, emitted: tuple[int, ...] = (), room: int = 1000, **request: Any) -> Any:
     from serve_app.backends.vllm_parts.params import to_vllm
 
-    return to_vllm(Request("r", PROMPT, params, **request), emitted=emitted, room=room, transfer={})
+    return to_vllm(Request("r", PROMPT, params, **request), emitted=emitted, room=room, transfer={}, ends=ENDS)
 
 
 def test_every_parameter_reaches_vllm() -> None:
@@ -48,6 +49,11 @@ def test_every_parameter_reaches_vllm() -> None:
     assert (got.logit_bias, got.allowed_token_ids, got.stop_token_ids) == ({7: 2.0}, [1, 2, 7], [9])
     assert got.clone().bad_words_token_ids == [[3], [4, 5]]
     assert got.detokenize is False and got.n == 1
+
+
+def test_every_end_token_stops_an_answer_unless_it_ignores_them() -> None:
+    assert reported(SamplingParams(stop_token_ids=(9, 11))).stop_token_ids == [9, 11, 2]
+    assert reported(SamplingParams(stop_token_ids=(11,), ignore_eos=True)).stop_token_ids == [11]
 
 
 def test_top_k_never_goes_alone_and_its_distribution_stays() -> None:

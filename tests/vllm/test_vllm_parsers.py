@@ -278,7 +278,7 @@ def test_forms_of_ours_are_kept_by_vllms_guidance(folder: Path, tokenizer: Token
         (spelled, 'so |end {"a": 1}', False),
     ):
         request = Request("r", (5,), SamplingParams(structure=structure))
-        params = to_vllm(request, room=100, transfer={})
+        params = to_vllm(request, room=100, transfer={}, ends=tokenizer.eos_token_ids)
         grammar = serialize_guidance_grammar(*get_structured_output_key(params.structured_outputs))
         matcher = LLMatcher(vocabulary, grammar)
         assert not matcher.is_error(), matcher.get_error()

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from speculative.end_tokens import end_tokens
 from speculative.errors import ConfigError
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
@@ -110,12 +111,8 @@ def most_tokens(folder: Path, wanted: int | None) -> int | None:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that end an answer."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()
+    """The tokens that end an answer; raises what `end_tokens` raises."""
+    return tuple(end_tokens(folder))
 
 
 def check_same_model(folder: Path, served: Path) -> None:

@@ -59,7 +59,9 @@ def check(request: Request, *, speculates: bool, max_model_len: int, vocab_size:
                 )
 
 
-def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfer: dict[str, Any]) -> VllmParams:
+def to_vllm(
+    request: Request, *, emitted: Sequence[int] = (), room: int, transfer: dict[str, Any], ends: Sequence[int]
+) -> VllmParams:
     """How vLLM is to sample a request.
 
     Args:
@@ -67,6 +69,7 @@ def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfe
         emitted: tokens that were emitted for it elsewhere; they are a part of vLLM's prompt.
         room: most tokens that may still be emitted.
         transfer: instructions for the connector.
+        ends: the checkpoint's end tokens, of which vLLM by itself reads those of one or two files.
 
     Raises:
         EngineFault: its distribution depends on emitted tokens in ways that vLLM cannot be given.
@@ -91,7 +94,7 @@ def to_vllm(request: Request, *, emitted: Sequence[int] = (), room: int, transfe
         seed=generator_seed(request.seed, len(emitted)),
         max_tokens=max(1, min(params.max_tokens - len(emitted), room)),
         min_tokens=max(0, min(params.min_tokens - len(emitted), room)),
-        stop_token_ids=list(params.stop_token_ids),
+        stop_token_ids=list(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else ends)))),
         ignore_eos=params.ignore_eos,
         logprobs=_num_logprobs(params),
         prompt_logprobs=params.prompt_logprobs,

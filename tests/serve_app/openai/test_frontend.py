@@ -661,3 +661,17 @@ def test_a_subclass_of_a_known_error_is_reported_like_it() -> None:
         """As a remote call wraps an exception."""
 
     assert reply_for(Relayed("full")).status == 429
+
+
+async def test_a_token_beyond_the_embedding_is_refused_by_its_text(tokenizer: Tokenizer) -> None:
+    """A tokenizer may have more tokens than the model, as where a fine-tune's embedding was not resized."""
+    backend, _ = make_backend(tokenizer, max_model_len=100)
+    last = max(tokenizer.encode("hello there"))
+    served = dataclasses.replace(info(tokenizer), vocab_size=last)
+    front, text = FrontEnd(BackendSource(backend), tokenizer, served), tokenizer.token_text(last)
+    messages = [{"role": "user", "content": "hello there"}]
+    for field, asked in (("prompt", completion(prompt="hello there")), ("messages", chat(messages=messages))):
+        with pytest.raises(InvalidRequest, match=f"{field} holds '{text}', token {last} of the tokenizer") as refused:
+            await front.prepare(asked)
+        assert refused.value.field == field
+    await front.prepare(completion(prompt="x"))

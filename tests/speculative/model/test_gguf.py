@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from speculative.errors import ConfigError, UnsupportedModel
@@ -60,6 +61,12 @@ def test_a_tokenizer_that_puts_bos_first(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made)
     assert tokenizer("the")["input_ids"][0] == 1
     assert 1 not in tokenizer("the", add_special_tokens=False)["input_ids"]
+
+
+def test_a_tokenizer_that_puts_eos_last(tmp_path: Path) -> None:
+    _, made = converted(tmp_path, tokenizer__ggml__add_eos_token=True)
+    ids = RawTokenizer.from_file(str(made / "tokenizer.json")).encode("the").ids
+    assert ids[-1] == 2 and 1 not in ids
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,12 @@ def test_rope_in_the_spelling_of_transformers_4_and_5(rope: dict[str, Any], tmp_
     assert model.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
-def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
+def test_every_file_names_stop_tokens(tmp_path: Path) -> None:
     config = LLAMA | {"bos_token_id": 1, "eos_token_id": 2}
     assert read(tmp_path, config).eos_token_ids == (2,)
     model = read(tmp_path, config, {"eos_token_id": [7, 0], "bos_token_id": None})
-    assert (model.bos_token_id, model.eos_token_ids) == (1, (7, 0))
-    assert read(tmp_path, config, {"eos_token_id": 0}).eos_token_ids == (0,)
+    assert (model.bos_token_id, model.eos_token_ids) == (1, (7, 0, 2))
+    assert read(tmp_path, config, {"eos_token_id": 2}).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

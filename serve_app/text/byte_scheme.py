@@ -1,0 +1,119 @@
+"""How the strings of a tokenizer's tokens stand for bytes: the `decoder` of its tokenizer.json."""
+
+import codecs
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speculative.errors import UnsupportedModel
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BY_BYTE = "truespec.replaced_by_byte"
+
+
+def _replaced_by_byte(error: UnicodeError) -> tuple[str, int]:
+    """As ByteFallback has it: U+FFFD for each byte. It loses the characters before them in a run of bytes, too, which
+    have been shown by then and stay here."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_BY_BYTE, _replaced_by_byte)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteScheme:
+    """How token strings stand for bytes.
+
+    to_bytes: of one token. first_to_bytes: of a text's first token. stripped, num_stripped: the character dropped at
+    the start of a decoded text, and how many of it at most. byte_level: whether a token is spelled in GPT-2's stand-ins
+    for bytes, so that an added token, which is plain text, must not be read like the others. errors: what becomes of
+    bytes that form no character, as `codecs` names it.
+    """
+
+    to_bytes: Callable[[str], bytes]
+    first_to_bytes: Callable[[str], bytes]
+    stripped: str = " "
+    num_stripped: int = 0
+    byte_level: bool = False
+    errors: str = "replace"
+
+    @classmethod
+    def read(cls, decoder: Mapping[str, Any] | None) -> "ByteScheme":
+        """Read the scheme from the `decoder` section of a tokenizer.json.
+
+        Raises:
+            UnsupportedModel: it is none that is known.
+        """
+        steps = _flattened(decoder)
+        kinds = [step["type"] for step in steps]
+        if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+            return cls(byte_level_bytes, byte_level_bytes, byte_level=True)
+        strip = steps.pop() if kinds[-2:] == ["Fuse", "Strip"] else {}
+        readable = all(map(_is_readable, steps)) and not strip.get("stop") and len(strip.get("content", " ")) == 1
+        if not steps or not readable:
+            raise UnsupportedModel(
+                f"tokenizer.json: the `decoder` is {decoder}; known are ByteLevel, Metaspace, and sentencepiece's "
+                "chain of Replace (of a text), ByteFallback, Fuse and Strip (at the start). Convert the tokenizer, or "
+                "serve another model."
+            )
+        falls_back = "ByteFallback" in kinds
+        changes, first_changes = ([_change(step, first=first) for step in steps] for first in (False, True))
+        return cls(
+            lambda token: _bytes_of(token, changes, falls_back),
+            lambda token: _bytes_of(token, first_changes, falls_back),
+            strip.get("content", " "),
+            strip.get("start", 0),
+            errors=_BY_BYTE if falls_back else "replace",
+        )
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """A token in GPT-2's stand-ins for bytes; one with any other character is plain text."""
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _flattened(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _flattened(part)]
+
+
+def _is_readable(step: Mapping[str, Any]) -> bool:
+    """Whether a step is known; replacements are, where they are of a text and not of a regular expression."""
+    is_of_text = step["type"] == "Replace" and bool(step["pattern"].get("String"))
+    return is_of_text or step["type"] in ("Metaspace", "ByteFallback", "Fuse")
+
+
+def _change(step: Mapping[str, Any], *, first: bool) -> tuple[str, str] | None:
+    """A text, and what a step puts in its place in a token, or in the first one of a text."""
+    if step["type"] == "Replace":
+        return step["pattern"]["String"], step["content"]
+    if step["type"] == "Metaspace":
+        return step["replacement"], "" if first and step["prepend_scheme"] != "never" else " "
+    return None
+
+
+def _bytes_of(token: str, changes: Sequence[tuple[str, str] | None], falls_back: bool) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token) if falls_back else None
+    if byte is not None:
+        return bytes([int(byte[1], 16)])
+    for old, new in filter(None, changes):
+        token = token.replace(old, new)
+    return token.encode()
+
+
+def _byte_level_table() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_level_table()
