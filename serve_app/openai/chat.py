@@ -9,6 +9,7 @@ from typing import Any
 
 from serve_app.backends.base import CallPart, ChatPrompt, Parsers, Reading, ReplyParser
 from serve_app.errors import UnsupportedParameter
+from serve_app.openai.as_written import first_not_float
 from serve_app.openai.call_formats import FORMATS, format_of
 from serve_app.openai.call_readers import AnswerReader, CallReader, ForcedList, FreeCalls, NamedCall, NewId, new_call_id
 from serve_app.openai.requests import ChatCompletionRequest
@@ -99,6 +100,10 @@ class ChatDesk:
                     f"chat_template_kwargs: the model's chat template has no variable {name[:100]!r}; "
                     f"it has: {', '.join(sorted(known)) or 'none'}.",
                 )
+        changed = first_not_float(talk.variables, "chat_template_kwargs")
+        if changed is not None:
+            path, number = changed
+            raise InvalidRequest(path, f"{path}: {number[:40]} is no number that a template can hold; send it as text.")
         return dataclasses.replace(talk, variables=_effort(wire.reasoning_effort, template) | dict(talk.variables))
 
     def answers(self, talk: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
@@ -140,10 +145,6 @@ class ChatDesk:
                 "required or a function; or set engine.kind: vllm and vllm.tool_parser in the server's configuration, "
                 f"or model.chat_template to a template of such a format (for ChatML models {shipped}).",
             )
-        for number, message in enumerate(talk.messages):
-            if "tool_calls" in message and "tool_calls" not in template.source:
-                field = f"messages.{number}.tool_calls"
-                raise UnsupportedParameter(field, f"{field}: the chat template does not show the model calls. {fix}")
 
 
 def _effort(effort: str | None, template: ChatTemplate) -> dict[str, Any]:

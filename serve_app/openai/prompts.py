@@ -8,6 +8,7 @@ from serve_app.errors import ContextLengthExceeded
 from serve_app.openai.echo import EchoedPrompt
 from serve_app.openai.prepared_request import LONG_TEXT, off_loop
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.openai.shown import prompt_text
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 
@@ -33,7 +34,7 @@ class PromptEncoder:
         """Token ids of the one prompt that the chat template makes of a conversation.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or they are too long.
+            InvalidRequest: the template refuses the messages or leaves out a part of them, or they are too long.
         """
         return [self._fit(await self.template(wire, talk), wire, "messages")]
 
@@ -46,10 +47,10 @@ class PromptEncoder:
             else wire.add_generation_prompt,
             "continue_final_message": continues,
         }
-        encode, messages = self._tokenizer.encode_chat, talk.messages
+        tokenizer, variables = self._tokenizer, {**talk.variables, **ending}
         ids = await off_loop(
-            _size((messages, talk.tools, talk.variables)),
-            lambda: encode(messages, tools=talk.tools, variables={**talk.variables, **ending}),
+            _size((talk.messages, talk.tools, talk.variables)),
+            lambda: tokenizer.encode_rendered(prompt_text(tokenizer, talk, variables)),
         )
         return (*self._tokenizer.prefix_ids, *ids) if wire.add_special_tokens else tuple(ids)
 

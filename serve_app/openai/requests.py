@@ -13,8 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from pydantic_core import PydanticCustomError
 
 from serve_app.backends.base import ChatPrompt
+from serve_app.openai.as_written import RepeatedKey, load_json
 from serve_app.openai.messages import Message, NamedTool, Tool, ToolChoice
-from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many, Wire, refuse_constant
+from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many, Wire
 from speculative.errors import InvalidRequest
 from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, Structure
 
@@ -107,7 +108,9 @@ class ResponseFormat(Wire):
 def _schema_or_its_text(schema: Any) -> str | None:
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema, parse_constant=refuse_constant)
+            schema = load_json(schema)
+        except RepeatedKey as error:
+            raise PydanticCustomError("schema", "{error}.", {"error": str(error)}) from error
         except (ValueError, RecursionError) as error:
             raise PydanticCustomError("schema", "must be a JSON schema; this text is not JSON.") from error
     return None if schema is None else _schema_text(schema)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -162,8 +162,9 @@ HALF_PAIR = re.compile("[\ud800-\udfff]")
 NOT_WHOLE = "holds half a surrogate pair; send whole characters."
 
 
-def refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+def clean_key(key: str) -> str:
+    """A key that a client made up, as a part of a field's path."""
+    return _UNCLEAN.sub("\ufffd", key[:MAX_ECHO])
 
 
 def strings_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -175,6 +176,6 @@ def strings_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from strings_in(item, f"{path}.{index}" if path else str(index))
     elif isinstance(value, dict):
         for key, item in value.items():
-            clean = _UNCLEAN.sub("\ufffd", key[:MAX_ECHO])
+            clean = clean_key(key)
             yield clean, key
             yield from strings_in(item, f"{path}.{clean}" if path else clean)

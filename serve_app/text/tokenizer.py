@@ -13,11 +13,17 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from speculative.errors import ConfigError, InvalidRequest, UnsupportedModel
 
 SHIPPED_TEMPLATES = Path(__file__).parents[1] / "chat_templates"
 """Chat templates that come with the package: as `model.chat_template`, each is known by its file's name."""
+
+# What a template may raise on what a client sent: itself, or by a call or an operation that does not fit.
+_FAULTS_OF_A_TEMPLATE = (
+    *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError),
+)
 
 _PROBE = "Hello, wörld!  \n\tdef f(x): return x\r\n你好 🙂 é ▁ don't"
 
@@ -113,10 +119,20 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation in the chat template, with its tools and further template variables.
 
+        As by `apply_chat_template` of transformers, fields of messages that are None count as left out.
+
         Raises:
             InvalidRequest: as of `render_chat`.
         """
-        text = self.render_chat(messages, tools=tools, variables=variables)
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        return self.encode_rendered(self.render_chat(given, tools=tools, variables=variables))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a conversation that `render_chat` has rendered.
+
+        Raises:
+            InvalidRequest: the template has written something that is no text.
+        """
         try:
             return list(self._core.encode(text, add_special_tokens=False).ids)
         except (TypeError, ValueError) as error:
@@ -131,6 +147,8 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation in the chat template, with its tools and further template variables.
 
+        The template is given the messages as they are: what is None in them is none there.
+
         Raises:
             InvalidRequest: the model has no chat template, or the template refuses these messages.
         """
@@ -139,15 +157,16 @@ class Tokenizer:
                 "messages", "This model has no chat template; send a prompt to /v1/completions instead."
             )
         try:
-            text: str = self._wrapped.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                **{"add_generation_prompt": True, **(variables or {})},
+            given = [dict(tool) for tool in tools] or None
+            texts, _ = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=given,
+                chat_template=self._wrapped.get_chat_template(tools=given),
+                **{"add_generation_prompt": True, **self._wrapped.special_tokens_map, **(variables or {})},
             )
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+        except _FAULTS_OF_A_TEMPLATE as error:
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
-        return text
+        return str(texts[0])
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Text of the ids; bytes that form no character become U+FFFD.
