@@ -9,11 +9,12 @@ from typing import Any
 
 from serve_app.backends.base import CallPart, ChatPrompt, Parsers, Reading, ReplyParser
 from serve_app.errors import UnsupportedParameter
-from serve_app.openai.as_written import first_not_float
 from serve_app.openai.call_formats import FORMATS, format_of
 from serve_app.openai.call_readers import AnswerReader, CallReader, ForcedList, FreeCalls, NamedCall, NewId, new_call_id
 from serve_app.openai.requests import ChatCompletionRequest
 from serve_app.openai.tools import behind_thought, call_form, forces_calls
+from serve_app.text.as_written import first_not_float
+from serve_app.text.schemas import SchemaRefused, held
 from serve_app.text.tokenizer import ChatTemplate, Tokenizer, shipped_templates
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Structure
@@ -135,6 +136,12 @@ class ChatDesk:
         fix = f"Set model.chat_template to one that does; for ChatML models {shipped} comes with the package."
         if talk.use != "none" and template.source and "tools" not in template.variables:
             raise UnsupportedParameter("tools", f"tools: the chat template does not show the model any. {fix}")
+        for number, tool in enumerate(talk.tools if forces_calls(talk) else ()):
+            try:
+                held(tool["function"].get("parameters") or {})
+            except SchemaRefused as error:
+                field = f"tools.{number}.function.parameters"
+                raise UnsupportedParameter(field, f"{field}: {error}") from error
         finds_calls = self._format is not None or (self._parsers is not None and self._parsers.reads_tools)
         if talk.use == "auto" and template.source and not finds_calls:
             field = "tools" if wire.tool_choice is None else "tool_choice"

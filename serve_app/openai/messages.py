@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.as_written import CallArguments, RepeatedKey, load_json
 from serve_app.openai.wire import (
     HALF_PAIR,
     MAX_LEVELS,
@@ -15,6 +14,7 @@ from serve_app.openai.wire import (
     Wire,
     strings_in,
 )
+from serve_app.text.as_written import CallArguments, RepeatedKey, load_json
 from speculative.errors import InvalidRequest
 
 

@@ -8,16 +8,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
-from serve_app.openai.as_written import RepeatedKey, load_json, plain
 from serve_app.openai.wire import (
     HALF_PAIR,
-    MAX_ECHO,
     NOT_WHOLE,
     SUSPECT_ESCAPE,
     UNSUPPORTED,
     W,
     strings_in,
 )
+from serve_app.text.as_written import MAX_ECHO, RepeatedKey, load_json, plain
 from speculative.errors import InvalidRequest
 
 _TEXT_FIELDS = frozenset(  # for the tokenizer

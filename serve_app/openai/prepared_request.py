@@ -93,6 +93,7 @@ class PreparedRequest:
     prompt_only: bool = False  # nothing is to follow the echo
     answers: ResponseParser | None = None  # None: all text is content
     form_field: str = FORM  # that asks for the form of the answers
+    words: Callable[[str], str] = str  # an engine's names of fields, in a text, as this endpoint's
     unrepeatable: str | None = None  # why its seed may give another text again; "" = it gives the same, None = no seed
 
     @property

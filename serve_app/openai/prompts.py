@@ -74,15 +74,15 @@ class PromptEncoder:
         if isinstance(prompt, str):
             bare = wire.add_special_tokens is False
             return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, continuation=bare)))
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
-            raise InvalidRequest(
-                "prompt", f"prompt holds the token id {wrong}; ids run from 0 to {self._vocab_size - 1}."
-            )
         return tuple(prompt)
 
     def _fit(self, ids: Ids, wire: CompletionRequest | ChatCompletionRequest, name: str) -> Ids:
-        """The prompt, truncated where that is asked for, if it leaves room for an answer."""
+        """The prompt, truncated where that is asked for, if the model knows its ids and has room for an answer."""
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+            raise InvalidRequest(
+                name, f"{name} holds the token id {wrong}; the model's ids run from 0 to {self._vocab_size - 1}."
+            )
         most = wire.truncate_prompt_tokens
         if most is not None:
             room = self._longest - max(wire.token_budget[1] or 1, 1)

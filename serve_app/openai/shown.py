@@ -12,7 +12,7 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt
 from serve_app.errors import UnsupportedParameter
-from serve_app.openai.as_written import KeptNumbers
+from serve_app.text.as_written import KeptNumbers
 from serve_app.text.tokenizer import Tokenizer, shipped_templates
 from speculative.errors import InvalidRequest
 
@@ -113,7 +113,9 @@ def _lacks_content(messages: Messages) -> bool:
 def _forms(talk: ChatPrompt) -> Iterator[Messages]:
     """The messages in the forms that templates may want, first as they were sent."""
     has_calls = any("tool_calls" in message for message in talk.messages)
-    for in_parts, as_text, nothing in itertools.product((False, True), (False, True), ("as sent", None, "", "left out")):
+    for in_parts, as_text, nothing in itertools.product(
+        (False, True), (False, True), ("as sent", None, "", "left out")
+    ):
         if has_calls or not (as_text or nothing != "as sent"):
             yield [_in_form(dict(message), in_parts, as_text, nothing) for message in talk.messages]
 
@@ -150,7 +152,9 @@ def _marked(message: Mapping[str, Any], path: str, marks: _Marks) -> dict[str, A
         marked["content"] = content + mark if isinstance(content, str) else [*content[:-1], _and(content[-1], mark)]
     if calls:
         fix = f"Send the call without content. {_OTHER_TEMPLATE}" if content else _OTHER_TEMPLATE
-        places = [f"{path}.tool_calls.{number}" for number in range(len(calls))] if calls[1:] else [f"{path}.tool_calls"]
+        places = (
+            [f"{path}.tool_calls.{number}" for number in range(len(calls))] if calls[1:] else [f"{path}.tool_calls"]
+        )
         marked["tool_calls"] = [_marked_call(*one, fix, marks) for one in zip(calls, places, strict=True)]
     return marked
 

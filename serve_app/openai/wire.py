@@ -6,12 +6,13 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from serve_app.text.as_written import clean_key
+
 T = TypeVar("T")
 
 MAX_TOOLS = 128
 MAX_LEVELS = 64  # of lists and objects in what a chat template shows
 INT32_MAX = 2**31 - 1
-MAX_ECHO = 100  # characters of a name that a client made up
 
 
 Harmless = Callable[[Any, Mapping[str, Any]], bool]
@@ -157,14 +158,8 @@ W = TypeVar("W", bound=Wire)
 SUSPECT_ESCAPE = re.compile(r"\\u(0000|[dD][89a-fA-F])")
 
 
-_UNCLEAN = re.compile("[\x00\ud800-\udfff]")
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 NOT_WHOLE = "holds half a surrogate pair; send whole characters."
-
-
-def clean_key(key: str) -> str:
-    """A key that a client made up, as a part of a field's path."""
-    return _UNCLEAN.sub("\ufffd", key[:MAX_ECHO])
 
 
 def strings_in(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -106,6 +106,12 @@ class Tokenizer:
             "add_bos_token": bool(self.prefix_ids) and self.prefix_ids[0] == self._wrapped.bos_token_id,
         }
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end of text that the tokenizer names, which is the first of several that a model may have."""
+        named: int | None = self._wrapped.eos_token_id
+        return named
+
     def added_id(self, text: str) -> int | None:
         """The token added to the vocabulary for this text, special or not; None if there is none."""
         return self._added.get(text)
@@ -262,6 +268,8 @@ class StopMatcher:
         self._matched = [0] * len(stops.patterns)  # characters of each string that the text's end agrees with
         self._held = ""
         self.stopped = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
         """Add text; returns what is now certain to be delivered. Once stopped, everything further is dropped."""
@@ -272,6 +280,7 @@ class StopMatcher:
             completed = self._advance(character)
             if completed:
                 self.stopped, self._held = True, ""
+                self.found = grown[position - completed : position]
                 return grown[: position if self._include else position - completed]
         certain = len(grown) - max(self._matched)
         self._held = grown[certain:]

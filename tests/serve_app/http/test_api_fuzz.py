@@ -196,6 +196,22 @@ def _narrow_chats(schemas: dict[str, Any]) -> None:
 API = {found.ok().label: found.ok() for found in schemathesis.openapi.from_dict(described()).get_all_operations()}
 
 
+def assert_names_a_field(response: Any, case: Case) -> None:
+    """Fail unless what an error complains of is a field or parameter of this endpoint, or one that was sent."""
+    if not 400 <= response.status_code < 500 or "application/json" not in str(response.headers["content-type"]):
+        return
+    error = response.json()["error"]
+    if error["param"] is None:
+        return
+    body = next(one.body for one in OPERATIONS if f"{one.method} {one.path}" == case.operation.label)
+    fields = set() if body is None else {field.alias or name for name, field in body.model_fields.items()}
+    sent = set(case.body) if isinstance(case.body, dict) else set()
+    named = {parameter.name for parameter in case.operation.iter_parameters()} | {"x-request-timeout", ""}
+    keys = {key[:100] for key in sent}
+    root = error["param"].partition(".")[0]
+    assert root in fields | named or any(error["param"].startswith(key) for key in keys), error
+
+
 def examples(label: str) -> int:
     return 80 if label.partition(" ")[2] in COMPUTING else 20
 
@@ -221,6 +237,7 @@ def test_no_request_breaks_the_service(fuzzed: Fuzzed, label: str, mode: Generat
         response = case.call(base_url=fuzzed.url, session=fuzzed.session, timeout=120)
         seen[response.status_code] = seen.get(response.status_code, 0) + 1
         case.validate_response(response, checks=CHECKS)
+        assert_names_a_field(response, case)
 
     fuzz()
     fuzzed.assert_idle()
@@ -242,6 +259,7 @@ def test_no_value_at_an_edge_breaks_the_service(fuzzed: Fuzzed, label: str) -> N
     for case in cases:
         response = case.call(base_url=fuzzed.url, session=fuzzed.session, timeout=120)
         case.validate_response(response, checks=CHECKS)
+        assert_names_a_field(response, case)
     fuzzed.assert_idle()
 
 

@@ -2,11 +2,18 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NoReturn
 
-from serve_app.openai.wire import clean_key
+MAX_ECHO = 100  # characters of a name that a client made up
+UNCLEAN = re.compile("[\x00\ud800-\udfff]")
+
+
+def clean_key(key: str) -> str:
+    """A key that a client made up, as a part of a path."""
+    return UNCLEAN.sub("\ufffd", key[:MAX_ECHO])
 
 
 class RepeatedKey(ValueError):
