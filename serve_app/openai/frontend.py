@@ -81,10 +81,10 @@ class FrontEnd:
         self._checks = checks
         self._signing_key = signing_key
         self._tokenizer = tokenizer
-        self._encoder = PromptEncoder(tokenizer, model)
+        self.limits = limits or Limits()
+        self._encoder = PromptEncoder(tokenizer, model, self.limits.special_tokens_in_text)
         self.tokenization = Tokenization(tokenizer, self._chats, self._encoder, model.max_model_len)
         self._model = model
-        self.limits = limits or Limits()
         self._names = (model.model_name, *(one.name for one in model.adapters))
         self._created = int(time.time())
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo
 from serve_app.errors import ContextLengthExceeded
+from serve_app.openai.control_tokens import ControlTokens, Policy
 from serve_app.openai.echo import EchoedPrompt
 from serve_app.openai.prepared_request import LONG_TEXT, off_loop
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
@@ -18,8 +19,9 @@ Ids = tuple[int, ...]
 class PromptEncoder:
     """Encodes, checks and truncates the prompts of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
+    def __init__(self, tokenizer: Tokenizer, model: ModelInfo, special_tokens_in_text: Policy = "allow") -> None:
         self._tokenizer = tokenizer
+        self._controls = ControlTokens(tokenizer, special_tokens_in_text)
         self._vocab_size, self._longest = model.vocab_size, model.max_model_len
 
     async def completion(self, wire: CompletionRequest) -> list[Ids]:
@@ -47,11 +49,13 @@ class PromptEncoder:
             else wire.add_generation_prompt,
             "continue_final_message": continues,
         }
-        tokenizer, variables = self._tokenizer, {**talk.variables, **ending}
-        ids = await off_loop(
-            _size((talk.messages, talk.tools, talk.variables)),
-            lambda: tokenizer.encode_rendered(prompt_text(tokenizer, talk, variables)),
-        )
+        tokenizer, controls = self._tokenizer, self._controls
+
+        def encode() -> list[int]:
+            guarded = controls.guarded(talk)
+            return controls.encode(prompt_text(tokenizer, guarded, {**guarded.variables, **ending}))
+
+        ids = await off_loop(_size((talk.messages, talk.tools, talk.variables)), encode)
         return (*self._tokenizer.prefix_ids, *ids) if wire.add_special_tokens else tuple(ids)
 
     async def echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:

@@ -6,6 +6,7 @@ everything, which is seen by the outcome: the conversation is rendered once more
 """
 
 import itertools
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from speculative.errors import InvalidRequest
 Messages = list[dict[str, Any]]
 
 _OTHER_TEMPLATE = f"Set model.chat_template to one that does: {' or '.join(shipped_templates())} fit ChatML models."
+_TAG = secrets.token_hex(4)
 _NOT_SHOWN = "the model's chat template does not show it to the model"
 
 
@@ -30,7 +32,7 @@ class _Marks:
 
     def new(self, name: str, fix: str) -> str:
         """A word that no conversation holds, of letters and digits only, so that no template changes it."""
-        mark = f"zq{len(self.fields)}qz"
+        mark = f"zq{_TAG}x{len(self.fields)}qz"
         self.fields[mark] = (name, fix)
         return mark
 

@@ -3,10 +3,12 @@
 import json
 import math
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NoReturn
 
+_TAG = secrets.token_hex(4)  # of words that no client knows
 MAX_ECHO = 100  # characters of a name that a client made up
 UNCLEAN = re.compile("[\x00\ud800-\udfff]")
 
@@ -120,7 +122,7 @@ class KeptNumbers:
     def hold(self, value: Any) -> Any:
         """A JSON value in which words stand for the numbers that keep their text."""
         if type(value) is WrittenNumber:
-            word = f"zn{len(self._numbers)}nz"
+            word = f"zn{_TAG}x{len(self._numbers)}nz"
             self._numbers[word] = value.written
             return word
         if isinstance(value, list | tuple):

@@ -4,6 +4,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -173,6 +175,21 @@ class Tokenizer:
         except _FAULTS_OF_A_TEMPLATE as error:
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
         return str(texts[0])
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the special tokens are spelt."""
+        return tuple(token.content for token in self._core.get_added_tokens_decoder().values() if token.special)
+
+    @cached_property
+    def _plain_core(self) -> Any:
+        core = RawTokenizer.from_str(self._core.to_str())
+        core.encode_special_tokens = True
+        return core
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text within others, in which special tokens are but the characters that they are spelt with."""
+        return list(self._plain_core.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Text of the ids; bytes that form no character become U+FFFD.
