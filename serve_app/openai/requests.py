@@ -16,7 +16,7 @@ from serve_app.backends.base import ChatPrompt
 from serve_app.openai.messages import Message, NamedTool, Tool, ToolChoice
 from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many, Wire
 from serve_app.text.as_written import RepeatedKey, load_json
-from serve_app.text.schemas import SchemaRefused, held, held_grammar
+from serve_app.text.schemas import MAX_FORM_BYTES, SchemaRefused, held, held_grammar
 from speculative.errors import InvalidRequest
 from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, Structure
 
@@ -106,6 +106,14 @@ class ResponseFormat(Wire):
         return Structure("json_object") if self.type == "json_object" else None
 
 
+def _check_grammar(grammar: str) -> str:
+    try:
+        held_grammar(grammar[:MAX_FORM_BYTES], {})
+    except SchemaRefused as error:
+        raise PydanticCustomError("unsupported", "%json: {why}", {"why": str(error)}) from error
+    return grammar
+
+
 def _schema_or_its_text(schema: Any) -> str | None:
     if isinstance(schema, str):
         try:
@@ -122,7 +130,7 @@ SchemaText = Annotated[
 ]
 """A JSON schema, as an object or its text."""
 Expression = Annotated[str, Field(min_length=1)]
-Grammar = Annotated[str, Field(min_length=1), AfterValidator(lambda text: _check_grammar(text))]
+Grammar = Annotated[str, Field(min_length=1), AfterValidator(_check_grammar)]
 Choices = Annotated[Many[str], Field(min_length=1)]
 
 
@@ -159,20 +167,14 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise PydanticCustomError("schema", "must be a JSON schema: an object.")
     try:
-        held(schema)
-        return json.dumps(schema)
+        text = json.dumps(schema)
+        if len(text) <= MAX_FORM_BYTES:  # else it is refused for that
+            held(schema)
+        return text
     except SchemaRefused as error:
         raise PydanticCustomError("unsupported", "{why}", {"why": str(error)}) from error
     except RecursionError as error:
         raise PydanticCustomError("schema", "is nested too deeply.") from error
-
-
-def _check_grammar(grammar: str) -> str:
-    try:
-        held_grammar(grammar, {})
-    except SchemaRefused as error:
-        raise PydanticCustomError("unsupported", "%json: {why}", {"why": str(error)}) from error
-    return grammar
 
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]

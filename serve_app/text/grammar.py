@@ -41,8 +41,8 @@ _MAX_REMAINDERS = 50_000  # of multipleOf: a tenth of a second
 # Under unbounded white space, the library's default, a small model may write blanks until its tokens run out. Laid-out
 # JSON still fits; a schema can say otherwise (`"x-guidance": {"whitespace_pattern": ...}`).
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
-# Characters are written as they are, and not by their numbers: "\u0078" would be a second spelling of the key "x", which
-# `properties` does not hold for.
+# Characters are written as they are, and not by their numbers: "\u0078" would be a second spelling of the key "x", for
+# which `properties` does not hold.
 # Library versions before 1.7, such as the one beside vLLM, cannot be told.
 _ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'} if _LIBRARY >= (1, 7) else {}
 _START = '%llguidance {"no_forcing": true}\nstart: @structure'

@@ -13,6 +13,8 @@ _ASCII_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\v\f\r "}
 _CONTROLS = {"n": r"\n", "r": r"\r", "t": r"\t", "f": r"\f", "v": r"\v"}
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~")
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
+_NUMBERED = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\u\{([0-9a-fA-F]{1,6})\}")
+_LOW_HALF = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _GROUP = re.compile(r"\(\?(?::|<[A-Za-z_]\w*>)")
 
 
@@ -122,10 +124,7 @@ class _Translation:
             return r"\x00"
         if letter == "b" and inside:
             return r"\x08"
-        if letter == "c" and re.match("[A-Za-z]", text[place + 2 : place + 3]):
-            self._place += 1
-            return f"\\x{ord(text[place + 2]) % 32:02x}"
-        if letter in ("x", "u"):
+        if letter in ("x", "u", "c"):
             return self._numbered(place)
         if letter in ("p", "P"):
             return self._property(place)
@@ -139,13 +138,17 @@ class _Translation:
         raise PatternRefused(f"{what} is no escape of ECMA-262")
 
     def _numbered(self, place: int) -> str:
-        """A character by its number; two halves of a surrogate pair are one."""
-        code = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\u\{([0-9a-fA-F]{1,6})\}").match(self._text, place)
+        """A character by its number, or by its letter where it is a control character; two halves of a surrogate pair are one."""
+        control = re.compile(r"\\c([A-Za-z])").match(self._text, place)
+        if control is not None:
+            self._place = control.end()
+            return f"\\x{ord(control[1]) % 32:02x}"
+        code = _NUMBERED.match(self._text, place)
         if code is None:
-            raise PatternRefused(f"{self._text[place : place + 2]} at {place} lacks its hexadecimal digits")
+            raise PatternRefused(f"{self._text[place : place + 2]} at {place} lacks its digits")
         self._place = code.end()
         number = int(code[1] or code[2] or code[3], 16)
-        low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self._text, self._place)
+        low = _LOW_HALF.match(self._text, self._place)
         if 0xD800 <= number < 0xDC00 and low is not None:
             self._place = low.end()
             number = 0x10000 + ((number - 0xD800) << 10) + int(low[1], 16) - 0xDC00

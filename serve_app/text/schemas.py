@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from serve_app.text.as_written import RepeatedKey, WrittenNumber, clean_key, load_json
 from serve_app.text.patterns import PatternRefused, from_ecma
@@ -17,8 +18,10 @@ from serve_app.text.patterns import PatternRefused, from_ecma
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that are enforced."""
 _OTHER_FORMATS = frozenset(  # of JSON Schema's, which nothing here can enforce
-    ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer")
-    + ("relative-json-pointer", "regex")
+    (
+        *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
+        *("json-pointer", "relative-json-pointer", "regex"),
+    )
 )
 
 # Keywords that the grammar cannot hold, with the values that ask for nothing.
@@ -199,9 +202,8 @@ class _Rewriting:
 
     def _find(self, reference: str) -> Any:
         found: Any = self._root
-        for key in reference[2:].split("/"):
-            key = re.sub("%([0-9a-fA-F]{2})", lambda code: chr(int(code[1], 16)), key)
-            key = key.replace("~1", "/").replace("~0", "~")
+        for part in reference[2:].split("/"):
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(found, list):
                 found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
             else:
@@ -258,8 +260,8 @@ def _check_open_ends(schemas: Sequence[tuple[str, dict[str, Any]]]) -> None:
         near = any(0 < (other - number) * side < 1 for _, other in others)
         if near and number == int(number) and any(one.get("type") != "integer" for _, one in schemas):
             raise SchemaRefused(
-                f"{path}: {number} cannot be excluded beside a bound that is less than 1 away; say the least number that "
-                "is wanted as minimum, or the greatest as maximum."
+                f"{path}: {number} cannot be excluded beside a bound that is less than 1 away; say the least number "
+                "that is wanted as minimum, or the greatest as maximum."
             )
 
 

@@ -188,7 +188,7 @@ class Tokenizer:
         return core
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text within others, in which special tokens are but the characters that they are spelt with."""
+        """Token ids of a text within others, in which special tokens are the characters that they are spelt with."""
         return list(self._plain_core.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:

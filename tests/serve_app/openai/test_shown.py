@@ -45,19 +45,21 @@ QWEN = """
 {%- if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}
 {{- '<|' + m.role + '|>' + content }}
 {%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ '' }}
-{%- if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}
+{%- if c.function.arguments is string %}{{ c.function.arguments }}{% else %}
+{{- c.function.arguments | tojson }}{% endif %}
 {{- '}' }}</tool_call>{% endfor %}{% endfor %}"""
 # Mistral: ids of nine characters, which results repeat; no system message but the first.
 MISTRAL = """
 {%- for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
 {%- elif m.tool_calls is defined and m.tool_calls is not none %}[TOOL_CALLS]{% for c in m.tool_calls %}
-{%- if c.id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
+{%- if c.id | length != 9 %}{{ raise_exception('IDs should be strings with length 9!') }}{% endif %}
 {{- c.function | tojson }}{{ c.id }}{% endfor %}{% elif m.role == 'tool' %}[RESULT]{{ m.content }}{{ m.tool_call_id }}
 {%- else %}{{ m.content }}{% endif %}{% endfor %}"""
 # Hermes: whatever the content is, it is written; no result is of interest without its role.
 HERMES = """
 {%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"""
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}
+{%- endfor %}"""
 # Takes messages in parts only.
 PARTS = "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
 PUBLISHED = {"deepseek": DEEPSEEK, "llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL, "hermes": HERMES}

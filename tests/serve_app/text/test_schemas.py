@@ -211,7 +211,8 @@ EQUAL = [
     ("^.$", "[^\n\r\u2028\u2029]"), ("^[^]$", "(?s:.)"), ("^[a&&b]$", "[ab&]"), ("^[a~~b]$", "[ab~]"),
     ("^[a-c--]$", "[abc-]"), (r"^[\w-.]$", "[A-Za-z0-9_.-]"), ("^[[]$", r"\["), (r"^\u0041$", "A"), (r"^\x41$", "A"),
     (r"^\u{1F642}$", "\U0001f642"), (r"^\ud83d\ude42$", "\U0001f642"), (r"^\cJ$", "\n"), (r"^\/$", "/"),
-    (r"^\-$", "-"), (r"^[\b]$", "\x08"), ("^#$", "#"), ("^ $", " "), ("^(?<n>a)(?:b)$", "ab"), (r"^[\d\-x]$", "[0-9x-]"),
+    (r"^\-$", "-"), (r"^[\b]$", "\x08"), ("^#$", "#"), ("^ $", " "), ("^(?<n>a)(?:b)$", "ab"),
+    (r"^[\d\-x]$", "[0-9x-]"),
     ("^a*?$", "a*"), ("^[^a-y]$", "[^a-y]"), (r"^[\Wa]$", "[^0-9A-Z_b-z]"),
 ]  # fmt: skip
 
@@ -244,7 +245,8 @@ def test_patterns_are_searched_for_and_what_ecma_has_not_is_refused(
 def test_classes_of_an_expression_are_ascii(compiler: StructureCompiler, tokens: list[bytes]) -> None:
     for expression, fits, other in (
         (r"\d", "3", "٣"), (r"[\dx]", "x", "٣"), (r"\w", "a", "é"), (r"\s", " ", "\u2003"), (r"\D", "٣", "3"),
-        (r"[^\w]", "é", "a"), (r"\p{Nd}", "٣", "x"), (r"\\d", "\\d", "3"), (r"[\]\d]", "]", "٣"), (r"(?i)a\d", "A1", "b"),
+        (r"[^\w]", "é", "a"), (r"\p{Nd}", "٣", "x"), (r"\\d", "\\d", "3"), (r"[\]\d]", "]", "٣"),
+        (r"(?i)a\d", "A1", "b"),
     ):  # fmt: skip
         structure = Structure("regex", expression)
         assert accepts(compiler, structure, tokens, fits), expression
