@@ -22,7 +22,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from serve_app.text.patterns import with_ascii_classes
-from serve_app.text.schemas import held_grammar, held_text
+from serve_app.text.schemas import MAX_FORM_BYTES, held_grammar, held_text
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Structure
@@ -34,7 +34,6 @@ _LIBRARY = tuple(map(int, version("llguidance").split(".")[:2]))
 _DIALECT = "(It is read as Rust's regex crate reads it, without look-around; \\d, \\w and \\s are ASCII.)"
 _FIELD = "response_format"  # the front end says which field asked
 _NUM_KEPT = 32  # compiled structures
-_MAX_TEXT_BYTES = 1 << 16
 _MAX_MESSAGE = 300
 _MAX_COMPILE_S = 10.0
 _MAX_REMAINDERS = 50_000  # of multipleOf: a tenth of a second
@@ -213,8 +212,8 @@ def _choices(text: str) -> list[str]:
 
 def _check_size(structure: Structure) -> None:
     num_bytes = len(structure.text.encode(errors="replace"))
-    if num_bytes > _MAX_TEXT_BYTES:
-        raise _refused(structure, f"it has {num_bytes} bytes, and {_MAX_TEXT_BYTES} are allowed")
+    if num_bytes > MAX_FORM_BYTES:
+        raise _refused(structure, f"it has {num_bytes} bytes, and {MAX_FORM_BYTES} are allowed")
     if structure.kind in ("json_schema", "grammar"):
         _check_divisors(structure)
 

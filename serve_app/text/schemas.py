@@ -15,6 +15,8 @@ from urllib.parse import unquote
 from serve_app.text.as_written import RepeatedKey, WrittenNumber, clean_key, load_json
 from serve_app.text.patterns import PatternRefused, from_ecma
 
+MAX_FORM_BYTES = 1 << 16  # of a form's text
+
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that are enforced."""
 _OTHER_FORMATS = frozenset(  # of JSON Schema's, which nothing here can enforce
