@@ -138,7 +138,7 @@ class _Translation:
         raise PatternRefused(f"{what} is no escape of ECMA-262")
 
     def _numbered(self, place: int) -> str:
-        """A character by its number, or by its letter where it is a control character; two halves of a surrogate pair are one."""
+        """A character by its number, or by a letter if it is a control character; two surrogates are one character."""
         control = re.compile(r"\\c([A-Za-z])").match(self._text, place)
         if control is not None:
             self._place = control.end()
