@@ -14,7 +14,7 @@ _ABSENT = ""
 _OWN = "own"  # the server reports it unasked: it stays
 _MESSAGES = ("delta", "message")
 # What an event may hold that has nothing for its reader.
-_NOTHING_NEW = frozenset({"index", "delta", "text", "finish_reason"}) | BROUGHT
+_NOTHING_NEW = frozenset({"index", "delta", "text", "finish_reason", "stop_reason"}) | BROUGHT
 _NO_DELTAS: tuple[dict[str, str], ...] = ({}, {"content": ""})
 _CARRY_TOKENS = {"logprobs", "token_ids"}
 _UNRELATED = 1_000_000

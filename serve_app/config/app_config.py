@@ -62,6 +62,9 @@ class ModelSection(Section):
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """In place of the model's own chat template: a Jinja file, at this path on every node that answers HTTP; or
     `chatml-tools` or `smollm2-tools`, which come with the package."""
+    special_tokens_in_text: Literal["allow", "escape", "refuse"] = "allow"
+    """Special tokens that the texts of a conversation spell, such as `<|im_end|>` in a message: are tokens, as in
+    vLLM; are `escape`d, which makes them plain text; or the request is `refuse`d."""
 
     @model_validator(mode="after")
     def _is_called_something(self) -> Self:

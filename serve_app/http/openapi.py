@@ -35,11 +35,12 @@ def _ref(name: str) -> Schema:
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _MAYBE_TEXT: Schema = {"type": ["string", "null"]}
+_STOPPED: Schema = {"type": ["string", "integer", "null"]}  # a stop string, or the id of a stop token
 
 
 def _reply(kind: str, *choice_fields: str) -> Schema:
     choice = _object(
-        {"index": _COUNT, "finish_reason": _MAYBE_TEXT} | {name: {} for name in choice_fields},
+        {"index": _COUNT, "finish_reason": _MAYBE_TEXT, "stop_reason": _STOPPED} | {name: {} for name in choice_fields},
         reproducible={"type": "boolean"},  # if a seed was sent
         reproducible_reason=_TEXT,
     )

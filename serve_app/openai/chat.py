@@ -13,6 +13,8 @@ from serve_app.openai.call_formats import FORMATS, format_of
 from serve_app.openai.call_readers import AnswerReader, CallReader, ForcedList, FreeCalls, NamedCall, NewId, new_call_id
 from serve_app.openai.requests import ChatCompletionRequest
 from serve_app.openai.tools import behind_thought, call_form, forces_calls
+from serve_app.text.as_written import first_not_float
+from serve_app.text.schemas import SchemaRefused, held
 from serve_app.text.tokenizer import ChatTemplate, Tokenizer, shipped_templates
 from speculative.errors import InvalidRequest
 from speculative.request import FinishReason, Structure
@@ -99,6 +101,10 @@ class ChatDesk:
                     f"chat_template_kwargs: the model's chat template has no variable {name[:100]!r}; "
                     f"it has: {', '.join(sorted(known)) or 'none'}.",
                 )
+        changed = first_not_float(talk.variables, "chat_template_kwargs")
+        if changed is not None:
+            path, number = changed
+            raise InvalidRequest(path, f"{path}: {number[:40]} is no number that a template can hold; send it as text.")
         return dataclasses.replace(talk, variables=_effort(wire.reasoning_effort, template) | dict(talk.variables))
 
     def answers(self, talk: ChatPrompt, prompt: Sequence[int], form: Structure | None) -> ResponseParser | None:
@@ -130,6 +136,12 @@ class ChatDesk:
         fix = f"Set model.chat_template to one that does; for ChatML models {shipped} comes with the package."
         if talk.use != "none" and template.source and "tools" not in template.variables:
             raise UnsupportedParameter("tools", f"tools: the chat template does not show the model any. {fix}")
+        for number, tool in enumerate(talk.tools if forces_calls(talk) else ()):
+            try:
+                held(tool["function"].get("parameters") or {})
+            except SchemaRefused as error:
+                field = f"tools.{number}.function.parameters"
+                raise UnsupportedParameter(field, f"{field}: {error}") from error
         finds_calls = self._format is not None or (self._parsers is not None and self._parsers.reads_tools)
         if talk.use == "auto" and template.source and not finds_calls:
             field = "tools" if wire.tool_choice is None else "tool_choice"
@@ -140,10 +152,6 @@ class ChatDesk:
                 "required or a function; or set engine.kind: vllm and vllm.tool_parser in the server's configuration, "
                 f"or model.chat_template to a template of such a format (for ChatML models {shipped}).",
             )
-        for number, message in enumerate(talk.messages):
-            if "tool_calls" in message and "tool_calls" not in template.source:
-                field = f"messages.{number}.tool_calls"
-                raise UnsupportedParameter(field, f"{field}: the chat template does not show the model calls. {fix}")
 
 
 def _effort(effort: str | None, template: ChatTemplate) -> dict[str, Any]:

@@ -106,7 +106,16 @@ class _Choice:
             said.reasoning,
             said.calls,
             None if reason is None else self._unrepeatable(),
+            None if reason is None else self._stop_reason(delta),
         )
+
+    def _stop_reason(self, delta: TokenDelta) -> str | int | None:
+        """The stop string or token that ended the choice, as vLLM has it: not the tokenizer's own end of text."""
+        if self._matcher.stopped:
+            return self._matcher.found
+        token = delta.stop_token_id
+        of_itself = token == self._tokenizer.eos_token_id and not self._request.params.ignore_eos
+        return None if of_itself else token
 
     def _unrepeatable(self) -> str | None:
         """As `Job.unrepeatable`, of the finished choice."""

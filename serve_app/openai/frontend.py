@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -80,10 +81,10 @@ class FrontEnd:
         self._checks = checks
         self._signing_key = signing_key
         self._tokenizer = tokenizer
-        self._encoder = PromptEncoder(tokenizer, model)
+        self.limits = limits or Limits()
+        self._encoder = PromptEncoder(tokenizer, model, self.limits.special_tokens_in_text)
         self.tokenization = Tokenization(tokenizer, self._chats, self._encoder, model.max_model_len)
         self._model = model
-        self.limits = limits or Limits()
         self._names = (model.model_name, *(one.name for one in model.adapters))
         self._created = int(time.time())
 
@@ -199,6 +200,7 @@ class FrontEnd:
             prompt_only=wire.prompt_only,
             answers=answers,
             form_field=form_field,
+            words=_of_chat if talk is not None else str,
             unrepeatable=None if wire.seed is None else self._unrepeatable(groups[0][0].params),
         )
 
@@ -416,6 +418,14 @@ class FrontEnd:
                     return
 
 
+_NO_FIELDS = ("request", "request_id")  # what engines refuse that no client has sent
+
+
+def _of_chat(text: str) -> str:
+    """An engine's words in those of chat."""
+    return re.sub(r"^prompt\b", "messages", text)
+
+
 @contextmanager
 def _settled(job: PreparedRequest, run: ChoiceRun, spend: Spend) -> Iterator[None]:
     """Within it, the pieces of a request are taken.
@@ -431,7 +441,8 @@ def _settled(job: PreparedRequest, run: ChoiceRun, spend: Spend) -> Iterator[Non
         if refusal is None and error.field == FORM:
             refusal = InvalidRequest(job.form_field, error.message)
         if refusal is None:
-            raise
+            field = "" if error.field in _NO_FIELDS else job.words(error.field)
+            refusal = type(error)(field, job.words(error.message))
         raise refusal from error
     except (asyncio.CancelledError, GeneratorExit, RequestTimeout):  # or who never waits would never pay
         spend(run.num_unpaid)

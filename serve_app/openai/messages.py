@@ -1,6 +1,5 @@
 """Chat messages and tools as clients send them."""
 
-import json
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
@@ -13,9 +12,9 @@ from serve_app.openai.wire import (
     SUSPECT_ESCAPE,
     Many,
     Wire,
-    refuse_constant,
     strings_in,
 )
+from serve_app.text.as_written import CallArguments, RepeatedKey, load_json
 from speculative.errors import InvalidRequest
 
 
@@ -80,7 +79,9 @@ class ToolCall(Wire):
         """
         name, text = f"{path}.function.arguments", self.function.arguments or "{}"
         try:
-            arguments = json.loads(text, parse_constant=refuse_constant)
+            arguments = load_json(text)
+        except RepeatedKey as error:
+            raise InvalidRequest(name, f"{name}: {error}.") from error
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
@@ -89,7 +90,8 @@ class ToolCall(Wire):
             raise InvalidRequest(name, f"{name} may be nested at most {MAX_LEVELS} levels deep.")
         if SUSPECT_ESCAPE.search(text) and any(HALF_PAIR.search(string) for _, string in strings_in(arguments, "")):
             raise InvalidRequest(name, f"{name} {NOT_WHOLE}")
-        called = {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        known = CallArguments(arguments, text)
+        called = {"type": "function", "function": {"name": self.function.name, "arguments": known}}
         return called if self.id is None else {"id": self.id} | called
 
 
@@ -154,16 +156,17 @@ class Message(Wire):
         Raises:
             InvalidRequest: the arguments of a call are damaged; `path` is the message's position.
         """
-        reported: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        reported: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": None if self.content is None else self.text,
+        }
         if self.tool_calls:
             calls = enumerate(self.tool_calls)
             reported["tool_calls"] = [call.for_template(f"{path}.tool_calls.{number}") for number, call in calls]
         if reasoning := self.reasoning or self.reasoning_content:
             reported |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        if self.role == "tool":
-            of_tool = {"tool_call_id": self.tool_call_id, "name": self.name}
-            reported |= {name: value for name, value in of_tool.items() if value is not None}
-        return reported
+        names = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return reported | {name: value for name, value in names.items() if value is not None}
 
 
 class FunctionSpec(Wire):

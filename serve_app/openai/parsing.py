@@ -1,6 +1,5 @@
 """From bytes to a request body, with errors that name the field."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -11,14 +10,13 @@ from pydantic_core import ErrorDetails
 from serve_app.errors import MalformedBody, UnknownParameter, UnsupportedParameter
 from serve_app.openai.wire import (
     HALF_PAIR,
-    MAX_ECHO,
     NOT_WHOLE,
     SUSPECT_ESCAPE,
     UNSUPPORTED,
     W,
-    refuse_constant,
     strings_in,
 )
+from serve_app.text.as_written import MAX_ECHO, RepeatedKey, load_json, plain
 from speculative.errors import InvalidRequest
 
 _TEXT_FIELDS = frozenset(  # for the tokenizer
@@ -48,7 +46,8 @@ def checked(fields: dict[str, Any], kind: type[W]) -> W:
     supported = {}
     for name, value in fields.items():
         if name not in refused:
-            supported[name] = value
+            bias = name == "logit_bias" and isinstance(value, dict)
+            supported[name] = {token: plain(one) for token, one in value.items()} if bias else plain(value)
             continue
         harmless, reason = refused[name]
         if not harmless(value, fields):
@@ -77,7 +76,9 @@ def in_words(words: Callable[[str], str]) -> Iterator[None]:
 def _load(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
-        fields = json.loads(text, parse_constant=refuse_constant)
+        fields = load_json(text)
+    except RepeatedKey as error:
+        raise InvalidRequest(error.path, f"{error}.") from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise MalformedBody("", f"The body is not valid JSON in UTF-8: {reason}.") from error

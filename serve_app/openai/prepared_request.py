@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from serve_app.errors import ContextLengthExceeded, PriorityForbidden
 from serve_app.openai.chat import ResponseParser
+from serve_app.openai.control_tokens import Policy
 from serve_app.openai.echo import EchoedPrompt
 from serve_app.openai.requests import TextForm
 from serve_app.openai.responses import ReplyFormat, ReplyHead
@@ -38,6 +39,7 @@ class Limits:
     default_max_tokens: int | None = None  # chat without max_tokens; None = all that fits
     resumes: bool | None = None  # whether a request that does not say is resumed; None = none can be
     stream_interval_s: float = 0.0  # between two messages of a stream
+    special_tokens_in_text: Policy = "allow"  # that a conversation's texts spell
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class PreparedRequest:
     prompt_only: bool = False  # nothing is to follow the echo
     answers: ResponseParser | None = None  # None: all text is content
     form_field: str = FORM  # that asks for the form of the answers
+    words: Callable[[str], str] = str  # an engine's names of fields, in a text, as this endpoint's
     unrepeatable: str | None = None  # why its seed may give another text again; "" = it gives the same, None = no seed
 
     @property

@@ -5,9 +5,11 @@ from typing import Any
 
 from serve_app.backends.base import ChatPrompt, ModelInfo
 from serve_app.errors import ContextLengthExceeded
+from serve_app.openai.control_tokens import ControlTokens, Policy
 from serve_app.openai.echo import EchoedPrompt
 from serve_app.openai.prepared_request import LONG_TEXT, off_loop
 from serve_app.openai.requests import ChatCompletionRequest, CompletionRequest
+from serve_app.openai.shown import prompt_text
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 
@@ -17,8 +19,9 @@ Ids = tuple[int, ...]
 class PromptEncoder:
     """Encodes, checks and truncates the prompts of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelInfo) -> None:
+    def __init__(self, tokenizer: Tokenizer, model: ModelInfo, special_tokens_in_text: Policy = "allow") -> None:
         self._tokenizer = tokenizer
+        self._controls = ControlTokens(tokenizer, special_tokens_in_text)
         self._vocab_size, self._longest = model.vocab_size, model.max_model_len
 
     async def completion(self, wire: CompletionRequest) -> list[Ids]:
@@ -33,7 +36,7 @@ class PromptEncoder:
         """Token ids of the one prompt that the chat template makes of a conversation.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or they are too long.
+            InvalidRequest: the template refuses the messages or leaves out a part of them, or they are too long.
         """
         return [self._fit(await self.template(wire, talk), wire, "messages")]
 
@@ -46,12 +49,14 @@ class PromptEncoder:
             else wire.add_generation_prompt,
             "continue_final_message": continues,
         }
-        encode, messages = self._tokenizer.encode_chat, talk.messages
-        ids = await off_loop(
-            _size((messages, talk.tools, talk.variables)),
-            lambda: encode(messages, tools=talk.tools, variables={**talk.variables, **ending}),
-        )
-        before, behind = self._tokenizer.prefix_ids, self._tokenizer.suffix_ids
+        tokenizer, controls = self._tokenizer, self._controls
+
+        def encode() -> list[int]:
+            guarded = controls.guarded(talk)
+            return controls.encode(prompt_text(tokenizer, guarded, {**guarded.variables, **ending}))
+
+        ids = await off_loop(_size((talk.messages, talk.tools, talk.variables)), encode)
+        before, behind = tokenizer.prefix_ids, tokenizer.suffix_ids
         return (*before, *ids, *behind) if wire.add_special_tokens else tuple(ids)
 
     async def echoed(self, wire: CompletionRequest, prompts: Sequence[Ids]) -> tuple[EchoedPrompt, ...]:
@@ -74,28 +79,23 @@ class PromptEncoder:
         if isinstance(prompt, str):
             bare = wire.add_special_tokens is False
             return tuple(await off_loop(len(prompt), lambda: self._tokenizer.encode(prompt, continuation=bare)))
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
-            raise InvalidRequest(
-                "prompt", f"prompt holds the token id {wrong}; ids run from 0 to {self._vocab_size - 1}."
-            )
         return tuple(prompt)
 
     def _fit(self, ids: Ids, wire: CompletionRequest | ChatCompletionRequest, name: str) -> Ids:
-        """The prompt, truncated where that is asked for, if it leaves room for an answer."""
+        """The prompt, truncated where that is asked for, if the model knows its ids and has room for an answer."""
+        if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+            text = self._tokenizer.token_text(wrong) if wrong > 0 else ""  # a tokenizer may have more than the model
+            named = f" ({text!r})" if text else ""
+            raise InvalidRequest(
+                name, f"{name} holds the token id {wrong}{named}; the model's ids run from 0 to {self._vocab_size - 1}."
+            )
         most = wire.truncate_prompt_tokens
         if most is not None:
             room = self._longest - max(wire.token_budget[1] or 1, 1)
             ids = ids[-most if most > 0 else -max(room, 1) :]
         if not ids:
             raise InvalidRequest(name, f"{name} must hold at least one token.")
-        if max(ids) >= self._vocab_size:  # a tokenizer may have more tokens than the model
-            wrong = next(token for token in ids if token >= self._vocab_size)
-            raise InvalidRequest(
-                name,
-                f"{name} holds {self._tokenizer.token_text(wrong)!r}, token {wrong} of the tokenizer; the model's ids "
-                f"run from 0 to {self._vocab_size - 1}.",
-            )
         if len(ids) + 1 > self._longest:
             raise ContextLengthExceeded(
                 name,

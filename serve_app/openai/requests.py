@@ -14,7 +14,9 @@ from pydantic_core import PydanticCustomError
 
 from serve_app.backends.base import ChatPrompt
 from serve_app.openai.messages import Message, NamedTool, Tool, ToolChoice
-from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many, Wire, refuse_constant
+from serve_app.openai.wire import INT32_MAX, MAX_TOOLS, Many, Wire
+from serve_app.text.as_written import RepeatedKey, load_json
+from serve_app.text.schemas import MAX_FORM_BYTES, SchemaRefused, held, held_grammar
 from speculative.errors import InvalidRequest
 from speculative.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SCORED_IDS, MAX_SEED, Structure
 
@@ -104,10 +106,20 @@ class ResponseFormat(Wire):
         return Structure("json_object") if self.type == "json_object" else None
 
 
+def _check_grammar(grammar: str) -> str:
+    try:
+        held_grammar(grammar[:MAX_FORM_BYTES], {})
+    except SchemaRefused as error:
+        raise PydanticCustomError("unsupported", "%json: {why}", {"why": str(error)}) from error
+    return grammar
+
+
 def _schema_or_its_text(schema: Any) -> str | None:
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema, parse_constant=refuse_constant)
+            schema = load_json(schema)
+        except RepeatedKey as error:
+            raise PydanticCustomError("schema", "{error}.", {"error": str(error)}) from error
         except (ValueError, RecursionError) as error:
             raise PydanticCustomError("schema", "must be a JSON schema; this text is not JSON.") from error
     return None if schema is None else _schema_text(schema)
@@ -118,6 +130,7 @@ SchemaText = Annotated[
 ]
 """A JSON schema, as an object or its text."""
 Expression = Annotated[str, Field(min_length=1)]
+Grammar = Annotated[str, Field(min_length=1), AfterValidator(_check_grammar)]
 Choices = Annotated[Many[str], Field(min_length=1)]
 
 
@@ -127,7 +140,7 @@ class StructuredOutputs(Wire):
     schema_text: SchemaText = Field(None, alias="json")
     regex: Expression | None = None
     choice: Choices | None = None
-    grammar: Expression | None = None
+    grammar: Grammar | None = None
 
     def structure(self) -> Structure:
         """The structure to enforce.
@@ -154,7 +167,12 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise PydanticCustomError("schema", "must be a JSON schema: an object.")
     try:
-        return json.dumps(schema)
+        text = json.dumps(schema)
+        if len(text) <= MAX_FORM_BYTES:  # else it is refused for that
+            held(schema)
+        return text
+    except SchemaRefused as error:
+        raise PydanticCustomError("unsupported", "{why}", {"why": str(error)}) from error
     except RecursionError as error:
         raise PydanticCustomError("schema", "is nested too deeply.") from error
 
@@ -195,7 +213,7 @@ class WireRequest(Wire):
     guided_json: SchemaText = None  # deprecated, as the next three: vLLM's names before `structured_outputs`
     guided_regex: Expression | None = None
     guided_choice: Choices | None = None
-    guided_grammar: Expression | None = None
+    guided_grammar: Grammar | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)  # keeps so many last ones; -1 = what fits
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)

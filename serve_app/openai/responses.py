@@ -64,6 +64,7 @@ class ChoiceDelta:
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
     unrepeatable: str | None = None  # of the last piece: why its seed may give a different text; "" = it gives the same
+    stop_reason: str | int | None = None  # of the last piece: the stop string or stop token that ended the choice
 
     def seed_fields(self) -> dict[str, Any]:
         """`reproducible`, if a seed was sent: whether it gives this text again; if not, why not."""
@@ -101,6 +102,7 @@ def join(pieces: Sequence[ChoiceDelta]) -> ChoiceDelta:
         prompt_logprobs=pieces[0].prompt_logprobs,
         weight_versions=_runs(piece.weight_versions for piece in pieces),
         unrepeatable=pieces[-1].unrepeatable,
+        stop_reason=pieces[-1].stop_reason,
     )
 
 
@@ -322,6 +324,7 @@ class CompletionFormat:
             "text": piece.text,
             "logprobs": None if piece.logprobs is None else _legacy_logprobs(piece.logprobs, head.with_scored),
             "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
         }
         if head.with_token_ids and piece.first:
             choice["prompt_token_ids"] = list(head.prompts[piece.index // head.num_choices])
@@ -376,7 +379,8 @@ class ChatFormat:
     def _choice(self, head: ReplyHead, piece: ChoiceDelta, name: str, said: dict[str, Any]) -> dict[str, Any]:
         logprobs = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
         choice = _chat_choice(piece.index, name, said, logprobs, piece.finish_reason)
-        return choice | head.token_fields(piece) | piece.version_fields() | piece.seed_fields()
+        ended = {} if piece.finish_reason is None else {"stop_reason": piece.stop_reason}
+        return choice | ended | head.token_fields(piece) | piece.version_fields() | piece.seed_fields()
 
     def _prompt_fields(self, head: ReplyHead) -> dict[str, Any]:
         return {"prompt_token_ids": list(head.prompts[0])} if head.with_token_ids else {}

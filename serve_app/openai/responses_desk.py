@@ -51,7 +51,10 @@ class ResponsesDesk:
             chat = wire.as_chat(talk)
             chat.check_together()
             job = await self._front_end.prepare(chat, terms, form)
-        return dataclasses.replace(job, form_field=talk.in_our_words(job.form_field))
+        words = job.words
+        return dataclasses.replace(
+            job, form_field=talk.in_our_words(job.form_field), words=lambda text: talk.in_our_words(words(text))
+        )
 
     async def show(self, response_id: str, owner: str) -> Fields:
         """A response that was kept.

@@ -113,7 +113,7 @@ async def prepare_generation(front_end: FrontEnd, wire: GenerateRequest, terms: 
     """
     with in_words(_own_names):
         job = await front_end.prepare(wire.completion(front_end.served_name), terms, TokensFormat(wire.request_id))
-    return dataclasses.replace(job, form_field=_own_names(job.form_field))
+    return dataclasses.replace(job, form_field=_own_names(job.form_field), words=_own_names)
 
 
 _NAMES = re.compile(rf"(?<![\w.])({'|'.join(sorted(_SAMPLING))}|prompt)\b")

@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from serve_app.text.as_written import clean_key
 
 T = TypeVar("T")
 
 MAX_TOOLS = 128
 MAX_LEVELS = 64  # of lists and objects in what a chat template shows
 INT32_MAX = 2**31 - 1
-MAX_ECHO = 100  # characters of a name that a client made up
 
 
 Harmless = Callable[[Any, Mapping[str, Any]], bool]
@@ -157,13 +158,8 @@ W = TypeVar("W", bound=Wire)
 SUSPECT_ESCAPE = re.compile(r"\\u(0000|[dD][89a-fA-F])")
 
 
-_UNCLEAN = re.compile("[\x00\ud800-\udfff]")
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 NOT_WHOLE = "holds half a surrogate pair; send whole characters."
-
-
-def refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def strings_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -175,6 +171,6 @@ def strings_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from strings_in(item, f"{path}.{index}" if path else str(index))
     elif isinstance(value, dict):
         for key, item in value.items():
-            clean = _UNCLEAN.sub("\ufffd", key[:MAX_ECHO])
+            clean = clean_key(key)
             yield clean, key
             yield from strings_in(item, f"{path}.{clean}" if path else clean)

@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from fractions import Fraction
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from serve_app.text.patterns import with_ascii_classes
+from serve_app.text.schemas import MAX_FORM_BYTES, held_grammar, held_text
 from serve_app.text.tokenizer import Tokenizer
 from speculative.errors import InvalidRequest
 from speculative.request import Structure
@@ -27,15 +30,20 @@ from speculative.request import Structure
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _T = TypeVar("_T")
 
+_LIBRARY = tuple(map(int, version("llguidance").split(".")[:2]))
+_DIALECT = "(It is read as Rust's regex crate reads it, without look-around; \\d, \\w and \\s are ASCII.)"
 _FIELD = "response_format"  # the front end says which field asked
 _NUM_KEPT = 32  # compiled structures
-_MAX_TEXT_BYTES = 1 << 16
 _MAX_MESSAGE = 300
 _MAX_COMPILE_S = 10.0
 _MAX_REMAINDERS = 50_000  # of multipleOf: a tenth of a second
 # Under unbounded white space, the library's default, a small model may write blanks until its tokens run out. Laid-out
 # JSON still fits; a schema can say otherwise (`"x-guidance": {"whitespace_pattern": ...}`).
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
+# Characters are written as they are, and not by their numbers: "\u0078" would be a second spelling of the key "x", for
+# which `properties` does not hold.
+# Library versions before 1.7, such as the one beside vLLM, cannot be told.
+_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'} if _LIBRARY >= (1, 7) else {}
 _START = '%llguidance {"no_forcing": true}\nstart: @structure'
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
@@ -183,14 +191,14 @@ def _new_matcher(vocabulary: LLTokenizer, structure: Structure) -> LLMatcher:
 def _grammar(structure: Structure) -> dict[str, Any]:
     """The structure as one grammar of llguidance's list. Raises ValueError."""
     if structure.kind == "grammar":
-        return {"lark_grammar": structure.text}
+        return {"lark_grammar": held_grammar(structure.text, _ESCAPES)}
     if structure.kind == "choice":
         return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, _choices(structure.text)))}"}
     if structure.kind == "regex":
-        listed = LLMatcher.grammar_from_regex(structure.text)
+        listed = LLMatcher.grammar_from_regex(with_ascii_classes(structure.text))
     else:
-        schema = '{"type": "object"}' if structure.kind == "json_object" else structure.text
-        listed = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
+        schema = '{"type": "object"}' if structure.kind == "json_object" else held_text(structure.text)
+        listed = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS | _ESCAPES)
     grammar: dict[str, Any] = json.loads(listed)["grammars"][0]
     return {key: value for key, value in grammar.items() if key != "name"}
 
@@ -204,8 +212,8 @@ def _choices(text: str) -> list[str]:
 
 def _check_size(structure: Structure) -> None:
     num_bytes = len(structure.text.encode(errors="replace"))
-    if num_bytes > _MAX_TEXT_BYTES:
-        raise _refused(structure, f"it has {num_bytes} bytes, and {_MAX_TEXT_BYTES} are allowed")
+    if num_bytes > MAX_FORM_BYTES:
+        raise _refused(structure, f"it has {num_bytes} bytes, and {MAX_FORM_BYTES} are allowed")
     if structure.kind in ("json_schema", "grammar"):
         _check_divisors(structure)
 
@@ -245,9 +253,12 @@ def _on_deep_stack(work: Callable[[], _T]) -> _T:
 
 def _refused(structure: Structure, reason: str) -> InvalidRequest:
     name = structure.kind.replace("_", " ")
-    return InvalidRequest(_FIELD, f"The {name} cannot be used: {_one_line(reason)}")
+    dialect = f" {_DIALECT}" if structure.kind == "regex" else ""
+    return InvalidRequest(
+        _FIELD, f"The {name} cannot be used: {_one_line(reason, _MAX_MESSAGE - len(dialect))}{dialect}"
+    )
 
 
-def _one_line(message: str) -> str:
+def _one_line(message: str, most: int = _MAX_MESSAGE) -> str:
     line = " ".join(message.replace("<non-verbose/>", "").split())
-    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}…"
+    return line if len(line) <= most else f"{line[:most]}…"

@@ -4,6 +4,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from serve_app.text.byte_scheme import ByteScheme, byte_level_bytes
 from serve_app.text.template_marks import PLAIN, Render, behind_answer, marks, rendered
@@ -220,6 +222,12 @@ class Tokenizer:
             "add_bos_token": bool(self.prefix_ids) and self.prefix_ids[0] == self._wrapped.bos_token_id,
         }
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end of text that the tokenizer names, which is the first of several that a model may have."""
+        named: int | None = self._wrapped.eos_token_id
+        return named
+
     def added_id(self, text: str) -> int | None:
         """The token added to the vocabulary for this text, special or not; None if there is none."""
         return self._added.get(text)
@@ -233,10 +241,20 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation in the chat template, with its tools and further template variables.
 
+        As by `apply_chat_template` of transformers, fields of messages that are None count as left out.
+
         Raises:
             InvalidRequest: as of `render_chat`.
         """
-        text = self.render_chat(messages, tools=tools, variables=variables)
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        return self.encode_rendered(self.render_chat(given, tools=tools, variables=variables))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a conversation that `render_chat` has rendered.
+
+        Raises:
+            InvalidRequest: the template has written something that is no text.
+        """
         try:
             return list(self._core.encode(text, add_special_tokens=False).ids)
         except (TypeError, ValueError) as error:
@@ -251,6 +269,8 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation in the chat template, with its tools and further template variables.
 
+        The template is given the messages as they are: what is None in them is none there.
+
         Raises:
             InvalidRequest: the model has no chat template, or the template refuses these messages.
         """
@@ -259,15 +279,31 @@ class Tokenizer:
                 "messages", "This model has no chat template; send a prompt to /v1/completions instead."
             )
         try:
-            text: str = self._wrapped.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                **{"add_generation_prompt": True, **(variables or {})},
+            given = [dict(tool) for tool in tools] or None
+            texts, _ = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=given,
+                chat_template=self._wrapped.get_chat_template(tools=given),
+                **{"add_generation_prompt": True, **self._wrapped.special_tokens_map, **(variables or {})},
             )
         except Exception as error:  # a template may raise anything
             raise InvalidRequest("messages", f"The model's chat template refuses these messages: {error}.") from error
-        return text
+        return str(texts[0])
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the special tokens are spelt."""
+        return tuple(token.content for token in self._core.get_added_tokens_decoder().values() if token.special)
+
+    @cached_property
+    def _plain_core(self) -> Any:
+        core = RawTokenizer.from_str(self._core.to_str())
+        core.encode_special_tokens = True
+        return core
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text within others, in which special tokens are the characters that they are spelt with."""
+        return list(self._plain_core.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True, continuation: bool = False) -> str:
         """Text of the ids; bytes that form no character become U+FFFD.
@@ -391,6 +427,8 @@ class StopMatcher:
         self._matched = [0] * len(stops.patterns)  # characters of each string that the text's end agrees with
         self._held = ""
         self.stopped = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
         """Add text; returns what is now certain to be delivered. Once stopped, everything further is dropped."""
@@ -401,6 +439,7 @@ class StopMatcher:
             completed = self._advance(character)
             if completed:
                 self.stopped, self._held = True, ""
+                self.found = grown[position - completed : position]
                 return grown[: position if self._include else position - completed]
         certain = len(grown) - max(self._matched)
         self._held = grown[certain:]

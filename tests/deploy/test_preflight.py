@@ -284,14 +284,20 @@ def test_config_check_looks_at_this_machine_unless_it_is_reported_not_to(
         assert run.exception is None or isinstance(run.exception, SystemExit), run.output
         return run.exit_code, run.output
 
-    assert check() == (0, f"{file}: fine, and this machine can serve it\n")
+    fine = f"{file}: fine\nThis machine can serve it.\n"
+    assert check() == (0, fine)
     with monkeypatch.context() as machine:
         machine.setattr(Machine, "here", lambda: Machine(2, 8 * GIB, (GIB,)))
         code, output = check()
         assert code == 0 and "hint: applications[0].args.pools.monolith.num_gpus is 0" in output
     args["model"]["chat_template"] = "smollm2-tools"  # ChatML, with a system prompt of another model
     code, output = check()
-    assert code == 0 and output.startswith(f"{file}: fine, and this machine can serve it\nhint: model.chat_template: smollm2-tools replaces the template of the model's")
+    assert code == 0 and output.startswith(
+        f"{fine}hint: model.chat_template: smollm2-tools replaces the template of the model's"
+    )
+    args["model"] = {"source": models["model"], "name": "SmolLM2-135M-Instruct"}  # as copied from the demo
+    code, output = check()
+    assert code == 0 and "hint: applications[0].args.model.name is SmolLM2-135M-Instruct, a model of the cata" in output
     args["model"]["source"] = str(tmp_path / "missing")
     code, output = check()
     assert code == 1 and f"Error: {file}: applications[0].args.model.source: There is no folder" in output

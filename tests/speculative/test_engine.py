@@ -117,6 +117,29 @@ def test_batched_is_one_by_one(tiny_folder: Path, params: SamplingParams, prefix
     assert_alike(engine, answer_all(engine, requests(params)[::-1]), singly)
 
 
+def test_a_token_beyond_the_embedding_is_refused_and_the_running_ones_go_on(tiny_folder: Path) -> None:
+    alone, engine = answer_all(tiny_engine(tiny_folder), requests()), tiny_engine(tiny_folder)
+    size = engine.model.vocab_size
+    for request in requests():
+        engine.add(request)
+    deltas = [delta for _ in range(4) for delta in engine.step()]
+    for wrong in (size, 2**31):
+        for field, request in (
+            ("prompt", Request("wrong", (5, wrong), GREEDY, 1)),
+            ("stop_token_ids", Request("wrong", (5,), SamplingParams(stop_token_ids=(wrong,)), 1)),
+            ("logit_bias", Request("wrong", (5,), SamplingParams(logit_bias=((wrong, 1.0),)), 1)),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                engine.add(request)
+            assert caught.value.field == field
+    while engine.has_work:
+        deltas += engine.step()
+    assert_idle(engine)
+    for name, answer in alone.items():
+        said = [token for delta in deltas if delta.request_id == name for token in delta.token_ids]
+        assert said == list(answer.token_ids)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64])
 @pytest.mark.parametrize("max_batched_tokens", [40, 41, 512])
 def test_blocks_and_chunks_of_any_size_give_the_same_text(

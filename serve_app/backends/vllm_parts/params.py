@@ -14,6 +14,8 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from serve_app.backends.vllm_parts.adapters import LoadedAdapter
 from serve_app.backends.vllm_parts.settings import TERMS
+from serve_app.text.patterns import with_ascii_classes
+from serve_app.text.schemas import held_grammar, held_text
 from speculative.errors import EngineFault, InvalidRequest, SequenceTooLong
 from speculative.request import Request, SamplingParams, Structure
 from speculative.selfcheck.vllm_draws import generator_seed
@@ -183,5 +185,8 @@ def _structure(structure: Structure | None) -> StructuredOutputsParams | None:
         return StructuredOutputsParams(json_object=True)
     if structure.kind == "choice":
         return StructuredOutputsParams(choice=json.loads(structure.text))
-    name = "json" if structure.kind == "json_schema" else structure.kind
-    return StructuredOutputsParams(**{name: structure.text})
+    if structure.kind == "json_schema":
+        return StructuredOutputsParams(json=held_text(structure.text))
+    if structure.kind == "regex":
+        return StructuredOutputsParams(regex=with_ascii_classes(structure.text))
+    return StructuredOutputsParams(grammar=held_grammar(structure.text, {}))

@@ -38,6 +38,7 @@ from serve_app.page.page_routes import add_page
 from serve_app.streams.observed import ObservedSource, SourceLimits
 from serve_app.streams.pooled import PooledTokenSource
 from serve_app.telemetry.metrics import Metrics, PrometheusSink
+from serve_app.text.as_written import clean_key
 from serve_app.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_serving import make_backend
@@ -196,6 +197,24 @@ def _narrow_chats(schemas: dict[str, Any]) -> None:
 API = {found.ok().label: found.ok() for found in schemathesis.openapi.from_dict(described()).get_all_operations()}
 
 
+def assert_names_a_field(response: Any, case: Case) -> None:
+    """Fail unless what an error complains of is a field or parameter of this endpoint, or one that was sent."""
+    if not 400 <= response.status_code < 500 or "application/json" not in str(response.headers["content-type"]):
+        return
+    error = response.json()["error"]
+    if error["param"] is None or "\ufffd" in error["param"]:  # a key that was made up, as far as it can be shown
+        return
+    body = next(one.body for one in OPERATIONS if f"{one.method} {one.path}" == case.operation.label)
+    fields = set() if body is None else {field.alias or name for name, field in body.model_fields.items()}
+    sent = set(case.body) if isinstance(case.body, dict) else set()
+    named = {parameter.name for parameter in case.operation.iter_parameters()} | {"x-request-timeout", ""}
+    if case.operation.label == "GET /v1/models/{name}":
+        named.add("model")  # as OpenAI has it
+    keys = {clean_key(key) for key in sent}
+    root = error["param"].partition(".")[0]
+    assert root in fields | named or any(error["param"].startswith(key) for key in keys), error
+
+
 def examples(label: str) -> int:
     return 80 if label.partition(" ")[2] in COMPUTING else 20
 
@@ -221,6 +240,7 @@ def test_no_request_breaks_the_service(fuzzed: Fuzzed, label: str, mode: Generat
         response = case.call(base_url=fuzzed.url, session=fuzzed.session, timeout=120)
         seen[response.status_code] = seen.get(response.status_code, 0) + 1
         case.validate_response(response, checks=CHECKS)
+        assert_names_a_field(response, case)
 
     fuzz()
     fuzzed.assert_idle()
@@ -242,6 +262,7 @@ def test_no_value_at_an_edge_breaks_the_service(fuzzed: Fuzzed, label: str) -> N
     for case in cases:
         response = case.call(base_url=fuzzed.url, session=fuzzed.session, timeout=120)
         case.validate_response(response, checks=CHECKS)
+        assert_names_a_field(response, case)
     fuzzed.assert_idle()
 
 

@@ -288,3 +288,11 @@ def test_a_text_is_read_in_steps_that_grow_with_its_length(
     few, seen = seen, 0
     kind().push(piece * 500, last=True)
     assert seen < 11 * few
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_the_end_of_a_call_within_an_argument_is_text_however_it_comes(step: int) -> None:
+    argument = json.dumps({"a": '</tool_call> <tool_call>{"name": "x"} \\" }}'})
+    text = f'<tool_call>\n{{"name": "f", "arguments": {argument}}}\n</tool_call>'
+    content, calls, _ = read(HermesCalls, [text[begin : begin + step] for begin in range(0, len(text), step)])
+    assert (content, calls) == ("", [("f", argument)])

@@ -671,7 +671,7 @@ async def test_a_token_beyond_the_embedding_is_refused_by_its_text(tokenizer: To
     front, text = FrontEnd(BackendSource(backend), tokenizer, served), tokenizer.token_text(last)
     messages = [{"role": "user", "content": "hello there"}]
     for field, asked in (("prompt", completion(prompt="hello there")), ("messages", chat(messages=messages))):
-        with pytest.raises(InvalidRequest, match=f"{field} holds '{text}', token {last} of the tokenizer") as refused:
+        with pytest.raises(InvalidRequest, match=rf"{field} holds the token id {last} \('{text}'\)") as refused:
             await front.prepare(asked)
         assert refused.value.field == field
     await front.prepare(completion(prompt="x"))

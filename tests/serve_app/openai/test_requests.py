@@ -371,3 +371,48 @@ def test_a_function_may_describe_what_it_returns() -> None:
     function = {"name": "weather", "return": {"type": "string", "description": "The weather."}}
     (tool,) = chat(tools=[{"type": "function", "function": function}]).tools or ()
     assert tool.for_template() == {"type": "function", "function": function}
+
+
+BODY = '{"model": "m", "prompt": "a", '
+
+
+@pytest.mark.parametrize(
+    ("rest", "field"),
+    [
+        ('"temperature": 0, "temperature": 1}', "temperature"),
+        ('"logit_bias": {"7": 1, "7": 1}}', "logit_bias.7"),
+        ('"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": '
+         '{"properties": {"x": {"type": "null", "type": "string"}}}}}}',
+         "response_format.json_schema.schema.properties.x.type"),
+        ('"stop": ["a", {"b": 1, "b": 2}]}', "stop.1.b"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_given_twice_is_refused_by_its_path(rest: str, field: str) -> None:
+    with pytest.raises(InvalidRequest, match="twice") as caught:
+        parse((BODY + rest).encode(), CompletionRequest)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"])
+def test_numbers_that_are_none_are_refused(number: str) -> None:
+    for field in ("temperature", "seed", "max_tokens", "timeout"):
+        with pytest.raises(InvalidRequest):
+            parse((BODY + f'"{field}": {number}}}').encode(), CompletionRequest)
+    with pytest.raises(InvalidRequest):
+        parse((BODY + f'"logit_bias": {{"5": {number}}}}}').encode(), CompletionRequest)
+
+
+def test_numbers_reach_the_engine_as_plain_floats_and_integers_whole() -> None:
+    rest = f'"temperature": 1.10, "top_p": 1E-1, "seed": {2**63 - 1}, "logit_bias": {{"7": 1.50}}}}'
+    wire = parse((BODY + rest).encode(), CompletionRequest)
+    values = [wire.temperature, wire.top_p, (wire.logit_bias or {})["7"]]
+    assert [(type(value), value) for value in values] == [(float, 1.1), (float, 0.1), (float, 1.5)]
+    assert wire.seed == 2**63 - 1
+
+
+def test_arguments_with_a_key_twice_are_refused() -> None:
+    sent = {"type": "function", "function": {"name": "f", "arguments": '{"a": {"x": 1, "x": 2}}'}}
+    body = {"model": "m", "messages": [{"role": "assistant", "content": None, "tool_calls": [sent]}]}
+    with pytest.raises(InvalidRequest, match=r"a\.x is given twice") as caught:
+        parse(json.dumps(body).encode(), ChatCompletionRequest).talk()
+    assert caught.value.field == "messages.0.tool_calls.0.function.arguments"

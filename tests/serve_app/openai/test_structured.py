@@ -328,7 +328,7 @@ BAD: dict[str, tuple[Structure, str]] = {
     "not JSON": (Structure("json_schema", "{type: string}"), "key must be a string"),
     "not a schema": (Structure("json_schema", "[1]"), "bject"),
     "unknown type": (Structure("json_schema", '{"type": "text"}'), "Invalid type"),
-    "not supported": (Structure("json_schema", '{"not": {}}'), '["not"]'),
+    "not supported": (Structure("json_schema", '{"items": {"not": {}}}'), "items.not cannot be kept to"),
     "never": (Structure("json_schema", '{"type": "integer", "minimum": 2, "maximum": 1}'), "nsatisfiable"),
     "elsewhere": (Structure("json_schema", '{"$ref": "http://example.org/schema"}'), "example.org"),
     "remainders": (Structure("json_schema", '{"multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}'), "remainders"),

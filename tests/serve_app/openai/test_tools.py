@@ -253,11 +253,11 @@ async def test_whatever_is_long_to_render_is_rendered_beside_the_event_loop(
 ) -> None:
     threads: list[threading.Thread] = []
 
-    def encode_chat(*_: Any, **__: Any) -> list[int]:
+    def encode(_: str) -> list[int]:
         threads.append(threading.current_thread())
         return [5]
 
-    monkeypatch.setattr(tooled, "encode_chat", encode_chat)
+    monkeypatch.setattr(tooled, "encode_rendered", encode)
     end, _, _ = front(tooled)
     await end.prepare(wire(**fields, tool_choice="none"))
     assert [thread is not threading.main_thread() for thread in threads] == [elsewhere]
