@@ -294,10 +294,9 @@ def _is_a(kind: str, folder: Path) -> bool:
 def _tokenizer_faults(config: AppConfig, folder: Path) -> Iterator[Fault]:
     """A tokenizer that cannot be served, or a chat template that is not for it."""
     template = config.model.chat_template
-    faults = _look("model.source", partial(Tokenizer.from_folder, folder))[0]
-    yield from faults
-    if template is not None and not faults:
-        yield from _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
+    faults = _look("model.chat_template", partial(Tokenizer.from_folder, folder, template))[0]
+    if faults:  # of the folder itself, or else of the template
+        yield from _look("model.source", partial(Tokenizer.from_folder, folder))[0] or faults
 
 
 def _model_faults(config: AppConfig, model: ModelConfig, sources: Mapping[str, Path]) -> Iterator[Fault]:

@@ -17,7 +17,7 @@ from deploy import preflight
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
 from deploy.machine import Machine
-from deploy.preflight import faults_here, faults_on_cluster, idle_gpus
+from deploy.preflight import faults_here, faults_on_cluster, hints_here
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import parse_args
 from tests.support.tiny_heads import write_tiny_head, write_tiny_module
@@ -185,9 +185,9 @@ def test_a_copy_of_the_embedding_is_no_further_weight(models: Mapping[str, str],
 
 
 def test_gpus_that_no_pool_asks_for_are_hinted_at(models: Mapping[str, str]) -> None:
-    def hints(num_gpus: float, device: str = "auto", **pools: Any) -> list[str]:
+    def hints(num_gpus: int, device: str = "auto", **pools: Any) -> list[str]:
         checked = config(models, engine={"device": device}, topology="disaggregated", pools=pools)
-        return list(idle_gpus(checked, num_gpus, "this machine"))
+        return list(hints_here(checked, Machine(2, 8 * GIB, (GIB,) * num_gpus)))
 
     assert hints(0) == hints(2, "cpu") == hints(2, prefill={"num_gpus": 1}, decode={"num_gpus": 0.5}) == []
     assert len(hints(2)) == 2
