@@ -112,7 +112,12 @@ OWNERS = {
         "deploy",
     },
     "rich": {"deploy"},
-    "safetensors": {"speculative", "serve_app.backends.vllm_parts.replay_room", "deploy"},
+    "safetensors": {
+        "speculative",
+        "serve_app.backends.vllm_parts.checkpoint",
+        "serve_app.backends.vllm_parts.replay_room",
+        "deploy",
+    },
     "starlette": {"serve_app.http"},
     "tokenizers": {"serve_app.text", "speculative.model.gguf", "deploy.audit.blackbox.tiny"},
     "torch": {
