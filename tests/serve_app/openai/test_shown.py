@@ -94,9 +94,9 @@ class Shower:
         self._folder = folder
 
     def tokenizer(self, template: str) -> Tokenizer:
-        path = self._folder / "template.jinja"
-        path.write_text(template, encoding="utf-8")
-        return Tokenizer.from_folder(self._folder, str(path))
+        """With the template as the folder's own, whose marks need be no tokens of the model's."""
+        (self._folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        return Tokenizer.from_folder(self._folder)
 
     def __call__(self, template: str, messages: list[dict[str, Any]], **fields: Any) -> str:
         body = json.dumps({"model": "m", "messages": messages, **fields})
