@@ -85,8 +85,8 @@ class PromptEncoder:
         """The prompt, truncated where that is asked for, if the model knows its ids and has room for an answer."""
         if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
             wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
-            text = self._tokenizer.token_text(wrong) if wrong > 0 else ""  # a tokenizer may have more than the model
-            named = f" ({text!r})" if text else ""
+            has_text = 0 <= wrong < self._tokenizer.vocab_size  # a tokenizer may have more tokens than the model
+            named = f" ({self._tokenizer.token_text(wrong)!r})" if has_text else ""
             raise InvalidRequest(
                 name, f"{name} holds the token id {wrong}{named}; the model's ids run from 0 to {self._vocab_size - 1}."
             )
