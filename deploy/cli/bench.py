@@ -105,7 +105,9 @@ def bench_handoff(mib: int, rounds: int, transports: str, json_file: Path | None
     from deploy.bench.handoff import bench_on_ray
 
     check_writable(json_file, "--json")
-    found = bench_on_ray(mib * 2**20, [name.strip() for name in transports.split(",")], rounds)
+    with View(err) as view:
+        view.stage(f"handing {mib} MiB over, {rounds} rounds of {transports}")
+        found = bench_on_ray(mib * 2**20, [name.strip() for name in transports.split(",")], rounds)
     for name, way in found["ways"].items():
         say(
             f"{name}: {1e3 * way['median_s']:.1f} ms, {way['gb_per_s']:.2f} GB/s, "
@@ -128,7 +130,9 @@ def bench_proxy(requests: int, json_file: Path | None) -> None:
     from deploy.bench.proxy import added_latency
 
     check_writable(json_file, "--json")
-    found = added_latency(requests)
+    with View(err) as view:
+        view.stage(f"sending {requests} requests of each kind straight and through the proxy")
+        found = added_latency(requests)
     for name, way in found.items():
         added = f"{way['added']:+.2f} ms by the proxy, {way['added_p90']:+.2f} at the 90th percentile"
         say(f"{name}: {way['straight']:.2f} ms straight, {added}")
