@@ -72,7 +72,7 @@ class View:
             )
 
     def stage(self, name: str, note: Callable[[], str] = str) -> None:
-        """A new stage begins.
+        """A new stage begins; a log has a line of it.
 
         Args:
             name: what it does.
@@ -81,6 +81,7 @@ class View:
         with self._lock:
             self._stage, self._share, self._note = name, None, note
             if self._progress is None:
+                self.say(name)
                 return
             if self._task is not None:
                 self._progress.remove_task(self._task)

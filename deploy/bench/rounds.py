@@ -83,7 +83,6 @@ def run_bench(plan: BenchPlan, provenance: dict[str, Any], view: View) -> BenchR
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="truespec-bench-")))
         engines: dict[str, EngineProcess] = {}
         for launch in launches:
-            view.say(f"starting {', '.join(launch.serves)}")
             view.stage(f"starting {', '.join(launch.serves)}")
             try:
                 process = stack.enter_context(EngineProcess(launch, folder))
@@ -123,8 +122,7 @@ class _Run:
         """All rounds of a case, the first one as warm-up."""
         plan, able = self._found.plan, self._able(case)
         self._num_begun += 1
-        self._view.stage(f"case {self._num_begun} of {self._num_cases}, {case}")
-        self._view.say(f"{case}: {len(able)} engines, {plan.rounds} rounds")
+        self._view.stage(f"case {self._num_begun} of {self._num_cases}, {case}: {len(able)} engines")
         for number in range(-1, plan.rounds):
             self._view.count(max(number, 0), plan.rounds, "rounds")
             for name in able:

@@ -36,7 +36,7 @@ def test_a_log_of_a_busy_command_has_its_own_lines_only() -> None:
     with View(Console(file=stream), silent_s=60) as view:
         view.stage("a stage")
         view.say("[one] of :two:")
-    assert lines_of(stream) == ["[one] of :two:"]
+    assert lines_of(stream) == ["a stage", "[one] of :two:"]
 
 
 def test_a_note_that_fails_while_it_is_counted_is_asked_again() -> None:
