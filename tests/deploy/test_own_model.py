@@ -69,7 +69,7 @@ def test_drafters_go_by_their_kind_and_folder() -> None:
     assert (drafter.kind, drafter.model) == ("draft_model", "Qwen/Qwen3-0.6B")
     for given, fault in (
         ("eagle", "--drafter eagle: the kinds are none, ngram"),
-        ("eagle3", "--drafter eagle3: a eagle3 drafter has weights; give eagle3:FOLDER"),
+        ("eagle3", "--drafter eagle3: drafters of kind eagle3 have weights; give eagle3:FOLDER"),
         ("ngram:/models/head", "--drafter ngram:/models/head: only draft_model, eagle3, mtp take weights"),
     ):
         with pytest.raises(ConfigError, match=fault):
@@ -78,9 +78,12 @@ def test_drafters_go_by_their_kind_and_folder() -> None:
 
 def test_a_command_takes_a_file_or_a_model_and_says_what_goes_with_which() -> None:
     assert "Give a configuration file, or --model" in refused("serve")
-    assert "Give a configuration file, or --model" in refused("serve", "demo", "--model", "x")
+    assert "demo.yaml names its own model; give it or --model, not both." in refused("serve", "demo", "--model", "x")
+    for unset in ("", " "):
+        assert "--model is empty; give a folder" in refused("config", "check", "--model", unset)
     assert "--gpus goes with --model; " in refused("config", "check", "demo", "--gpus", "1")
-    assert "--model nowhere/at/all: " in refused("config", "check", "--model", "nowhere/at/all")
+    said = refused("config", "check", "--model", "nowhere/at/all")
+    assert "--model nowhere/at/all: " in said and "fine" not in said
 
 
 def test_what_is_shown_can_be_kept_and_served(tmp_path: Path) -> None:
