@@ -77,7 +77,7 @@ def _drafter(given: str) -> dict[str, Any]:
     if kind not in drafter_kinds():
         raise ConfigError(f"--drafter {given}: the kinds are {_listed(drafter_kinds())}; give KIND or KIND:SOURCE.")
     if kind in KINDS_WITH_WEIGHTS and not source:
-        raise ConfigError(f"--drafter {given}: drafters of kind {kind} have weights; give {kind}:FOLDER or {kind}:HUB-ID.")
+        raise ConfigError(f"--drafter {given}: {kind} drafters have weights; give {kind}:FOLDER or {kind}:HUB-ID.")
     if source and kind not in KINDS_WITH_WEIGHTS:
         raise ConfigError(f"--drafter {given}: only {_listed(KINDS_WITH_WEIGHTS)} take weights; give {kind} alone.")
     return {"kind": kind} | ({"model": _absolute(source)} if source else {})

@@ -69,7 +69,7 @@ def test_drafters_go_by_their_kind_and_folder() -> None:
     assert (drafter.kind, drafter.model) == ("draft_model", "Qwen/Qwen3-0.6B")
     for given, fault in (
         ("eagle", "--drafter eagle: the kinds are none, ngram"),
-        ("eagle3", "--drafter eagle3: drafters of kind eagle3 have weights; give eagle3:FOLDER"),
+        ("eagle3", "--drafter eagle3: eagle3 drafters have weights; give eagle3:FOLDER"),
         ("ngram:/models/head", "--drafter ngram:/models/head: only draft_model, eagle3, mtp take weights"),
     ):
         with pytest.raises(ConfigError, match=fault):
