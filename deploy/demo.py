@@ -116,12 +116,14 @@ def run_demo(client: Client, progress: Callable[[str], None], on_text: Callable[
     )
 
 
-def curl_line(client: Client) -> str:
-    """A command to try by hand."""
-    asked = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+def curl_line(client: Client, *, chats: bool = True) -> str:
+    """A command to try by hand: a question, or the beginning of a text for a model that has no chat template."""
+    asked: dict[str, object] = {"prompt": "The capital of France is"}
+    if chats:
+        asked = {"messages": [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]}
     settings = {"temperature": 0, "max_tokens": _MAX_TOKENS, "stream": True}
-    body = json.dumps({"model": client.model_name, "messages": asked, **settings})
-    url = shlex.quote(f"{client.base_url}/v1/chat/completions")
+    body = json.dumps({"model": client.model_name, **asked, **settings})
+    url = shlex.quote(f"{client.base_url}/v1/{'chat/' if chats else ''}completions")
     return f"curl -N {url} -H 'content-type: application/json' -d {shlex.quote(body)}"
 
 

@@ -44,6 +44,8 @@ def own_application(own: OwnModel) -> ServeFile:
     Raises:
         ConfigError: what was given is wrong or does not go together; the message names the field.
     """
+    if not own.source.strip():  # as of a variable that a shell does not know
+        raise ConfigError("--model is empty; give a folder, or a hub id (ORG/MODEL).")
     data = yaml.safe_load(BASE.read_text(encoding="utf-8"))
     args: dict[str, Any] = data["applications"][0]["args"]
     args["model"] = {"source": _absolute(own.source)} | ({} if own.name is None else {"name": own.name})
@@ -75,7 +77,7 @@ def _drafter(given: str) -> dict[str, Any]:
     if kind not in drafter_kinds():
         raise ConfigError(f"--drafter {given}: the kinds are {_listed(drafter_kinds())}; give KIND or KIND:SOURCE.")
     if kind in KINDS_WITH_WEIGHTS and not source:
-        raise ConfigError(f"--drafter {given}: a {kind} drafter has weights; give {kind}:FOLDER or {kind}:HUB-ID.")
+        raise ConfigError(f"--drafter {given}: {kind} drafters have weights; give {kind}:FOLDER or {kind}:HUB-ID.")
     if source and kind not in KINDS_WITH_WEIGHTS:
         raise ConfigError(f"--drafter {given}: only {_listed(KINDS_WITH_WEIGHTS)} take weights; give {kind} alone.")
     return {"kind": kind} | ({"model": _absolute(source)} if source else {})

@@ -109,6 +109,15 @@ def hints_on_cluster(config: AppConfig) -> Iterator[str]:
     yield from _idle_gpus(config, _resources_there("GPU"), "the cluster")
 
 
+def chats(config: AppConfig) -> bool:
+    """Whether a model takes conversations: it has a chat template, or is on other machines only."""
+    try:
+        folder = model_here(config.model.source)
+        return folder is None or bool(Tokenizer.from_folder(folder, config.model.chat_template).chat_template().source)
+    except ConfigError:
+        return True
+
+
 def _idle_gpus(config: AppConfig, num_gpus: float, place: str) -> Iterator[str]:
     """GPUs that no replica asks for: what Ray does not give, replicas do not see. `device: cpu` is meant so."""
     if num_gpus and config.engine.device == "auto":

@@ -24,8 +24,9 @@ def end_tokens(folder: Path) -> dict[int, tuple[str, ...]]:
     """The ids that end an answer, each with the names of the files that say so.
 
     They are what generation_config.json and config.json have as `eos_token_id`, and the `eos_token` of
-    tokenizer_config.json (where that is silent, of special_tokens_map.json): fine-tunes often change one of them and
-    leave the others as their base had them. A token is looked up in tokenizer.json; without one, in what
+    tokenizer_config.json: fine-tunes often change one of them and leave the others as their base had them. That of
+    special_tokens_map.json counts where tokenizer_config.json is silent, or has no `added_tokens_decoder` and so is of
+    the old form, in which transformers reads the map. A token is looked up in tokenizer.json; without one, in what
     tokenizer_config.json or added_tokens.json add to it, and else it is left out.
 
     Raises:
@@ -132,12 +133,13 @@ def _stated(folder: Path) -> Iterator[tuple[int, str]]:
                 _check_size(token_id, size, f"{folder / file}: `eos_token_id`")
                 yield token_id, file
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        text = token_text(read_if_there(folder / file).get("eos_token"), "eos_token", str(folder / file))
-        if text is not None:
-            known = _id_of(text, folder, file)
-            if known is not None:
-                _check_size(known, size, f"{folder / file}: `eos_token` {text!r}")
-                yield known, file
+        content = read_if_there(folder / file)
+        text = token_text(content.get("eos_token"), "eos_token", str(folder / file))
+        known = None if text is None else _id_of(text, folder, file)
+        if known is not None:
+            _check_size(known, size, f"{folder / file}: `eos_token` {text!r}")
+            yield known, file
+        if text is not None and "added_tokens_decoder" in content:
             return
 
 

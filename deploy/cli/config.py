@@ -27,7 +27,8 @@ def config_check(file: Path | None, own: OwnModel | None, file_only: bool, addre
     if file_only and address is not None:
         raise click.UsageError("--file-only checks no cluster; give it or --address.")
     checked, named = application_of(file, own), file or f"--model {own and own.source}"
-    say(f"{named}: fine")
+    if own is None or file_only:
+        say(f"{named}: fine")
     if file_only:
         return
     config = checked.application.effective_args

@@ -74,7 +74,9 @@ def application_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def with_application(file: Path | None, source: str | None, **others: Any) -> Any:
         placed = {name: others.pop(name) for name in ("name", "gpus", "drafter", "engine")}
-        if (file is None) == (source is None):
+        if file is not None and source is not None:
+            raise click.UsageError(f"{file} names its own model; give it or --model, not both.")
+        if file is None and source is None:
             raise click.UsageError("Give a configuration file, or --model with a folder or a hub id.")
         given = [f"--{name}" for name, value in placed.items() if value is not None]
         if source is None and given:

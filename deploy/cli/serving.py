@@ -43,12 +43,14 @@ def serve(file: Path | None, own: OwnModel | None, address: str | None, port: in
     FILE may be the name of one that comes with truespec: demo, monolith, resilient, vllm, or own for a model of yours.
     """
     from deploy.demo import curl_line
+    from deploy.preflight import chats
 
     checked = application_of(file, own)
     if port is not None:
         checked = at_port(checked, port)
     with served(checked, address) as client, _interruptible() as stop:
-        say(f"Serving {client.model_name} at {client.base_url}. Try:\n  {curl_line(client)}", err)
+        line = curl_line(client, chats=chats(checked.application.args))
+        say(f"Serving {client.model_name} at {client.base_url}. Try:\n  {line}", err)
         if checked.application.args.access.keys_file is not None:
             say("It asks for an API key: add -H 'authorization: Bearer KEY'.", err)
         say("Ctrl-C stops it; a second one does not wait for requests that run.", err)

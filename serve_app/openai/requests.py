@@ -278,6 +278,8 @@ class WireRequest(Wire):
                 raise PydanticCustomError("logit_bias", "may hold at most {most} tokens.", {"most": MAX_LOGIT_BIASES})
             if not all(_TOKEN_ID.fullmatch(token) for token in bias):
                 raise PydanticCustomError("logit_bias", "must have token ids as its keys.")
+            if len({int(token) for token in bias}) < len(bias):  # such as 5 and 05
+                raise PydanticCustomError("logit_bias", "must not name a token twice.")
         return bias
 
     @property

@@ -6,6 +6,7 @@ everything, which is seen by the outcome: the conversation is rendered once more
 """
 
 import itertools
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ Messages = list[dict[str, Any]]
 
 _OTHER_TEMPLATE = f"Set model.chat_template to one that does: {' or '.join(shipped_templates())} fit ChatML models."
 _TAG = secrets.token_hex(4)
+_MARK = re.compile(rf"zq{_TAG}x\d+qz")
+_QUOTED = re.compile(rf"'({_MARK.pattern})'")
 _NOT_SHOWN = "the model's chat template does not show it to the model"
 
 
@@ -38,7 +41,8 @@ class _Marks:
 
     def missing(self, text: str) -> list[tuple[str, str]]:
         """The fields, each with its fix, that a text does not show."""
-        return [known for mark, known in self.fields.items() if mark not in text]
+        shown = set(_MARK.findall(text))  # in one pass, as texts are long and marks many
+        return [known for mark, known in self.fields.items() if mark not in shown]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ def _render(tokenizer: Tokenizer, talk: ChatPrompt, messages: Messages, variable
     except InvalidRequest:  # it takes no names but those that it knows, say
         return _Rendered(text, [], False, text.count("None") if _lacks_content(messages) else 0)
     missing = [one for one in marks.missing(shown) if not (hidden and one[0].startswith("tools."))]
-    writes_python = any(f"'{mark}'" in shown for mark, known in marks.fields.items() if "arguments" in known[0])
+    writes_python = any("arguments" in marks.fields[mark][0] for mark in _QUOTED.findall(shown))
     return _Rendered(text, missing, writes_python, text.count("None") if _lacks_content(messages) else 0)
 
 

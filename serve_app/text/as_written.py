@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any, NoReturn
 
 _TAG = secrets.token_hex(4)  # of words that no client knows
+_HELD = re.compile(rf"""(\\"|"|'|)(zn{_TAG}x\d+nz)\1""")
 MAX_ECHO = 100  # characters of a name that a client made up
 UNCLEAN = re.compile("[\x00\ud800-\udfff]")
 
@@ -133,7 +134,4 @@ class KeptNumbers:
 
     def put_back(self, text: str) -> str:
         """A text with the numbers in the place of their words, quoted or not."""
-        for word, number in self._numbers.items():
-            for quote in ('\\"', '"', "'", ""):
-                text = text.replace(f"{quote}{word}{quote}", number)
-        return text
+        return _HELD.sub(lambda held: self._numbers.get(held[2], held[0]), text)

@@ -2,7 +2,8 @@ r"""Regular expressions of JSON Schema and of requests, in the dialect of the gr
 
 JSON Schema's patterns are ECMA-262's: `\d` and `\w` are ASCII, `\s` and `.` have their own sets, `[a&&b]` holds an
 ampersand. What the two dialects say differently is translated; what Rust's has not (look-around, references to groups)
-and what is no expression of ECMA-262 is refused.
+and what is no expression of ECMA-262 is refused. Of what only some take, what means the same to all of these is taken:
+brackets and braces that open nothing, `\_`, `(?P<name>…)`.
 """
 
 import re
@@ -15,7 +16,7 @@ _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~")
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
 _NUMBERED = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\u\{([0-9a-fA-F]{1,6})\}")
 _LOW_HALF = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
-_GROUP = re.compile(r"\(\?(?::|<[A-Za-z_]\w*>)")
+_GROUP = re.compile(r"\(\?(?::|P?<[A-Za-z_]\w*>)")  # with P as Python and Rust name groups
 
 
 class PatternRefused(ValueError):
@@ -88,9 +89,9 @@ class _Translation:
         self._place += 1
         if character == ".":
             return r"[^\n\r\u{2028}\u{2029}]"
-        if character in "{}]":
+        if character == "{" and text[place + 1 : place + 2] in (*"0123456789,",):
             raise PatternRefused(f"the {character} at {place} is not escaped")
-        return f"\\{character}" if character in "#&-~" else character
+        return f"\\{character}" if character in "#&-~{}]" else character
 
     def _quantifier(self, quantifier: str) -> str:
         self._place += len(quantifier)
@@ -128,7 +129,7 @@ class _Translation:
             return self._numbered(place)
         if letter in ("p", "P"):
             return self._property(place)
-        if letter and not (letter.isalnum() or letter == "_"):
+        if letter and not letter.isalnum():
             return f"\\{letter}" if letter in _SPECIAL else letter
         what = f"\\{letter} at {place}"
         if letter.isdigit() or letter == "k":

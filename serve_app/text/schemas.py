@@ -2,8 +2,8 @@
 
 llguidance compiles a schema, and its documentation lists where it departs from the standard. What it would hold only
 roughly is refused here by its path: keywords that it does not know, numbers that its floats change, and counts of keys
-that a repeated key would meet. What it takes another way is rewritten: patterns are ECMA-262's, and formats that nobody
-defines are annotations.
+that a repeated key would meet. What it takes another way is rewritten: patterns are ECMA-262's, formats that nobody
+defines are annotations, and names of keys become the properties or the pattern that they are.
 """
 
 import json
@@ -50,6 +50,8 @@ _ONE, _LIST, _MAP = (
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAX_EXACT = 2**53 - 1
+_ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "$comment", "$defs", "definitions")
+_MAX_LENGTH = 1000  # of a key's name, as a pattern counts it
 _LENIENT = ("lenient", "coerce_one_of")
 _UNNAMED_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 
@@ -148,6 +150,7 @@ class _Rewriting:
 
     def _read(self, path: str, schema: dict[str, Any]) -> None:
         at = f"{path}." if path else ""
+        self._place_names(schema)
         self._drop_or_refuse(at, schema)
         self._check_numbers(at, schema)
         _check_keys(at, schema)
@@ -171,6 +174,39 @@ class _Rewriting:
             found = self._find(reference)
             self._join(schema, found)
             self._waiting.append((reference[2:].replace("/", "."), found))
+
+    def _place_names(self, schema: dict[str, Any]) -> None:
+        """Put names of keys that are listed, or have a pattern or a length, into the keywords for such keys.
+
+        Maps of Pydantic and Zod have them. Other names stay, to be refused.
+        """
+        names = schema.get("propertyNames")
+        while isinstance(names, dict) and isinstance(names.get("$ref"), str) and names["$ref"].startswith("#/"):
+            others = {key: one for key, one in names.items() if key != "$ref"}
+            found = self._find(names["$ref"])
+            if found is names or not isinstance(found, dict) or others.keys() - {*_ANNOTATIONS}:
+                return
+            names = found
+        if not isinstance(names, dict):
+            return
+        said = {key: one for key, one in names.items() if key not in _ANNOTATIONS}
+        if said.get("type") == "string":
+            del said["type"]
+        if not said:
+            del schema["propertyNames"]
+            return
+        if schema.get("properties") or schema.get("patternProperties"):
+            return
+        value = schema.get("additionalProperties", True)
+        texts, pattern = _listed_names(said), _pattern_of_names(said)
+        if texts is not None:
+            schema["properties"] = dict.fromkeys(texts, value)
+        elif pattern is not None:
+            schema["patternProperties"] = {pattern: value}
+        else:
+            return
+        schema["additionalProperties"] = False
+        del schema["propertyNames"]
 
     def _drop_or_refuse(self, at: str, schema: dict[str, Any]) -> None:
         for keyword, harmless in _REFUSED.items():
@@ -230,6 +266,27 @@ def _inside(at: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         value = schema.get(keyword)
         known = value.items() if isinstance(value, dict) else ()
         yield from ((f"{at}{keyword}.{clean_key(name)}", one) for name, one in known)
+
+
+def _listed_names(said: Mapping[str, Any]) -> list[str] | None:
+    """The names that a schema lists; None if it says something else."""
+    texts = [said["const"]] if said.keys() == {"const"} else said["enum"] if said.keys() == {"enum"} else None
+    if not isinstance(texts, list):
+        return None
+    return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
+
+
+def _pattern_of_names(said: Mapping[str, Any]) -> str | None:
+    """The pattern of names that have one, or a length; None if they have something else."""
+    if said.keys() == {"pattern"} and isinstance(said["pattern"], str):
+        return str(said["pattern"])
+    least, most = said.get("minLength", 0), said.get("maxLength", "")
+    counts = [count for count in (least, most) if count != ""]
+    if said.keys() <= {"minLength", "maxLength"} and all(
+        type(one) is int and 0 <= one <= _MAX_LENGTH for one in counts
+    ):
+        return f"^[^]{{{least},{most}}}$"
+    return None
 
 
 def _check_keys(at: str, schema: Mapping[str, Any]) -> None:

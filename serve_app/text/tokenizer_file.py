@@ -14,8 +14,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from speculative.end_tokens import read_if_there, read_json, stated_tokens, token_text
 from speculative.errors import ConfigError
 
-_CONFIG = "tokenizer_config.json"
+_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MORE = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _PROBES = (
     *("Hello world", " leading space", "  two", "a\n\nb\t c\r\n", "\n", "3.14 and 1234567", "don't"),
@@ -109,19 +110,30 @@ def _add_stated(core: RawTokenizer, folder: Path, named: Collection[str]) -> Ite
                 )
 
 
-def untyped_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that tokenizer_config.json names by an object without its type, which `transformers` does not take."""
-    config = read_if_there(folder / _CONFIG)
+def untyped_tokens(folder: Path) -> dict[str, Any]:
+    """The tokens that tokenizer_config.json or special_tokens_map.json name by an object without its type, which
+    `transformers` does not take; and its lists of further ones that hold such objects, as texts."""
+    config, older = read_if_there(folder / _CONFIG), read_if_there(folder / _MAP)
     objects = {name: config[name] for name in _NAMED if isinstance(config.get(name), dict)}
-    return {name: value["content"] for name, value in objects.items() if "__type" not in value}
+    found: dict[str, Any] = {name: value["content"] for name, value in objects.items() if "__type" not in value}
+    for name in _MORE:
+        lists = [
+            (folder / file, content[name]) for file, content in ((_CONFIG, config), (_MAP, older)) if name in content
+        ]
+        listed = [(one, str(path)) for path, more in lists if isinstance(more, list) for one in more]
+        if any(isinstance(one, dict) and "__type" not in one for one, _ in listed):
+            found[name] = list(filter(None, dict.fromkeys(token_text(one, name, place) for one, place in listed)))
+    return found
 
 
 def _named(folder: Path) -> Iterator[tuple[str, dict[str, bool]]]:
     """The special tokens that tokenizer_config.json names, each with its flags."""
     place, config = str(folder / _CONFIG), read_if_there(folder / _CONFIG)
     named: list[tuple[str, Any]] = [(name, config.get(name)) for name in _NAMED]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
+    for name in _MORE:
         more = config.get(name) or ()
+        if not isinstance(more, list | tuple | dict):
+            raise ConfigError(f"{place}: `{name}` is {more!r}, and must be a list of tokens; correct it.")
         named += [(name, token) for token in (more.values() if isinstance(more, dict) else more)]
     for name, value in named:
         text = token_text(value, name, place)

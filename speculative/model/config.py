@@ -123,6 +123,7 @@ _NEUTRAL_VALUES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("num_local_experts", (None, 0)),
     ("n_routed_experts", (None, 0)),
     ("is_encoder_decoder", (None, False)),
+    ("is_causal", (True,)),
     ("add_cross_attention", (None, False)),
     ("attn_logit_softcapping", (None,)),
     ("final_logit_softcapping", (None,)),
@@ -275,10 +276,15 @@ def _rope_scaling(rope: Json, positions: int) -> Llama3RopeScaling | None:
         return None
     if kind != "llama3":
         raise UnsupportedModel(f"config.json: `rope_type` is {kind!r}, this engine knows default and llama3; {_FIX}.")
+    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+    if low > high:
+        raise ConfigError(
+            f"config.json: `low_freq_factor` is {low}, above `high_freq_factor`, {high}; take the file from its source."
+        )
     return Llama3RopeScaling(
         factor=_number(rope, "factor"),
-        low_freq_factor=_number(rope, "low_freq_factor"),
-        high_freq_factor=_number(rope, "high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position_embeddings=_size({_ORIGINAL: positions, **rope}, _ORIGINAL),
     )
 

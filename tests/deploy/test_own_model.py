@@ -1,5 +1,6 @@
 """A model of one's own by `--model`: nothing of the demo's model comes along."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,14 @@ from click.testing import CliRunner
 
 from deploy.cli.console import CONFIGS
 from deploy.cli.main import main
+from deploy.client import Client
+from deploy.demo import curl_line
 from deploy.own_model import BASE, OwnModel, own_application
+from deploy.preflight import chats
 from serve_app.config.app_config import AppConfig
 from serve_app.config.files import load_config
 from speculative.errors import ConfigError
+from tests.support.tiny_models import write_tiny_model
 
 
 def args_of(source: str = "org/model", **placed: object) -> AppConfig:
@@ -69,7 +74,7 @@ def test_drafters_go_by_their_kind_and_folder() -> None:
     assert (drafter.kind, drafter.model) == ("draft_model", "Qwen/Qwen3-0.6B")
     for given, fault in (
         ("eagle", "--drafter eagle: the kinds are none, ngram"),
-        ("eagle3", "--drafter eagle3: a eagle3 drafter has weights; give eagle3:FOLDER"),
+        ("eagle3", "--drafter eagle3: eagle3 drafters have weights; give eagle3:FOLDER"),
         ("ngram:/models/head", "--drafter ngram:/models/head: only draft_model, eagle3, mtp take weights"),
     ):
         with pytest.raises(ConfigError, match=fault):
@@ -78,9 +83,12 @@ def test_drafters_go_by_their_kind_and_folder() -> None:
 
 def test_a_command_takes_a_file_or_a_model_and_says_what_goes_with_which() -> None:
     assert "Give a configuration file, or --model" in refused("serve")
-    assert "Give a configuration file, or --model" in refused("serve", "demo", "--model", "x")
+    assert "demo.yaml names its own model; give it or --model, not both." in refused("serve", "demo", "--model", "x")
+    for unset in ("", " "):
+        assert "--model is empty; give a folder" in refused("config", "check", "--model", unset)
     assert "--gpus goes with --model; " in refused("config", "check", "demo", "--gpus", "1")
-    assert "--model nowhere/at/all: " in refused("config", "check", "--model", "nowhere/at/all")
+    said = refused("config", "check", "--model", "nowhere/at/all")
+    assert "--model nowhere/at/all: " in said and "fine" not in said
 
 
 def test_what_is_shown_can_be_kept_and_served(tmp_path: Path) -> None:
@@ -100,3 +108,18 @@ def test_the_file_is_served_with_its_one_line_changed() -> None:
     assert f"Error: {CONFIGS}/own.yaml: applications[0].args.model.source: There is no" in refused(
         "config", "check", "own"
     )
+
+
+def test_a_base_model_is_tried_with_a_text(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "base", tokenizer=True)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("chat_template", None)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with Client("http://localhost:1", "base") as client:
+        for template, path in ((None, "v1/completions"), ("{{ messages[0].content }}", "v1/chat/completions")):
+            file.write_text(json.dumps(config if template is None else config | {"chat_template": template}))
+            line = curl_line(client, chats=chats(args_of(str(folder))))
+            assert f"/{path} " in line and ('"messages"' in line) == ("chat" in path)
+    assert chats(args_of(str(tmp_path / "on" / "another" / "node")))
+    assert chats(args_of(str(folder), name="x"))

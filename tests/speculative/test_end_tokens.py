@@ -60,6 +60,14 @@ def test_every_file_has_its_say(tmp_path: Path) -> None:
         ),
         (
             {"tokenizer_config": {"eos_token": "a"}, "special_tokens_map": {"eos_token": "b"}, "tokenizer": TOKENIZER},
+            {0: (of_tokenizer,), 1: ("special_tokens_map.json",)},
+        ),
+        (
+            {
+                "tokenizer_config": {"eos_token": "a", "added_tokens_decoder": {}},
+                "special_tokens_map": {"eos_token": "b"},
+                "tokenizer": TOKENIZER,
+            },
             {0: (of_tokenizer,)},
         ),
         ({"tokenizer_config": {"eos_token": ""}, "tokenizer": TOKENIZER}, {}),

@@ -133,6 +133,14 @@ def test_a_flag_is_not_taken_for_a_number() -> None:
         chat(store=0)
 
 
+def test_a_token_has_one_bias() -> None:
+    for bias in ({"5": 1, "05": 2}, {"0": 1, "00": 1}):
+        with pytest.raises(InvalidRequest, match="must not name a token twice") as caught:
+            chat(logit_bias=bias)
+        assert caught.value.field == "logit_bias"
+    assert chat(logit_bias={"05": 1}).sampling_fields()["logit_bias"] == ((5, 1.0),)
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"const": "ü"}}}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,26 @@ def test_numbers_are_shown_as_they_were_written(show: Shower) -> None:
     plain = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
     plain += "{% for k, v in c.function.arguments.items() %}{{ v | string }}{% endfor %}{% endfor %}{% endfor %}"
     assert "['" not in show.of_body(plain, body.replace('"tools"', '"tool_choice": "none", "tools"'))
+
+
+def test_many_numbers_and_messages_take_time_in_proportion(show: Shower) -> None:
+    """Each number used to be a search through the whole prompt, and so was each message."""
+    tokenizer = show.tokenizer(QWEN)
+
+    def seconds(count: int) -> float:
+        said = [USER, called("", '{"a": [' + ", ".join(["1.10"] * count) + "]}"), result("x"), *([USER] * count)]
+        talk = parse(json.dumps({"model": "m", "messages": said}).encode(), ChatCompletionRequest).talk()
+        began = time.process_time()
+        text = prompt_text(tokenizer, talk, {"add_generation_prompt": True})
+        assert text.count("1.10") == count
+        return time.process_time() - began
+
+    seconds(10)
+    assert seconds(16_000) < 24 * seconds(2_000)
+
+
+def test_numbers_in_json_that_a_template_writes_as_a_string(show: Shower) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    template += "{{ c.function.arguments | tojson | tojson }}{% endfor %}{% endfor %}"
+    text = show(template, [USER, called("", '{"a": 1.10}'), result("x")])
+    assert '"{\\"a\\": 1.10}"' in text

@@ -76,6 +76,13 @@ HELD: list[dict[str, Any]] = [
     {"type": "object", "patternProperties": {"^x": INTEGER}},
     {"type": "object", "properties": {"x": {}}, "required": ["y", "x"], "additionalProperties": INTEGER},
     {"allOf": [{"properties": {"x": INTEGER}, "required": ["x"]}, {"properties": {"y": STRING}}], "type": "object"},
+    {"type": "object", "propertyNames": STRING, "properties": {"x": INTEGER}, "required": ["x"]},
+    {"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": INTEGER, "minProperties": 1},
+    {"propertyNames": {**STRING, "enum": ["b", "x"]}, "type": "object", "required": ["x"]},
+    {"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"const": "a.b", "title": "A"}}, "type": "object"},
+    {"propertyNames": {"pattern": "^[xy]{2}$"}, "additionalProperties": INTEGER, "type": "object"},
+    {"propertyNames": {"minLength": 2, "maxLength": 3}, "additionalProperties": INTEGER, "type": "object"},
+    {"propertyNames": {"minLength": 1, "title": "Name"}, "type": "object"},
     {"oneOf": [INTEGER, STRING, {"type": "array", "items": INTEGER}]},
     {"oneOf": [{"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"]},
     {"anyOf": [{"type": "integer", "minimum": 5, "maximum": 10}, {"type": "null"}]},
@@ -122,7 +129,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"if": {}, "then": {}}, "if"),
     ({"anyOf": [{"uniqueItems": True}]}, "anyOf.0.uniqueItems"),
     ({"contains": {}}, "contains"),
-    ({"propertyNames": {"maxLength": 3}}, "propertyNames"),
+    ({"propertyNames": {"format": "email"}}, "propertyNames"),
+    ({"propertyNames": {"pattern": "^a", "maxLength": 3}}, "propertyNames"),
+    ({"propertyNames": {"pattern": "^a"}, "properties": {"b": {}}}, "propertyNames"),
+    ({"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "propertyNames"),
+    ({"propertyNames": {"$ref": "elsewhere"}}, "propertyNames"),
     ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ({"dependentSchemas": {"a": {}}}, "dependentSchemas"),
     ({"dependencies": {"a": ["b"]}}, "dependencies"),
@@ -212,7 +223,8 @@ EQUAL = [
     ("^[a-c--]$", "[abc-]"), (r"^[\w-.]$", "[A-Za-z0-9_.-]"), ("^[[]$", r"\["), (r"^\u0041$", "A"), (r"^\x41$", "A"),
     (r"^\u{1F642}$", "\U0001f642"), (r"^\ud83d\ude42$", "\U0001f642"), (r"^\cJ$", "\n"), (r"^\/$", "/"),
     (r"^\-$", "-"), (r"^[\b]$", "\x08"), ("^#$", "#"), ("^ $", " "), ("^(?<n>a)(?:b)$", "ab"),
-    (r"^[\d\-x]$", "[0-9x-]"),
+    (r"^[\d\-x]$", "[0-9x-]"), (r"^[\w\-\_]$", "[A-Za-z0-9_-]"), (r"^\_$", "_"), ("^{$", r"\{"), ("^[^{}]$", "[^{}]"),
+    ("^]$", r"\]"), ("^(?P<n>}|a)(?P<m>b)?$", r"(\}|a)b?"),
     ("^a*?$", "a*"), ("^[^a-y]$", "[^a-y]"), (r"^[\Wa]$", "[^0-9A-Z_b-z]"),
 ]  # fmt: skip
 
@@ -236,7 +248,7 @@ def test_patterns_are_searched_for_and_what_ecma_has_not_is_refused(
     assert [accepts(compiler, structure, tokens, f'"{text}"') for text in ("a", "xb", "xa", "bx")] == [1, 1, 0, 0]
     for pattern in (
         "(?=a)", "(?<!a)b", r"(a)\1", r"\bx", r"(?i)a", r"(?i:a)", "a++", "a{2}{3}", "[]", "[a", r"\A", r"\z", r"\x4",
-        r"\ud800", r"\p", "a{,3}", "]", r"\k<n>", "\\",
+        r"\ud800", r"\p", "a{,3}", "{,3}", r"\k<n>", "\\", r"\a", "(?P=n)", "(?P<n>a)(?P=n)",
     ):  # fmt: skip
         with pytest.raises(PatternRefused):
             from_ecma(pattern)

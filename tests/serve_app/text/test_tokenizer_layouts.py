@@ -162,6 +162,28 @@ def test_tokens_that_other_files_add_have_the_ids_that_these_say(tmp_path: Path)
             Tokenizer.from_folder(write_layout(tmp_path, content, {"added_tokens_decoder": wrong}))
 
 
+def test_further_special_tokens_are_texts_or_objects_with_or_without_a_type(tmp_path: Path) -> None:
+    """Older checkpoints keep them in special_tokens_map.json, where transformers takes no objects."""
+    bare = {"content": "<|end|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    for field in ("additional_special_tokens", "extra_special_tokens"):
+        for tokens in (["<|end|>"], [bare], [{"__type": "AddedToken", **bare}], ["</s>", bare], []):
+            for in_map in (False, True):
+                config: dict[str, Any] = {"eos_token": "</s>", "tokenizer_class": "Qwen2Tokenizer"}
+                older = {"eos_token": {**bare, "content": "</s>"}, field: tokens}
+                folder = write_layout(tmp_path, LAYOUTS["qwen 2"], config if in_map else config | {field: tokens})
+                (folder / "special_tokens_map.json").write_text(json.dumps(older if in_map else {}))
+                tokenizer = Tokenizer.from_folder(folder)
+                assert tokenizer.remarks() == () and tokenizer.eos_token_ids == (library(folder).token_to_id("</s>"),)
+                assert tokenizer.encode("a<|end|>")[-1] == library(folder).token_to_id("<|end|>")
+        folder = write_layout(tmp_path, LAYOUTS["qwen 2"], {"eos_token": "</s>", field: "<|end|>"})
+        with pytest.raises(ConfigError, match=rf"tokenizer_config\.json: `{field}` is '<\|end\|>'"):
+            Tokenizer.from_folder(folder)
+        folder = write_layout(tmp_path, LAYOUTS["qwen 2"], {"eos_token": "</s>"})
+        (folder / "special_tokens_map.json").write_text(json.dumps({field: [{"text": "<|end|>"}]}))
+        with pytest.raises(ConfigError, match=rf"special_tokens_map\.json: `{field}` is"):
+            Tokenizer.from_folder(folder)
+
+
 def test_decoders_of_published_files_are_read_and_others_refused(tmp_path: Path) -> None:
     chain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     strip = decoders.Strip(" ", 1, 0)
