@@ -76,9 +76,9 @@ def _prefills(happened: Happened) -> Iterator[Trouble]:
 def _handoffs(happened: Happened) -> Iterator[Trouble]:
     results = happened.by_label["handoffs"]
     if lost := {name: count for name, count in results.items() if count and name != "ok"}:
-        text = f"{sum(lost.values()):.0f} of {_plural(sum(results.values()), 'handoff')} {_SINCE} did not succeed "
+        text = f"{sum(lost.values()):,.0f} of {_plural(sum(results.values()), 'handoff')} {_SINCE} did not succeed "
         full = happened.by_label["prefill_failures"].get(_FULL, 0.0)
-        why = f", {full:.0f} because the prefill pool was full" if full else ""
+        why = f", {full:,.0f} because the prefill pool was full" if full else ""
         text += f"({_listed(lost)}{why}): decode replicas computed those prompts themselves, which is slower."
         yield _trouble("handoffs fall back", "HandoffsFail", text)
 
@@ -95,7 +95,7 @@ def _turned_away(happened: Happened) -> Iterator[Trouble]:
     codes, no_room = happened.by_label["responses"], happened.counts["no_room"]
     turned_away, num = no_room + codes.get("503", 0.0), sum(codes.values())
     if turned_away > TURNED_AWAY_LIMIT * max(num, turned_away):
-        text = f"{turned_away:.0f} of {_plural(max(num, turned_away), 'request')} {_SINCE} were turned away for want of"
+        text = f"{turned_away:,.0f} of {_plural(max(num, turned_away), 'request')} {_SINCE} were turned away for want of"
         yield _trouble("requests turned away", "RequestsTurnedAway", f"{text} room (429 or 503).")
 
 
@@ -113,8 +113,8 @@ def _replays(samples: list[Sample]) -> Iterator[Trouble]:
 
 
 def _plural(count: float, word: str) -> str:
-    return f"{count:.0f} {word}{'' if count == 1 else 's'}"
+    return f"{count:,.0f} {word}{'' if count == 1 else 's'}"
 
 
 def _listed(counts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{count:.0f} {name}" for name, count in counts.items())
+    return ", ".join(f"{count:,.0f} {name}" for name, count in counts.items())

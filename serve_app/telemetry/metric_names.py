@@ -152,7 +152,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "speculated_seconds_total",
         "seconds",
         "Time of steps that decode with drafts, where it is known what they cost without: drafts of dynamic length, of "
-        "our own engine.",
+        "our own engine. A step that took far longer than such steps do counts as a slow one, no more.",
     ),
     _counter(
         "speculated_plain_seconds_total",

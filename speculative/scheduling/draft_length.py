@@ -244,9 +244,9 @@ class DynamicLength(DraftLength):
             longest = max(counts, default=0) if step.longest is None else step.longest
             work = Work(len(step.entries), num_drafts, longest, sum(step.starts), missed)
             if num_drafts and cost.is_known and not self._is_trial:
-                (plain_s,) = cost.seconds(len(step.entries), [0], [0], work.context)
+                counted_s, plain_s = cost.with_and_without_drafts(work, step.seconds)
                 num_tokens = sum(result.num_accepted + 1 for result in step.results)
-                self._speculated_s += step.seconds
+                self._speculated_s += counted_s
                 self._plain_s += plain_s * num_tokens / len(step.entries)
             if not catches_up:
                 cost.observe(work, step.seconds)
