@@ -87,7 +87,9 @@ ANNOTATIONS = (
         "{{result}}, pool {{pool}}",
         "blue",
     ),
-    Annotation("Replicas replaced", f"{_EVENTS.events('replica_restarts_total', 'pool')} > 0", "pool {{pool}}", "orange"),
+    Annotation(
+        "Replicas replaced", f"{_EVENTS.events('replica_restarts_total', 'pool')} > 0", "pool {{pool}}", "orange"
+    ),
 )
 
 
@@ -153,7 +155,7 @@ def _placed(page: Page) -> list[dict[str, Any]]:
 
 def _flow(panels: tuple[Panel, ...], y: int, number: int) -> tuple[list[dict[str, Any]], int]:
     """Panels from left to right, from that height on, with ids from that number on; and where they end."""
-    placed = []
+    placed: list[dict[str, Any]] = []
     x = line_height = 0
     for panel in panels:
         if x + panel.width > _GRID_COLUMNS:

@@ -107,8 +107,8 @@ _INTER_TOKEN = Panel(
 )
 _LOAD = Panel(
     title="Requests running and waiting",
-    description="Client requests being computed and waiting for room in an engine, over the chosen replicas, plus replays. A "
-    "waiting count that keeps growing means that the service is too small for its traffic.",
+    description="Client requests being computed and waiting for room in an engine, over the chosen replicas, plus "
+    "replays. A waiting count that keeps growing means that the service is too small for its traffic.",
     unit="none",
     queries=(
         Query(REPLICA.gauge("requests_running", "pool"), "running {{pool}}"),
@@ -275,8 +275,8 @@ _REFUSALS = Panel(
 _PREFILL_FAILURES = Panel(
     title="Failed prefills",
     description="Failed prefill attempts, by reason; each is retried, finally on the decode replica. Died: replicas "
-    "are lost. Timeout: they hang, or the pool is too small. Full: the pool is too small. An alert fires on the others' "
-    "share.",
+    "are lost. Timeout: they hang, or the pool is too small. Full: the pool is too small. An alert fires on the "
+    "share of all but full.",
     unit="none",
     queries=(Query(PAGE.events("prefill_failures_total", "reason"), "{{reason}}", sparse=True),),
     stacked=True,

@@ -173,9 +173,9 @@ _TIME_A_TOKEN = Panel(
 )
 _TIME_SAVED = Panel(
     title="Decoding time saved by drafts",
-    description="Of the time that the same tokens would have taken without drafts, as estimated from timed steps. Below "
-    "0, drafts cost more than they gain. Known for drafts of dynamic length by our own engine; steps whose cost is not "
-    "known yet are left out.",
+    description="Of the time that the same tokens would have taken without drafts, as estimated from timed steps. "
+    "Below 0, drafts cost more than they gain. Known for drafts of dynamic length by our own engine; steps whose cost "
+    "is not known yet are left out.",
     unit="percentunit",
     queries=(
         Query(

@@ -19,10 +19,11 @@ LOGPROB_RULES = {
 
 CHECKS = {
     "a": "accepted or not, minus the expected acceptance: the whole accept step",
-    "a_prime": "acceptance probability of each draft, minus its mean: whether drafts come from the drafter's distribution",
+    "a_prime": "acceptance probability of each draft, minus its mean: whether drafts come from the distribution they "
+    "claim",
     "b": "accepted or not, minus that draft's acceptance probability: the random accept decision",
-    "c": "the drafter's probability of emitted tokens, minus its mean: whether the output follows the model where there "
-    "were drafts",
+    "c": "the drafter's probability of emitted tokens, minus its mean: whether the output follows the model where "
+    "there were drafts",
     "d": "the model's probability of emitted tokens, minus its mean: whether the output follows the model",
     "e": "the drafter's probability of draft tokens, minus its mean: whether drafts come from its distribution",
     "f": "the drafter's probability of recovered tokens, minus its mean: the residual distribution and its noise",
@@ -30,8 +31,8 @@ CHECKS = {
     "r": "residual probability of recovered tokens after a deterministic draft, minus its mean",
     "lag_b": "the accept decision times the sign of the request's previous one at that offset: accept uniforms used "
     "again in a later round",
-    "lag_g": "the sampling noise times the sign of the request's previous one at that offset: sample uniforms used again "
-    "in a later round",
+    "lag_g": "the sampling noise times the sign of the request's previous one at that offset: sample uniforms used "
+    "again in a later round",
     "coupled_a_prime": "acceptance probability of each draft, minus its mean, of reproducible requests",
     "coupled_c": "the drafter's probability of emitted tokens, minus its mean, of reproducible requests",
     "coupled_d": "the model's probability of emitted tokens, minus its mean, of reproducible requests",

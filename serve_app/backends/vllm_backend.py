@@ -147,8 +147,7 @@ class VllmBackend:
             os.environ.setdefault(name, value)
         with naming("model.source"):
             self._folder = await asyncio.to_thread(resolve_model, self._source)
-        if not ranks_of(self._settings.engine_args).by_ray:  # else it computes elsewhere
-            self._device, self._device_bytes = await asyncio.to_thread(_device)
+        self._device, self._device_bytes = await asyncio.to_thread(_device, ranks_of(self._settings.engine_args).by_ray)
         if self._replayer is not None:
             await asyncio.to_thread(self._make_room_for_replays)
         drafter = self._settings.engine.drafter
@@ -744,8 +743,10 @@ class VllmBackend:
         return llm
 
 
-def _device() -> tuple[str, int]:
-    """What vLLM computes on, and the memory of that GPU; 0 = it is none."""
+def _device(elsewhere: bool) -> tuple[str, int]:
+    """What vLLM computes on, and the memory of that GPU; 0 = it is none. Nothing is known of it elsewhere."""
+    if elsewhere:
+        return "", 0
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

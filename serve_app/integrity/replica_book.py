@@ -219,7 +219,8 @@ class ReplicaBook:
         return [one.status.to_wire() for _, one in sorted(self._replicas.items()) if one.status is not None]
 
     def overview(self) -> dict[str, Any]:
-        """Replicas with their places, devices, kernels and self-checks; the latest replays' results, trips and alarms, newest first."""
+        """Replicas with their place, device, kernels and self-checks; the latest replays' results, trips and alarms,
+        newest first."""
         return {
             "replicas": [
                 one.status.to_wire()

@@ -87,7 +87,9 @@ def _first_tokens(happened: Happened, limit_s: float) -> Iterator[Trouble]:
     p95 = happened.latency("first_token", 0.95)
     if p95 is not None and p95 > limit_s:
         num = _plural(sum(happened.latencies["first_token"]), "request")
-        text = f"The first token comes late: p95 is {p95:.1f} s, of {num} {_LATELY}; it should be {limit_s:g} s at most."
+        text = (
+            f"The first token comes late: p95 is {p95:.1f} s, of {num} {_LATELY}; it should be {limit_s:g} s at most."
+        )
         yield _trouble("first token late", "TimeToFirstTokenHigh", text)
 
 
@@ -95,7 +97,9 @@ def _turned_away(happened: Happened) -> Iterator[Trouble]:
     codes, no_room = happened.by_label["responses"], happened.counts["no_room"]
     turned_away, num = no_room + codes.get("503", 0.0), sum(codes.values())
     if turned_away > TURNED_AWAY_LIMIT * max(num, turned_away):
-        text = f"{turned_away:,.0f} of {_plural(max(num, turned_away), 'request')} {_SINCE} were turned away for want of"
+        text = (
+            f"{turned_away:,.0f} of {_plural(max(num, turned_away), 'request')} {_SINCE} were turned away for want of"
+        )
         yield _trouble("requests turned away", "RequestsTurnedAway", f"{text} room (429 or 503).")
 
 

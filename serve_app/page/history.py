@@ -15,6 +15,7 @@ EVERY_S = 10.0
 _NUM_POINTS = 360  # an hour
 _MINUTE = 6  # points
 _MINUTES_BY_REPLICA = 5  # a replica has fewer requests than all
+_TIMED_S = 1.0  # of decoding, with less of which the time that drafts save is chance
 _SHORTEST_S = 1.0  # over which a rate is taken: just after the start, and when the clock was set back
 
 LATENCIES = {"first_token": "truespec_time_to_first_token_seconds", "per_token": "truespec_inter_token_latency_seconds"}
@@ -240,7 +241,7 @@ def _figures(first: Sums, last: Sums) -> Point:
         "cache_hit_rate": grown["cache_hits"] / grown["cache_queries"] if grown["cache_queries"] else None,
         "preemptions": grown["preempted"],
         "tokens_per_round": 1 + grown["accepted"] / grown["drafts"] if grown["drafts"] else None,
-        "time_saved": 1 - grown["speculated_s"] / plain if (plain := grown["speculated_plain_s"]) > 0 else None,
+        "time_saved": 1 - grown["speculated_s"] / plain if (plain := grown["speculated_plain_s"]) >= _TIMED_S else None,
         "acceptance": grown["accepted"] / drafted if drafted else None,
         "expected_acceptance": grown["expected"] / drafted if drafted else None,
         "achievable_acceptance": grown["achievable"] / drafted if drafted else None,

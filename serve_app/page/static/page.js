@@ -8,7 +8,7 @@ import { call, events, keyGiven } from "./wire.js";
 const HISTORY_S = 3600, SHORTEST_S = 300, RECENT_S = 3600, SHOWN_INCIDENTS = 6, SHOWN_STRATA = 10, SHOWN_REPLAYS = 8;
 const RETRY_MS = 1000, SILENT_MS = 5000;
 const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
-const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
+const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)}\u00a0%`);
 const whole = (value) => Math.round(value).toLocaleString("en");
 const rate = (value) => (value === 0 ? "0" : value < 1 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : whole(value));
 const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hourCycle: "h23" });

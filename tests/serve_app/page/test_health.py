@@ -1,4 +1,4 @@
-"""What is wrong is said as soon as a counter knows it, and no longer than it lasts; a healthy service has no sentence."""
+"""What is wrong is said as soon as a counter knows it, and no longer than it lasts; a healthy service says nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,8 @@ def test_a_prefill_that_was_computed_twice_is_said_though_no_request_failed(serv
     service.metrics.count("truespec_prefill_failures_total", 1, reason="timeout")
     said = service.said()
     assert said == {
-        "PrefillsFail": "1 prefill failed in the last 15 minutes (1 timeout) and had to be computed again: those answers "
-        "came late."
+        "PrefillsFail": "1 prefill failed in the last 15 minutes (1 timeout) and had to be computed again: those "
+        "answers came late."
     }
     service.pass_time(880)
     assert service.said().keys() == {"PrefillsFail"}
